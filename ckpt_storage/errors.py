@@ -1,0 +1,235 @@
+"""Every exception this package raises, grouped by what the caller does next.
+
+Knows nothing but the standard library. Every error pickles and unpickles, because an
+exception that does not makes DCP's peer ranks hang in a collective
+(`torch.distributed.checkpoint.utils._DistWrapper` gathers exceptions by pickle).
+A message has three parts: what failed, on which object and rank, what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointGoneError",
+    "CheckpointInProgressError",
+    "CheckpointNotFoundError",
+    "CommitConflictError",
+    "CommitUnknownError",
+    "ConsolidationError",
+    "FormatError",
+    "IntegrityError",
+    "InvalidInputError",
+    "PhaseTimeoutError",
+    "RankFailedError",
+    "RankMismatchError",
+    "StorageError",
+    "UnsafeContentError",
+    "UnsupportedByStoreError",
+]
+
+
+def _rebuild(cls: type[CheckpointError], message: str, state: dict[str, Any]) -> CheckpointError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    error.__dict__.update(state)
+    return error
+
+
+class CheckpointError(Exception):
+    """Base of all errors of this package.
+
+    `code` is stable across releases; `rank`, `phase` and `path` are None where they
+    do not apply. `path` never carries credentials. `next_step` is one sentence and is
+    the last part of the message.
+    """
+
+    code = "checkpoint"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        next_step: str | None = None,
+        rank: int | None = None,
+        phase: str | None = None,
+        path: str | None = None,
+    ) -> None:
+        self.rank = rank
+        self.phase = phase
+        self.path = path
+        self.next_step = next_step
+        super().__init__(f"{message} {next_step}" if next_step else message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), str(self), dict(self.__dict__)))
+
+    def __str__(self) -> str:
+        # OSError and its children print errno tuples; ours always print the sentence.
+        return str(self.args[0]) if self.args else self.__class__.__name__
+
+
+class InvalidInputError(CheckpointError, ValueError):
+    """An argument, option or URL cannot be used as given; nothing was touched."""
+
+    code = "invalid-input"
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """Nothing that is a checkpoint lies at the URL."""
+
+    code = "not-found"
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """A committed checkpoint is there already and `overwrite` was not asked for."""
+
+    code = "exists"
+
+
+class CheckpointGoneError(CheckpointError, FileNotFoundError):
+    """The checkpoint was there and has been deleted or superseded while being used."""
+
+    code = "gone"
+
+
+class CheckpointInProgressError(CheckpointError):
+    """A save began here and has not committed; there is nothing to read yet."""
+
+    code = "in-progress"
+
+
+class StorageError(CheckpointError, OSError):
+    """The storage refused or failed an operation.
+
+    `retryable` says whether the same call may succeed later; `kind` is one of
+    "not-found", "exists", "precondition", "permission", "credentials", "no-space",
+    "throttled", "timeout", "connection", "range", "unsupported", "other".
+    """
+
+    code = "storage"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str = "other",
+        retryable: bool = False,
+        next_step: str | None = None,
+        rank: int | None = None,
+        phase: str | None = None,
+        path: str | None = None,
+    ) -> None:
+        self.kind = kind
+        self.retryable = retryable
+        super().__init__(message, next_step=next_step, rank=rank, phase=phase, path=path)
+
+
+class UnsupportedByStoreError(StorageError):
+    """The storage cannot do what was asked, now or later."""
+
+    code = "unsupported-by-store"
+
+
+class CommitConflictError(CheckpointError):
+    """Another save won the slot, or this attempt was fenced; this save is not committed.
+
+    `winner` describes the record found there (save id, host, process id, time).
+    """
+
+    code = "commit-conflict"
+
+    def __init__(self, message: str, *, winner: dict[str, Any] | None = None, **kw: Any) -> None:
+        self.winner = winner or {}
+        super().__init__(message, **kw)
+
+
+class CommitUnknownError(CheckpointError):
+    """Whether the commit took place cannot be told; `save_id` and `slot` let one find out."""
+
+    code = "commit-unknown"
+
+    def __init__(
+        self, message: str, *, save_id: str = "", slot: int | None = None, **kw: Any
+    ) -> None:
+        self.save_id = save_id
+        self.slot = slot
+        super().__init__(message, **kw)
+
+
+class RankMismatchError(CheckpointError, ValueError):
+    """Ranks disagree on something they must share; `values` maps each value to its ranks."""
+
+    code = "rank-mismatch"
+
+    def __init__(
+        self, message: str, *, values: dict[str, list[int]] | None = None, **kw: Any
+    ) -> None:
+        self.values = values or {}
+        super().__init__(message, **kw)
+
+
+class RankFailedError(CheckpointError):
+    """Another rank failed or died; `failures` maps rank to what it reported."""
+
+    code = "rank-failed"
+
+    def __init__(self, message: str, *, failures: dict[int, str] | None = None, **kw: Any) -> None:
+        self.failures = failures or {}
+        super().__init__(message, **kw)
+
+
+class PhaseTimeoutError(CheckpointError, TimeoutError):
+    """A phase did not end before its deadline of `timeout_s` seconds."""
+
+    code = "phase-timeout"
+
+    def __init__(self, message: str, *, timeout_s: float | None = None, **kw: Any) -> None:
+        self.timeout_s = timeout_s
+        super().__init__(message, **kw)
+
+
+class IntegrityError(CheckpointError):
+    """Stored bytes are not the bytes that were written.
+
+    `path` names the file, `fqn` the tensor or blob where known, `offset` the first
+    byte in the file (bytes, from its start) at which the damage may lie.
+    """
+
+    code = "integrity"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        fqn: str | None = None,
+        offset: int | None = None,
+        **kw: Any,
+    ) -> None:
+        self.fqn = fqn
+        self.offset = offset
+        super().__init__(message, **kw)
+
+
+class FormatError(CheckpointError, ValueError):
+    """A file is not of the format it should have, or of a version this release cannot read."""
+
+    code = "format"
+
+
+class UnsafeContentError(CheckpointError):
+    """Reading would run code or leave the checkpoint's folder; nothing was executed."""
+
+    code = "unsafe-content"
+
+
+class ConsolidationError(CheckpointError):
+    """Consolidation failed; `info` is the committed checkpoint, which stays valid."""
+
+    code = "consolidation"
+
+    def __init__(self, message: str, *, info: Any = None, **kw: Any) -> None:
+        self.info = info
+        super().__init__(message, **kw)

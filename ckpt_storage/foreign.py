@@ -1,0 +1,325 @@
+"""Checkpoints that others wrote: stock DCP, torch's sharded safetensors, Hugging Face folders.
+
+Knows their documents through `stockmeta` and `tensorfile`; runs nothing they contain and
+imports no torch. They carry no checksums of ours: only lengths can be checked. Called by
+`opening`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from . import layout
+from .errors import CheckpointError, FormatError, IntegrityError, StorageError
+from .options import TransferOptions
+from .readplan import bytes_request, plan_reads
+from .regions import Box, covers_exactly
+from .source import Place, SourceFormat, TensorInfo, concerns
+from .stockmeta import StockMetadata, StockTensor, decode_stock_metadata
+from .store.base import Store
+from .tensorfile import (
+    DTYPES,
+    NeedMoreBytes,
+    SafetensorsHeader,
+    parse_safetensors_header,
+    parse_tensor_item,
+)
+from .transfer import Deadline, run_fetches
+
+log = logging.getLogger("ckpt_storage")
+
+INDEX_NAME = "model.safetensors.index.json"
+_HEAD_BYTES = 2048
+_HEADER_GUESS_BYTES = 64 * 1024
+_RESTORE = "Check that the checkpoint is complete; restore the file from a copy."
+_RANK_LOCAL = re.compile(r"__[0-9]+\.metadata")
+
+Key = tuple[str, tuple[int, ...] | None]
+
+
+def is_rank_local(name: str) -> bool:
+    """Return whether a file name is the metadata of one rank (`use_collectives=False`)."""
+    return _RANK_LOCAL.fullmatch(name) is not None
+
+
+def _missing(store: Store, place: Place) -> IntegrityError:
+    return IntegrityError(
+        f"{store.url}: {place.path}, which {place.fqn} needs, is missing.",
+        fqn=place.fqn,
+        path=place.path,
+        offset=0,
+        next_step=_RESTORE,
+    )
+
+
+@dataclass(slots=True)
+class StockSource:
+    """A checkpoint of stock `FileSystemWriter` or `FsspecWriter`, through its `.metadata`."""
+
+    store: Store
+    metadata: StockMetadata
+    options: TransferOptions
+    deadline: Deadline
+    format: SourceFormat = "dcp"
+    save_id: str | None = None
+    tensors: Mapping[str, TensorInfo] = field(init=False)
+    blobs: frozenset[str] = field(init=False)
+    planner_data: Mapping[str, tuple[str | int, ...]] | None = field(init=False)
+    _places: dict[Key, Place] = field(default_factory=dict)
+    _sizes: dict[Key, tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tensors = {
+            fqn: _stock_info(fqn, tensor) for fqn, tensor in self.metadata.tensors.items()
+        }
+        self._sizes = {
+            (fqn, box.offsets): box.sizes
+            for fqn, info in self.tensors.items()
+            for box in info.boxes
+        }
+        self.blobs = self.metadata.blobs
+        self.planner_data = self.metadata.paths
+
+    def _item_place(self, key: Key) -> Place:
+        fqn, offsets = key
+        item = self.metadata.items.get(key)
+        if item is None:
+            raise FormatError(
+                f"{layout.STOCK_METADATA} says that {fqn} has a part at {offsets} but not where "
+                "it lies.",
+                path=layout.STOCK_METADATA,
+                next_step="The save was incomplete; load another checkpoint.",
+            )
+        if item.transforms:
+            raise FormatError(
+                f"{fqn} in {item.relative_path} is transformed by {', '.join(item.transforms)}.",
+                path=item.relative_path,
+                next_step="Load it with torch's FileSystemReader and that extension.",
+            )
+        return Place(
+            path=layout.checked_path(item.relative_path, where=layout.STOCK_METADATA),
+            fqn=fqn,
+            start=item.offset,
+            size_bytes=item.length,
+            container="raw" if offsets is None else "torch_zip",
+        )
+
+    def require(self, chunks: Iterable[Key]) -> None:
+        """Read the head of every item needed and note where its raw bytes lie."""
+        wanted = {
+            key: (self._item_place(key), _HEAD_BYTES) for key in chunks if key not in self._places
+        }
+        while wanted:
+            buffers = {
+                key: bytearray(min(size, place.size_bytes))
+                for key, (place, size) in wanted.items()
+                if place.container == "torch_zip"
+            }
+            requests = [bytes_request(wanted[key][0], buffer) for key, buffer in buffers.items()]
+            fetches = plan_reads(requests, part_bytes=self.options.part_bytes)
+            try:
+                run_fetches(self.store, fetches, options=self.options, deadline=self.deadline)
+            except StorageError as error:
+                if error.kind != "not-found":
+                    raise
+                place = next((p for p, _ in wanted.values() if concerns(error, p.path)), None)
+                raise (_missing(self.store, place) if place else error) from error
+            again: dict[Key, tuple[Place, int]] = {}
+            for key, (place, _) in wanted.items():
+                if key not in buffers:
+                    self._places[key] = place
+                    continue
+                found = self._raw_place(key, place, buffers[key])
+                if isinstance(found, NeedMoreBytes):
+                    again[key] = (place, found.total_bytes)
+                else:
+                    self._places[key] = found
+            wanted = again
+
+    def _raw_place(self, key: Key, place: Place, head: bytearray) -> Place | NeedMoreBytes:
+        parsed = parse_tensor_item(bytes(head), item_bytes=place.size_bytes, path=place.path)
+        if isinstance(parsed, NeedMoreBytes):
+            return parsed
+        if parsed is None or parsed.dtype != self.tensors[place.fqn].dtype:
+            return place  # torch itself has to read the whole item
+        if parsed.shape != self._sizes[key]:
+            raise FormatError(
+                f"{place.fqn} in {place.path} has the shape {list(parsed.shape)}; "
+                f"{layout.STOCK_METADATA} says {list(self._sizes[key])}.",
+                path=place.path,
+                next_step=_RESTORE,
+            )
+        return replace(
+            place,
+            start=place.start + parsed.payload_offset,
+            size_bytes=parsed.payload_bytes,
+            container="raw",
+        )
+
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+        """Return where a chunk or blob lies."""
+        return self._places[fqn, offsets]
+
+    def explain_missing(self, place: Place) -> Exception:
+        """Return the error for a file that is not there."""
+        return _missing(self.store, place)
+
+
+def _stock_info(fqn: str, tensor: StockTensor) -> TensorInfo:
+    if tensor.dtype not in DTYPES:
+        raise FormatError(
+            f"{fqn} has dtype {tensor.dtype}, which this release does not read.",
+            path=layout.STOCK_METADATA,
+            next_step="Load it with torch's FileSystemReader.",
+        )
+    boxes = [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
+    return TensorInfo(fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, boxes=boxes)
+
+
+def open_stock(
+    store: Store, data: bytes, *, options: TransferOptions, deadline: Deadline
+) -> StockSource:
+    """Return the source that a stock `.metadata` describes. Raises as `decode_stock_metadata`."""
+    return StockSource(store, decode_stock_metadata(data), options, deadline)
+
+
+@dataclass(slots=True)
+class SafetensorsSource:
+    """Weight files with raw tensors in them: whole ones, or torch's sharded ones."""
+
+    store: Store
+    format: SourceFormat
+    tensors: Mapping[str, TensorInfo]
+    places: Mapping[Key, Place]
+    save_id: str | None = None
+    blobs: frozenset[str] = frozenset()
+    planner_data: Mapping[str, tuple[str | int, ...]] | None = None
+
+    def require(self, chunks: Iterable[Key]) -> None:
+        """Nothing to fetch: the headers said it all."""
+
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+        """Return where a chunk or blob lies."""
+        return self.places[fqn, offsets]
+
+    def explain_missing(self, place: Place) -> Exception:
+        """Return the error for a file that is not there."""
+        return _missing(self.store, place)
+
+
+def open_safetensors(store: Store, names: Sequence[str]) -> SafetensorsSource:
+    """Return the source that the safetensors files `names`, and an index if it is there, make.
+
+    With an index only the files that it names count, and each must hold what it says. Raises
+    `FormatError`, `IntegrityError`.
+    """
+    weight_map = _read_index(store) if INDEX_NAME in names else None
+    weights = sorted(name for name in names if name.endswith(".safetensors"))
+    if weight_map is not None:
+        listed = sorted(set(weight_map.values()))
+        missing = [name for name in listed if name not in weights]
+        if missing:
+            raise IntegrityError(
+                f"{store.url}: {INDEX_NAME} names {missing[0]}, which is missing.",
+                path=missing[0],
+                offset=0,
+                next_step=_RESTORE,
+            )
+        weights = listed
+    boxes: dict[str, list[Box]] = {}
+    dtypes: dict[str, str] = {}
+    places: dict[Key, Place] = {}
+    sharded = False
+    for name in weights:
+        header, file_bytes = _read_header(store, name)
+        sharded = sharded or header.saved_offsets is not None
+        for fqn, entry in header.entries.items():
+            if weight_map is not None and weight_map.get(fqn) != name:
+                continue
+            zeros = tuple(0 for _ in entry.shape)
+            offsets = (header.saved_offsets or {}).get(fqn, zeros)
+            if (fqn, offsets) in places or dtypes.setdefault(fqn, entry.dtype) != entry.dtype:
+                raise FormatError(
+                    f"{fqn} is in {places.get((fqn, offsets), name)!s:.80} and again, or with "
+                    f"another dtype, in {name}.",
+                    path=name,
+                    next_step="Remove the files of other checkpoints from this folder.",
+                )
+            boxes.setdefault(fqn, []).append(Box(offsets, entry.shape))
+            places[fqn, offsets] = Place(
+                path=name,
+                fqn=fqn,
+                start=header.data_offset + entry.start,
+                size_bytes=entry.end - entry.start,
+                file_bytes=file_bytes,
+            )
+    absent = sorted(set(weight_map or ()) - set(boxes))
+    if absent:
+        raise IntegrityError(
+            f"{store.url}: {(weight_map or {})[absent[0]]} does not hold {absent[0]}, which "
+            f"{INDEX_NAME} says it does.",
+            fqn=absent[0],
+            path=(weight_map or {})[absent[0]],
+            offset=0,
+            next_step=_RESTORE,
+        )
+    if sharded:
+        log.warning(
+            "%s: torch's sharded safetensors do not record the tensors' shapes; a missing last "
+            "part cannot be told from a smaller tensor",
+            store.url,
+        )
+    tensors = {fqn: _merged(fqn, dtypes[fqn], held) for fqn, held in boxes.items()}
+    kind: SourceFormat = "dcp_safetensors" if sharded else "safetensors"
+    return SafetensorsSource(store, kind, tensors, places)
+
+
+def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorInfo:
+    """Return the tensor that chunks make: as large as they reach, without a gap."""
+    shape = tuple(max(stops) for stops in zip(*(box.stops for box in boxes), strict=True))
+    held = [box for box in boxes if not box.is_empty]
+    coverage = covers_exactly(shape, held) if held else None
+    if coverage is not None and not coverage.is_exact:
+        raise IntegrityError(
+            f"The parts of {fqn} do not make up its shape {list(shape)}: "
+            f"{'there is a gap at ' + str(coverage.gap) if coverage.gap else 'they overlap'}.",
+            fqn=fqn,
+            next_step="Files are missing, or those of another save are among them.",
+        )
+    return TensorInfo(fqn=fqn, dtype=dtype, shape=shape, boxes=boxes)
+
+
+def _read_index(store: Store) -> dict[str, str]:
+    data = store.read(INDEX_NAME)
+    try:
+        weight_map = json.loads(data)["weight_map"]
+    except (ValueError, KeyError, TypeError):
+        weight_map = None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(key, str) and isinstance(value, str) for key, value in weight_map.items()
+    ):
+        raise FormatError(
+            f"{store.url}: {INDEX_NAME} has no readable weight_map.",
+            path=INDEX_NAME,
+            next_step=_RESTORE,
+        )
+    return {fqn: layout.checked_path(name, where=INDEX_NAME) for fqn, name in weight_map.items()}
+
+
+def _read_header(store: Store, name: str) -> tuple[SafetensorsHeader, int]:
+    file_bytes = store.stat(name).size_bytes
+    size = min(_HEADER_GUESS_BYTES, file_bytes)
+    while True:
+        buffer = bytearray(size)
+        if size:
+            store.read_into(name, 0, memoryview(buffer), size_bytes=file_bytes)
+        parsed = parse_safetensors_header(bytes(buffer), file_bytes=file_bytes, path=name)
+        if not isinstance(parsed, NeedMoreBytes):
+            return parsed, file_bytes
+        if parsed.total_bytes <= size:  # pragma: no cover  # the parser asks for more or ends
+            raise CheckpointError(f"{name} cannot be parsed.")
+        size = min(parsed.total_bytes, file_bytes)

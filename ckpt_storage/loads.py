@@ -1,0 +1,195 @@
+"""One rank's part of a load: targets of its plan, the requests that fill them, the commit to them.
+
+Knows DCP's read items and tensors as targets; where bytes lie it learns from `source`, how they
+are read from `readplan`. Called by `reader` on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from .errors import FormatError, IntegrityError, InvalidInputError, StorageError
+from .readplan import Request, Sink, bytes_request
+from .regions import Box, WindowCopy
+from .source import Place, Source, concerns
+from .tensorfile import DTYPES
+from .torchload import load_whole, scan_blob
+
+
+class LoadJob:
+    """The items of one load plan on this rank, from request to commit."""
+
+    def __init__(self, source: Source, planner: LoadPlanner, *, verify: bool) -> None:
+        self._source = source
+        self._planner = planner
+        self._verify = verify
+        self.requests: list[Request] = []
+        self._places: dict[str, list[Place]] = {}
+        self._tensors: list[tuple[ReadItem, torch.Tensor]] = []
+        self._blobs: list[tuple[ReadItem, bytearray, Place]] = []
+        self._wholes: list[tuple[ReadItem, torch.Tensor, bytearray, Place]] = []
+
+    def plan(self, items: Sequence[ReadItem]) -> None:
+        """Turn read items into requests; resolves every target, reads no payload."""
+        keys = [(item.storage_index.fqn, _offsets_of(item)) for item in items]
+        self._source.require(keys)
+        for item, (fqn, offsets) in zip(items, keys, strict=True):
+            place = self._source.place(fqn, offsets)
+            if not self._verify:
+                place = dataclasses.replace(place, crcs=None, block_bytes=1)
+            self._places.setdefault(place.path, []).append(place)
+            if item.type is LoadItemType.BYTE_IO:
+                buffer = bytearray(place.size_bytes)
+                self._blobs.append((item, buffer, place))
+                self.requests.append(bytes_request(place, buffer))
+                continue
+            target = self._planner.resolve_tensor(item).detach()
+            if target.size() != torch.Size(item.lengths):
+                raise InvalidInputError(
+                    f"The planner gave a target of shape {list(target.size())} for "
+                    f"{list(item.lengths)} elements of {fqn}.",
+                    phase="load",
+                    next_step="Check the load planner's resolve_tensor.",
+                )
+            if place.container == "torch_zip":
+                buffer = bytearray(place.size_bytes)
+                self._wholes.append((item, target, buffer, place))
+                self.requests.append(bytes_request(place, buffer))
+            else:
+                self._tensors.append((item, target))
+                self._region(item, target, place)
+
+    def _region(self, item: ReadItem, target: torch.Tensor, place: Place) -> None:
+        dtype_name = self._source.tensors[item.storage_index.fqn].dtype
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        item_bytes = DTYPES[dtype_name].item_bytes
+        sizes = self._chunk_sizes(item)
+        if place.size_bytes != math.prod(sizes) * item_bytes:
+            raise _contradiction(place, f"{place.size_bytes} bytes", sizes)
+        self.requests.append(
+            Request(
+                place=place,
+                item_bytes=item_bytes,
+                chunk_sizes=sizes,
+                region=Box(tuple(item.storage_offsets), tuple(item.lengths)),
+                sink=_tensor_sink(target, dtype),
+                target=_direct_view(target, dtype),
+            )
+        )
+
+    def _chunk_sizes(self, item: ReadItem) -> tuple[int, ...]:
+        info = self._source.tensors[item.storage_index.fqn]
+        offsets = _offsets_of(item) or ()
+        sizes = next((box.sizes for box in info.boxes if box.offsets == offsets), None)
+        if sizes is None:  # pragma: no cover  # place() found the chunk by the same offsets
+            raise FormatError(f"{info.fqn} has no chunk at {offsets}.", next_step="Load again.")
+        return sizes
+
+    def explain(self, error: StorageError | IntegrityError) -> Exception:
+        """Return `error` with what it means here: which tensor, which rank, gone or damaged."""
+        found = (held for path, held in self._places.items() if concerns(error, path))
+        places = next(found, [])
+        if isinstance(error, StorageError):
+            if error.kind == "not-found" and places:
+                return self._source.explain_missing(places[0])
+            return error
+        if error.fqn is not None or not places:
+            return error
+        offset = error.offset or 0
+        place = min(
+            (p for p in places if p.start <= offset < p.start + p.size_bytes),
+            key=lambda p: p.start,
+            default=places[0],
+        )
+        by = f", written by rank {place.rank}" if place.rank is not None else ""
+        step = error.next_step or ""
+        return IntegrityError(
+            f"{str(error).removesuffix(step).strip()} The file holds {place.fqn}{by}. Targets of "
+            "this load hold undefined values.",
+            fqn=place.fqn,
+            offset=error.offset,
+            path=error.path,
+            rank=place.rank,
+            phase="load",
+            next_step=error.next_step,
+        )
+
+    def commit(self, *, unsafe_pickle: bool) -> None:
+        """Hand everything to the planner; all bytes were read and verified."""
+        if not unsafe_pickle:
+            for _, buffer, place in self._blobs:
+                scan_blob(buffer, place)
+        for item, target, buffer, place in self._wholes:
+            tensor = load_whole(buffer, place)
+            if tuple(tensor.shape) != self._chunk_sizes(item):
+                found = f"the shape {list(tensor.shape)}"
+                raise _contradiction(place, found, self._chunk_sizes(item))
+            for dim, (start, size) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                tensor = tensor.narrow(dim, start, size)
+            target.copy_(tensor)
+            self._planner.commit_tensor(item, target)
+        for item, target in self._tensors:
+            self._planner.commit_tensor(item, target)
+        for item, buffer, _ in self._blobs:
+            self._planner.load_bytes(item, io.BytesIO(buffer))
+
+
+def _contradiction(place: Place, found: str, sizes: tuple[int, ...]) -> FormatError:
+    return FormatError(
+        f"{place.fqn} in {place.path} has {found}; the metadata says {list(sizes)} elements.",
+        path=place.path,
+        next_step="Check that the checkpoint is complete and that its files belong together.",
+    )
+
+
+def _offsets_of(item: ReadItem) -> tuple[int, ...] | None:
+    if item.type is LoadItemType.BYTE_IO:
+        return None
+    return tuple(item.storage_index.offset or ())
+
+
+def _direct_view(target: torch.Tensor, dtype: torch.dtype) -> memoryview | None:
+    """Return the memory of a target that takes the stored bytes as they are, else None."""
+    if (
+        target.device.type != "cpu"
+        or target.dtype != dtype
+        or not target.is_contiguous()
+        or target.is_conj()
+        or target.is_neg()
+    ):
+        return None
+    flat = target.reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
+
+
+def _tensor_sink(target: torch.Tensor, dtype: torch.dtype) -> Sink:
+    # Several windows of one target arrive in several threads; autograd must see none of it.
+    lock = threading.Lock() if target.device.type != "cpu" else None
+
+    def sink(window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        raw = torch.frombuffer(window, dtype=torch.uint8)
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()  # torch's kernels rely on natural alignment; some crash without
+        flat = raw.view(dtype)
+        for copy in copies:
+            source = flat.as_strided(copy.sizes, copy.source_strides, copy.source_offset_elements)
+            dest = target
+            for dim, (start, size) in enumerate(zip(copy.dest_offsets, copy.sizes, strict=True)):
+                if size != dest.size(dim):
+                    dest = dest.narrow(dim, start, size)
+            if lock is None:
+                dest.copy_(source)
+            else:
+                with lock:
+                    dest.copy_(source)
+
+    return sink

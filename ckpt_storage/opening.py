@@ -1,0 +1,105 @@
+"""Finding out what lies at a URL, and opening it: ours first, by its head; then what others write.
+
+Knows the order in which to look and what to say when there is nothing to load. Called by
+`catalog` and `reader`.
+"""
+
+from __future__ import annotations
+
+from . import commit, layout
+from .commit import CommitLog
+from .errors import (
+    CheckpointGoneError,
+    CheckpointInProgressError,
+    CheckpointNotFoundError,
+    FormatError,
+    StorageError,
+)
+from .foreign import is_rank_local, open_safetensors, open_stock
+from .options import TransferOptions
+from .source import CommittedSource, Source, read_manifest
+from .store.base import Store
+from .transfer import Deadline
+
+
+def open_source(store: Store, *, deadline: Deadline, options: TransferOptions) -> Source:
+    """Return the checkpoint at the root of `store`, whatever wrote it.
+
+    Costs two small reads and the manifest for one of ours; lists the folder only if it is not.
+    Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
+    `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
+    """
+    found = commit.read_log(store)
+    if found.head is not None:
+        manifest = read_manifest(store, found.head)
+        return CommittedSource(store, found.head, manifest, deadline, options)
+    if found.last is None:
+        current = commit.read_if_there(store, layout.STOCK_METADATA)
+        if current is not None:
+            named = commit.split_footer(current.data)[1]
+            if named is not None:
+                raise FormatError(
+                    f"{store.url} has .metadata of save {named.save_id} but no commits/ folder.",
+                    path=layout.COMMITS,
+                    next_step="Copy the whole checkpoint, commits/ included; torch's own readers "
+                    "can load it as it is, without checksums.",
+                )
+            return open_stock(store, current.data, options=options, deadline=deadline)
+    names = _names(store)
+    if any(name.endswith(".safetensors") for name in names) and found.last is None:
+        return open_safetensors(store, names)
+    raise _nothing(store, found, names)
+
+
+def _names(store: Store) -> list[str]:
+    try:
+        return [entry.path for entry in store.list("", recursive=False)]
+    except StorageError as error:
+        if error.kind == "not-found":
+            return []
+        raise
+
+
+def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
+    """Return the error that says why nothing can be loaded, and what to do."""
+    last = found.last
+    if last is not None and last.type == "deleted":
+        return CheckpointGoneError(
+            f"{store.url} was deleted at {last.created_at} by process {last.pid} on {last.host}.",
+            path=store.url,
+            phase="load",
+            next_step="Load another checkpoint.",
+        )
+    if f"{layout.SAVES}/" in names:
+        return CheckpointInProgressError(
+            f"{store.url} holds a save that has not committed: it is still running, or it died.",
+            path=store.url,
+            phase="load",
+            next_step="Wait for the save to end, or load an earlier checkpoint.",
+        )
+    local = next((name for name in names if is_rank_local(name)), None)
+    if local is not None:
+        return FormatError(
+            f"{store.url} was saved with use_collectives=False: every rank has metadata of its "
+            f"own ({local}).",
+            path=local,
+            next_step="Load it with torch's FileSystemReader on as many ranks as saved it.",
+        )
+    if any(name.endswith(".distcp") for name in names):
+        return CheckpointInProgressError(
+            f"{store.url} holds .distcp files but no .metadata: a save by another writer is "
+            "still running, or it died.",
+            path=store.url,
+            phase="load",
+            next_step="Wait for the save to end, or load an earlier checkpoint.",
+        )
+    folders = [name for name in names if name.endswith("/")]
+    what = "is empty or does not exist"
+    step = "Check the path; ckpt_storage.list_checkpoints(root) shows what is there."
+    if names:
+        what = f"holds no checkpoint, but {', '.join(sorted(names)[:3])}"
+        if folders:
+            step = f"Give the folder of one checkpoint, such as {store.url}/{max(folders)}"
+    return CheckpointNotFoundError(
+        f"{store.url} {what}.", path=store.url, phase="load", next_step=step
+    )

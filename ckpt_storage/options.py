@@ -1,0 +1,185 @@
+"""Every tunable, with its unit, its default and where the default comes from.
+
+Values only: no I/O. Called by every layer below it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from .errors import InvalidInputError
+
+KIB = 1024
+MIB = 1024 * KIB
+
+DEFAULT_TIMEOUT_S = 3600.0
+"""One hour: long enough for any save seen in the field, and never infinite."""
+
+DEFAULT_BLOCK_BYTES = 64 * KIB
+"""Unit of CRC: a ranged read is rounded out to it. 64 KiB costs 4 bytes per block."""
+
+DEFAULT_PART_BYTES = 16 * MIB
+"""Unit of upload and of one ranged read. S3 wants 5 MiB at least, 10,000 parts at most."""
+
+LOCAL_WRITE_BYTES = 8 * MIB
+"""One local write request; the store itself writes smaller pieces."""
+
+LOCAL_READ_BYTES = 8 * MIB
+"""One local read request; the store itself reads and hands on smaller pieces."""
+
+REMOTE_THREADS = 8
+"""Requests in flight per rank where one costs a round trip."""
+
+DEFAULT_MEMORY_LIMIT_BYTES = 256 * MIB
+"""Ceiling of buffers that hold bytes in flight, per process."""
+
+Engine = Literal["auto", "fsspec", "obstore"]
+Phase = Literal["plan", "stage", "write", "commit", "consolidate", "load"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Deadlines in seconds, one per phase, and one for a single storage request.
+
+    A phase that does not end in time raises `PhaseTimeoutError`. Values must be
+    positive and finite.
+    """
+
+    plan: float = DEFAULT_TIMEOUT_S
+    stage: float = DEFAULT_TIMEOUT_S
+    write: float = DEFAULT_TIMEOUT_S
+    commit: float = DEFAULT_TIMEOUT_S
+    consolidate: float = DEFAULT_TIMEOUT_S
+    load: float = DEFAULT_TIMEOUT_S
+    request: float = 300.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not (isinstance(value, int | float) and 0 < value < float("inf")):
+                raise InvalidInputError(
+                    f"Timeouts.{field.name} is {value!r}.",
+                    next_step="Give a positive, finite number of seconds.",
+                )
+
+    @classmethod
+    def of(cls, value: float | timedelta | Timeouts | None) -> Timeouts:
+        """Return the `Timeouts` that a user's `timeout=` argument means.
+
+        A number of seconds or a `timedelta` sets every phase; the request deadline
+        is then the smaller of it and the default. Raises `InvalidInputError`.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, Timeouts):
+            return value
+        try:
+            seconds = value.total_seconds() if isinstance(value, timedelta) else float(value)
+        except (TypeError, ValueError):
+            raise InvalidInputError(
+                f"timeout is {value!r}.",
+                next_step="Give seconds, a datetime.timedelta or a ckpt_storage.Timeouts.",
+            ) from None
+        return cls(
+            plan=seconds,
+            stage=seconds,
+            write=seconds,
+            commit=seconds,
+            consolidate=seconds,
+            load=seconds,
+            request=min(seconds, 300.0) if seconds > 0 else seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How often and how long a failed, repeatable storage request is tried again.
+
+    Delays grow exponentially with full jitter (Brooker, "Exponential Backoff And
+    Jitter", AWS Architecture Blog, 2015). `attempt_count` counts the first try.
+    """
+
+    attempt_count: int = 6
+    first_delay_s: float = 0.1
+    max_delay_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.attempt_count < 1 or self.first_delay_s < 0 or self.max_delay_s < 0:
+            raise InvalidInputError(
+                f"{self!r} cannot be followed.",
+                next_step="attempt_count is at least 1 and delays are not negative.",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOptions:
+    """Resources one save or load may use in one process."""
+
+    thread_count: int = 1
+    part_bytes: int = DEFAULT_PART_BYTES
+    block_bytes: int = DEFAULT_BLOCK_BYTES
+    memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
+
+    def __post_init__(self) -> None:
+        if self.thread_count < 1:
+            raise InvalidInputError(
+                f"thread_count is {self.thread_count}.", next_step="Give 1 or more."
+            )
+        if self.block_bytes < KIB or self.block_bytes % 64:
+            raise InvalidInputError(
+                f"block_bytes is {self.block_bytes}.",
+                next_step="Give a multiple of 64, 1 KiB or more.",
+            )
+        if self.part_bytes < self.block_bytes:
+            raise InvalidInputError(
+                f"part_bytes is {self.part_bytes}, less than block_bytes {self.block_bytes}.",
+                next_step="Give at least one block; S3 needs 5 MiB or more.",
+            )
+        if self.memory_limit_bytes < self.part_bytes:
+            raise InvalidInputError(
+                f"memory_limit_bytes is {self.memory_limit_bytes}, less than one part of "
+                f"{self.part_bytes} bytes.",
+                next_step="Raise memory_limit_bytes or lower part_bytes.",
+            )
+
+    @classmethod
+    def for_storage(
+        cls,
+        *,
+        is_remote: bool,
+        local_threads: int,
+        local_part_bytes: int,
+        thread_count: int | None,
+        part_bytes: int | None,
+        memory_limit_bytes: int | None,
+    ) -> TransferOptions:
+        """Return what the user chose, and what suits the kind of storage where they did not.
+
+        A network round trip is paid for by more requests at a time and larger ones. The default
+        part is never larger than the memory that the user allows.
+        """
+        memory = memory_limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES
+        default_part = DEFAULT_PART_BYTES if is_remote else local_part_bytes
+        return cls(
+            thread_count=thread_count or (REMOTE_THREADS if is_remote else local_threads),
+            part_bytes=part_bytes or min(default_part, max(memory // 2, DEFAULT_BLOCK_BYTES)),
+            memory_limit_bytes=memory,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressEvent:
+    """One step forward: bytes done of bytes in all, in this process, in this phase."""
+
+    phase: Phase
+    rank: int
+    done_bytes: int
+    total_bytes: int
+    save_id: str | None = None
+
+
+Progress = bool | Callable[[ProgressEvent], None] | None

@@ -1,0 +1,189 @@
+"""One rank's part of a save: the items of its plan, written as a shard file, with their table.
+
+Knows DCP's write items, tensors as bytes, and how items lie in a file (`docs/format.md`, "Shard
+files"); knows no agreement and no commit. Called by `writer` on every rank.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from . import layout
+from .errors import CheckpointError, InvalidInputError, StorageError
+from .hostbytes import check_plain, dtype_name, host_views
+from .manifest import RankManifest, ShardFile
+from .options import Progress, TransferOptions
+from .progress import reporting
+from .store.base import Store
+from .tensorfile import DTYPES, PAYLOAD_ALIGN_BYTES, tensor_envelope
+from .transfer import Deadline, ShardFileWriter, ShardTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardJob:
+    """What a rank needs to know to write its shards."""
+
+    save_id: str
+    rank: int
+    world_size: int
+    options: TransferOptions
+    deadline: Deadline
+    progress: Progress
+    with_bar: bool
+
+
+@dataclass(slots=True)
+class _Vocabulary:
+    """Strings that columns refer to by position, in order of first use."""
+
+    fqns: dict[str, int] = field(default_factory=dict)
+    dtypes: dict[str, int] = field(default_factory=dict)
+
+
+def _planned_bytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    count: int = item.tensor_data.chunk.sizes.numel()
+    dtype = item.tensor_data.properties.dtype
+    return count * dtype.itemsize
+
+
+def _chunk(item: WriteItem, data: object) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """Return the tensor the planner gave, and offsets and sizes of the chunk that it must be."""
+    fqn = item.index.fqn
+    if not isinstance(data, torch.Tensor) or item.tensor_data is None:
+        raise InvalidInputError(
+            f"The planner gave {type(data).__name__} for the tensor {fqn}.",
+            next_step="SavePlanner.resolve_data must return a tensor for tensor items.",
+        )
+    chunk = item.tensor_data.chunk
+    sizes = tuple(chunk.sizes)
+    if tuple(data.shape) != sizes:
+        raise InvalidInputError(
+            f"{fqn} has shape {list(data.shape)}; the plan says {list(sizes)}.",
+            phase="write",
+            next_step="The state changed after it was planned; with plan caching, pass the same "
+            "shapes or a new planner key.",
+        )
+    return data, tuple(chunk.offsets), sizes
+
+
+def write_shards(store: Store, plan: SavePlan, planner: SavePlanner, job: ShardJob) -> RankManifest:
+    """Write the items of `plan` and return what was written; durable on return.
+
+    A plan without items writes no file. On any error nothing becomes visible and no upload
+    stays open. Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
+    """
+    files: list[ShardFile] = []
+    vocabulary = _Vocabulary()
+    if plan.items:
+        path = layout.shard_path(job.save_id, job.rank, 0)
+        planned_bytes = sum(_planned_bytes(item) for item in plan.items)
+        with reporting(
+            job.progress,
+            phase="write",
+            rank=job.rank,
+            total_bytes=planned_bytes,
+            save_id=job.save_id,
+            with_bar=job.with_bar,
+        ) as on_bytes:
+            file = ShardFileWriter(
+                store,
+                path,
+                options=job.options,
+                planned_bytes=planned_bytes,
+                deadline=job.deadline,
+                on_bytes=on_bytes,
+            )
+            shard = _Shard(file, ShardTable(), vocabulary)
+            try:
+                for item in plan.items:
+                    shard.write(item, planner)
+                    job.deadline.check(f"Writing {path}")
+                size_bytes, crc = file.finish()
+            except BaseException as error:
+                try:
+                    file.abort()
+                except StorageError as failure:
+                    error.add_note(f"Discarding the upload failed too: {failure}")
+                raise
+        files.append(shard.table.shard_file(file, size_bytes, crc))
+    return RankManifest(
+        save_id=job.save_id,
+        rank=job.rank,
+        world_size=job.world_size,
+        fqns=list(vocabulary.fqns),
+        dtypes=list(vocabulary.dtypes),
+        files=files,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
+
+
+@dataclass(slots=True)
+class _Shard:
+    """A shard file being written, and the table of what is in it."""
+
+    file: ShardFileWriter
+    table: ShardTable
+    vocabulary: _Vocabulary
+
+    def write(self, item: WriteItem, planner: SavePlanner) -> None:
+        """Append one item."""
+        fqn = item.index.fqn
+        data = planner.resolve_data(item)
+        self.file.frame(b"\0" * (-self.file.position % PAYLOAD_ALIGN_BYTES))
+        fqns = self.vocabulary.fqns
+        self.table.fqn.append(fqns.setdefault(fqn, len(fqns)))
+        self.table.item_start.append(self.file.position)
+        if item.type is WriteItemType.BYTE_IO:
+            self._write_blob(fqn, data)
+        else:
+            self._write_tensor(fqn, *_chunk(item, data))
+
+    def _write_blob(self, fqn: str, data: object) -> None:
+        if not isinstance(data, io.BytesIO):
+            raise InvalidInputError(
+                f"The planner gave {type(data).__name__} for the blob {fqn}.",
+                next_step="SavePlanner.resolve_data must return io.BytesIO for BYTE_IO items.",
+            )
+        table, start = self.table, self.file.position
+        length = self.file.payload([data.getbuffer()])
+        table.dtype.append(-1)
+        table.offsets.append(None)
+        table.sizes.append(None)
+        table.item_bytes.append(length)
+        table.payload_start.append(start)
+        table.payload_bytes.append(length)
+
+    def _write_tensor(
+        self, fqn: str, tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> None:
+        check_plain(tensor, fqn)
+        dtype = dtype_name(tensor.dtype)
+        if dtype not in DTYPES:
+            raise InvalidInputError(
+                f"{fqn} has dtype {dtype}, which cannot be stored.",
+                phase="write",
+                next_step="Convert it before saving, or leave it out.",
+            )
+        envelope = tensor_envelope(dtype, sizes)
+        table, start = self.table, self.file.position
+        self.file.frame(envelope.head)
+        table.payload_start.append(self.file.position)
+        length = self.file.payload(host_views(tensor, self.file.part_bytes))
+        if length != envelope.payload_bytes:  # pragma: no cover  # a change while being saved
+            raise CheckpointError(f"{fqn} gave {length} bytes, not {envelope.payload_bytes}.")
+        self.file.frame(envelope.tail)
+        dtypes = self.vocabulary.dtypes
+        table.dtype.append(dtypes.setdefault(dtype, len(dtypes)))
+        table.offsets.append(offsets)
+        table.sizes.append(sizes)
+        table.item_bytes.append(self.file.position - start)
+        table.payload_bytes.append(length)

@@ -1,0 +1,365 @@
+"""One view of anything that can be read: which tensors there are, and where their bytes lie.
+
+Knows our documents and what `foreign` makes of other formats; moves no tensor bytes, imports no
+torch. Called by `catalog` and `reader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, Protocol
+
+from . import commit, integrity, layout
+from .documents import FileRef
+from .errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    FormatError,
+    IntegrityError,
+    StorageError,
+)
+from .manifest import Manifest, RankManifest, ShardFile, TensorRecord
+from .options import TransferOptions
+from .regions import Box
+from .slots import SlotRecord
+from .store.base import Store
+from .transfer import Deadline, Workers
+
+SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors"]
+
+_RESTORE = "Restore the file from a copy, or load another checkpoint."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the bytes of one chunk or blob lie, and their checksums if there are any.
+
+    `start` and `size_bytes` delimit the payload in the file, in bytes; `file_bytes` is the
+    length the file must have, None if unknown. `crcs` are of its blocks of `block_bytes`; None:
+    no checksums. `container` is "torch_zip" while the payload's place inside a zip is still to
+    be found: then start and size are those of the whole item.
+    """
+
+    path: str
+    fqn: str
+    start: int
+    size_bytes: int
+    file_bytes: int | None = None
+    rank: int | None = None
+    block_bytes: int = 1
+    crcs: Sequence[int] | None = None
+    container: Literal["raw", "torch_zip"] = "raw"
+
+    def check(self, view: memoryview, first_byte: int) -> None:
+        """Raise `IntegrityError` unless `view` is what was written from `first_byte` on.
+
+        `first_byte` is a multiple of `block_bytes`, and the view ends with a block or with the
+        payload.
+        """
+        if self.crcs is None:
+            return
+        size, crc32c_of = self.block_bytes, integrity.crc32c_of
+        block = first_byte // size
+        for at in range(0, len(view), size):
+            if crc32c_of(view[at : at + size]) != self.crcs[block]:
+                raise self.damage(first_byte + at)
+            block += 1
+
+    def damage(self, payload_byte: int) -> IntegrityError:
+        """Return the error that says the block at `payload_byte` is not what was written."""
+        offset = self.start + payload_byte
+        by = f" (written by rank {self.rank})" if self.rank is not None else ""
+        return IntegrityError(
+            f"{self.path}{by} is damaged: the block of {self.fqn} at byte {offset} does not have "
+            "the checksum it was written with. Targets of this load hold undefined values.",
+            fqn=self.fqn,
+            offset=offset,
+            path=self.path,
+            rank=self.rank,
+            next_step=_RESTORE,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """A tensor as far as it is known without reading it; `boxes` are its chunks."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: Sequence[Box]
+
+
+class Source(Protocol):
+    """What a checkpoint of any format offers to readers."""
+
+    @property
+    def format(self) -> SourceFormat:
+        """What was found."""
+
+    @property
+    def save_id(self) -> str | None:
+        """The save that is read; None where the format has no such thing."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All tensors by FQN."""
+
+    @property
+    def blobs(self) -> frozenset[str]:
+        """FQNs of the values that are no tensors."""
+
+    @property
+    def planner_data(self) -> Mapping[str, tuple[str | int, ...]] | None:
+        """Where each value sits in the nested state dict; None if unknown."""
+
+    def require(self, chunks: Iterable[tuple[str, tuple[int, ...] | None]]) -> None:
+        """Fetch what `place` needs for these chunks (FQN, offsets; None for a blob) in one go."""
+
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+        """Return where a chunk (or, with None, a blob) lies. `require` was called for it."""
+
+    def explain_missing(self, place: Place) -> Exception:
+        """Return the error to raise when the file of `place` is not there."""
+
+
+@dataclass(slots=True)
+class CommittedSource:
+    """A checkpoint of ours, by head and manifest; rank manifests are fetched when needed."""
+
+    store: Store
+    record: SlotRecord
+    manifest: Manifest
+    deadline: Deadline
+    options: TransferOptions
+    format: SourceFormat = "ckpt_storage"
+    _tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    _places: dict[int, dict[tuple[str, tuple[int, ...] | None], tuple[int, int]]] = field(
+        default_factory=dict
+    )
+    _ranks: dict[int, RankManifest] = field(default_factory=dict)
+    _block_starts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    @property
+    def save_id(self) -> str | None:
+        """The save that is read."""
+        return self.manifest.save_id
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All tensors by FQN, from the manifest."""
+        if not self._tensors:
+            self._tensors = {
+                tensor.fqn: TensorInfo(
+                    fqn=tensor.fqn,
+                    dtype=tensor.dtype,
+                    shape=tensor.shape,
+                    boxes=[box for box, _ in tensor.boxes()],
+                )
+                for tensor in self.manifest.tensors.values()
+            }
+        return self._tensors
+
+    @property
+    def blobs(self) -> frozenset[str]:
+        """FQNs of the values that are no tensors."""
+        return frozenset(self.manifest.blobs)
+
+    @property
+    def planner_data(self) -> Mapping[str, tuple[str | int, ...]] | None:
+        """Where each value sits in the nested state dict; None if unknown."""
+        return self.manifest.planner_data
+
+    def rank_manifest(self, rank: int) -> RankManifest:
+        """Return the manifest of one rank, inlined or fetched and checked."""
+        found = self._ranks.get(rank)
+        if found is None:
+            if self.manifest.inline_ranks is not None:
+                found = self.manifest.inline_ranks[rank]
+            else:
+                found = read_rank_manifest(
+                    self.store, self.manifest.ranks[rank], save_id=self.manifest.save_id
+                )
+            if (found.rank, found.save_id) != (rank, self.manifest.save_id):
+                raise FormatError(
+                    f"{self.manifest.ranks[rank].path} is the manifest of rank {found.rank} of "
+                    f"save {found.save_id}.",
+                    path=self.manifest.ranks[rank].path,
+                    next_step=_RESTORE,
+                )
+            self._ranks[rank] = found
+        return found
+
+    def require(self, chunks: Iterable[tuple[str, tuple[int, ...] | None]]) -> None:
+        """Fetch the rank manifests that these chunks need, in parallel."""
+        if self.manifest.inline_ranks is not None:
+            return
+        needed = {self._owner(fqn, offsets) for fqn, offsets in chunks} - set(self._ranks)
+        count = min(self.options.thread_count, len(needed))
+        if count:
+            with Workers(count, name="read rank manifests", deadline=self.deadline) as workers:
+                for rank in sorted(needed):
+                    workers.submit(partial(self._fetch, rank))
+                workers.drain()
+
+    def _fetch(self, rank: int) -> None:
+        self.rank_manifest(rank)
+
+    def _owner(self, fqn: str, offsets: tuple[int, ...] | None) -> int:
+        if offsets is None:
+            return self.manifest.blobs[fqn]
+        return _chunk(self.manifest.tensors[fqn], offsets)[1]
+
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+        """Return where a chunk or blob lies. Raises `FormatError` if documents disagree."""
+        rank = self._owner(fqn, offsets)
+        manifest = self.rank_manifest(rank)
+        if rank not in self._places:
+            self._places[rank] = {
+                (manifest.fqns[name], None if at is None else tuple(at)): (number, item)
+                for number, file in enumerate(manifest.files)
+                for item, (name, at) in enumerate(
+                    zip(file.items.fqn, file.items.offsets, strict=True)
+                )
+            }
+        try:
+            number, item = self._places[rank][fqn, offsets]
+        except KeyError:
+            raise FormatError(
+                f"The manifest says that rank {rank} wrote {fqn} at {offsets}; its rank manifest "
+                "does not list that.",
+                path=self.manifest.ranks[rank].path,
+                rank=rank,
+                next_step=_RESTORE,
+            ) from None
+        file = manifest.files[number]
+        self._check_chunk(fqn, offsets, manifest, file, item)
+        starts = self._block_starts.get((rank, number))
+        if starts is None:
+            starts = self._block_starts[rank, number] = file.block_starts()
+        return Place(
+            path=file.path,
+            fqn=fqn,
+            start=file.items.payload_start[item],
+            size_bytes=file.items.payload_bytes[item],
+            file_bytes=file.size_bytes,
+            rank=rank,
+            block_bytes=file.block_bytes,
+            crcs=file.items.block_crcs[starts[item] : starts[item + 1]],
+        )
+
+    def _check_chunk(
+        self,
+        fqn: str,
+        offsets: tuple[int, ...] | None,
+        manifest: RankManifest,
+        file: ShardFile,
+        item: int,
+    ) -> None:
+        """Raise `FormatError` if a chunk is not what the manifest says of it."""
+        if offsets is None:
+            return
+        tensor = self.manifest.tensors[fqn]
+        sizes, dtype = file.items.sizes[item], file.items.dtype[item]
+        box = _chunk(tensor, offsets)[0]
+        found = manifest.dtypes[dtype] if dtype >= 0 else "blob"
+        if found != tensor.dtype or tuple(sizes or ()) != box.sizes:
+            raise FormatError(
+                f"The manifest says that {fqn} has a {tensor.dtype} chunk of {list(box.sizes)} at "
+                f"{list(offsets)}; rank {manifest.rank} lists {found} of {list(sizes or ())}.",
+                path=self.manifest.ranks[manifest.rank].path,
+                rank=manifest.rank,
+                next_step=_RESTORE,
+            )
+
+    def explain_missing(self, place: Place) -> Exception:
+        """Return `CheckpointGoneError` if the head has moved, else `IntegrityError`."""
+        return gone(self.store, self.manifest.save_id, place.path) or IntegrityError(
+            f"{place.path}, which rank {place.rank} wrote and {place.fqn} needs, is missing.",
+            fqn=place.fqn,
+            path=place.path,
+            rank=place.rank,
+            offset=0,
+            next_step=_RESTORE,
+        )
+
+
+def _chunk(tensor: TensorRecord, offsets: tuple[int, ...]) -> tuple[Box, int]:
+    """Return the chunk at `offsets` and the rank that wrote it."""
+    if tensor.grid is not None:
+        cell = tensor.grid.intersecting(Box(offsets, tuple(1 for _ in offsets)))[0]
+        return tensor.grid.box(cell, tensor.shape), tensor.grid.owners[cell]
+    for box, rank in tensor.chunks or ():
+        if box.offsets == offsets:
+            return box, rank
+    raise FormatError(
+        f"{tensor.fqn} has no chunk at {offsets}.",
+        next_step="Load with the metadata that belongs to this checkpoint.",
+    )
+
+
+def concerns(error: CheckpointError, path: str) -> bool:
+    """Return whether `error` is about the file at `path`; stores may name it by its whole URL."""
+    return error.path is not None and (error.path == path or error.path.endswith(f"/{path}"))
+
+
+def gone(store: Store, save_id: str, path: str) -> CheckpointGoneError | None:
+    """Return the error that says that `save_id` is not the head any more, None while it is.
+
+    `path` is the file that was not found.
+    """
+    head = commit.read_log(store).head
+    if head is not None and head.save_id == save_id:
+        return None
+    now = "it was deleted" if head is None else f"save {head.save_id} replaced it"
+    return CheckpointGoneError(
+        f"Save {save_id} of {store.url} is gone: {now}.",
+        path=path,
+        phase="load",
+        next_step="Load again to get what is there now.",
+    )
+
+
+def read_document(store: Store, reference: FileRef, *, save_id: str) -> bytes:
+    """Return a document that another one of `save_id` names, checked by length and checksum.
+
+    A missing one is `IntegrityError`, because what names it was written after it; or
+    `CheckpointGoneError`, if `save_id` has been superseded and freed meanwhile.
+    """
+    try:
+        data = store.read(reference.path)
+    except StorageError as error:
+        if error.kind != "not-found":
+            raise
+        raise gone(store, save_id, reference.path) or IntegrityError(
+            f"{store.url}: {reference.path} is missing.",
+            path=reference.path,
+            offset=0,
+            next_step=_RESTORE,
+        ) from error
+    commit.check_document(data, reference)
+    return data
+
+
+def read_rank_manifest(store: Store, reference: FileRef, *, save_id: str) -> RankManifest:
+    """Return one rank manifest of `save_id`, checked. Raises as `read_document`."""
+    body = integrity.unseal(read_document(store, reference, save_id=save_id), path=reference.path)
+    return RankManifest.from_body(body, where=reference.path)
+
+
+def read_manifest(store: Store, record: SlotRecord) -> Manifest:
+    """Return the manifest that a commit record names, checked. Raises as `read_document`."""
+    reference, save_id = record.manifest, record.save_id
+    if reference is None or save_id is None:  # pragma: no cover  # SlotRecord.decode refuses it
+        raise FormatError(f"{layout.slot_path(record.slot)} names no manifest.")
+    body = integrity.unseal(read_document(store, reference, save_id=save_id), path=reference.path)
+    manifest = Manifest.from_body(body, where=reference.path)
+    if manifest.save_id != record.save_id:
+        raise FormatError(
+            f"{reference.path} belongs to save {manifest.save_id}.",
+            path=reference.path,
+            next_step=_RESTORE,
+        )
+    return manifest

@@ -1,0 +1,83 @@
+"""Storages behind one protocol, and the one function that opens them.
+
+Knows which store serves which location; imports a store only when it is opened, so that
+importing this package costs nothing. Called by `writer`, `reader`, `catalog` and `commit`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.options import Engine, RetryPolicy, Timeouts
+
+from .location import Location
+
+if TYPE_CHECKING:
+    from .base import Store
+
+__all__ = ["Location", "open_store"]
+
+
+def open_store(  # all but the first are named
+    url: str | os.PathLike[str] | Location,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    commit_location: Location | None = None,
+    sync_files: bool = True,
+    engine: Engine = "auto",
+    timeouts: Timeouts | None = None,
+    retry: RetryPolicy | None = None,
+) -> Store:
+    """Return the store at a path or URL, with deadlines and retries around it.
+
+    Nothing is asked of the storage yet. Commit objects go to `commit_location` if it is given
+    (see `split`). `sync_files=False` leaves out fsync on local paths.
+    With a `Location`, `storage_options` must not be given again. Raises
+    `InvalidInputError`.
+    """
+    if engine == "obstore":
+        raise InvalidInputError(
+            "This release reaches storages through fsspec only; engine='obstore' comes with a "
+            "later one.",
+            next_step="Leave engine='auto'.",
+        )
+    if engine not in {"auto", "fsspec"}:
+        raise InvalidInputError(f"engine is {engine!r}.", next_step="Give 'auto' or 'fsspec'.")
+    if isinstance(url, Location):
+        if storage_options is not None:
+            raise InvalidInputError(
+                "storage_options were given twice.",
+                next_step="Leave them out where a Location is passed: it carries them.",
+            )
+        location = url
+    else:
+        location = Location.of(url, storage_options)
+    request_timeout_s = (timeouts or Timeouts()).request
+    from .retry import RetryStore  # noqa: PLC0415  # stores load when one is opened
+
+    store: Store = RetryStore(
+        _plain_store(location, sync_files=sync_files, request_timeout_s=request_timeout_s),
+        policy=retry,
+        request_timeout_s=request_timeout_s,
+    )
+    if commit_location is not None:
+        from .split import SplitStore  # noqa: PLC0415  # few need it
+
+        commits = open_store(
+            commit_location, sync_files=sync_files, engine=engine, timeouts=timeouts, retry=retry
+        )
+        store = SplitStore(store, commits)
+    return store
+
+
+def _plain_store(location: Location, *, sync_files: bool, request_timeout_s: float) -> Store:
+    if location.is_local:
+        from .local import LocalStore  # noqa: PLC0415  # stores load when one is opened
+
+        return LocalStore(location.target, sync_files=sync_files)
+    from .remote import RemoteStore  # noqa: PLC0415  # stores load when one is opened
+
+    return RemoteStore(location, request_timeout_s=request_timeout_s)

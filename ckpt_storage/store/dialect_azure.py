@@ -1,0 +1,212 @@
+"""Azure Blob Storage through the SDK's client: one request per call, ETags as conditions.
+
+Knows Put Blob, Put Block and Put Block List; uses adlfs for the client and its credentials
+only. Accounts with a hierarchical namespace (abfs://) take the same calls. The SDK's own
+retries are off: `retry` is the one layer that repeats. Called by `remote`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt_storage.errors import StorageError
+
+from .base import Capabilities, Entry, Stat, Version
+from .clients import Client, ForeignFs
+from .dialect_azure_requests import AzureRequests
+from .dialect_azure_upload import AzureUpload
+
+__all__ = ["AzureDialect"]
+
+CAPABILITIES = Capabilities(
+    kind="azure",
+    exclusive_create=True,
+    atomic_replace=True,
+    replace_if_match=True,
+    parallel_parts=True,
+    # 50,000 blocks, less a margin that costs nothing.
+    max_part_count=45_000,
+    reads_total_size=True,
+    self_timed=True,
+)
+
+_FOLDER_MARK = "hdi_isfolder"
+
+
+class AzureDialect:
+    """Speaks to blobs; see `remote.Dialect`. A token is an ETag."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._requests = AzureRequests(client)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What Azure promises. Blocks that were not committed cannot be found or removed."""
+        return CAPABILITIES
+
+    def prepare(self, folders: Sequence[str]) -> None:
+        """Send nothing: asking for the container needs a right that saving does not."""
+        del folders
+
+    def get(self, path: str) -> Version:
+        """Get Blob."""
+
+        async def fetch(fs: ForeignFs) -> Version:
+            blob = self._requests.blob(fs, path)
+            stream = await blob.download_blob(**self._requests.settings)
+            return Version(data=await stream.readall(), token=stream.properties.etag)
+
+        return self._client.run(fetch)
+
+    def read_range(self, path: str, start: int, view: memoryview) -> tuple[int, int | None]:
+        """Get Blob with a range; the SDK holds up to 32 MiB of it before it is copied."""
+
+        async def fetch(fs: ForeignFs) -> tuple[int, int | None]:
+            stream = await self._requests.blob(fs, path).download_blob(
+                offset=start, length=len(view), **self._requests.settings
+            )
+            count = 0
+            async for piece in stream.chunks():
+                taken = piece[: len(view) - count]
+                view[count : count + len(taken)] = taken
+                count += len(taken)
+            total = str(stream.properties.content_range or "").rpartition("/")[2]
+            return count, int(total) if total.isdigit() else None
+
+        return self._client.run(fetch)
+
+    def stat(self, path: str) -> Stat:
+        """Get Blob Properties."""
+
+        async def ask(fs: ForeignFs) -> Stat:
+            found = await self._requests.blob(fs, path).get_blob_properties(
+                **self._requests.settings
+            )
+            if _is_folder(found):
+                raise FileNotFoundError(path)
+            return Stat(size_bytes=found.size, modified_s=found.last_modified.timestamp())
+
+        return self._client.run(ask)
+
+    def put(self, path: str, data: bytes) -> None:
+        """Put Blob."""
+        self._client.run(lambda fs: self._requests.upload(fs, path, data, overwrite=True))
+
+    def create(self, path: str, data: bytes) -> None:
+        """Put Blob with If-None-Match: *."""
+        self._client.run(lambda fs: self._requests.upload(fs, path, data, overwrite=False))
+
+    def put_if_match(self, path: str, data: bytes, token: str) -> None:
+        """Put Blob with If-Match."""
+        from azure.core import MatchConditions  # noqa: PLC0415  # only with this backend
+
+        self._client.run(
+            lambda fs: self._requests.upload(
+                fs,
+                path,
+                data,
+                overwrite=True,
+                etag=token,
+                match_condition=MatchConditions.IfNotModified,
+            )
+        )
+
+    def start_upload(self, path: str, *, part_bytes: int) -> AzureUpload:
+        """Begin a list of blocks; nothing is sent before the first part."""
+        del part_bytes
+        return AzureUpload(self._client, self._requests, path)
+
+    def list(self, prefix: str, *, recursive: bool) -> list[Entry]:
+        """List Blobs, with a delimiter for direct children only."""
+        cut = len(self._requests.name(""))
+        entries = []
+        for item in self._items(prefix, recursive=recursive):
+            name = item.name[cut:]
+            if item.get("prefix") is not None:
+                entries.append(Entry(path=f"{name.rstrip('/')}/", size_bytes=0))
+            elif not _is_folder(item) and not name.endswith("/"):
+                entries.append(
+                    Entry(
+                        path=name,
+                        size_bytes=item.size,
+                        modified_s=item.last_modified.timestamp(),
+                    )
+                )
+        return entries
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete Blob for each, several at a time."""
+        self._delete_names([self._requests.name(path) for path in paths])
+
+    def delete_folder(self, path: str) -> None:
+        """Delete all blobs below, then the folders that a hierarchical namespace keeps."""
+        items = self._items(path, recursive=True)
+        folders = [item.name for item in items if _is_folder(item)]
+        self._delete_names([item.name for item in items if not _is_folder(item)])
+        for name in sorted(folders, key=len, reverse=True):
+            self._delete_names([name])
+        if folders:
+            self._delete_names([self._requests.name(path)])
+
+    def abort_uploads(self, prefix: str) -> int:
+        """Find none: blocks that were not committed are invisible and vanish after a week."""
+        del prefix
+        return 0
+
+    def now_s(self, probe_path: str) -> float:
+        """Put Blob, whose answer tells the time that Azure gave."""
+        made = self._client.run(
+            lambda fs: self._requests.upload(fs, probe_path, b"clock\n", overwrite=True)
+        )
+        with contextlib.suppress(Exception):
+            self.delete([probe_path])
+        modified = made.get("last_modified")
+        if modified is None:
+            raise StorageError("The server gives objects no time.")
+        return float(modified.timestamp())
+
+    def _items(self, prefix: str, *, recursive: bool) -> Sequence[Any]:
+        below = self._requests.name(f"{prefix}/" if prefix else "")
+
+        async def begin(fs: ForeignFs) -> Any:  # noqa: ANN401  # the SDK's pages
+            container = fs.service_client.get_container_client(self._requests.container)
+            arguments = {"name_starts_with": below, "include": ["metadata"]}
+            if recursive:
+                items = container.list_blobs(**arguments, **self._requests.settings)
+            else:
+                items = container.walk_blobs(**arguments, delimiter="/", **self._requests.settings)
+            return items.by_page()
+
+        async def more(pages: Any) -> Sequence[Any] | None:  # noqa: ANN401  # the SDK's pages
+            async for page in pages:
+                return [item async for item in page]
+            return None
+
+        pages = self._client.run(begin)
+        found: list[Any] = []
+        while (page := self._client.run(lambda _: more(pages))) is not None:
+            found += page
+        return found
+
+    def _delete_names(self, names: Sequence[str]) -> None:
+        async def delete_one(fs: ForeignFs, name: str) -> None:
+            from azure.core.exceptions import (  # noqa: PLC0415  # only with this backend
+                ResourceNotFoundError,
+            )
+
+            container = fs.service_client.get_container_client(self._requests.container)
+            try:
+                await container.delete_blob(name, **self._requests.settings)
+            except ResourceNotFoundError as error:
+                if getattr(error, "error_code", "") == "ContainerNotFound":
+                    raise
+
+        self._client.run_all(delete_one, names)
+
+
+def _is_folder(item: Any) -> bool:  # noqa: ANN401  # the SDK's properties
+    """Return whether a blob stands for a folder of a hierarchical namespace."""
+    return bool((item.get("metadata") or {}).get(_FOLDER_MARK))

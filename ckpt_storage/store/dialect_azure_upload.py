@@ -1,0 +1,128 @@
+"""One object on its way into Azure: blocks staged in any order, then listed in one request.
+
+Knows Put Block and Put Block List; blocks that are not listed are invisible and vanish after a
+week by themselves. Called by `dialect_azure`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from collections.abc import Sequence
+
+from ckpt_storage.options import MIB
+
+from .clients import Client, ForeignFs
+from .dialect_azure_requests import AzureRequests
+from .parts import PartList, SentPart, ended, joined, wrong_length
+
+__all__ = ["AzureUpload"]
+
+_WRITE_ID = "ckptwriteid"
+_ONE_PUT_BYTES = 32 * MIB
+"""Up to here one Put Blob does; the SDK would cut it at 64 MiB."""
+
+
+class AzureUpload:
+    """An `Upload`; listing the same blocks again changes nothing, so a lost answer does no harm.
+
+    An object of one part that is not large is kept until `complete`: it needs one request.
+    """
+
+    def __init__(self, client: Client, requests: AzureRequests, path: str) -> None:
+        self._client = client
+        self._requests = requests
+        self._path = path
+        self._shown = f"az://{requests.container}/{requests.name(path)}"
+        self._write_id = os.urandom(8).hex()
+        self._only_part: bytes | None = None
+        self._parts = PartList()
+        self._may_be_visible = False
+        self._state = "open"
+
+    def write_part(
+        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
+    ) -> None:
+        """Put Block, under an id that no other upload of this name uses."""
+        if self._state != "open":
+            raise ended(self._shown)
+        data = joined(buffers)
+        if last and number == 0 and len(data) <= _ONE_PUT_BYTES:
+            self._only_part = data
+            return
+        # Ids of one blob must be of one length.
+        block_id = base64.b64encode(f"{self._write_id}-{number:06d}".encode()).decode()
+
+        async def stage(fs: ForeignFs) -> None:
+            await self._requests.blob(fs, self._path).stage_block(
+                block_id, io.BytesIO(data), length=len(data), **self._requests.settings
+            )
+
+        self._client.run(stage)
+        self._parts.add(number, SentPart(offset=offset, size_bytes=len(data), receipt=block_id))
+
+    def complete(self, total_bytes: int) -> None:
+        """Put Blob or Put Block List; the name is write-once and needs no condition."""
+        if self._state == "complete":
+            return
+        if self._state != "open":
+            raise ended(self._shown)
+        if self._only_part is not None:
+            self._put(self._only_part, total_bytes)
+        else:
+            self._list_blocks(total_bytes)
+        self._state = "complete"
+        self._only_part = None
+
+    def abort(self) -> None:
+        """Forget the blocks; delete the blob if listing them may have worked after all."""
+        if self._state == "complete":
+            return
+        self._state = "aborted"
+        self._only_part = None
+        if self._may_be_visible:
+            self._client.run(self._delete_ours)
+
+    def _put(self, data: bytes, total_bytes: int) -> None:
+        if len(data) != total_bytes:
+            raise wrong_length(self._shown, len(data), total_bytes)
+        self._may_be_visible = True
+        self._client.run(
+            lambda fs: self._requests.upload(
+                fs, self._path, data, overwrite=True, metadata={_WRITE_ID: self._write_id}
+            )
+        )
+
+    def _list_blocks(self, total_bytes: int) -> None:
+        parts = self._parts.whole(total_bytes, shown=self._shown)
+
+        async def commit(fs: ForeignFs) -> None:
+            from azure.storage.blob import BlobBlock  # noqa: PLC0415  # only with this backend
+
+            blocks = [BlobBlock(block_id=part.receipt) for _, part in parts]
+            await self._requests.blob(fs, self._path).commit_block_list(
+                blocks, metadata={_WRITE_ID: self._write_id}, **self._requests.settings
+            )
+
+        self._may_be_visible = True
+        self._client.run(commit)
+
+    async def _delete_ours(self, fs: ForeignFs) -> None:
+        from azure.core import MatchConditions  # noqa: PLC0415  # only with this backend
+        from azure.core.exceptions import (  # noqa: PLC0415  # only with this backend
+            ResourceModifiedError,
+            ResourceNotFoundError,
+        )
+
+        blob = self._requests.blob(fs, self._path)
+        try:
+            found = await blob.get_blob_properties(**self._requests.settings)
+            if (found.metadata or {}).get(_WRITE_ID) == self._write_id:
+                await blob.delete_blob(
+                    etag=found.etag,
+                    match_condition=MatchConditions.IfNotModified,
+                    **self._requests.settings,
+                )
+        except (ResourceModifiedError, ResourceNotFoundError):
+            return

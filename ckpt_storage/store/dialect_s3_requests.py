@@ -1,0 +1,82 @@
+"""One S3 request at a time, through the client that s3fs configures.
+
+Knows how to reach the client, page through answers and refuse to drop an argument; knows no
+checkpoint and no sequence of requests. Called by `dialect_s3` and `dialect_s3_upload`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_storage.errors import UnsupportedByStoreError
+
+from .clients import Client, ForeignFs
+
+__all__ = ["S3Requests", "code_of"]
+
+
+class S3Requests:
+    """Single requests to one bucket, with the options that s3fs was given."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        root = client.root
+        self.bucket, prefix, _ = client.fs.split_path(f"{root}/")
+        self.prefix = prefix.rstrip("/")
+
+    def key(self, path: str) -> str:
+        """Return the key of a path below the root."""
+        return f"{self.prefix}/{path}" if self.prefix else path
+
+    def send(self, method: str, **arguments: object) -> Mapping[str, Any]:
+        """Send one request by the client's method and return the answer."""
+        return self._client.run(lambda fs: self.request(fs, method, **arguments))
+
+    async def request(self, fs: ForeignFs, method: str, **arguments: object) -> Mapping[str, Any]:
+        """Send one request on the loop.
+
+        Raises `UnsupportedByStoreError` if the installed botocore does not know an
+        argument: a condition must never be left out in silence.
+        """
+        await fs.set_session()
+        client = await fs.get_s3(self.bucket)
+        name = client.meta.method_to_api_mapping[method]
+        known = client.meta.service_model.operation_model(name).input_shape.members
+        unknown = [argument for argument in arguments if argument not in known]
+        if unknown:
+            raise UnsupportedByStoreError(
+                f"The installed botocore cannot send {', '.join(unknown)} with {name}.",
+                kind="unsupported",
+                next_step="Run: pip install -U 'ckpt-storage[s3]'",
+            )
+        body = arguments.get("Body")
+        if isinstance(body, bytes):
+            # As a file, because aiohttp warns of large bytes; it shares them and copies nothing.
+            arguments["Body"] = io.BytesIO(body)
+        extra = {**fs.s3_additional_kwargs, **fs.req_kw}
+        accepted = {key: value for key, value in extra.items() if key in known}
+        answer: Mapping[str, Any] = await getattr(client, method)(
+            Bucket=self.bucket, **{**accepted, **arguments}
+        )
+        return answer
+
+    def pages(self, method: str, cursors: Mapping[str, str], **arguments: object) -> list[Any]:
+        """Return all pages of a listing; `cursors` maps an answer's field to the argument."""
+        found = []
+        position: dict[str, object] = {}
+        while True:
+            page = self.send(method, **arguments, **position)
+            found.append(page)
+            position = {to: page[of] for of, to in cursors.items() if page.get(of)}
+            if not page.get("IsTruncated") or not position:
+                return found
+
+
+def code_of(error: Exception) -> str:
+    """Return the S3 error code that a client error carries, or ""."""
+    response = getattr(error, "response", None)
+    if not isinstance(response, Mapping):
+        return ""
+    return str(response.get("Error", {}).get("Code", ""))

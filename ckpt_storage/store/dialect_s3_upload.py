@@ -1,0 +1,194 @@
+"""One object on its way into S3: held back if it is one part, else a multipart upload.
+
+Knows which multipart request may follow which, and what a lost answer leaves behind. Called
+by `dialect_s3`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Sequence
+
+from ckpt_storage.errors import StorageError
+
+from .dialect_s3_requests import S3Requests, code_of
+from .parts import PartList, SentPart, ended, joined, wrong_length
+
+__all__ = ["S3Upload"]
+
+_WRITE_ID = "ckpt-write-id"
+_GONE = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
+
+
+class S3Upload:
+    """An `Upload`; the object bears a random id, so that a lost answer can be resolved.
+
+    An object of one part is kept until `complete`, which puts it in one request: S3 shows
+    an object as soon as it is put.
+    """
+
+    def __init__(self, requests: S3Requests, key: str) -> None:
+        self._requests = requests
+        self._key = key
+        self._shown = f"s3://{requests.bucket}/{key}"
+        self._write_id = os.urandom(16).hex()
+        self._only_part: bytes | None = None
+        self._upload_id: str | None = None
+        self._parts = PartList()
+        # Held while the upload is begun, so that parts sent at once begin one upload.
+        self._lock = threading.Lock()
+        self._was_begun_unseen = False
+        self._may_be_visible = False
+        self._state = "open"
+
+    def write_part(
+        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
+    ) -> None:
+        """UploadPart, after CreateMultipartUpload for the first one."""
+        if self._state != "open":
+            raise ended(self._shown)
+        data = joined(buffers)
+        if last and number == 0:
+            self._only_part = data
+            return
+        upload_id = self._begun()
+        try:
+            answer = self._requests.send(
+                "upload_part",
+                Key=self._key,
+                UploadId=upload_id,
+                PartNumber=number + 1,
+                Body=data,
+            )
+        finally:
+            if self._state == "aborted":
+                # S3 may keep a part that arrives while its upload is being aborted.
+                self.abort_one(self._requests, self._key, upload_id)
+        part = SentPart(offset=offset, size_bytes=len(data), receipt=str(answer["ETag"]))
+        self._parts.add(number, part)
+
+    def complete(self, total_bytes: int) -> None:
+        """PutObject or CompleteMultipartUpload; the name is write-once and needs no condition."""
+        if self._state == "complete":
+            return
+        if self._state != "open":
+            raise ended(self._shown)
+        if self._upload_id is None:
+            self._put(total_bytes)
+        else:
+            self._join_parts(self._upload_id, total_bytes)
+        self._state = "complete"
+        if self._was_begun_unseen:
+            # The object is there; an upload that stays is found by `abort_uploads`.
+            with contextlib.suppress(Exception):
+                self._abort_unseen()
+
+    def abort(self) -> None:
+        """AbortMultipartUpload, and DeleteObject if completing it may have worked after all."""
+        if self._state == "complete":
+            return
+        self._state = "aborted"
+        self._only_part = None
+        # Waits for a thread that is just beginning the upload.
+        with self._lock:
+            upload_id = self._upload_id
+        if upload_id is not None:
+            self.abort_one(self._requests, self._key, upload_id)
+        if self._was_begun_unseen:
+            self._abort_unseen()
+        if self._may_be_visible and self._is_there() is not None:
+            self._requests.send("delete_object", Key=self._key)
+
+    @staticmethod
+    def abort_one(requests: S3Requests, key: str, upload_id: str) -> None:
+        """AbortMultipartUpload; one that is gone is no error."""
+        try:
+            requests.send("abort_multipart_upload", Key=key, UploadId=upload_id)
+        except Exception as error:
+            if code_of(error) not in _GONE:
+                raise
+
+    def _begun(self) -> str:
+        with self._lock:
+            if self._upload_id is None:
+                try:
+                    answer = self._requests.send(
+                        "create_multipart_upload",
+                        Key=self._key,
+                        Metadata={_WRITE_ID: self._write_id},
+                    )
+                except Exception as error:
+                    # A refusal has begun nothing; without an answer, an upload may be open.
+                    self._was_begun_unseen |= code_of(error) in {"", "InternalError"}
+                    raise
+                self._upload_id = str(answer["UploadId"])
+            return self._upload_id
+
+    def _put(self, total_bytes: int) -> None:
+        data = self._only_part or b""
+        if len(data) != total_bytes:
+            raise wrong_length(self._shown, len(data), total_bytes)
+        self._may_be_visible = True
+        self._requests.send(
+            "put_object", Key=self._key, Body=data, Metadata={_WRITE_ID: self._write_id}
+        )
+        self._only_part = None
+
+    def _join_parts(self, upload_id: str, total_bytes: int) -> None:
+        parts = self._parts.whole(total_bytes, shown=self._shown)
+        named = [{"PartNumber": number + 1, "ETag": part.receipt} for number, part in parts]
+        self._may_be_visible = True
+        is_known = True
+        try:
+            self._requests.send(
+                "complete_multipart_upload",
+                Key=self._key,
+                UploadId=upload_id,
+                MultipartUpload={"Parts": named},
+            )
+        except Exception as error:
+            # A server forgets the id once it has done the work, and then the answer got lost.
+            if code_of(error) != "NoSuchUpload":
+                raise
+            is_known = False
+        if not is_known:
+            self._confirm(total_bytes)
+
+    def _confirm(self, total_bytes: int) -> None:
+        found_bytes = self._is_there()
+        if found_bytes == total_bytes:
+            return
+        found = "nothing" if found_bytes is None else f"{found_bytes} bytes"
+        raise StorageError(
+            f"The upload of {self._shown} is gone, and {found} of ours lies under its name "
+            f"instead of {total_bytes} bytes.",
+            path=self._shown,
+            next_step="Save again; look for a lifecycle rule that aborts uploads early.",
+        )
+
+    def _is_there(self) -> int | None:
+        """Return the length of the object if it is the one that this upload wrote."""
+        try:
+            answer = self._requests.send("head_object", Key=self._key)
+        except Exception as error:
+            if code_of(error) not in _GONE:
+                raise
+            return None
+        # Some servers keep no metadata; the name is write-once, so the object is ours then too.
+        if answer.get("Metadata", {}).get(_WRITE_ID, self._write_id) != self._write_id:
+            return None
+        return int(answer["ContentLength"])
+
+    def _abort_unseen(self) -> None:
+        """Abort uploads of this very key that were begun without our getting to know."""
+        pages = self._requests.pages(
+            "list_multipart_uploads",
+            {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"},
+            Prefix=self._key,
+        )
+        for page in pages:
+            for item in page.get("Uploads", ()):
+                if item["Key"] == self._key and item["UploadId"] != self._upload_id:
+                    self.abort_one(self._requests, self._key, item["UploadId"])

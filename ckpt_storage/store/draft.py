@@ -1,0 +1,242 @@
+"""One file on its way to its name: written under a temporary one, sealed, then published.
+
+Knows the order of calls that makes a file complete, durable and visible at once
+(`docs/invariants.md`, I1 and I4), and what each call's failure proves. Knows no store, no
+listing and no error tree beyond `StorageError` for a wrong length: system errors leave it
+as `OSError`. Called by `local`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import threading
+from collections.abc import Sequence
+
+from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+
+from .posix import Posix
+
+__all__ = ["Draft", "is_draft_name", "sync_folder"]
+
+_DRAFT_NAME = re.compile(r"\..+\.tmp-[0-9a-f]{16}", re.DOTALL)
+
+# A file name has 255 bytes on most file systems: 50 characters are at most 200 of them,
+# which leaves room for the dots and the random part.
+_KEPT_NAME_CHARS = 50
+
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
+_NO_EXCLUSIVE_RENAME = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+def is_draft_name(name: str) -> bool:
+    """Return whether a file name is one that only a `Draft` gives."""
+    return _DRAFT_NAME.fullmatch(name) is not None
+
+
+def sync_folder(posix: Posix, path: str) -> None:
+    """Make the names in a folder durable, where the file system lets a folder be synced."""
+    try:
+        posix.fsync_folder(path)
+    except OSError as error:
+        # Some FUSE and SMB mounts know no fsync of a folder; there is nothing better to call.
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+
+
+class Draft:
+    """An open temporary file beside its target.
+
+    The owner calls `write` any number of times (from several threads), `seal` once, one
+    of `publish` and `publish_new`, and `discard` if anything failed.
+    """
+
+    def __init__(self, posix: Posix, target: str, *, sync: bool) -> None:
+        """Create the temporary file; the target's folder must exist. Raises `OSError`."""
+        self._posix = posix
+        self._target = target
+        self._sync = sync
+        self._folder, name = os.path.split(target)
+        random = os.urandom(8).hex()
+        self._path = f"{self._folder}/.{name[:_KEPT_NAME_CHARS]}.tmp-{random}"
+        self._lock = threading.Lock()
+        self._writer_count = 0
+        self._ended = False
+        self._identity: tuple[int, int] | None = None
+        try:
+            self._fd: int | None = posix.open_new(self._path)
+        except OSError:
+            # An error may be a lost answer, and the name is ours alone.
+            with contextlib.suppress(OSError):
+                posix.unlink(self._path)
+            raise
+
+    def write(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write buffers one after the other from `offset` (bytes) on, without copying them.
+
+        Raises `OSError`; what was written may then be written again.
+        """
+        with self._lock:
+            if self._ended or self._fd is None:
+                raise OSError(errno.EBADF, "the file is no longer open for writing")
+            fd = self._fd
+            self._writer_count += 1
+        try:
+            self._posix.pwritev_all(fd, buffers, offset)
+        finally:
+            self._leave()
+
+    def seal(self, total_bytes: int) -> None:
+        """Check the length, make the content durable and close the file.
+
+        After any error the temporary file is gone: a failed fsync must never be tried
+        again, because the kernel may have dropped the pages it could not write
+        (Rebello et al., "Can Applications Recover from fsync Failures?", ATC 2020), and
+        network file systems report failed writes as late as close(2).
+        Raises `OSError`, and `StorageError` if the file has another length.
+        """
+        with self._lock:
+            if self._writer_count:
+                raise StorageError(
+                    f"{self._target} cannot be completed: {self._writer_count} of its parts "
+                    "are still being written.",
+                    path=self._target,
+                    next_step="Abort it and save again.",
+                )
+            fd = self._take_fd()
+            self._ended = True
+        if fd is None:
+            raise OSError(errno.EBADF, "the file is no longer open for writing")
+        try:
+            try:
+                self._check_length(fd, total_bytes)
+                if self._sync:
+                    self._posix.fsync(fd)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self._posix.close(fd)
+                raise
+            self._posix.close(fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.discard()
+            raise
+
+    def publish(self) -> None:
+        """Give the sealed file its name, in place of what bears it, and make that durable.
+
+        Raises `OSError` if the file did not get its name, and may then be called again;
+        `StorageError` if it did and its folder could not be synced, which is final.
+        """
+        try:
+            self._posix.rename(self._path, self._target)
+        except OSError:
+            # A network file system may have renamed and lost the answer; a retransmitted
+            # call then finds no source.
+            if not self._bears_target():
+                raise
+        self._sync_names()
+
+    def publish_new(self) -> None:
+        """Give the sealed file its name if nothing bears it, decided by the file system.
+
+        Raises `OSError` with EEXIST if the name is taken, `UnsupportedByStoreError` if the
+        file system can decide that in no way, and `StorageError` as `publish` does.
+        """
+        try:
+            self._posix.link(self._path, self._target)
+        except OSError as error:
+            # Only the inode under the target name proves that the link was made: a second
+            # link of the temporary file may be a backup program's.
+            if self._bears_target():
+                pass
+            elif error.errno in _NO_LINKS:
+                self._rename_new()
+            else:
+                raise
+        # The name exists now, so a temporary name that stays is a leftover, not a failure.
+        with contextlib.suppress(OSError):
+            self._posix.unlink(self._path)
+        self._sync_names()
+
+    def discard(self) -> None:
+        """Remove the temporary file; idempotent.
+
+        The descriptor stays open while a thread still writes (one may hang in the
+        kernel), because its number could otherwise be given to another file under that
+        thread's hands; the last writer closes it. Raises `OSError`.
+        """
+        with self._lock:
+            self._ended = True
+            fd = None if self._writer_count else self._take_fd()
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                self._posix.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            self._posix.unlink(self._path)
+
+    def _leave(self) -> None:
+        """Count a writer out; the last one after `discard` closes the file."""
+        with self._lock:
+            self._writer_count -= 1
+            fd = self._take_fd() if self._ended and not self._writer_count else None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                self._posix.close(fd)
+
+    def _take_fd(self) -> int | None:
+        fd, self._fd = self._fd, None
+        return fd
+
+    def _check_length(self, fd: int, total_bytes: int) -> None:
+        found = self._posix.fstat(fd)
+        self._identity = (found.st_dev, found.st_ino)
+        if found.st_size != total_bytes:
+            raise StorageError(
+                f"{self._target} holds {found.st_size} bytes instead of {total_bytes}; "
+                "it was not made visible.",
+                path=self._target,
+                next_step="Save again; if it comes back, check the file system.",
+            )
+
+    def _bears_target(self) -> bool:
+        """Return whether the target name provably leads to this very file."""
+        try:
+            self._posix.open_folder(self._folder)
+            found = self._posix.stat(self._target)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self._identity
+
+    def _rename_new(self) -> None:
+        try:
+            self._posix.rename_new(self._path, self._target)
+        except OSError as error:
+            if self._bears_target():
+                return
+            if error.errno not in _NO_EXCLUSIVE_RENAME:
+                raise
+            raise UnsupportedByStoreError(
+                f"{self._target} cannot be created exclusively: this file system has neither "
+                "hard links nor renameat2 with RENAME_NOREPLACE.",
+                kind="unsupported",
+                path=self._target,
+                next_step="Let only one job save here at a time, or pass commit_url= of a "
+                "storage that has exclusive creation.",
+            ) from error
+
+    def _sync_names(self) -> None:
+        if not self._sync:
+            return
+        try:
+            sync_folder(self._posix, self._folder)
+        except OSError as error:
+            raise StorageError(
+                f"{self._target} is complete and visible, but its name may not survive a power "
+                f"cut: the fsync of its folder failed ({error.strerror}).",
+                path=self._target,
+                next_step="Look into the kernel log and the mount, then save again.",
+            ) from error

@@ -1,0 +1,328 @@
+"""Where a checkpoint lies: what users pass, checked and brought into one form.
+
+Knows how URLs and paths are spelt and which schemes exist; opens nothing and imports no
+backend. Called by `store.open_store`, `writer`, `reader` and `catalog`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.util
+import os
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from ckpt_storage.errors import InvalidInputError
+
+from .redaction import without_secrets
+
+__all__ = ["Location", "missing_backend"]
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SCHEME_ONLY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
+_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::|::[A-Za-z][A-Za-z0-9+.-]*://|://.*::")
+_QUERY = re.compile(r"\?[^/?]*=.*", re.DOTALL)
+
+_SPELT_ALIKE = {
+    "abfs": "az",
+    "abfss": "az",
+    "gcs": "gs",
+    "local": "file",
+    "s3a": "s3",
+}
+"""Other spellings of a scheme, and the one that is kept."""
+
+_EXTRAS = {"az": "azure", "gs": "gcs", "s3": "s3"}
+"""The extra of this package that installs the backend of a scheme."""
+
+_READ_ONLY = frozenset(
+    {"data", "gist", "git", "github", "http", "https", "libarchive", "reference", "tar", "zip"}
+)
+_WRAPPERS = frozenset(
+    {
+        "async_wrapper",
+        "asyncwrapper",
+        "blockcache",
+        "cached",
+        "dir",
+        "filecache",
+        "generic",
+        "simplecache",
+    }
+)
+_BUCKETS = frozenset({"az", "gs", "s3"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Location:
+    """One root: a folder on a file system or a prefix on a storage.
+
+    protocol: the scheme in its kept spelling: "file" for every local path, "s3", "gs",
+        "az", "memory", or any other fsspec protocol.
+    target: what is opened: an absolute local path, or a URL, perhaps with a password.
+    storage_options: handed to the fsspec backend; never printed.
+    """
+
+    protocol: str
+    target: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def of(
+        cls,
+        url: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Return the location that a user's path or URL means.
+
+        Raises `InvalidInputError`, with what to write instead, for anything that names
+        no root one could save to.
+        """
+        text = _text_of(url)
+        options = dict(storage_options or {})
+        match = _SCHEME.match(text)
+        if match is None:
+            path = _absolute(text)
+            return cls(protocol="file", target=path, storage_options=options)
+        given, rest = match.group(1).lower(), text[match.end() :]
+        protocol = _SPELT_ALIKE.get(given, given)
+        if protocol == "file":
+            target = _file_url_path(rest)
+        else:
+            _check_scheme(protocol, given, rest)
+            target = f"{protocol}://{_checked_rest(protocol, rest)}"
+        return cls(protocol=protocol, target=target, storage_options=options)
+
+    def join(self, checkpoint_id: str | os.PathLike[str] | None) -> Location:
+        """Return the location of `checkpoint_id` below this one.
+
+        An absolute path or full URL replaces this location; the storage options stay
+        unless it lies on another kind of storage. None and "" mean this location.
+        Raises `InvalidInputError`.
+        """
+        if checkpoint_id is None or (isinstance(checkpoint_id, str) and not checkpoint_id):
+            return self
+        text = _text_of(checkpoint_id)
+        if text.startswith(("/", "~")) or _SCHEME.match(text):
+            other = Location.of(text)
+            keeps = self.is_local or other.protocol == self.protocol
+            options = self.storage_options if keeps else {}
+            return Location(protocol=other.protocol, target=other.target, storage_options=options)
+        parts = [part for part in text.rstrip("/").split("/") if part != "."]
+        if ".." in parts:
+            raise InvalidInputError(
+                f"The checkpoint id {text!r} leads out of {self.url} by '..'.",
+                next_step="Give a name below it, an absolute path or a full URL.",
+            )
+        below = "/".join(part for part in parts if part or not self.is_local)
+        if not below.strip("/"):
+            return self
+        separator = "" if self.target.endswith("/") else "/"
+        return Location(
+            protocol=self.protocol,
+            target=f"{self.target}{separator}{below}",
+            storage_options=self.storage_options,
+        )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is a path of the operating system's file systems."""
+        return self.protocol == "file"
+
+    @property
+    def path(self) -> str:
+        """The absolute local path; elsewhere what follows the scheme, without credentials."""
+        return self.target if self.is_local else _shown(self.protocol, self.target)
+
+    @property
+    def url(self) -> str:
+        """The name of this root for messages: a URL without credential and query."""
+        return f"{self.protocol}://{self.path}"
+
+    @property
+    def normalised(self) -> str:
+        """The text by which ranks agree on a root: the same for every spelling of it.
+
+        Neither the host nor the device of a local path is part of it, nor are credentials.
+        """
+        return self.url
+
+    def scope(self) -> Hashable:
+        """Return a key for what is one storage: a file system's device, or a bucket and options.
+
+        What a probe finds out below one root holds for all roots of the same scope. The
+        options enter as a digest only.
+        """
+        if self.is_local:
+            folder = Path(self.target)
+            while not folder.exists() and folder != folder.parent:
+                folder = folder.parent
+            return (self.protocol, folder.stat().st_dev)
+        options = repr(sorted(self.storage_options.items(), key=lambda item: item[0]))
+        digest = hashlib.sha256(options.encode()).hexdigest()
+        return (self.protocol, self.path.partition("/")[0], digest)
+
+    def __repr__(self) -> str:
+        return f"Location({self.url!r})"
+
+
+def _text_of(url: object) -> str:
+    """Return the text of a path or URL after the checks that every spelling must pass."""
+    if not isinstance(url, str | os.PathLike):
+        raise InvalidInputError(
+            f"A {type(url).__name__} is no path or URL.",
+            next_step="Give a str such as 's3://bucket/run', or a pathlib.Path.",
+        )
+    text = os.fspath(url)
+    if not isinstance(text, str):
+        raise InvalidInputError(
+            "A path of bytes cannot be used.", next_step="Decode it: os.fsdecode(path)."
+        )
+    if not text.strip():
+        raise InvalidInputError(
+            "The path is empty.", next_step="Give a folder or a URL such as 's3://bucket/run'."
+        )
+    if "\0" in text:
+        raise InvalidInputError(
+            f"The path {text!r} contains a NUL character.", next_step="Remove it."
+        )
+    if _CHAIN.search(text):
+        raise InvalidInputError(
+            f"{without_secrets(text)!r} is a chain of file systems ('::').",
+            next_step="Give the URL of the storage itself; caches must not stand before it.",
+        )
+    _check_colon(text, is_text=isinstance(url, str))
+    return text
+
+
+def _check_colon(text: str, *, is_text: bool) -> None:
+    """Refuse what a URL becomes when it goes through `pathlib` or loses its slashes."""
+    first = text.strip().partition("/")[0]
+    match = _SCHEME_ONLY.match(text.strip())
+    if match is None or _SCHEME.match(text):
+        return
+    scheme = match.group(1).lower()
+    if (is_text and _SPELT_ALIKE.get(scheme, scheme) in _known_backends()) or (
+        not is_text and first.endswith(":")
+    ):
+        rest = text.strip()[match.end() :].lstrip("/")
+        slashes = ":///" if _SPELT_ALIKE.get(scheme, scheme) == "file" else "://"
+        hint = without_secrets(f"{scheme}{slashes}{rest}")
+        raise InvalidInputError(
+            f"{without_secrets(text)!r} is neither a path nor a URL.",
+            next_step=f"Pass the URL as a str: {hint!r} (pathlib folds its slashes).",
+        )
+
+
+def _absolute(text: str) -> str:
+    path = os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111  # a Path would resolve nothing more, and "a/../b" must fold
+    # POSIX lets a path start with exactly two slashes mean something else; no system here does.
+    return f"/{path.lstrip('/')}"
+
+
+def _file_url_path(rest: str) -> str:
+    """Return the path of a `file://` URL, which has an empty host or none but localhost."""
+    path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
+    if not path.startswith("/"):
+        raise InvalidInputError(
+            f"'file://{rest}' names a host, or is a relative path.",
+            next_step=f"Write three slashes for an absolute path: 'file:///{rest}'.",
+        )
+    return _absolute(path)
+
+
+def _checked_rest(protocol: str, rest: str) -> str:
+    """Return what follows `scheme://`, with trailing slashes dropped and the rest kept as is."""
+    shown = without_secrets(f"{protocol}://{rest}")
+    if protocol == "memory":
+        rest = rest.lstrip("/")
+    bucket, _, key = rest.partition("/")
+    if protocol in _BUCKETS:
+        if not bucket:
+            raise InvalidInputError(
+                f"{shown!r} names no bucket.",
+                next_step=f"Write {protocol}://BUCKET/PREFIX.",
+            )
+        # A secret key may contain slashes; a colon otherwise stands in ARNs only.
+        has_user = "@" in bucket or (":" in bucket and not bucket.startswith("arn:"))
+        if has_user and protocol != "az":
+            raise InvalidInputError(
+                f"A {protocol}:// URL takes no credentials.",
+                next_step="Pass them as storage_options=, or by the environment.",
+            )
+        if "?" in bucket or (protocol == "az" and _QUERY.search(key)):
+            raise InvalidInputError(
+                f"{_QUERY.sub('?***', shown)!r} has a query.",
+                next_step="Pass credentials such as a SAS token as storage_options=.",
+            )
+    if {".", ".."} & set(rest.split("/")):
+        raise InvalidInputError(
+            f"{shown!r} contains '.' or '..', which storages treat differently.",
+            next_step="Write the URL without them.",
+        )
+    return rest.rstrip("/")
+
+
+def _shown(protocol: str, target: str) -> str:
+    """Return a remote target without scheme, user, password and query."""
+    rest = target.partition("://")[2]
+    authority, slash, below = rest.partition("/")
+    if protocol != "az" or ":" in authority.partition("@")[0]:
+        # Of az:// the part before "@" is the container.
+        authority = authority.rpartition("@")[2]
+    below = _QUERY.sub("?***", below)
+    return f"{authority}{slash}{below}"
+
+
+def _known_backends() -> dict[str, str]:
+    """Map every scheme to the class that serves it, "" if the class is loaded."""
+    from fsspec.registry import (  # noqa: PLC0415  # import of this package stays cheap
+        known_implementations,
+        registry,
+    )
+
+    found = {protocol: str(entry["class"]) for protocol, entry in known_implementations.items()}
+    return {**found, **dict.fromkeys(registry, "")}
+
+
+def _check_scheme(protocol: str, given: str, rest: str) -> None:
+    """Refuse a scheme that does not exist, has no backend installed or cannot be written to."""
+    if protocol in _READ_ONLY:
+        raise InvalidInputError(
+            f"{given}:// can only be read.",
+            next_step="Give a storage that takes writes; for an object store write "
+            "s3://BUCKET/PREFIX and pass its address as storage_options={'endpoint_url': ...}."
+            if protocol.startswith("http")
+            else "Give a storage that takes writes.",
+        )
+    if protocol in _WRAPPERS:
+        raise InvalidInputError(
+            f"{given}:// is a wrapper around another file system.",
+            next_step="Give the URL of the storage itself.",
+        )
+    known = _known_backends()
+    if protocol not in known:
+        near = difflib.get_close_matches(given, sorted({*known, *_SPELT_ALIKE}), n=1, cutoff=0.5)
+        hint = f"Did you mean {near[0]}://? " if near else ""
+        shown = _shown(protocol, f"{given}://{rest}")
+        raise InvalidInputError(
+            f"No storage is known by the scheme of '{given}://{shown}'.",
+            next_step=f"{hint}Install the fsspec backend that provides {given}://.",
+        )
+    module = known[protocol].partition(":")[0].split(".")[0]
+    if module and importlib.util.find_spec(module) is None:
+        raise missing_backend(protocol, module)
+
+
+def missing_backend(protocol: str, package: str) -> InvalidInputError:
+    """Return the error that says which package a scheme needs and how to install it."""
+    extra = _EXTRAS.get(protocol)
+    install = f"ckpt-storage[{extra}]" if extra else package
+    return InvalidInputError(
+        f"{protocol}:// needs the package {package}, which is not installed.",
+        next_step=f"Run: pip install '{install}'",
+    )

@@ -1,0 +1,81 @@
+"""Bookkeeping that the uploads of all dialects share: which parts were sent, and joining views.
+
+Knows lengths and offsets; knows no storage. Called by the dialects.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt_storage.errors import StorageError
+
+__all__ = ["PartList", "SentPart", "ended", "joined", "wrong_length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentPart:
+    """One part that the storage has taken; `receipt` is what it gave for it."""
+
+    offset: int
+    size_bytes: int
+    receipt: str
+
+
+class PartList:
+    """The parts of one upload, told by several threads in any order, again and again."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, SentPart] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def add(self, number: int, part: SentPart) -> None:
+        """Note a part; a later receipt for the same number counts."""
+        with self._lock:
+            self._parts[number] = part
+
+    def whole(self, total_bytes: int, *, shown: str) -> list[tuple[int, SentPart]]:
+        """Return number and part in order if together they are the object of `total_bytes`.
+
+        Raises `StorageError` naming `shown` if a part is missing or the length is another.
+        """
+        with self._lock:
+            parts = sorted(self._parts.items())
+        end_bytes = 0
+        for position, (number, part) in enumerate(parts):
+            if number != position or part.offset != end_bytes:
+                break
+            end_bytes += part.size_bytes
+        if end_bytes != total_bytes:
+            raise wrong_length(shown, end_bytes, total_bytes)
+        return parts
+
+
+def wrong_length(shown: str, found_bytes: int, total_bytes: int) -> StorageError:
+    """Return the error that an upload holds another length than its object should have."""
+    return StorageError(
+        f"{shown} was sent without a gap up to byte {found_bytes} instead of {total_bytes}; "
+        "it was not made visible.",
+        path=shown,
+        next_step="Save again.",
+    )
+
+
+def ended(shown: str) -> StorageError:
+    """Return the error that an upload was aborted before."""
+    return StorageError(
+        f"The upload of {shown} was aborted before.", path=shown, next_step="Start a new one."
+    )
+
+
+def joined(buffers: Sequence[memoryview]) -> bytes:
+    """Return the bytes of consecutive views in one object; the clients take nothing else."""
+    if len(buffers) == 1:
+        whole = buffers[0].obj
+        if isinstance(whole, bytes) and len(whole) == buffers[0].nbytes:
+            return whole
+    return b"".join(buffers)

@@ -1,0 +1,119 @@
+"""Finds out whether a storage keeps its promise of exclusive creation (invariant I4).
+
+Knows the one experiment that tells: to create a name twice. Some servers take the
+condition and ignore it, so a declared capability is not enough. Called by `commit`'s
+callers once per process, store and options.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from ckpt_storage import layout
+from ckpt_storage.errors import CheckpointError, StorageError
+
+from .base import Store
+
+__all__ = ["ProbeResult", "probe_exclusive_create"]
+
+_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeResult:
+    """Whether `create` is exclusive, and one sentence on how that was found out."""
+
+    exclusive: bool
+    reason: str
+
+
+# Keyed by process too: a child of fork asks anew, with clients of its own.
+_RESULTS: dict[tuple[int, Hashable], ProbeResult] = {}
+
+
+def probe_exclusive_create(store: Store, *, key: Hashable = None) -> ProbeResult:
+    """Return whether `store` refuses to create a name twice, asking the storage once.
+
+    The result is kept per process and `key` (`Location.scope`: what is one storage), or
+    per URL where none is given.
+    Leaves nothing behind where deleting is allowed. Raises `StorageError` where the
+    storage gives no answer or does not let us write, and keeps nothing then.
+    """
+    if not store.capabilities.exclusive_create:
+        return ProbeResult(
+            exclusive=False, reason="This storage has no exclusive creation to offer."
+        )
+    place = (os.getpid(), store.url if key is None else key)
+    known = _RESULTS.get(place)
+    if known is None:
+        known = _RESULTS[place] = _ask(store)
+    return known
+
+
+def _ask(store: Store) -> ProbeResult:
+    path = layout.probe_path()
+    first, second = (f"{name} {os.urandom(16).hex()}\n".encode() for name in ("first", "second"))
+    try:
+        refusal = _create_first(store, path, first)
+        if refusal is not None:
+            return ProbeResult(exclusive=False, reason=refusal)
+        return _ask_again(store, path, first, second)
+    finally:
+        # No right to delete is no reason to fail, and the name is a known leftover.
+        with contextlib.suppress(CheckpointError):
+            store.delete([path])
+
+
+def _create_first(store: Store, path: str, data: bytes) -> str | None:
+    """Create a new name; return None if it holds `data` now, else why that cannot be had.
+
+    Raises the error of the creation where nothing can be read back.
+    """
+    failure = None
+    try:
+        store.create(path, data)
+    except StorageError as error:
+        if error.kind == "unsupported":
+            return f"The storage refuses exclusive creation: {error}"
+        failure = error
+    try:
+        found = store.read(path)
+    except StorageError as error:
+        if failure is None:
+            raise
+        raise failure from error
+    return None if found == data else "The storage kept other content than was created."
+
+
+def _ask_again(store: Store, path: str, first: bytes, second: bytes) -> ProbeResult:
+    """Create the name that is taken, until the storage answers."""
+    for attempt in range(1, _TRIES + 1):
+        try:
+            store.create(path, second)
+        except StorageError as error:
+            failure = error
+        else:
+            return ProbeResult(
+                exclusive=False,
+                reason="The storage created a name a second time; it ignores the condition.",
+            )
+        if store.read(path) != first:
+            return ProbeResult(
+                exclusive=False,
+                reason="The storage refused to create a name a second time, but did it.",
+            )
+        if failure.kind == "exists":
+            return ProbeResult(
+                exclusive=True, reason="The storage refused to create a name a second time."
+            )
+        if failure.kind == "unsupported" or attempt == _TRIES:
+            break
+    if failure.kind == "unsupported":
+        return ProbeResult(
+            exclusive=False, reason=f"The storage refuses exclusive creation: {failure}"
+        )
+    # Anything else is no answer: the request may never have reached the storage.
+    raise failure

@@ -1,0 +1,135 @@
+"""Keeping credentials out of everything that is printed, logged, raised or pickled.
+
+Knows how storages spell credentials: options, URL parts, headers, signed queries. Knows no
+storage and does no I/O. Called by `location`, `mapping` and `remote`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import quote, quote_plus
+
+__all__ = ["Scrubber", "without_secrets"]
+
+_HIDDEN = "***"
+# Shorter ones would blank parts of paths; where they are named they are hidden all the same.
+_LEAST_SECRET_CHARS = 6
+_LEAST_UNNAMED_CHARS = 8
+_LEAST_LINE_CHARS = 16
+
+_HARMLESS_OPTIONS = frozenset(
+    {
+        "account_host",
+        "account_name",
+        "addressing_style",
+        "base_url",
+        "endpoint_url",
+        "host",
+        "project",
+        "region",
+        "region_name",
+        "user",
+        "username",
+    }
+)
+"""Options that messages may show: they help to find the mistake and open no door."""
+
+_HARMLESS_VALUES = frozenset({"anonymous", "browser", "google_default"})
+
+_TELLING_NAME = re.compile(
+    r"auth|conn|cookie|cred|header|key|pass|pin|priv|pwd|sas|secret|sig|token", re.IGNORECASE
+)
+
+_NAMED_SECRET = re.compile(
+    r"""(?ix)
+    \b(
+        accountkey | awsaccesskeyid | aws_access_key_id | aws_secret_access_key
+      | aws_session_token | access_token | client_secret | googleaccessid | id_token
+      | passw(?:or)?d | private_key | pwd | refresh_token | sas_token | secret(?:_key)?
+      | sharedaccesssignature | sig | signature | token | upload_id
+      | x-(?:amz|goog)-(?:credential|security-token|signature)
+    )
+    (["']?\s*(?:=|:|%3[aAdD])\s*["']?)
+    [^\s&"',;<>)\]}]+
+    """
+)
+_AUTHORIZATION = re.compile(r"(?i)\b(authorization[\"']?\s*[:=]\s*)[^\r\n]*")
+_BEARER = re.compile(r"(?i)\b(bearer|basic|sharedkey(?:lite)?)\s+[A-Za-z0-9+/._~:=-]{8,}")
+_USER_INFO = re.compile(r"(?<=://)[^/\s@?#]*:[^/\s@]*@")
+
+
+def without_secrets(text: str) -> str:
+    """Return `text` with everything hidden that is spelt like a credential."""
+    text = _USER_INFO.sub(f"{_HIDDEN}@", text)
+    text = _AUTHORIZATION.sub(rf"\1{_HIDDEN}", text)
+    text = _BEARER.sub(rf"\1 {_HIDDEN}", text)
+    return _NAMED_SECRET.sub(rf"\1\2{_HIDDEN}", text)
+
+
+class Scrubber:
+    """Hides the credentials of one store in any text, however they are encoded there."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, storage_options: Mapping[str, Any], url: str = "") -> None:
+        values = set(_secrets_in(storage_options))
+        values.update(_user_info_of(url))
+        spelt = {form for value in values for form in _spellings(value)}
+        # A secret may contain another; the longest goes first, so that no rest of it stays.
+        self._values = sorted(spelt, key=len, reverse=True)
+
+    def __repr__(self) -> str:
+        return f"Scrubber({len(self._values)} values)"
+
+    def __call__(self, text: str) -> str:
+        """Return `text` without any credential of this store or spelt like one."""
+        for value in self._values:
+            text = text.replace(value, _HIDDEN)
+        return without_secrets(text)
+
+
+def _secrets_in(options: object, name: str = "") -> Iterator[str]:
+    """Yield every string inside `options` that may be a credential."""
+    if isinstance(options, Mapping):
+        for key, value in options.items():
+            inner = str(key)
+            if inner in _HARMLESS_OPTIONS:
+                yield from _user_info_of(value) if isinstance(value, str) else ()
+            else:
+                # What lies below a telling name is as secret as it is.
+                yield from _secrets_in(value, name if _TELLING_NAME.search(name) else inner)
+    elif isinstance(options, list | tuple | set | frozenset):
+        for value in options:
+            yield from _secrets_in(value, name)
+    elif isinstance(options, str | bytes):
+        text = options if isinstance(options, str) else options.decode("utf-8", "replace")
+        least = _LEAST_SECRET_CHARS if _TELLING_NAME.search(name) else _LEAST_UNNAMED_CHARS
+        if len(text) >= least and text not in _HARMLESS_VALUES:
+            yield text
+        if ";" in text and "=" in text:
+            yield from _connection_string_secrets(text)
+
+
+def _connection_string_secrets(text: str) -> Iterator[str]:
+    for field in text.split(";"):
+        key, _, value = field.partition("=")
+        if _TELLING_NAME.search(key) and len(value) >= _LEAST_SECRET_CHARS:
+            yield value
+
+
+def _user_info_of(url: str) -> Iterator[str]:
+    """Yield the password of a URL."""
+    authority = url.partition("://")[2].partition("/")[0]
+    user_info, at, _ = authority.rpartition("@")
+    password = user_info.partition(":")[2]
+    if at and password:
+        yield password
+
+
+def _spellings(value: str) -> Iterator[str]:
+    """Yield the forms in which libraries print `value`."""
+    yield from (value, quote(value, safe=""), quote(value), quote_plus(value))
+    yield from (value.replace("\n", "\\n"), value.replace("\n", ""))
+    yield from (line for line in value.splitlines() if len(line) >= _LEAST_LINE_CHARS)

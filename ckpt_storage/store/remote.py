@@ -1,0 +1,373 @@
+"""The store on anything that fsspec reaches: one thin body over a dialect for each family.
+
+Knows paths below a root, which errors mean what to a caller, and which dialect speaks to
+which file system; knows no request of any storage. Called by `open_store`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from ckpt_storage.errors import (
+    CheckpointError,
+    IntegrityError,
+    InvalidInputError,
+    StorageError,
+    UnsupportedByStoreError,
+)
+
+from .base import Arrived, Capabilities, Entry, Stat, Upload, Version
+from .clients import Client, ForeignFs
+from .location import Location
+from .mapping import Operation, map_error
+
+__all__ = ["Dialect", "RemoteStore"]
+
+T = TypeVar("T")
+
+
+class Dialect(Protocol):
+    """How one family of storages is spoken to; paths are relative to the root.
+
+    Methods make one attempt, end at the client's deadline if `capabilities.self_timed`, and
+    raise whatever the storage's client raises. `put` replaces what is there, complete or not
+    at all; `read_range` returns how many bytes it read and how long the object is, if it was
+    told. The rest is as in `base.Store`.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the family can do."""
+
+    def prepare(self, folders: Sequence[str]) -> None:
+        """Make folders where the storage has such things."""
+
+    def get(self, path: str) -> Version:
+        """Return content and token from one answer."""
+
+    def read_range(self, path: str, start: int, view: memoryview) -> tuple[int, int | None]:
+        """Fill `view` from `start` (bytes) on; return bytes read and bytes the object has."""
+
+    def stat(self, path: str) -> Stat:
+        """Return size and time."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Put an object in place of what is there."""
+
+    def create(self, path: str, data: bytes) -> None:
+        """Put an object if nothing is there; called only if `exclusive_create`."""
+
+    def put_if_match(self, path: str, data: bytes, token: str) -> None:
+        """Put an object in place of the version that `token` names."""
+
+    def start_upload(self, path: str, *, part_bytes: int) -> Upload:
+        """Begin an upload."""
+
+    def list(self, prefix: str, *, recursive: bool) -> list[Entry]:
+        """Return the objects below a folder, in any order."""
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete objects that may be absent."""
+
+    def delete_folder(self, path: str) -> None:
+        """Delete everything below a folder."""
+
+    def abort_uploads(self, prefix: str) -> int:
+        """Abort open uploads below a folder."""
+
+    def now_s(self, probe_path: str) -> float:
+        """Return the storage's clock in Unix seconds."""
+
+
+class RemoteStore:
+    """A `Store` over an fsspec file system.
+
+    Clients are built per process (see `clients`), so a child of fork may go on using it; it
+    is not pickled: open it again from `Location`. Makes one attempt per call; deadlines of
+    file systems that have none, and retries, are added by `retry`.
+    """
+
+    def __init__(self, location: Location, *, request_timeout_s: float) -> None:
+        self._location = location
+        options = _client_options(location, request_timeout_s)
+        self._client = Client(location, options, request_timeout_s=request_timeout_s)
+        self._dialect = _dialect_for(self._client)
+
+    def __repr__(self) -> str:
+        return f"RemoteStore({self.url!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A RemoteStore is not pickled; open it again from its Location.")
+
+    @property
+    def url(self) -> str:
+        """The root, without credentials."""
+        return self._location.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the family of storages can do; servers may ignore what they claim."""
+        return self._dialect.capabilities
+
+    def prepare(self, folders: Sequence[str]) -> None:
+        """Make folders where the storage has such things; asks object stores nothing."""
+        self._run("making of folders", "", lambda: self._dialect.prepare(folders))
+
+    def read(self, path: str) -> bytes:
+        """Return a whole small object."""
+        return self.read_version(path).data
+
+    def read_version(self, path: str) -> Version:
+        """Return a whole small object and its token, from one answer."""
+        return self._run("read", path, lambda: self._dialect.get(path))
+
+    def read_into(
+        self,
+        path: str,
+        start: int,
+        target: memoryview,
+        *,
+        size_bytes: int | None = None,
+        arrived: Arrived | None = None,
+    ) -> None:
+        """Fill `target`; nothing writes into it after the return, whatever the network does.
+
+        Raises `IntegrityError` if the object is not `size_bytes` long or ends early, and a
+        retryable `StorageError` if only the answer ended early.
+        """
+        del arrived  # what comes over a network comes slower than it can be checked
+        wanted = target.nbytes
+        if not wanted:
+            return
+        view = memoryview(target).cast("B")
+        try:
+            read_bytes, total_bytes = self._run(
+                "read", path, lambda: self._dialect.read_range(path, start, view)
+            )
+        except StorageError as error:
+            if error.kind != "range":
+                raise
+            read_bytes, total_bytes = 0, self.stat(path).size_bytes
+        finally:
+            view.release()
+        if read_bytes < wanted and total_bytes is None:
+            total_bytes = self.stat(path).size_bytes
+        self._check_length(path, size_bytes, total_bytes)
+        if read_bytes < wanted:
+            self._raise_short(path, start, wanted, read_bytes, total_bytes)
+
+    def stat(self, path: str) -> Stat:
+        """Return size and time of one object."""
+        return self._run("stat", path, lambda: self._dialect.stat(path))
+
+    def write(self, path: str, data: bytes) -> None:
+        """Put a whole object."""
+        self._run("write", path, lambda: self._dialect.put(path, data))
+
+    def create(self, path: str, data: bytes) -> None:
+        """Put a whole object if nothing is there; the storage decides in one request."""
+        if not self.capabilities.exclusive_create:
+            raise UnsupportedByStoreError(
+                f"{self.url} has no exclusive creation that can be relied on.",
+                kind="unsupported",
+                path=self._shown(path),
+                next_step="Let only one job save here at a time, or pass commit_url= of a "
+                "storage that has it.",
+            )
+        try:
+            self._run("creation", path, lambda: self._dialect.create(path, data))
+        except StorageError as error:
+            if error.kind == "precondition":
+                error.kind = "exists"
+            raise
+
+    def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
+        """Put a whole object; with `if_match` the storage compares and swaps in one request."""
+        if if_match is None:
+            self._run("replace", path, lambda: self._dialect.put(path, data))
+            return
+        if not self.capabilities.replace_if_match:
+            raise UnsupportedByStoreError(
+                f"{self.url} cannot replace an object only if it is of a given version.",
+                kind="unsupported",
+                path=self._shown(path),
+                next_step="Replace it without if_match, and read it back.",
+            )
+        try:
+            self._run("replace", path, lambda: self._dialect.put_if_match(path, data, if_match))
+        except StorageError as error:
+            # An object that is gone, too, is no longer of the version that was read.
+            if error.kind in {"exists", "not-found"}:
+                error.kind = "precondition"
+            raise
+
+    def start_upload(self, path: str, *, part_bytes: int) -> Upload:
+        """Begin a write-once object; sends nothing."""
+        upload = self._run(
+            "start of the upload",
+            path,
+            lambda: self._dialect.start_upload(path, part_bytes=part_bytes),
+        )
+        return _RemoteUpload(upload, lambda name, call: self._run(name, path, call))
+
+    def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
+        """Return the objects below a folder, in the order of their paths."""
+        folder = prefix.strip("/")
+        found = self._run(
+            "listing", folder, lambda: self._dialect.list(folder, recursive=recursive)
+        )
+        return sorted(found, key=lambda entry: entry.path)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete objects, in bulk where the storage takes that."""
+        shown = paths[0] if len(paths) == 1 else ""
+        if paths:
+            self._run("deletion", shown, lambda: self._dialect.delete(paths))
+
+    def delete_folder(self, path: str) -> None:
+        """Delete everything below a folder, page by page; the root is refused."""
+        folder = path.strip("/")
+        if not folder:
+            raise InvalidInputError(
+                f"The root {self.url} is not deleted.", next_step="Give a folder below it."
+            )
+        self._run("deletion", folder, lambda: self._dialect.delete_folder(folder))
+
+    def abort_uploads(self, prefix: str) -> int:
+        """Abort open uploads below a folder where they can be found; return how many."""
+        folder = prefix.strip("/")
+        return self._run("abort of uploads", folder, lambda: self._dialect.abort_uploads(folder))
+
+    def now_s(self, probe_path: str) -> float:
+        """Return the storage's clock in Unix seconds; a probe that stays is no error."""
+        return self._run(
+            "reading of the clock", probe_path, lambda: self._dialect.now_s(probe_path)
+        )
+
+    def refresh(self) -> None:
+        """Build this process's client anew, so that credentials are looked up again."""
+        self._client.refresh()
+
+    def close(self) -> None:
+        """Do nothing: clients are shared by all stores of this process with these options."""
+
+    def _shown(self, path: str) -> str:
+        return f"{self.url.rstrip('/')}/{path}".rstrip("/")
+
+    def _run(self, name: str, path: str, call: Callable[[], T]) -> T:
+        """Return what `call` returns; every foreign exception leaves as a `StorageError`."""
+        try:
+            return call()
+        except CheckpointError:
+            raise
+        except Exception as error:  # noqa: BLE001  # backends raise any type
+            operation = Operation(
+                name=name,
+                path=self._shown(path),
+                endpoint=self._client.endpoint,
+                timeout_s=self._client.request_timeout_s,
+            )
+            failure = map_error(error, operation, self._client.scrub)
+        # Raised here, not where it was caught: the foreign one may carry credentials, and
+        # its traceback the caller's buffers.
+        try:
+            raise failure
+        finally:
+            # The traceback leads to this frame, and the frame must not lead back.
+            del failure
+
+    def _check_length(self, path: str, size_bytes: int | None, total_bytes: int | None) -> None:
+        if size_bytes is None or total_bytes is None or total_bytes == size_bytes:
+            return
+        raise IntegrityError(
+            f"{self._shown(path)} has {total_bytes} bytes instead of {size_bytes}.",
+            path=path,
+            offset=min(total_bytes, size_bytes),
+            next_step="The file is damaged or not the one that was saved.",
+        )
+
+    def _raise_short(
+        self, path: str, start: int, wanted: int, read_bytes: int, total_bytes: int | None
+    ) -> NoReturn:
+        if (math.inf if total_bytes is None else total_bytes) >= start + wanted:
+            raise StorageError(
+                f"The read of {self._shown(path)} ended after {read_bytes} of {wanted} bytes.",
+                kind="connection",
+                retryable=True,
+                path=self._shown(path),
+                next_step="Try again; if it comes back, look for a proxy that cuts answers.",
+            )
+        raise IntegrityError(
+            f"{self._shown(path)} ends at byte {total_bytes}, within the range "
+            f"[{start}, {start + wanted}) that was asked for.",
+            path=path,
+            offset=total_bytes,
+            next_step="The file is damaged or not the one that was saved.",
+        )
+
+
+class _RemoteUpload:
+    """An `Upload` of a dialect behind the border of its store."""
+
+    def __init__(self, inner: Upload, border: Callable[[str, Callable[[], None]], None]) -> None:
+        self._inner = inner
+        self._border = border
+        self.repeatable = bool(getattr(inner, "repeatable", True))
+        """Whether a part may be sent again after an error; `retry` asks."""
+
+    def write_part(
+        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
+    ) -> None:
+        """Send one part; nothing reads the buffers after the return."""
+        self._border(
+            f"write of part {number}",
+            lambda: self._inner.write_part(number, offset, buffers, last=last),
+        )
+
+    def complete(self, total_bytes: int) -> None:
+        """Make the object visible; idempotent, and right about an answer that was lost."""
+        self._border("completion", lambda: self._inner.complete(total_bytes))
+
+    def abort(self) -> None:
+        """Discard everything sent; idempotent."""
+        self._border("abort of the upload", self._inner.abort)
+
+
+def _client_options(location: Location, request_timeout_s: float) -> Mapping[str, Any]:
+    """Return the storage options as the backend of a location should get them."""
+    if location.protocol == "s3":
+        from .dialect_s3 import client_options  # noqa: PLC0415  # one dialect is loaded
+
+        return client_options(location.storage_options, request_timeout_s)
+    return location.storage_options
+
+
+def _dialect_for(client: Client) -> Dialect:
+    """Return the dialect of a client's file system, told by what its class descends from."""
+    families = _families(client.fs)
+    if "s3fs.S3FileSystem" in families:
+        from .dialect_s3 import S3Dialect  # noqa: PLC0415  # one dialect is loaded
+
+        return S3Dialect(client)
+    if "gcsfs.GCSFileSystem" in families:
+        from .dialect_gcs import GcsDialect  # noqa: PLC0415  # one dialect is loaded
+
+        return GcsDialect(client)
+    if "adlfs.AzureBlobFileSystem" in families:
+        from .dialect_azure import AzureDialect  # noqa: PLC0415  # one dialect is loaded
+
+        return AzureDialect(client)
+    if "fsspec.MemoryFileSystem" in families:
+        from .dialect_memory import MemoryDialect  # noqa: PLC0415  # one dialect is loaded
+
+        return MemoryDialect(client)
+    from .dialect_generic import GenericDialect  # noqa: PLC0415  # one dialect is loaded
+
+    return GenericDialect(client)
+
+
+def _families(fs: ForeignFs) -> set[str]:
+    """Return "package.Class" for every class that a file system's class descends from."""
+    return {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(fs).__mro__}

@@ -1,0 +1,385 @@
+"""A wrapper that gives every operation of a store a deadline and repeats what may be repeated.
+
+Knows which operations are idempotent, what an error proves and how long to wait; knows no
+storage. Called by `open_store`, `commit` and `transfer`; waits in threads of `timed` where
+the inner store cannot end its operations by itself.
+
+A thread that was given up may still end its call: a read then fills the target it was
+given, a part is then sent from the buffers it was given. After an error of kind "timeout"
+from `read_into` or `write_part` that memory must therefore not be used for anything else,
+neither operation is repeated, and an upload so hit can only be aborted.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Sequence
+from random import SystemRandom
+from typing import Literal, Protocol, TypeVar, runtime_checkable
+
+from ckpt_storage.errors import CheckpointError, StorageError
+from ckpt_storage.options import RetryPolicy
+
+from .base import Arrived, Capabilities, Entry, Stat, Store, Upload, Version
+from .timed import AbandonedError, TimedPool, abandoned_thread_count
+
+__all__ = ["AbandonedError", "Refreshable", "RetryStore", "abandoned_thread_count"]
+
+T = TypeVar("T")
+
+Repeat = Literal["always", "unless-abandoned", "if-nothing-done"]
+"""When an operation that failed is run again.
+
+"always": it is idempotent. "unless-abandoned": it is, but uses the caller's memory.
+"if-nothing-done": only after an error that proves the storage did nothing.
+"""
+
+# Answers, which waiting does not change; credentials are repeated only after a refresh.
+_NEVER = frozenset({"credentials", "exists", "not-found", "precondition", "unsupported"})
+
+# Ranks forked from one process must not share a sequence of delays.
+_random = SystemRandom().random
+
+SYNC_BYTES_PER_S = 20e6
+"""Slowest disk that completing an upload waits for: a spinning disk shared by a few jobs."""
+
+
+@runtime_checkable
+class Refreshable(Protocol):
+    """A store that can read its credentials anew.
+
+    It is asked to after a retryable error of kind "credentials", once per operation.
+    """
+
+    def refresh(self) -> None:
+        """Drop clients and tokens, so that the next operation signs with fresh ones."""
+
+
+def _nothing_was_done(error: StorageError) -> bool:
+    """Return whether an error proves that the storage did not carry out the request."""
+    if error.kind == "throttled":
+        return True
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConnectionRefusedError):
+            return True
+        # __context__ may be an earlier attempt's error, which proves nothing of this one.
+        cause = cause.__cause__
+    return False
+
+
+class RetryStore:
+    """A `Store` around another, with deadlines and retries.
+
+    One operation takes at most `request_timeout_s` seconds per attempt (completing an
+    upload: longer by what its bytes take to sync) and ends by the deadline of
+    `with_deadline`. Delays have full jitter (see `RetryPolicy`). `create` and
+    `replace(if_match=...)` are repeated only after errors that prove nothing was done;
+    what else they raise, the caller judges by reading back. `clock`, `sleep` and `random`
+    stand in for time in tests.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        policy: RetryPolicy | None = None,
+        request_timeout_s: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        random: Callable[[], float] = _random,
+    ) -> None:
+        self._inner = inner
+        self._policy = policy or RetryPolicy()
+        self._request_timeout_s = request_timeout_s
+        self._clock = clock
+        self._sleep = sleep
+        self._random = random
+        self._deadline_s: float | None = None
+        self._pool = TimedPool("ckpt-storage io")
+        self._refreshes = _Refreshes()
+        self._is_view = False
+
+    def __repr__(self) -> str:
+        return f"RetryStore({self._inner!r})"
+
+    @property
+    def url(self) -> str:
+        """The inner store's root."""
+        return self._inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the inner store can do."""
+        return self._inner.capabilities
+
+    def with_deadline(self, at_monotonic_s: float) -> RetryStore:
+        """Return this store with every operation ending by a moment of the `clock`.
+
+        It shares the inner store, the threads and a nearer deadline of this one; closing
+        it does nothing.
+        """
+        view = copy.copy(self)
+        known = self._deadline_s
+        nearest_s = at_monotonic_s if known is None else min(known, at_monotonic_s)
+        view._deadline_s = nearest_s  # noqa: SLF001  # the same class
+        view._is_view = True  # noqa: SLF001  # the same class
+        return view
+
+    def prepare(self, folders: Sequence[str]) -> None:
+        """Make folders, repeated if need be."""
+        self.run("making of folders", "", lambda: self._inner.prepare(folders))
+
+    def read(self, path: str) -> bytes:
+        """Return a whole object, repeated if need be."""
+        return self.run("read", path, lambda: self._inner.read(path))
+
+    def read_version(self, path: str) -> Version:
+        """Return a whole object with its token, repeated if need be."""
+        return self.run("read", path, lambda: self._inner.read_version(path))
+
+    def read_into(
+        self,
+        path: str,
+        start: int,
+        target: memoryview,
+        *,
+        size_bytes: int | None = None,
+        arrived: Arrived | None = None,
+    ) -> None:
+        """Fill `target`, repeated if need be; not to be used again after kind "timeout"."""
+        self.run(
+            "read",
+            path,
+            lambda: self._inner.read_into(
+                path, start, target, size_bytes=size_bytes, arrived=arrived
+            ),
+            repeat="unless-abandoned",
+        )
+
+    def stat(self, path: str) -> Stat:
+        """Return size and time, repeated if need be."""
+        return self.run("stat", path, lambda: self._inner.stat(path))
+
+    def write(self, path: str, data: bytes) -> None:
+        """Put a whole object at a write-once name, repeated if need be."""
+        self.run("write", path, lambda: self._inner.write(path, data))
+
+    def create(self, path: str, data: bytes) -> None:
+        """Create exclusively, repeated only if it is proved that nothing was done."""
+        self.run(
+            "exclusive creation",
+            path,
+            lambda: self._inner.create(path, data),
+            repeat="if-nothing-done",
+        )
+
+    def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
+        """Put in place of what is there; with `if_match` repeated only if nothing was done.
+
+        Without it, not repeated after it was given up: the late one might overtake.
+        """
+        self.run(
+            "replace",
+            path,
+            lambda: self._inner.replace(path, data, if_match=if_match),
+            repeat="unless-abandoned" if if_match is None else "if-nothing-done",
+        )
+
+    def start_upload(self, path: str, *, part_bytes: int) -> RetryUpload:
+        """Begin an upload; one that begins after it was given up is aborted."""
+        upload: Upload = self.run(
+            "start of the upload",
+            path,
+            lambda: self._inner.start_upload(path, part_bytes=part_bytes),
+            late=lambda late: late.abort(),
+        )
+        return RetryUpload(self, upload, path)
+
+    def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
+        """Return the objects below a folder, repeated if need be."""
+        return self.run("listing", prefix, lambda: self._inner.list(prefix, recursive=recursive))
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete objects, repeated if need be."""
+        shown = paths[0] if len(paths) == 1 else ""
+        self.run(f"deletion of {len(paths)} objects", shown, lambda: self._inner.delete(paths))
+
+    def delete_folder(self, path: str) -> None:
+        """Delete a folder, repeated if need be."""
+        self.run("deletion", path, lambda: self._inner.delete_folder(path))
+
+    def abort_uploads(self, prefix: str) -> int:
+        """Abort what is open below a folder, repeated if need be; return the last count."""
+        return self.run("abort of uploads", prefix, lambda: self._inner.abort_uploads(prefix))
+
+    def now_s(self, probe_path: str) -> float:
+        """Return the storage's clock, repeated if need be."""
+        return self.run("reading of the clock", probe_path, lambda: self._inner.now_s(probe_path))
+
+    def close(self) -> None:
+        """Close the inner store and end the waiting threads; idempotent."""
+        if self._is_view:
+            return
+        self._inner.close()
+        self._pool.close()
+
+    def run(
+        self,
+        operation: str,
+        path: str,
+        call: Callable[[], T],
+        *,
+        repeat: Repeat = "always",
+        extra_s: float = 0.0,
+        late: Callable[[T], None] | None = None,
+    ) -> T:
+        """Run `call` with deadline and retries; for this module's own upload.
+
+        `extra_s` (seconds) lengthens each attempt; `late` gets the value of an attempt
+        that ended after it was given up.
+        """
+        what = f"{operation} of {self.url.rstrip('/')}/{path}".rstrip("/")
+        refreshed = self._refreshes.count
+        may_refresh = isinstance(self._inner, Refreshable)
+        start_s = self._clock()
+        attempt = 1
+        while True:
+            try:
+                return self._once(call, what, extra_s=extra_s, repeat=repeat, late=late)
+            except StorageError as error:
+                failure = error
+            if failure.kind == "credentials" and failure.retryable and may_refresh:
+                may_refresh = False
+                self._refresh(refreshed)
+                continue
+            delay_s = self._delay_s(attempt)
+            if not self._may_repeat(failure, repeat, attempt, delay_s):
+                if attempt > 1:
+                    failure.add_note(f"Tried {attempt} times in {self._clock() - start_s:.1f} s.")
+                raise failure
+            # Kept no longer than this, since its traceback holds the caller's buffers.
+            del failure
+            self._sleep(delay_s)
+            attempt += 1
+
+    def _once(
+        self,
+        call: Callable[[], T],
+        what: str,
+        *,
+        extra_s: float,
+        repeat: Repeat,
+        late: Callable[[T], None] | None = None,
+    ) -> T:
+        timeout_s = self._time_left_s(self._request_timeout_s + extra_s)
+        if timeout_s <= 0:
+            raise StorageError(
+                f"The {what} was not begun, because its deadline has passed.",
+                kind="timeout",
+                next_step="Raise the timeout of the phase, or find out what was slow.",
+            )
+        if self.capabilities.self_timed and timeout_s >= self._request_timeout_s:
+            return call()
+        return self._pool.run(
+            call, timeout_s=timeout_s, what=what, repeatable=repeat == "always", late=late
+        )
+
+    def _time_left_s(self, limit_s: float) -> float:
+        if self._deadline_s is None:
+            return limit_s
+        return min(limit_s, self._deadline_s - self._clock())
+
+    def _may_repeat(
+        self, error: StorageError, repeat: Repeat, attempt: int, delay_s: float
+    ) -> bool:
+        if error.kind in _NEVER or attempt >= self._policy.attempt_count:
+            return False
+        if self._deadline_s is not None and self._clock() + delay_s >= self._deadline_s:
+            return False
+        return error.retryable and (repeat != "if-nothing-done" or _nothing_was_done(error))
+
+    def _delay_s(self, attempt: int) -> float:
+        ceiling_s = min(
+            self._policy.max_delay_s, self._policy.first_delay_s * 2.0 ** min(attempt - 1, 60)
+        )
+        return self._random() * ceiling_s
+
+    def _refresh(self, seen_count: int) -> None:
+        """Renew credentials unless another thread has done so since `seen_count` was read."""
+        inner, shared = self._inner, self._refreshes
+        wait_s = max(0.0, self._time_left_s(self._request_timeout_s))
+        if not isinstance(inner, Refreshable) or not shared.lock.acquire(timeout=wait_s):
+            return
+        try:
+            if shared.count == seen_count:
+                what = f"refresh of the credentials for {self.url}"
+                self._once(inner.refresh, what, extra_s=0.0, repeat="always")
+                shared.count += 1
+        finally:
+            shared.lock.release()
+
+
+class _Refreshes:
+    """How often credentials were renewed, shared by a store and its views."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+
+
+class RetryUpload:
+    """An `Upload` around another; dead once the storage may still be sending a part."""
+
+    def __init__(self, store: RetryStore, inner: Upload, path: str) -> None:
+        self._store = store
+        self._inner = inner
+        self._path = path
+        self._given_up_part: int | None = None
+        # Most uploads take a part again; one that appends to a stream says that it does not.
+        self._repeatable = bool(getattr(inner, "repeatable", True))
+
+    def write_part(
+        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
+    ) -> None:
+        """Write one part, repeated if the inner upload can take it again."""
+        self._check_alive()
+        try:
+            self._store.run(
+                f"write of part {number}",
+                self._path,
+                lambda: self._inner.write_part(number, offset, buffers, last=last),
+                repeat="unless-abandoned" if self._repeatable else "if-nothing-done",
+            )
+        except CheckpointError as error:
+            if isinstance(error, AbandonedError):
+                self._given_up_part = number
+            raise
+        except BaseException:
+            self._given_up_part = number
+            raise
+
+    def complete(self, total_bytes: int) -> None:
+        """Complete, repeated if need be; refused if a part may still be on its way."""
+        self._check_alive()
+        self._store.run(
+            "completion",
+            self._path,
+            lambda: self._inner.complete(total_bytes),
+            extra_s=total_bytes / SYNC_BYTES_PER_S,
+        )
+
+    def abort(self) -> None:
+        """Discard what was sent, repeated if need be."""
+        self._store.run("abort of the upload", self._path, self._inner.abort)
+
+    def _check_alive(self) -> None:
+        if self._given_up_part is not None:
+            raise StorageError(
+                f"The upload of {self._store.url}/{self._path} cannot go on: part "
+                f"{self._given_up_part} did not end in time and may still be changing.",
+                path=self._path,
+                next_step="Abort it and save again.",
+            )

@@ -1,0 +1,142 @@
+"""One checkpoint on two roots: commit objects here, everything else there (`commit_url=`).
+
+For mounts that can neither rename nor create exclusively (gcsfuse, mountpoint-s3): data goes
+through the mount, the few objects that need those go to the same place by its native URL.
+Called by `open_store`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from ckpt_storage import layout
+
+from .base import Arrived, Capabilities, Entry, Stat, Store, Upload, Version
+
+__all__ = ["SplitStore"]
+
+
+class SplitStore:
+    """Routes `commits/`, `.metadata` and probes to `commits`, all other paths to `data`."""
+
+    def __init__(self, data: Store, commits: Store) -> None:
+        self._data = data
+        self._commits = commits
+
+    def __repr__(self) -> str:
+        return f"SplitStore({self._data!r}, {self._commits!r})"
+
+    def _of(self, path: str) -> Store:
+        first = path.partition("/")[0]
+        if first in {layout.COMMITS, layout.STOCK_METADATA} or first.startswith(
+            layout.PROBE_PREFIX
+        ):
+            return self._commits
+        return self._data
+
+    @property
+    def url(self) -> str:
+        """The data root."""
+        return self._data.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the data root can do, with the commit root's power over names."""
+        commits = self._commits.capabilities
+        return dataclasses.replace(
+            self._data.capabilities,
+            exclusive_create=commits.exclusive_create,
+            atomic_replace=commits.atomic_replace,
+            replace_if_match=commits.replace_if_match,
+        )
+
+    def with_deadline(self, at_monotonic_s: float) -> SplitStore:
+        """Return this store with both parts ending by a moment of `time.monotonic`."""
+        narrowed = [
+            part.with_deadline(at_monotonic_s) if hasattr(part, "with_deadline") else part
+            for part in (self._data, self._commits)
+        ]
+        return SplitStore(*narrowed)
+
+    def prepare(self, folders: Sequence[str]) -> None:
+        """Make each folder on the root it belongs to."""
+        for part in (self._data, self._commits):
+            mine = [folder for folder in folders if self._of(folder) is part]
+            if mine:
+                part.prepare(mine)
+
+    def read(self, path: str) -> bytes:
+        """Read from the root that holds `path`."""
+        return self._of(path).read(path)
+
+    def read_version(self, path: str) -> Version:
+        """Read from the root that holds `path`."""
+        return self._of(path).read_version(path)
+
+    def read_into(
+        self,
+        path: str,
+        start: int,
+        target: memoryview,
+        *,
+        size_bytes: int | None = None,
+        arrived: Arrived | None = None,
+    ) -> None:
+        """Read from the root that holds `path`."""
+        self._of(path).read_into(
+            path, start, target, size_bytes=size_bytes, arrived=arrived
+        )
+
+    def stat(self, path: str) -> Stat:
+        """Ask the root that holds `path`."""
+        return self._of(path).stat(path)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write to the root that holds `path`."""
+        self._of(path).write(path, data)
+
+    def create(self, path: str, data: bytes) -> None:
+        """Create on the root that holds `path`."""
+        self._of(path).create(path, data)
+
+    def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
+        """Replace on the root that holds `path`."""
+        self._of(path).replace(path, data, if_match=if_match)
+
+    def start_upload(self, path: str, *, part_bytes: int) -> Upload:
+        """Upload to the root that holds `path`."""
+        return self._of(path).start_upload(path, part_bytes=part_bytes)
+
+    def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
+        """List the data root, and the commit root for what lies there."""
+        if prefix:
+            return self._of(prefix).list(prefix, recursive=recursive)
+        entries = {entry.path: entry for entry in self._data.list("", recursive=recursive)}
+        for entry in self._commits.list("", recursive=recursive):
+            entries.setdefault(entry.path, entry)
+        return list(entries.values())
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete each path on the root that holds it."""
+        for part in (self._data, self._commits):
+            mine = [path for path in paths if self._of(path) is part]
+            if mine:
+                part.delete(mine)
+
+    def delete_folder(self, path: str) -> None:
+        """Delete on the root that holds `path`."""
+        self._of(path).delete_folder(path)
+
+    def abort_uploads(self, prefix: str) -> int:
+        """Abort on the root that holds `prefix`."""
+        return self._of(prefix).abort_uploads(prefix)
+
+    def now_s(self, probe_path: str) -> float:
+        """Return the data root's clock, by which files of attempts are dated."""
+        return self._data.now_s(probe_path)
+
+    def close(self) -> None:
+        """Release both."""
+        self._data.close()
+        self._commits.close()

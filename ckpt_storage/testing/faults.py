@@ -1,0 +1,365 @@
+"""A store that fails as it is told to, for testing what is built on stores.
+
+Knows the `Store` protocol and a script of rules; knows no storage and no checkpoint.
+Called by tests, ours and users'. `posix_faults` plays the same script for system calls.
+
+A crash is simulated by `SimulatedCrash`: once raised, every later operation of the wrapper
+raises it too, from any thread, as if the process had died. What the storage then holds is
+examined through another store.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NoReturn, TypeVar
+
+from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
+from ckpt_storage.store.base import Arrived, Capabilities, Entry, Stat, Store, Upload, Version
+
+__all__ = ["Action", "Call", "FaultStore", "Rule", "Script", "SimulatedCrash"]
+
+T = TypeVar("T")
+
+Action = Literal[
+    "crash_before", "crash_after", "torn", "error", "lost_answer", "short", "delay", "hang"
+]
+"""What happens at an operation.
+
+crash_before, crash_after: the process dies just before or just after it.
+torn: the process dies with the operation half done, where it can be half done.
+error: it fails and does nothing. lost_answer: it is done, and then reported as failed.
+short: it does or returns half and reports success. delay: it is done after `delay_s`.
+hang: it is done only once `Script.release` is called.
+"""
+
+
+class SimulatedCrash(BaseException):
+    """The process is dead as far as the test is concerned; never caught by code under test."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One operation that was asked for, in the order of asking."""
+
+    operation: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """When to do what.
+
+    operation, path: regular expressions, the first for the whole method name, the second
+        searched for in the path; an empty one matches all.
+    skip_count: matching calls that pass before the first is hit.
+    hit_count: how many are hit; None: all that follow.
+    kind, retryable: of the `StorageError` a store raises.
+    errno: of the `OSError` a system call raises.
+    """
+
+    action: Action
+    operation: str = ""
+    path: str = ""
+    skip_count: int = 0
+    hit_count: int | None = 1
+    kind: str = "connection"
+    retryable: bool = True
+    errno: int = errno.EIO
+    delay_s: float = 0.0
+
+
+class Script:
+    """Rules being followed: counts the calls, picks the rule, plays its action; thread-safe.
+
+    The first rule that hits is played. `calls` is the log, also of calls that no rule
+    matched, so that a dry run without rules counts the places a fault can be put.
+    """
+
+    def __init__(self, rules: Sequence[Rule] = ()) -> None:
+        self._rules = tuple(rules)
+        self._seen_counts = [0] * len(self._rules)
+        self._lock = threading.Lock()
+        self._released = threading.Event()
+        self._hung = threading.Semaphore(0)
+        self.calls: list[Call] = []
+        self.crashed = False
+
+    def release(self) -> None:
+        """Let everything that hangs, now or later, go on."""
+        self._released.set()
+
+    def wait_hung(self, timeout_s: float) -> bool:
+        """Wait until one more operation hangs; return whether that came to be."""
+        return self._hung.acquire(timeout=timeout_s)
+
+    def play(
+        self,
+        operation: str,
+        path: str,
+        call: Callable[[], T],
+        *,
+        error: Callable[[Rule], Exception],
+        half: Callable[[], T] | None = None,
+        on_crash: Callable[[], None] | None = None,
+    ) -> T:
+        """Do one operation as the rules will have it.
+
+        `half` does half of it, for "torn" and "short"; without it these raise
+        `InvalidInputError`, so that no test believes in a fault that did not happen.
+        """
+        rule = self._next(operation, path)
+        if rule is None:
+            return call()
+        if rule.action in {"torn", "short"} and half is None:
+            raise InvalidInputError(f"{operation} cannot be {rule.action}.")
+        if rule.action == "error":
+            raise error(rule)
+        if rule.action == "crash_before":
+            self._crash(on_crash)
+        if rule.action == "delay":
+            time.sleep(rule.delay_s)
+        if rule.action == "hang":
+            self._hung.release()
+            self._released.wait()
+        result = half() if half and rule.action in {"torn", "short"} else call()
+        if rule.action in {"torn", "crash_after"}:
+            self._crash(on_crash)
+        if rule.action == "lost_answer":
+            raise error(rule)
+        return result
+
+    def _crash(self, on_crash: Callable[[], None] | None) -> NoReturn:
+        self.crashed = True
+        if on_crash is not None:
+            on_crash()
+        raise SimulatedCrash
+
+    def _next(self, operation: str, path: str) -> Rule | None:
+        with self._lock:
+            if self.crashed:
+                raise SimulatedCrash
+            self.calls.append(Call(operation=operation, path=path))
+            chosen = None
+            for i, rule in enumerate(self._rules):
+                if rule.operation and not re.fullmatch(rule.operation, operation):
+                    continue
+                if not re.search(rule.path, path):
+                    continue
+                self._seen_counts[i] += 1
+                hit = self._seen_counts[i] - rule.skip_count
+                if chosen is None and hit > 0 and (rule.hit_count is None or hit <= rule.hit_count):
+                    chosen = rule
+            return chosen
+
+
+def _storage_error(rule: Rule) -> StorageError:
+    message = f"A rule of the test says so ({rule.action})."
+    if rule.kind == "unsupported":
+        return UnsupportedByStoreError(message, kind=rule.kind)
+    return StorageError(message, kind=rule.kind, retryable=rule.retryable)
+
+
+class FaultStore:
+    """A `Store` around another that plays a `Script`; without rules it only keeps a log.
+
+    Operations bear the names of the protocol's methods; those of uploads are `write_part`,
+    `complete` and `abort` with the path of the object.
+    """
+
+    def __init__(self, inner: Store, rules: Sequence[Rule] = ()) -> None:
+        self._inner = inner
+        self.script = Script(rules)
+
+    @property
+    def url(self) -> str:
+        """The inner store's root."""
+        return self._inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the inner store can do."""
+        return self._inner.capabilities
+
+    def prepare(self, folders: Sequence[str]) -> None:
+        """Make folders; torn or short: the first half of them."""
+        self._play(
+            "prepare",
+            "",
+            lambda: self._inner.prepare(folders),
+            lambda: self._inner.prepare(folders[: len(folders) // 2]),
+        )
+
+    def read(self, path: str) -> bytes:
+        """Return an object; short: its first half."""
+
+        def half() -> bytes:
+            data = self._inner.read(path)
+            return data[: len(data) // 2]
+
+        return self._play("read", path, lambda: self._inner.read(path), half)
+
+    def read_version(self, path: str) -> Version:
+        """Return an object with its token; short: its first half."""
+
+        def half() -> Version:
+            found = self._inner.read_version(path)
+            return Version(data=found.data[: len(found.data) // 2], token=found.token)
+
+        return self._play("read_version", path, lambda: self._inner.read_version(path), half)
+
+    def read_into(
+        self,
+        path: str,
+        start: int,
+        target: memoryview,
+        *,
+        size_bytes: int | None = None,
+        arrived: Arrived | None = None,
+    ) -> None:
+        """Fill `target`; short: its first half."""
+        self._play(
+            "read_into",
+            path,
+            lambda: self._inner.read_into(
+                path, start, target, size_bytes=size_bytes, arrived=arrived
+            ),
+            lambda: self._inner.read_into(
+                path, start, target[: len(target) // 2], size_bytes=size_bytes
+            ),
+        )
+
+    def stat(self, path: str) -> Stat:
+        """Return size and time; short: half the size."""
+
+        def half() -> Stat:
+            found = self._inner.stat(path)
+            return Stat(size_bytes=found.size_bytes // 2, modified_s=found.modified_s)
+
+        return self._play("stat", path, lambda: self._inner.stat(path), half)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Put an object; short: its first half."""
+        self._play(
+            "write",
+            path,
+            lambda: self._inner.write(path, data),
+            lambda: self._inner.write(path, data[: len(data) // 2]),
+        )
+
+    def create(self, path: str, data: bytes) -> None:
+        """Create an object; short: its first half."""
+        self._play(
+            "create",
+            path,
+            lambda: self._inner.create(path, data),
+            lambda: self._inner.create(path, data[: len(data) // 2]),
+        )
+
+    def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
+        """Replace an object; short: by its first half."""
+        self._play(
+            "replace",
+            path,
+            lambda: self._inner.replace(path, data, if_match=if_match),
+            lambda: self._inner.replace(path, data[: len(data) // 2], if_match=if_match),
+        )
+
+    def start_upload(self, path: str, *, part_bytes: int) -> FaultUpload:
+        """Begin an upload whose operations play the same script."""
+        upload = self._play(
+            "start_upload", path, lambda: self._inner.start_upload(path, part_bytes=part_bytes)
+        )
+        return FaultUpload(upload, self.script, path)
+
+    def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
+        """Return a listing; short: its first half."""
+
+        def half() -> list[Entry]:
+            found = self._inner.list(prefix, recursive=recursive)
+            return found[: len(found) // 2]
+
+        return self._play(
+            "list", prefix, lambda: self._inner.list(prefix, recursive=recursive), half
+        )
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete objects; torn or short: the first half of them."""
+        self._play(
+            "delete",
+            " ".join(paths),
+            lambda: self._inner.delete(paths),
+            lambda: self._inner.delete(paths[: len(paths) // 2]),
+        )
+
+    def delete_folder(self, path: str) -> None:
+        """Delete a folder; torn or short: the first half of its objects."""
+
+        def half() -> None:
+            found = self._inner.list(path)
+            self._inner.delete([entry.path for entry in found[: len(found) // 2]])
+
+        self._play("delete_folder", path, lambda: self._inner.delete_folder(path), half)
+
+    def abort_uploads(self, prefix: str) -> int:
+        """Abort what is open below a folder."""
+        return self._play("abort_uploads", prefix, lambda: self._inner.abort_uploads(prefix))
+
+    def now_s(self, probe_path: str) -> float:
+        """Return the storage's clock."""
+        return self._play("now_s", probe_path, lambda: self._inner.now_s(probe_path))
+
+    def close(self) -> None:
+        """Close the inner store; no rule applies, since a dead process closes all too."""
+        self._inner.close()
+
+    def _play(
+        self,
+        operation: str,
+        path: str,
+        call: Callable[[], T],
+        half: Callable[[], T] | None = None,
+    ) -> T:
+        return self.script.play(operation, path, call, error=_storage_error, half=half)
+
+
+class FaultUpload:
+    """An `Upload` around another that plays its store's script."""
+
+    def __init__(self, inner: Upload, script: Script, path: str) -> None:
+        self._inner = inner
+        self._script = script
+        self._path = path
+        self.repeatable = bool(getattr(inner, "repeatable", True))
+
+    def write_part(
+        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
+    ) -> None:
+        """Write a part; torn or short: its first half."""
+
+        def half() -> None:
+            joined = memoryview(b"".join(buffers))
+            self._inner.write_part(number, offset, [joined[: len(joined) // 2]], last=last)
+
+        self._play(
+            "write_part",
+            lambda: self._inner.write_part(number, offset, buffers, last=last),
+            half,
+        )
+
+    def complete(self, total_bytes: int) -> None:
+        """Complete the upload."""
+        self._play("complete", lambda: self._inner.complete(total_bytes))
+
+    def abort(self) -> None:
+        """Abort the upload."""
+        self._play("abort", self._inner.abort)
+
+    def _play(
+        self, operation: str, call: Callable[[], None], half: Callable[[], None] | None = None
+    ) -> None:
+        self._script.play(operation, self._path, call, error=_storage_error, half=half)

@@ -1,0 +1,308 @@
+"""Ranks for tests: processes that join a gloo group, run functions together and are ended for sure.
+
+Knows processes, pipes and how a process group is set up; knows no checkpoint. Called by tests,
+ours and users'. Importing torch costs seconds a process, so a `RankPool` keeps its processes and
+runs many functions in them, each in a process group of its own: one that failed or is stuck
+harms no later one.
+
+Functions and their arguments travel by pickle. A function must be importable in a new process:
+defined at the top of a module, neither nested nor a lambda.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from multiprocessing.util import Finalize
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from ckpt_storage.errors import InvalidInputError
+
+__all__ = ["RankOutcome", "RankPool", "RanksFailedError", "run_ranks"]
+
+T = TypeVar("T")
+
+GROUP_TIMEOUT_S = 30.0
+"""How long a rank waits in a collective for its peers."""
+
+_STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOutcome(Generic[T]):
+    """What one rank returned, or why it did not.
+
+    `failure` is None for a rank that returned `value`; otherwise the text of its traceback, or
+    how it died. `error` is the exception if it could travel.
+    """
+
+    rank: int
+    value: T | None = None
+    failure: str | None = None
+    error: BaseException | None = None
+
+
+class RanksFailedError(AssertionError):
+    """At least one rank did not return; `outcomes` has all of them, in order of rank."""
+
+    def __init__(self, outcomes: Sequence[RankOutcome[Any]]) -> None:
+        self.outcomes = tuple(outcomes)
+        failed = [outcome for outcome in outcomes if outcome.failure is not None]
+        texts = [f"rank {outcome.rank}:\n{outcome.failure}" for outcome in failed]
+        super().__init__(f"{len(failed)} of {len(outcomes)} ranks failed.\n" + "\n".join(texts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    world_size: int
+    rendezvous: str
+
+
+class RankPool:
+    """`world_size` live processes that run functions as ranks; a context manager.
+
+    They start at the first job, and anew after a job in which a rank died or that did not end
+    in time. Used by one thread. They end with `close`, with the interpreter, and with this
+    process however it ends; what they started ends with them.
+    """
+
+    def __init__(self, world_size: int, *, timeout_s: float = 60.0) -> None:
+        self.world_size = world_size
+        self._timeout_s = timeout_s
+        self._folder = tempfile.mkdtemp(prefix="rank-pool-")
+        self._job_count = 0
+        self._ranks: list[tuple[SpawnProcess, Connection]] = []
+        # Runs before multiprocessing waits at exit for processes that nobody told to end.
+        self._finalize = Finalize(self, _discard, (self._ranks, self._folder), exitpriority=100)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the live ranks, in order of rank."""
+        return [process.pid or 0 for process, _ in self._ranks]
+
+    def close(self) -> None:
+        """End all processes; idempotent."""
+        self._finalize()
+
+    def run(
+        self,
+        function: Callable[..., T],
+        *args: object,
+        world_size: int | None = None,
+        timeout_s: float | None = None,
+    ) -> list[T]:
+        """Return what `function(rank, *args)` returned on each rank.
+
+        The default group has the first `world_size` processes. Raises `RanksFailedError` unless
+        all of them returned in time.
+        """
+        outcomes = self.outcomes(function, *args, world_size=world_size, timeout_s=timeout_s)
+        if any(outcome.failure is not None for outcome in outcomes):
+            raise RanksFailedError(outcomes)
+        return [outcome.value for outcome in outcomes]  # type: ignore[misc]  # T may be None
+
+    def outcomes(
+        self,
+        function: Callable[..., T],
+        *args: object,
+        world_size: int | None = None,
+        timeout_s: float | None = None,
+    ) -> list[RankOutcome[T]]:
+        """Run `function(rank, *args)` on each rank and return how each ended.
+
+        A rank that died or did not end within `timeout_s` has a failure that says so. Raises
+        `InvalidInputError` for more ranks than there are, or a closed pool.
+        """
+        count = self.world_size if world_size is None else world_size
+        if not 1 <= count <= self.world_size or not self._finalize.still_active():
+            raise InvalidInputError(
+                f"{count} ranks cannot run in a pool of {self.world_size}.",
+                next_step="Make a RankPool that is large enough, and use it before closing it.",
+            )
+        self._start()
+        self._job_count += 1
+        job = _Job(
+            function=function,
+            args=args,
+            world_size=count,
+            rendezvous=str(Path(self._folder) / f"job-{self._job_count}"),
+        )
+        # Pickled once and here, so that what does not pickle is the caller's own exception.
+        packed = pickle.dumps(job)
+        for _, connection in self._ranks[:count]:
+            connection.send_bytes(packed)
+        end = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        outcomes: dict[int, RankOutcome[T]] = {}
+        while len(outcomes) < count and self._collect(count, outcomes, end):
+            pass
+        if len(outcomes) < count or any(_died(outcome) for outcome in outcomes.values()):
+            _kill(self._ranks)
+        for rank in set(range(count)) - set(outcomes):
+            outcomes[rank] = RankOutcome(rank=rank, failure="It did not end in time.")
+        return [outcomes[rank] for rank in range(count)]
+
+    def _start(self) -> None:
+        if self._ranks:
+            return
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main, args=(rank, theirs), name=f"rank {rank}", daemon=False
+            )
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _collect(self, count: int, outcomes: dict[int, RankOutcome[T]], end: float) -> bool:
+        """Take in what has ended; return False once the time is up."""
+        waiting = {self._ranks[rank][1]: rank for rank in range(count) if rank not in outcomes}
+        ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+        for connection in ready:
+            rank = waiting[connection]  # type: ignore[index]  # only connections were given
+            process = self._ranks[rank][0]
+            try:
+                value, failure, packed = self._ranks[rank][1].recv()
+            except (EOFError, OSError):
+                process.join(_STOP_TIMEOUT_S)
+                failure = f"{_DIED} with exit code {process.exitcode}."
+                outcomes[rank] = RankOutcome(rank=rank, failure=failure)
+            else:
+                error = None if packed is None else pickle.loads(packed)  # noqa: S301  # our own
+                outcomes[rank] = RankOutcome(rank=rank, value=value, failure=failure, error=error)
+        return bool(ready)
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., T], *args: object, timeout_s: float = 60.0
+) -> list[RankOutcome[T]]:
+    """Run `function(rank, *args)` on `world_size` new processes that form a gloo group.
+
+    Returns how each ended, in order of rank; no process is left, whatever happened.
+    """
+    with RankPool(world_size, timeout_s=timeout_s) as pool:
+        return pool.outcomes(function, *args)
+
+
+_DIED = "It died"
+
+
+def _died(outcome: RankOutcome[Any]) -> bool:
+    return outcome.failure is not None and outcome.failure.startswith(_DIED)
+
+
+def _discard(ranks: list[tuple[SpawnProcess, Connection]], folder: str) -> None:
+    """End the processes and what they started, and remove the folder."""
+    for _, connection in ranks:
+        connection.close()
+    end = time.monotonic() + _STOP_TIMEOUT_S
+    for process, _ in ranks:
+        process.join(max(0.0, end - time.monotonic()))
+    _kill(ranks)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill(ranks: list[tuple[SpawnProcess, Connection]]) -> None:
+    """End the processes and all that they started, now; none is left in the list."""
+    for process, connection in ranks:
+        connection.close()
+        if process.pid is not None:
+            process.kill()
+            # What it started outlives it. Before its first step it has no group of its own.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+    for process, _ in ranks:
+        process.join(_STOP_TIMEOUT_S)
+        process.close()
+    ranks.clear()
+
+
+def _rank_main(rank: int, connection: Connection) -> None:
+    """Run jobs until the other end of the pipe is closed."""
+    # A group of its own, so that what a job starts can be ended with it.
+    os.setsid()
+    threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    while True:
+        try:
+            packed = connection.recv_bytes()
+        except EOFError:
+            # Taking torch down in order costs seconds; what jobs started, the parent ends.
+            os._exit(0)
+        connection.send(_travelling(rank, packed))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _travelling(rank: int, packed: bytes) -> tuple[Any, str | None, bytes | None]:
+    """Run one job; return its value, or the text of its failure and the exception, pickled."""
+    try:
+        job = pickle.loads(packed)  # noqa: S301  # from our own parent
+        value = _run_in_group(rank, job)
+        pickle.dumps(value)
+    except BaseException as error:  # noqa: BLE001  # DCP's own is a BaseException
+        try:
+            sent = pickle.dumps(error)
+            pickle.loads(sent)  # noqa: S301  # our own bytes
+        except Exception:  # noqa: BLE001  # any failure means: cannot travel
+            sent = None
+        return None, traceback.format_exc(), sent
+    finally:
+        # What a job left behind, shared memory among it, must not pile up.
+        gc.collect()
+    return value, None, None
+
+
+def _run_in_group(rank: int, job: _Job) -> Any:  # noqa: ANN401  # what a test's function returns
+    import torch  # noqa: PLC0415  # users of the other tools here do without
+    import torch.distributed as dist  # noqa: PLC0415  # as above
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(job.rendezvous, job.world_size),
+        rank=rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+    try:
+        return job.function(rank, *job.args)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,444 @@
+"""Moving bytes: one shard file out, many byte ranges in; bounded, parallel, checksummed.
+
+Knows stores and checksums; knows no tensor, no format and no process group. Called by `writer`,
+`reader` and `catalog`. Threads are daemons with names and a deadline: one that is stuck in the
+kernel is abandoned, never joined at exit.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from . import integrity
+from .errors import CheckpointError, PhaseTimeoutError
+from .manifest import ItemTable, ShardFile
+from .options import Phase, TransferOptions
+from .store.base import Capabilities, Store, Upload
+
+_GRACE_S = 10.0
+_MAX_UPLOAD_PARTS = 9_000
+"""Below S3's 10,000, so that a plan whose sizes were estimated still fits."""
+
+
+class Deadline:
+    """The instant at which a phase gives up; shared by all its waits."""
+
+    __slots__ = ("_at", "_clock", "phase", "timeout_s")
+
+    def __init__(
+        self, phase: Phase, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.phase = phase
+        self.timeout_s = timeout_s
+        self._clock = clock
+        self._at = clock() + timeout_s
+
+    @property
+    def at_monotonic_s(self) -> float:
+        """The instant on `time.monotonic`'s scale."""
+        return self._at
+
+    def remaining_s(self) -> float:
+        """Return the seconds left, 0 when there are none."""
+        return max(0.0, self._at - self._clock())
+
+    def check(self, what: str) -> None:
+        """Raise `PhaseTimeoutError` naming `what` if the instant has passed."""
+        if self._clock() >= self._at:
+            raise self.error(what)
+
+    def error(self, what: str) -> PhaseTimeoutError:
+        """Return the error that says `what` did not end in time."""
+        return PhaseTimeoutError(
+            f"{what} did not end within {self.timeout_s:g} s ({self.phase} phase).",
+            phase=self.phase,
+            timeout_s=self.timeout_s,
+            next_step=f"Check the storage, or raise Timeouts.{self.phase}.",
+        )
+
+
+class Workers:
+    """A few daemon threads that run jobs in parallel; the first failure stops the rest.
+
+    Used as a context manager by one thread. `submit` blocks while `limit` jobs wait or run.
+    Leaving the block waits at most a grace period for running jobs when it is left by an
+    exception, and none are started any more.
+    """
+
+    def __init__(
+        self, count: int, *, name: str, deadline: Deadline, limit: int | None = None
+    ) -> None:
+        self._deadline = deadline
+        self._name = name
+        self._limit = limit or 2 * count
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._open_count = 0
+        self._failure: BaseException | None = None
+        self._cancelled = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
+            for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                if not self._cancelled:
+                    job()
+            except BaseException as error:  # noqa: BLE001  # handed to the submitting thread
+                with self._changed:
+                    self._failure = self._failure or error
+                    self._cancelled = True
+            finally:
+                del job
+                with self._changed:
+                    self._open_count -= 1
+                    self._changed.notify_all()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue `job`; raise the failure of an earlier one, or `PhaseTimeoutError`."""
+        self._wait(lambda: self._open_count < self._limit)
+        with self._changed:
+            self._open_count += 1
+        self._jobs.put(job)
+
+    def drain(self) -> None:
+        """Wait until every job has ended; raise the first failure, or `PhaseTimeoutError`."""
+        self._wait(lambda: self._open_count == 0)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        with self._changed:
+            while not ready() and self._failure is None:
+                if not self._changed.wait(min(1.0, self._deadline.remaining_s() + 0.001)):
+                    self._deadline.check(self._name)
+            if self._failure is not None:
+                raise self._failure
+        self._deadline.check(self._name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._cancelled = True
+        for _ in self._threads:
+            self._jobs.put(None)
+        end = time.monotonic() + _GRACE_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+def bounded(store: Store, deadline: Deadline) -> Store:
+    """Return `store` with every operation, retries included, ending by `deadline`."""
+    narrow = getattr(store, "with_deadline", None)
+    return store if narrow is None else narrow(deadline.at_monotonic_s)
+
+
+def part_bytes_for(capabilities: Capabilities, options: TransferOptions, planned_bytes: int) -> int:
+    """Return the part size for a file of about `planned_bytes`, legal for the store."""
+    size = max(options.part_bytes, capabilities.min_part_bytes)
+    if capabilities.max_part_count is not None:
+        size = max(size, -(-planned_bytes // min(_MAX_UPLOAD_PARTS, capabilities.max_part_count)))
+    multiple = capabilities.part_multiple_bytes
+    return -(-size // multiple) * multiple
+
+
+class ShardFileWriter:
+    """Writes one shard file from front to back, in parts, and records its checksums.
+
+    The calling thread cuts parts and computes CRCs while `thread_count` others send earlier
+    parts. Buffers are sent from where they lie and must not change before `finish` returns. At
+    most `memory_limit_bytes` of them are in flight.
+    """
+
+    def __init__(  # one call site, all named
+        self,
+        store: Store,
+        path: str,
+        *,
+        options: TransferOptions,
+        planned_bytes: int,
+        deadline: Deadline,
+        on_bytes: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        capabilities = store.capabilities
+        self.path = path
+        self.position = 0
+        self._store = bounded(store, deadline)
+        self._options = options
+        self._deadline = deadline
+        self._on_bytes = on_bytes
+        self.part_bytes = part_bytes_for(capabilities, options, planned_bytes)
+        self._workers = self._start_workers(capabilities)
+        self._upload: Upload | None = None
+        self._part: list[memoryview] = []
+        self._part_size = 0
+        self._part_count = 0
+        self._sent_bytes = 0
+        self._frame_crc = 0
+        self._frame_bytes = 0
+        self._crcs: list[int] = []
+        self._lengths: list[int] = []
+        self.frame_crcs: array[int] = array("I")
+        self.chunk_crcs: array[int] = array("I")
+        self.block_crcs: array[int] = array("I")
+
+    def _start_workers(self, capabilities: Capabilities) -> Workers | None:
+        """Return the threads that send; None where the calling thread does it as well itself.
+
+        One local file takes one write at a time, and bytes that were just hashed are still in
+        the cache: a second thread would only contend for them.
+        """
+        options = self._options
+        if options.thread_count == 1 and not capabilities.is_remote:
+            return None
+        count = options.thread_count if capabilities.parallel_parts else 1
+        # A store may join the views of a part, so a part counts twice against the limit.
+        in_flight = max(1, options.memory_limit_bytes // (2 * self.part_bytes))
+        return Workers(
+            min(count, in_flight),
+            name=f"write {self.path}",
+            deadline=self._deadline,
+            limit=max(1, min(count + 1, in_flight)),
+        )
+
+    def frame(self, data: bytes) -> None:
+        """Append bytes that belong to no payload."""
+        if data:
+            self._frame_crc = integrity.crc32c_of(data, self._frame_crc)
+            self._frame_bytes += len(data)
+            self._append(memoryview(data))
+
+    def payload(self, views: Iterable[memoryview]) -> int:
+        """Append one payload given as consecutive byte views; return its length in bytes."""
+        self._end_frame()
+        start = self.position
+        hasher = integrity.BlockHasher(self._options.block_bytes)
+        for view in views:
+            # Hash and queue in bounded steps, so that sending starts before a huge view is hashed.
+            for at in range(0, len(view), self.part_bytes):
+                piece = view[at : at + self.part_bytes]
+                hasher.update(piece)
+                self._append(piece)
+        blocks = hasher.finish()
+        length = self.position - start
+        crc = integrity.combine_blocks(blocks, self._options.block_bytes, length)
+        self.block_crcs.extend(blocks)
+        self.chunk_crcs.append(crc)
+        self._crcs.append(crc)
+        self._lengths.append(length)
+        return length
+
+    def _end_frame(self) -> None:
+        self.frame_crcs.append(self._frame_crc)
+        self._crcs.append(self._frame_crc)
+        self._lengths.append(self._frame_bytes)
+        self._frame_crc = 0
+        self._frame_bytes = 0
+
+    def _append(self, view: memoryview) -> None:
+        while len(view):
+            if self._part_size == self.part_bytes:
+                self._send(last=False)
+            room = self.part_bytes - self._part_size
+            piece, view = view[:room], view[room:]
+            self._part.append(piece)
+            self._part_size += len(piece)
+            self.position += len(piece)
+
+    def _send(self, *, last: bool) -> None:
+        if self._upload is None:
+            self._upload = self._store.start_upload(self.path, part_bytes=self.part_bytes)
+        upload, number, offset = self._upload, self._part_count, self._sent_bytes
+        views, size = self._part, self._part_size
+        self._part, self._part_size = [], 0
+        self._part_count += 1
+        self._sent_bytes += size
+
+        def send() -> None:
+            upload.write_part(number, offset, views, last=last)
+            views.clear()
+            self._on_bytes(size)
+
+        if self._workers is None:
+            self._deadline.check(f"Writing {self.path}")
+            send()
+        else:
+            self._workers.submit(send)
+
+    def finish(self) -> tuple[int, int]:
+        """Make the file visible and durable; return its length in bytes and its CRC-32C.
+
+        Raises what the store raised; then nothing is visible and nothing is left behind.
+        """
+        self._end_frame()
+        self._send(last=True)
+        if self._workers is not None:
+            self._workers.drain()
+        upload = self._upload
+        if upload is None:  # pragma: no cover  # _send made it
+            raise CheckpointError(f"{self.path} has no upload.")
+        upload.complete(self.position)
+        self._stop()
+        return self.position, integrity.combine_many(self._crcs, self._lengths)
+
+    def abort(self) -> None:
+        """Discard everything; idempotent; never raises in place of the error being handled."""
+        self._stop()
+        if self._upload is not None:
+            self._upload.abort()
+
+    def _stop(self) -> None:
+        if self._workers is not None:
+            self._workers.__exit__(None, None, None)
+
+
+class ShardTable:
+    """Collects the items of a shard file as columns while the file is written."""
+
+    def __init__(self) -> None:
+        self.fqn: list[int] = []
+        self.dtype: list[int] = []
+        self.offsets: list[tuple[int, ...] | None] = []
+        self.sizes: list[tuple[int, ...] | None] = []
+        self.item_start: list[int] = []
+        self.item_bytes: list[int] = []
+        self.payload_start: list[int] = []
+        self.payload_bytes: list[int] = []
+
+    def shard_file(self, file: ShardFileWriter, size_bytes: int, crc32c: int) -> ShardFile:
+        """Return the record of the finished `file`."""
+        return ShardFile(
+            path=file.path,
+            size_bytes=size_bytes,
+            crc32c=crc32c,
+            block_bytes=file._options.block_bytes,  # noqa: SLF001  # same module
+            items=ItemTable(
+                fqn=self.fqn,
+                dtype=self.dtype,
+                offsets=self.offsets,
+                sizes=self.sizes,
+                item_start=self.item_start,
+                item_bytes=self.item_bytes,
+                payload_start=self.payload_start,
+                payload_bytes=self.payload_bytes,
+                chunk_crcs=file.chunk_crcs,
+                block_crcs=file.block_crcs,
+                frame_crcs=file.frame_crcs,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """One ranged read: bytes `[start, stop)` of a file, and who takes them.
+
+    With `target`, a writable view of that length, the bytes are read straight into it;
+    otherwise into a buffer that is reused after `done` returns. `done` gets the view of the
+    bytes, runs in a worker thread, verifies them and copies them out. `size_bytes` is the
+    length the file must have.
+    """
+
+    path: str
+    start: int
+    stop: int
+    done: Callable[[memoryview], None] = lambda _: None
+    target: memoryview | None = None
+    size_bytes: int | None = None
+    check: Callable[[memoryview, int], None] | None = None
+    check_bytes: int = 1
+
+
+class _Arrivals:
+    """Hands the bytes of one read to its check as they arrive, each once an attempt."""
+
+    def __init__(self, fetch: Fetch, view: memoryview) -> None:
+        self._fetch = fetch
+        self._view = view
+        self._seen = 0
+        self._checked = 0
+
+    def arrived(self, count: int) -> None:
+        """Check what has arrived by now; `count` is the number of bytes from the start."""
+        if count <= self._seen:
+            # Within an attempt the number grows: this is another one, and may bring other bytes.
+            self._checked = 0
+        self._seen = count
+        self._check(count if count == len(self._view) else count - count % self._fetch.check_bytes)
+
+    def finish(self) -> None:
+        """Check what the store did not report."""
+        self._check(len(self._view))
+
+    def _check(self, stop: int) -> None:
+        start = self._checked
+        if start < stop and self._fetch.check is not None:
+            self._fetch.check(self._view[start:stop], start)
+            self._checked = stop
+
+
+def run_fetches(
+    store: Store,
+    fetches: Sequence[Fetch],
+    *,
+    options: TransferOptions,
+    deadline: Deadline,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Do all reads, `thread_count` at a time, in the given order of start.
+
+    Buffers take at most `memory_limit_bytes` in all. Raises the first failure; targets are then
+    undefined.
+    """
+    if not fetches:
+        return
+    store = bounded(store, deadline)
+    largest = max((f.stop - f.start for f in fetches if f.target is None), default=0)
+    affordable = options.memory_limit_bytes // max(1, largest)
+    count = max(1, min(options.thread_count, len(fetches), affordable))
+    # One buffer per thread: fresh memory costs the kernel more than the copy out of it.
+    scratch = threading.local()
+
+    def run(fetch: Fetch) -> None:
+        length = fetch.stop - fetch.start
+        view = fetch.target
+        if view is None:
+            buffer = getattr(scratch, "buffer", None)
+            if buffer is None:
+                buffer = scratch.buffer = memoryview(bytearray(largest))
+            view = buffer[:length]
+        arrivals = _Arrivals(fetch, view) if fetch.check else None
+        arrived = arrivals.arrived if arrivals else None
+        if length:
+            store.read_into(
+                fetch.path, fetch.start, view, size_bytes=fetch.size_bytes, arrived=arrived
+            )
+        if arrivals is not None:
+            arrivals.finish()
+        fetch.done(view)
+        on_bytes(length)
+
+    if count == 1:
+        for fetch in fetches:
+            deadline.check(f"Reading {fetch.path}")
+            run(fetch)
+        return
+    with Workers(count, name=f"read from {store.url}", deadline=deadline) as workers:
+        for fetch in fetches:
+            workers.submit(partial(run, fetch))
+        workers.drain()

@@ -1,0 +1,477 @@
+"""`CheckpointStorageWriter`: DCP's save calls become one save attempt.
+
+Knows DCP's `StorageWriter` contract as torch really calls it, and drives `transfer` and
+`commit`. Every rank holds one; which methods run where is said at each. All state of a save
+belongs to the thread that runs it, so one writer may serve overlapping saves (`dcp.async_save`
+runs each in a thread of its own).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import platform
+import socket
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
+from . import agreement, commit, integrity, layout
+from .agreement import Granted, Hello, Refused
+from .assemble import RankReport, assemble, check_files, check_reports, read_report
+from .dcpborder import at_dcp_border
+from .documents import FileRef
+from .errors import CheckpointError, InvalidInputError
+from .options import (
+    LOCAL_WRITE_BYTES,
+    Engine,
+    Progress,
+    RetryPolicy,
+    Timeouts,
+    TransferOptions,
+)
+from .shards import ShardJob, write_shards
+from .slots import SlotRecord
+from .stockwrite import planned_of, stock_metadata
+from .store import Location, open_store
+from .store.base import Store
+from .store.probe import probe_exclusive_create
+from .transfer import Deadline, bounded
+
+log = logging.getLogger("ckpt_storage")
+
+
+@dataclass(slots=True)
+class _Save:
+    """One save as this rank sees it; belongs to one thread."""
+
+    location: Location
+    checkpoint_id: str | os.PathLike[str] | None
+    is_coordinator: bool
+    rank: int
+    nonce: str
+    answer: Granted | Refused | None = None
+    store: Store | None = None
+
+
+class CheckpointStorageWriter(StorageWriter):
+    """Writes a checkpoint to any storage; give it to `dcp.save` or `dcp.async_save`.
+
+    Every rank makes one with equal arguments. Data lands under names of this attempt alone; the
+    checkpoint exists once rank 0 (the coordinator) created its commit record, and not before.
+    May be used for many saves, one after another or overlapping, and pickles (without
+    `process_group`).
+
+    Args:
+        path: URL or local path of the checkpoint, or of its parent when `checkpoint_id` is
+            passed to `dcp.save`: that is joined to it; an absolute path or full URL replaces it.
+        storage_options: passed to the fsspec file system (pandas' and Dask's word).
+        overwrite: replace a committed checkpoint; there is no instant without a readable one.
+        thread_count: parallel uploads per rank; default 1 on local disks, 8 elsewhere.
+        part_bytes: bytes per upload request.
+        memory_limit_bytes: ceiling of bytes in flight per rank beyond the state itself.
+        sync_files: make files and folders durable before they are referenced (local only).
+        engine: data plane, see the guide.
+        commit_url: where commit records go if not below `path`: for mounts without rename or
+            exclusive create, the native URL of the same place.
+        process_group: if given, the save is refused unless it runs over exactly this many ranks.
+        timeout: seconds, `timedelta` or `Timeouts`. Bounds this library's own work; under
+            `dcp.save` torch's collectives keep the timeout of the group that they run on.
+        retry: how failed storage requests are repeated.
+        progress: called with a `ProgressEvent` after each part; True: a bar on the coordinator.
+
+    Raises (from `dcp.save`, inside torch's `CheckpointException`): subclasses of `CheckpointError`.
+
+    """
+
+    def __init__(  # the public surface, all keyword-only
+        self,
+        path: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        thread_count: int | None = None,
+        part_bytes: int | None = None,
+        memory_limit_bytes: int | None = None,
+        sync_files: bool = True,
+        engine: Engine = "auto",
+        commit_url: str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float | Timeouts | Any = None,  # timedelta too; Timeouts.of checks
+        retry: RetryPolicy | None = None,
+        progress: Progress = None,
+    ) -> None:
+        super().__init__()
+        self._base = Location.of(path, storage_options)
+        self._overwrite = overwrite
+        self._sync_files = sync_files
+        self._thread_count = thread_count
+        self._part_bytes = part_bytes
+        self._memory_limit_bytes = memory_limit_bytes
+        self._transfer_options(is_remote=True)  # refuses what cannot be, now and on every rank
+        self._engine: Engine = engine
+        self._commit_base = Location.of(commit_url, storage_options) if commit_url else None
+        self._process_group = process_group
+        self._timeouts = Timeouts.of(timeout)
+        self._retry = retry or RetryPolicy()
+        self._progress = progress
+        self._threads = threading.local()
+
+    def _transfer_options(self, *, is_remote: bool) -> TransferOptions:
+        return TransferOptions.for_storage(
+            is_remote=is_remote,
+            local_threads=1,
+            local_part_bytes=LOCAL_WRITE_BYTES,
+            thread_count=self._thread_count,
+            part_bytes=self._part_bytes,
+            memory_limit_bytes=self._memory_limit_bytes,
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._base.url!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        # Neither can travel; a child process has its own default group and its own threads.
+        del state["_process_group"], state["_threads"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._process_group = None
+        self._threads = threading.local()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether `checkpoint_id` is a path or URL this writer could save to."""
+        try:
+            Location.of(checkpoint_id)
+        except CheckpointError:
+            return False
+        return True
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The URL that the save of the calling thread goes to."""
+        save: _Save | None = getattr(self._threads, "save", None)
+        if save is not None:
+            return save.location.url
+        return self._base.join(getattr(self._threads, "pending", None)).url
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return what planners may know of the target."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    @at_dcp_border
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Aim the calling thread's next save at `checkpoint_id`; DCP calls it on all ranks."""
+        self._threads.save = None
+        self._base.join(checkpoint_id)  # refuses what cannot be joined
+        self._threads.pending = checkpoint_id
+
+    @at_dcp_border
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,  # noqa: FBT001  # torch's signature
+        *args: Any,  # noqa: ARG002  # torch's signature
+        **kwargs: Any,
+    ) -> None:
+        """Begin a save in the calling thread; all ranks. Raises `InvalidInputError`."""
+        if not kwargs.get("use_collectives", True):
+            raise InvalidInputError(
+                "CheckpointStorageWriter cannot save with use_collectives=False: without "
+                "collectives ranks cannot agree on one save.",
+                phase="plan",
+                next_step="Leave use_collectives at True.",
+            )
+        rank = kwargs.get("rank")
+        if rank is None:
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        checkpoint_id = getattr(self._threads, "pending", None)
+        self._threads.pending = None
+        self._threads.save = _Save(
+            location=self._base.join(checkpoint_id),
+            checkpoint_id=checkpoint_id,
+            is_coordinator=is_coordinator,
+            rank=rank,
+            nonce=os.urandom(16).hex(),
+        )
+
+    @at_dcp_border
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Attach this rank's hello to its plan; all ranks."""
+        save = self._save()
+        agreement.clear_inbox()
+        return dataclasses.replace(plan, storage_data=self._hello(save))
+
+    def _hello(self, save: _Save) -> Hello:
+        from . import __version__  # noqa: PLC0415  # the package is complete only by now
+
+        terms = {
+            "the checkpoint's URL": save.location.normalised,
+            "overwrite": str(self._overwrite),
+            "sync_files": str(self._sync_files),
+            "commit_url": self._commit_base.normalised if self._commit_base else "None",
+            "the version of ckpt_storage": __version__,
+        }
+        return Hello(nonce=save.nonce, rank=save.rank, host=socket.gethostname(), terms=terms)
+
+    @at_dcp_border
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Check that all ranks agree and open the save attempt; coordinator only.
+
+        Raises `InvalidInputError` if a rank has no writer of ours. Any other refusal
+        (`RankMismatchError`, `CheckpointExistsError`, `InvalidInputError`, `StorageError`) is
+        answered to all ranks and raised by their `write_data`; no byte was written then.
+        """
+        save = self._save()
+        hellos = {**agreement.inbox().hellos, save.rank: self._hello(save)}
+        self._check_hellos(hellos, len(plans))
+        nonces = [hellos[rank].nonce for rank in range(len(plans))]
+        answers: Sequence[Granted | Refused]
+        try:
+            grant = self._grant(save, [hellos[rank] for rank in range(len(plans))])
+        except CheckpointError as error:
+            answers = [Refused(nonce=nonce, error=error) for nonce in nonces]
+        else:
+            answers = [
+                Granted(nonce=nonce, rank=rank, world_size=len(plans), grant=grant)
+                for rank, nonce in enumerate(nonces)
+            ]
+        save.answer = answers[save.rank]
+        return [
+            dataclasses.replace(plan, storage_data=answer)
+            for plan, answer in zip(plans, answers, strict=True)
+        ]
+
+    def _grant(self, save: _Save, hellos: Sequence[Hello]) -> commit.Grant:
+        self._check_world(len(hellos))
+        agreement.check_agreement(hellos, phase="plan")
+        deadline = Deadline("plan", self._timeouts.plan)
+        store = bounded(self._store(save), deadline)
+        if len(hellos) > 1 and not store.capabilities.shared:
+            raise InvalidInputError(
+                f"{store.url} is seen by one process only; this save runs on {len(hellos)} ranks.",
+                phase="plan",
+                next_step="Save to a storage that all ranks share.",
+            )
+        root = self._commit_base or save.location
+        grant = commit.begin(
+            store,
+            overwrite=self._overwrite,
+            probe=lambda prepared: self._probe(prepared, root.scope()),
+        )
+        log.info("save %s to %s begins on %d ranks", grant.save_id, store.url, len(hellos))
+        return grant
+
+    def _check_hellos(self, hellos: Mapping[int, Hello], world_size: int) -> None:
+        missing = sorted(set(range(world_size)) - set(hellos))
+        if missing:
+            raise InvalidInputError(
+                f"Ranks {missing} of {world_size} sent no word of this save with their plans.",
+                phase="plan",
+                next_step="Give every rank a CheckpointStorageWriter, and use a planner that "
+                "keeps SavePlan objects.",
+            )
+
+    def _check_world(self, world_size: int) -> None:
+        if self._process_group is not None:
+            expected = dist.get_world_size(self._process_group)
+            if expected != world_size:
+                raise InvalidInputError(
+                    f"The save runs on {world_size} ranks; the writer's process_group has "
+                    f"{expected}.",
+                    phase="plan",
+                    next_step="Pass the same process_group to dcp.save and to the writer.",
+                )
+
+    def _probe(self, store: Store, scope: Hashable) -> bool:
+        result = probe_exclusive_create(store, key=scope)
+        if not result.exclusive:
+            log.warning(
+                "%s is single-writer: %s. Two jobs that save to one id at the same time are "
+                "not told apart there.",
+                store.url,
+                result.reason,
+            )
+        return result.exclusive
+
+    def _save(self) -> _Save:
+        save: _Save | None = getattr(self._threads, "save", None)
+        if save is None:
+            raise InvalidInputError(
+                "No save is under way in this thread.",
+                next_step="Pass the writer to dcp.save or dcp.async_save.",
+            )
+        return save
+
+    def _store(self, save: _Save) -> Store:
+        if save.store is None:
+            save.store = open_store(
+                save.location,
+                commit_location=self._commit_base.join(save.checkpoint_id)
+                if self._commit_base
+                else None,
+                sync_files=self._sync_files,
+                engine=self._engine,
+                timeouts=self._timeouts,
+                retry=self._retry,
+            )
+        return save.store
+
+    def _granted(self, save: _Save) -> Granted:
+        answer = save.answer or agreement.inbox().answer
+        if answer is None or answer.nonce != save.nonce:
+            raise InvalidInputError(
+                f"Rank {save.rank} got no save id for this save; it writes nothing.",
+                rank=save.rank,
+                phase="write",
+                next_step="Use a planner that keeps SavePlan objects, or turn plan caching off "
+                "(enable_plan_caching=False).",
+            )
+        save.answer = answer
+        if isinstance(answer, Refused):
+            raise answer.error
+        return answer
+
+    @at_dcp_border
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's shard file and rank manifest; all ranks; durable on return.
+
+        On any error nothing of this rank becomes visible and no upload stays open. Raises what
+        the coordinator refused the save for, `StorageError`, `PhaseTimeoutError`,
+        `InvalidInputError` (a value that cannot be stored, naming its FQN).
+        """
+        save = self._save()
+        granted = self._granted(save)
+        deadline = Deadline("write", self._timeouts.write)
+        store = bounded(self._store(save), deadline)
+        try:
+            manifest = write_shards(
+                store,
+                plan,
+                planner,
+                ShardJob(
+                    save_id=granted.grant.save_id,
+                    rank=save.rank,
+                    world_size=granted.world_size,
+                    options=self._transfer_options(is_remote=store.capabilities.is_remote),
+                    deadline=deadline,
+                    progress=self._progress,
+                    with_bar=save.is_coordinator,
+                ),
+            )
+            document = integrity.seal(manifest.to_body())
+            path = layout.rank_manifest_path(manifest.save_id, save.rank)
+            store.write(path, document)
+        except CheckpointError as error:
+            error.rank = save.rank if error.rank is None else error.rank
+            error.phase = error.phase or "write"
+            raise
+        report = RankReport.of(save.rank, path, document)
+        result = WriteResult(
+            index=MetadataIndex(f"ckpt_storage.rank.{save.rank}"),
+            size_in_bytes=sum(file.size_bytes for file in manifest.files),
+            storage_data=report,
+        )
+        if not save.is_coordinator:
+            self._threads.save = None  # its `finish` is on the coordinator
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result([result])
+        return future
+
+    @at_dcp_border
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Check that the save is complete, commit it, publish `.metadata`; coordinator only.
+
+        `results[i]` is rank i's list. Raises `IntegrityError`, `RankFailedError` (not
+        committed), `CommitConflictError` (not committed), `CommitUnknownError`. What follows
+        the commit cannot fail the save: it is logged, and repeated by the next save or load.
+        """
+        save = self._save()
+        granted = self._granted(save)
+        deadline = Deadline("commit", self._timeouts.commit)
+        store = bounded(self._store(save), deadline)
+        reports = [read_report(result) for result in results]
+        save_id = granted.grant.save_id
+        manifests = check_reports(reports, save_id=save_id, world_size=granted.world_size)
+        whole = [report for report in reports if report is not None]
+        planned = planned_of(metadata)
+        manifest = assemble(manifests, whole, planned)
+        check_files(store, manifest)
+        stock_bytes = commit.with_footer(
+            stock_metadata(metadata, manifests, manifest, self.storage_meta()),
+            slot=granted.grant.last_slot + 1,
+            save_id=save_id,
+        )
+        stock = _put(store, layout.stock_copy_path(save_id), stock_bytes)
+        manifest = dataclasses.replace(
+            manifest,
+            stock=stock,
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            writer=_versions(),
+        )
+        reference = _put(store, layout.manifest_path(save_id), integrity.seal(manifest.to_body()))
+        record = commit.commit(
+            store,
+            granted.grant,
+            manifest=reference,
+            stock=stock,
+            deadline=deadline,
+            retry=self._retry,
+        )
+        log.info("save %s to %s committed in slot %d", save_id, store.url, record.slot)
+        self._after_commit(store, granted, record, stock_bytes, deadline)
+        self._threads.save = None
+
+    def _after_commit(
+        self,
+        store: Store,
+        granted: Granted,
+        record: SlotRecord,
+        stock_bytes: bytes,
+        deadline: Deadline,
+    ) -> None:
+        try:
+            commit.publish(store, own=record, own_stock=stock_bytes)
+            if granted.grant.previous is not None:
+                commit.free_superseded(store)
+                commit.free_leftovers(
+                    store,
+                    exclusive=granted.grant.exclusive,
+                    deadline=deadline,
+                    retry=self._retry,
+                )
+        except CheckpointError as error:
+            log.warning(
+                "save %s is committed; what follows the commit failed and will be repeated: %s",
+                granted.grant.save_id,
+                error,
+            )
+
+
+def _put(store: Store, path: str, data: bytes) -> FileRef:
+    store.write(path, data)
+    return FileRef(path=path, size_bytes=len(data), crc32c=integrity.crc32c_of(data))
+
+
+def _versions() -> dict[str, str]:
+    from . import __version__  # noqa: PLC0415  # the package is complete only by now
+
+    return {
+        "ckpt_storage": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "host": socket.gethostname(),
+    }

@@ -1,0 +1,144 @@
+"""Fixtures that several test files share: storage servers, started once and ended for sure.
+
+A server that is missing skips its tests, loudly; where the environment variable CI is set it
+fails them, except those marked `awkward`.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import servers
+from servers import Running, ServerMissingError
+
+from ckpt_storage.testing.ranks import RankPool
+
+servers.isolate_credentials()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker of tests that need what is hard to install."""
+    config.addinivalue_line(
+        "markers", "awkward: needs a server that not every machine can have; never required"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Let pytest's closing line be the last: fsspec's clients keep sockets until the very end."""
+    warnings.simplefilter("ignore", ResourceWarning)
+
+
+@contextmanager
+def _session_server(
+    start: Callable[[Path], AbstractContextManager[Running]],
+    folder: Path,
+    *,
+    required: bool = True,
+) -> Iterator[Running]:
+    with ExitStack() as stack:
+        try:
+            running = stack.enter_context(start(folder))
+        except ServerMissingError as error:
+            reason = f"{start.__name__} is not installed: {error}"
+            if required and os.environ.get("CI"):
+                pytest.fail(reason)
+            pytest.skip(reason)
+        yield running
+
+
+@pytest.fixture(scope="session")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """S3 by moto."""
+    with _session_server(servers.moto, tmp_path_factory.mktemp("moto")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Google Cloud Storage by fake-gcs-server."""
+    with _session_server(servers.fake_gcs, tmp_path_factory.mktemp("gcs")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Azure Blob Storage by Azurite."""
+    with _session_server(servers.azurite, tmp_path_factory.mktemp("azure")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def webdav_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """WebDAV by WsgiDAV."""
+    with _session_server(servers.webdav, tmp_path_factory.mktemp("webdav")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def sftp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """SFTP by asyncssh; for tests marked `awkward`."""
+    folder = tmp_path_factory.mktemp("sftp")
+    with _session_server(servers.sftp, folder, required=False) as running:
+        yield running
+
+
+@pytest.fixture
+def moto_root(moto_server: Running) -> Running:
+    """A new bucket at moto."""
+    bucket = _bucket()
+    assert servers.ask(moto_server.url, "PUT", f"/{bucket}") == 200
+    return Running(url=f"s3://{bucket}/run", storage_options=moto_server.storage_options)
+
+
+@pytest.fixture
+def gcs_root(gcs_server: Running) -> Running:
+    """A new bucket at fake-gcs-server."""
+    bucket = _bucket()
+    body = f'{{"name": "{bucket}"}}'.encode()
+    target = "/storage/v1/b?project=test"
+    assert servers.ask(gcs_server.url, "POST", target, body, "application/json") == 200
+    return Running(url=f"gs://{bucket}/run", storage_options=gcs_server.storage_options)
+
+
+@pytest.fixture
+def azure_root(azure_server: Running) -> Running:
+    """A new container at Azurite."""
+    from azure.storage.blob import BlobServiceClient  # noqa: PLC0415  # not on every machine
+
+    container = _bucket()
+    connection = azure_server.storage_options["connection_string"]
+    with BlobServiceClient.from_connection_string(connection) as client:
+        client.create_container(container)
+    return Running(url=f"az://{container}/run", storage_options=azure_server.storage_options)
+
+
+@pytest.fixture
+def webdav_root(webdav_server: Running) -> Running:
+    """A new folder at WsgiDAV, not yet made."""
+    return Running(url=f"webdav://{_bucket()}/run", storage_options=webdav_server.storage_options)
+
+
+@pytest.fixture
+def sftp_root(sftp_server: Running) -> Running:
+    """A new folder at the SFTP server, not yet made."""
+    return Running(
+        url=f"{sftp_server.url}/{_bucket()}/run", storage_options=sftp_server.storage_options
+    )
+
+
+def _bucket() -> str:
+    return f"test-{uuid.uuid4().hex[:20]}"
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four live processes for jobs of one to four ranks; they start with the first job."""
+    with RankPool(4) as pool:
+        yield pool

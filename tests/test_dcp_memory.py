@@ -1,0 +1,145 @@
+"""What a save and a load cost in memory beyond the state itself, as the kernel counts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import dcp_cases
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from ckpt_storage.testing.ranks import RankPool
+
+MIB = 1 << 20
+STATE_MIB = 400
+SLACK_MIB = 40
+"""Clients, checksums, tables, and what the allocator does not give back."""
+
+OPTIONS = {"memory_limit_bytes": 32 * MIB, "part_bytes": 4 * MIB}
+
+
+def status_mib(field: str) -> float:
+    """Return a field of this process' memory status in MiB."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError(field)
+
+
+class Peak:
+    """Measures how far the resident memory rose inside the block, in MiB."""
+
+    def __init__(self) -> None:
+        self.mib = self.before_mib = 0.0
+
+    def __enter__(self) -> Self:
+        # Writing 5 resets the peak to what is resident now.
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        self.before_mib = status_mib("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.mib = status_mib("VmHWM") - self.before_mib
+
+
+def big_state(count: int = 10) -> dict[str, Any]:
+    """Return tensors of 400 MiB in all, every page of them written."""
+    length = STATE_MIB * MIB // 2 // count
+    return {f"w{i}": torch.full((length,), i + 0.5, dtype=torch.bfloat16) for i in range(count)}
+
+
+def warm_up(path: Path) -> None:
+    """Import and start what the first save and load of a process start."""
+    state = {"x": torch.ones(8)}
+    dcp_cases.save(state, path / "warm", **OPTIONS)
+    dcp_cases.load(state, path / "warm")
+
+
+def peak_of_a_save(_rank: int, path: Path) -> float:
+    """Save contiguous tensors."""
+    warm_up(path)
+    state = big_state()
+    with Peak() as peak:
+        dcp_cases.save(state, path / "run")
+    return peak.mib
+
+
+def test_saving_contiguous_tensors_copies_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """A save of 400 MiB on the CPU needs no part of that again, with default options."""
+    (peak_mib,) = ranks.run(peak_of_a_save, tmp_path, world_size=1)
+    assert peak_mib < SLACK_MIB
+
+
+def peak_of_a_transposed_save(_rank: int, path: Path) -> float:
+    """Save one large tensor whose elements lie in another order, and a large expanded one."""
+    warm_up(path)
+    side = 10_000
+    base = torch.arange(side * side, dtype=torch.int16).reshape(side, side)
+    state = {"turned": base.t(), "wide": torch.arange(side).expand(2_000, side)}
+    with Peak() as peak:
+        dcp_cases.save(state, path / "run", **OPTIONS)
+    target = {"turned": torch.zeros(side, side, dtype=torch.int16)}
+    dcp_cases.load(target, path / "run")
+    assert torch.equal(target["turned"], base.t())
+    return peak.mib
+
+
+def test_saving_strided_tensors_is_bounded_by_the_options(ranks: RankPool, tmp_path: Path) -> None:
+    """Tensors of 190 and 150 MiB that must be copied are copied within `memory_limit_bytes`."""
+    (peak_mib,) = ranks.run(peak_of_a_transposed_save, tmp_path, world_size=1)
+    assert peak_mib < OPTIONS["memory_limit_bytes"] / MIB + SLACK_MIB
+
+
+class CastingPlanner(dcp.DefaultSavePlanner):
+    """A planner that converts each tensor only when it is written."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # torch's name
+        """Convert."""
+        if write_item.type is WriteItemType.BYTE_IO:
+            return super().transform_object(write_item, object)
+        return object.to(torch.float32)
+
+
+def peak_of_a_converting_save(_rank: int, path: Path) -> float:
+    """Save with a planner that doubles every tensor while it is written."""
+    warm_up(path)
+    state = big_state()
+    with Peak() as peak:
+        dcp_cases.save(state, path / "run", planner=CastingPlanner(), **OPTIONS)
+    target = {"w3": torch.zeros(STATE_MIB * MIB // 20, dtype=torch.float32)}
+    dcp_cases.load(target, path / "run")
+    assert bool((target["w3"] == 3.5).all())
+    return peak.mib
+
+
+def test_converted_tensors_are_released_as_they_are_written(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """A planner's ten conversions of 80 MiB each never exist all at once: two at the most."""
+    (peak_mib,) = ranks.run(peak_of_a_converting_save, tmp_path, world_size=1)
+    assert peak_mib < 2 * 80 + OPTIONS["memory_limit_bytes"] / MIB + SLACK_MIB
+
+
+def peak_of_loads(_rank: int, path: Path) -> list[float]:
+    """Load into targets of the same kind, and of another dtype."""
+    warm_up(path)
+    dcp_cases.save(big_state(), path / "run")
+    peaks = []
+    for dtype in (torch.bfloat16, torch.float32):
+        target = {
+            name: torch.full_like(value, 9, dtype=dtype) for name, value in big_state().items()
+        }
+        with Peak() as peak:
+            dcp_cases.load(target, path / "run", memory_limit_bytes=32 * MIB)
+        assert all(bool((target[f"w{i}"] == i + 0.5).all()) for i in range(len(target)))
+        peaks.append(peak.mib)
+    return peaks
+
+
+def test_loading_needs_no_second_copy(ranks: RankPool, tmp_path: Path) -> None:
+    """A load of 400 MiB reads into the targets; with a conversion it stays within its limit."""
+    ((direct_mib, converted_mib),) = ranks.run(peak_of_loads, tmp_path, world_size=1)
+    assert direct_mib < SLACK_MIB
+    assert converted_mib < 32 + SLACK_MIB

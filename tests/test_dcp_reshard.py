@@ -1,0 +1,304 @@
+"""Loading with another sharding: equal to slicing the original, and no more bytes than needed.
+
+The oracle makes the whole tensor from its seed and cuts it with torch.chunk; what has to be read
+is computed here from the boxes alone, in blocks of 64 KiB from the start of each chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import dcp_cases
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dcp_cases import failures_of, same, seeded, zeros_like
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from ckpt_storage import CheckpointStorageReader, ProgressEvent
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.testing.ranks import RankPool
+
+BLOCK_BYTES = 65_536
+MIB = 1 << 20
+PART_BYTES = MIB
+"""What a read from a local disk is at the least, where a run is that long."""
+
+Interval = tuple[int, int]
+
+SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[Placement, Placement]]] = {
+    # Runs of 1 MiB and more, however it is cut.
+    "wide": ((4, MIB), torch.float32, (Shard(0), Shard(1))),
+    "tall": ((3 * MIB, 2), torch.float16, (Shard(0), Shard(0))),
+    # Short runs, odd sizes, every element moved.
+    "odd": ((129, 77, 5), torch.bfloat16, (Shard(1), Shard(0))),
+    "narrow": ((1001, 3), torch.int64, (Shard(0), Replicate())),
+    "few": ((3, 5), torch.complex128, (Shard(1), Shard(1))),
+    "flags": ((11,), torch.bool, (Shard(0), Replicate())),
+}
+
+
+@cache
+def whole(name: str) -> torch.Tensor:
+    """Return the original of a tensor."""
+    shape, dtype, _ = SHAPES[name]
+    return seeded(list(SHAPES).index(name), *shape, dtype=dtype)
+
+
+def save_on_grid(_rank: int, path: Path) -> None:
+    """Save all tensors on a 2 x 2 mesh."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    state: dict[str, Any] = {
+        name: distribute_tensor(whole(name), mesh, placements)
+        for name, (_, _, placements) in SHAPES.items()
+    }
+    dcp_cases.save(state | {"step": 3}, path)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of four ranks."""
+    path = tmp_path_factory.mktemp("resharding") / "run"
+    ranks.run(save_on_grid, path)
+    return path
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Give a list of the lengths in bytes of all reads of shard files inside the block."""
+    lengths: list[int] = []
+    original = LocalStore.read_into
+
+    def read_into(
+        store: LocalStore, path: str, start: int, target: memoryview, **more: Any
+    ) -> None:
+        if path.endswith(".distcp"):
+            lengths.append(target.nbytes)
+        original(store, path, start, target, **more)
+
+    with patch.object(LocalStore, "read_into", read_into):
+        yield lengths
+
+
+def load_sharded(rank: int, path: Path, dim: int, names: list[str]) -> tuple[int, int, int]:
+    """Load tensors cut along one dimension over all ranks and compare with slices.
+
+    Returns bytes and requests as the store saw them, and bytes as progress told.
+    """
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    state: dict[str, Any] = {}
+    for name in names:
+        original = whole(name)
+        target = torch.zeros(original.shape, dtype=original.dtype)
+        cut = min(dim, original.ndim - 1)
+        state[name] = distribute_tensor(target, mesh, [Shard(cut)])
+    told: Counter[str] = Counter()
+
+    def progress(event: ProgressEvent) -> None:
+        told[event.phase] = event.done_bytes
+
+    with counted_reads() as lengths:
+        dcp_cases.load(state, path, progress=progress)
+    for name in names:
+        original = whole(name)
+        parts = torch.chunk(original, size, min(dim, original.ndim - 1))
+        expected = parts[rank] if rank < len(parts) else original.narrow(0, 0, 0)
+        local = state[name].to_local()
+        assert same(local, expected.contiguous()) or local.numel() == expected.numel() == 0, name
+    return sum(lengths), len(lengths), told["load"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_load_with_another_sharding_equals_slicing(
+    ranks: RankPool, saved: Path, size: int, dim: int
+) -> None:
+    """Every rank of one, two or three holds exactly its slice, cut along rows or columns."""
+    for counted, _, told in ranks.run(load_sharded, saved, dim, list(SHAPES), world_size=size):
+        assert counted == told
+
+
+def cut(length: int, count: int) -> list[Interval]:
+    """Return where torch.chunk cuts a length; the last parts may be empty."""
+    step = -(-length // count)
+    return [(min(part * step, length), min(part * step + step, length)) for part in range(count)]
+
+
+def saved_boxes(name: str) -> list[tuple[Interval, Interval]]:
+    """Return the rows and columns of each chunk of a two-dimensional tensor as it was saved."""
+    (rows, columns), _, placements = SHAPES[name]
+    if placements == (Shard(0), Shard(1)):
+        return list(itertools.product(cut(rows, 2), cut(columns, 2)))
+    assert placements == (Shard(0), Shard(0))
+    halves = cut(rows, 2)
+    quarters = [
+        (first + start, first + stop)
+        for first, last in halves
+        for start, stop in cut(last - first, 2)
+    ]
+    return [(rows_of, (0, columns)) for rows_of in quarters]
+
+
+def runs_needed(name: str, box: tuple[Interval, Interval]) -> Iterator[tuple[int, list[Interval]]]:
+    """Yield for each chunk its length and the byte intervals of it that lie in `box`."""
+    item_bytes = SHAPES[name][1].itemsize
+    for (top, bottom), (left, right) in saved_boxes(name):
+        width = right - left
+        columns = max(left, box[1][0]), min(right, box[1][1])
+        rows = range(max(top, box[0][0]), min(bottom, box[0][1]))
+        runs: list[Interval] = []
+        for row in rows if columns[0] < columns[1] else ():
+            start = ((row - top) * width + columns[0] - left) * item_bytes
+            stop = start + (columns[1] - columns[0]) * item_bytes
+            if runs and runs[-1][1] == start:
+                start = runs.pop()[0]
+            runs.append((start, stop))
+        yield (bottom - top) * width * item_bytes, runs
+
+
+def needed(name: str, box: tuple[Interval, Interval]) -> tuple[int, int]:
+    """Return the bytes of all blocks that hold elements of `box`, and the most requests for them.
+
+    A run that begins and ends inside a block may be read as its inside, in parts, and two edges.
+    """
+    total = request_count = 0
+    for length, runs in runs_needed(name, box):
+        blocks = {
+            block
+            for start, stop in runs
+            for block in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
+        }
+        total += sum(min(BLOCK_BYTES, length - block * BLOCK_BYTES) for block in blocks)
+        request_count += sum(2 - (stop - start) // -PART_BYTES for start, stop in runs)
+    return total, request_count
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("name", "dim"), [("wide", 0), ("wide", 1), ("tall", 0)])
+def test_a_load_fetches_the_bytes_it_needs_and_few_more(
+    ranks: RankPool, saved: Path, size: int, name: str, dim: int
+) -> None:
+    """Where runs are 1 MiB or longer at most a tenth more is read, in few requests."""
+    outcomes = ranks.run(load_sharded, saved, dim, [name], world_size=size)
+    (rows, columns), _, _ = SHAPES[name]
+    for rank, (fetched_bytes, request_count, _) in enumerate(outcomes):
+        ranges = [(0, rows), (0, columns)]
+        ranges[dim] = cut(ranges[dim][1], size)[rank]
+        needed_bytes, most_requests = needed(name, (ranges[0], ranges[1]))
+        assert needed_bytes <= fetched_bytes <= 1.1 * needed_bytes
+        assert (needed_bytes > 0) <= request_count <= most_requests
+
+
+def test_small_tensors_share_requests(tmp_path: Path) -> None:
+    """A thousand small tensors cost a handful of requests, not one each."""
+    state = {f"t{number}": seeded(number, 50) for number in range(1000)}
+    dcp_cases.save(state, tmp_path)
+    target = zeros_like(state)
+    with counted_reads() as lengths:
+        dcp_cases.load(target, tmp_path)
+    assert same(target, state)
+    (file,) = tmp_path.rglob("*.distcp")
+    assert sum(lengths) <= file.stat().st_size
+    assert len(lengths) <= 4
+
+
+def test_part_of_a_state_dict_reads_that_part_only(saved: Path) -> None:
+    """A state dict with some of the names loads them and fetches nothing of the others."""
+    target = {"odd": torch.zeros(SHAPES["odd"][0], dtype=torch.bfloat16), "step": None}
+    with counted_reads() as lengths:
+        dcp_cases.load(target, saved)
+    assert same(target["odd"], whole("odd"))
+    assert target["step"] == 3
+    assert sum(lengths) < 2 * whole("odd").numel() * 2 + 4096
+
+
+def test_targets_take_other_dtypes_and_layouts(saved: Path) -> None:
+    """Values are converted to the target's dtype; strided and transposed targets are filled."""
+    flat, wide = whole("narrow"), whole("wide")
+    target = {
+        "narrow": torch.zeros(3, 1001, dtype=torch.int64).t(),
+        "wide": torch.zeros(4, 2 * MIB, dtype=torch.float64)[:, ::2],
+        "odd": torch.zeros(SHAPES["odd"][0], dtype=torch.float32),
+        "tall": torch.zeros(2, 3 * MIB, dtype=torch.float32).t(),
+    }
+    strides = {name: value.stride() for name, value in target.items()}
+    dcp_cases.load(dict(target), saved)
+    assert same(target["narrow"].contiguous(), flat)
+    assert same(target["wide"].contiguous(), wide.double())
+    assert same(target["odd"], whole("odd").float())
+    assert same(target["tall"].contiguous(), whole("tall").float())
+    assert strides == {name: value.stride() for name, value in target.items()}
+
+
+def test_conjugate_and_negative_targets_are_filled_by_value(saved: Path) -> None:
+    """A lazily conjugated target reads back as the value, not as its conjugate."""
+    target = torch.zeros(3, 5, dtype=torch.complex128).conj()
+    assert target.is_conj()
+    dcp_cases.load({"few": target}, saved)
+    assert same(target, whole("few"))
+
+
+def load_odd(_rank: int, path: Path, name: str, shape: tuple[int, ...]) -> None:
+    """Load one tensor of some shape."""
+    dcp_cases.load({name: torch.zeros(shape)}, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "text"),
+    [("absent", (3,), "Missing key in checkpoint state_dict: absent"), ("few", (5, 3), "few")],
+)
+def test_missing_keys_and_other_shapes_fail_on_all_ranks(
+    ranks: RankPool, saved: Path, name: str, shape: tuple[int, ...], text: str
+) -> None:
+    """A name that was not saved, or of another shape, raises torch's error naming it everywhere."""
+    for outcome in ranks.outcomes(load_odd, saved, name, shape, world_size=2):
+        failures = failures_of(outcome.error)
+        assert sorted(failures) == [0, 1]
+        assert all(text in str(error) for error in failures.values())
+
+
+def test_a_partial_load_leaves_other_targets_alone(saved: Path) -> None:
+    """With `allow_partial_load` what was not saved keeps its value."""
+    target = {"few": torch.zeros(3, 5, dtype=torch.complex128), "absent": torch.ones(2)}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(target, storage_reader=CheckpointStorageReader(saved), planner=planner)
+    assert same(target["few"], whole("few"))
+    assert same(target["absent"], torch.ones(2))
+
+
+def test_an_expanded_target_is_an_error_not_a_wrong_value(saved: Path) -> None:
+    """A target whose elements share memory cannot hold the tensor, and torch says so."""
+    target = {"few": torch.zeros(3, 1, dtype=torch.complex128).expand(3, 5)}
+    with pytest.raises(CheckpointException) as caught:
+        dcp_cases.load(target, saved)
+    (error,) = failures_of(caught.value).values()
+    assert "single memory location" in str(error)
+
+
+@pytest.mark.parametrize("options", [{"thread_count": 1}, {"memory_limit_bytes": 16 * MIB}])
+def test_options_change_no_value(saved: Path, options: dict[str, Any]) -> None:
+    """One thread, or the least memory, loads the same values."""
+    expected = {name: whole(name) for name in SHAPES}
+    target = zeros_like(expected)
+    dcp_cases.load(target, saved, **options)
+    assert same(target, expected)
+
+
+def test_a_load_without_verification_reads_the_elements_alone(saved: Path) -> None:
+    """With `verify=False` values are equal and no block is rounded out."""
+    target = {"few": torch.zeros(3, 5, dtype=torch.complex128)}
+    with counted_reads() as lengths:
+        dcp_cases.load(target, saved, verify=False)
+    assert same(target["few"], whole("few"))
+    assert sum(lengths) == 3 * 5 * 16

@@ -1,0 +1,298 @@
+"""Locations: every spelling that users pass, and what is refused with which advice."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.store import open_store
+from ckpt_storage.store.location import Location
+from ckpt_storage.store.redaction import Scrubber, without_secrets
+
+SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
+
+
+@pytest.mark.parametrize(
+    ("given", "protocol", "url"),
+    [
+        ("/mnt/run", "file", "file:///mnt/run"),
+        ("//mnt//run/", "file", "file:///mnt/run"),
+        ("/mnt/other/../run", "file", "file:///mnt/run"),
+        ("file:///mnt/run/", "file", "file:///mnt/run"),
+        ("file://localhost/mnt/run", "file", "file:///mnt/run"),
+        ("local:///mnt//run", "file", "file:///mnt/run"),
+        ("FILE:///mnt/run", "file", "file:///mnt/run"),
+        (Path("/mnt/run"), "file", "file:///mnt/run"),
+        ("/mnt/a:b/run", "file", "file:///mnt/a:b/run"),
+        ("s3://bucket/run", "s3", "s3://bucket/run"),
+        ("s3a://bucket/run/", "s3", "s3://bucket/run"),
+        ("s3://bucket", "s3", "s3://bucket"),
+        ("s3://bucket//a//b/", "s3", "s3://bucket//a//b"),
+        ("gs://bucket/run", "gs", "gs://bucket/run"),
+        ("gcs://bucket/run", "gs", "gs://bucket/run"),
+        ("az://container/run", "az", "az://container/run"),
+        ("abfs://container/run", "az", "az://container/run"),
+        (
+            "abfss://container@account.dfs.core.windows.net/run",
+            "az",
+            "az://container@account.dfs.core.windows.net/run",
+        ),
+        ("memory://run/", "memory", "memory://run"),
+        ("memory:///run", "memory", "memory://run"),
+        ("webdav://folder/run", "webdav", "webdav://folder/run"),
+        ("sftp://host/folder", "sftp", "sftp://host/folder"),
+    ],
+)
+def test_spellings_of_a_root_become_one(given: str | Path, protocol: str, url: str) -> None:
+    """Scheme, slashes and dots are brought into one form; keys of objects stay as they are."""
+    location = Location.of(given)
+    assert location.protocol == protocol
+    assert location.normalised == location.url == url
+    assert Location.of(location.url).normalised == url
+
+
+def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path means the working folder of the moment, whatever it becomes later."""
+    monkeypatch.chdir(tmp_path)
+    location = Location.of("runs/../run")
+    monkeypatch.chdir("/")
+    assert location.path == str(tmp_path / "run")
+    assert Location.of(Path("~/run")).path == str(Path.home() / "run")
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("", "Give a folder or a URL"),
+        ("   ", "Give a folder or a URL"),
+        ("/mnt/a\0b", "Remove it"),
+        (b"/mnt/run", "Give a str"),
+        (17, "Give a str"),
+        (None, "Give a str"),
+        (Path("s3://bucket/run"), "'s3://bucket/run'"),
+        (Path("gs://bucket/run"), "'gs://bucket/run'"),
+        (Path("file:///mnt/run"), "'file:///mnt/run'"),
+        (Path("nonsense://bucket/run"), "'nonsense://bucket/run'"),
+        ("gs:/bucket/run", "'gs://bucket/run'"),
+        ("s3:bucket/run", "'s3://bucket/run'"),
+        ("file:/mnt/run", "'file:///mnt/run'"),
+        ("file://mnt/run", "'file:///mnt/run'"),
+        ("s3://", "s3://BUCKET/PREFIX"),
+        ("s3:///run", "s3://BUCKET/PREFIX"),
+        ("az://", "az://BUCKET/PREFIX"),
+        ("s3://bucket/a/../b", "without them"),
+        ("gs://bucket/./b", "without them"),
+        ("simplecache::s3://bucket/run", "caches must not stand before it"),
+        ("zip://x.zip::s3://bucket/run", "caches must not stand before it"),
+        ("simplecache://bucket/run", "the storage itself"),
+        ("https://host/run", "s3://BUCKET/PREFIX"),
+        ("http://host/run", "s3://BUCKET/PREFIX"),
+        ("zip://x", "takes writes"),
+        ("s4://bucket/run", "Did you mean s3://?"),
+        ("zzzqqq://bucket/run", "Install the fsspec backend that provides zzzqqq://"),
+        (f"s3://key:{SECRET}@bucket/run", "storage_options"),
+        (f"az://container/run?sig={SECRET}", "storage_options"),
+    ],
+)
+def test_what_names_no_root_is_refused_with_advice(given: str | Path, advice: str) -> None:
+    """The error is one line that ends in what to write instead, and shows no secret."""
+    with pytest.raises(InvalidInputError) as caught:
+        Location.of(given)
+    assert advice in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "command"),
+    [
+        ("s3://bucket/run", "s3fs", "pip install 'ckpt-storage[s3]'"),
+        ("gcs://bucket/run", "gcsfs", "pip install 'ckpt-storage[gcs]'"),
+        ("abfss://container/run", "adlfs", "pip install 'ckpt-storage[azure]'"),
+        ("dropbox://folder/run", "dropboxdrivefs", "pip install 'dropboxdrivefs'"),
+    ],
+)
+def test_a_missing_backend_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, url: str, module: str, command: str
+) -> None:
+    """Where the package behind a scheme is not installed, the error says what to run."""
+    monkeypatch.setattr(
+        "ckpt_storage.store.location._known_backends",
+        lambda: {
+            "az": "adlfs.AzureBlobFileSystem",
+            "dropbox": "dropboxdrivefs.DropboxDriveFileSystem",
+            "gs": "gcsfs.GCSFileSystem",
+            "s3": "s3fs.S3FileSystem",
+        },
+    )
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == module else found(name)
+    )
+    with pytest.raises(InvalidInputError) as caught:
+        Location.of(url)
+    assert module in str(caught.value)
+    assert str(caught.value).endswith(command)
+
+
+@pytest.mark.parametrize(
+    ("base", "checkpoint_id", "joined"),
+    [
+        ("/mnt/run", "step-1", "file:///mnt/run/step-1"),
+        ("/mnt/run", "a//b/", "file:///mnt/run/a/b"),
+        ("/mnt/run", "./a", "file:///mnt/run/a"),
+        ("/mnt/run", Path("a/b"), "file:///mnt/run/a/b"),
+        ("/mnt/run", "step:1", "file:///mnt/run/step:1"),
+        ("/mnt/run", None, "file:///mnt/run"),
+        ("/mnt/run", "", "file:///mnt/run"),
+        ("/mnt/run", ".", "file:///mnt/run"),
+        ("/", "a", "file:///a"),
+        ("/mnt/run", "/other", "file:///other"),
+        ("/mnt/run", "s3://bucket/x", "s3://bucket/x"),
+        ("s3://bucket", "step-1", "s3://bucket/step-1"),
+        ("s3://bucket/run/", "step-1/", "s3://bucket/run/step-1"),
+        ("s3://bucket/run", "a//b", "s3://bucket/run/a//b"),
+        ("s3://bucket/run", "gs://other/x", "gs://other/x"),
+        ("s3://bucket/run", "/mnt/x", "file:///mnt/x"),
+        ("memory://", "a", "memory://a"),
+    ],
+)
+def test_a_checkpoint_id_is_joined_or_replaces(
+    base: str, checkpoint_id: str | Path | None, joined: str
+) -> None:
+    """A name is joined to the base; an absolute path or a full URL takes its place."""
+    assert Location.of(base).join(checkpoint_id).url == joined
+
+
+@pytest.mark.parametrize("checkpoint_id", ["..", "../x", "a/../../x", "a/..", Path("../x")])
+@pytest.mark.parametrize("base", ["/mnt/run", "s3://bucket/run"])
+def test_a_checkpoint_id_cannot_climb(base: str, checkpoint_id: str | Path) -> None:
+    """No checkpoint id leads out of its base by dots."""
+    with pytest.raises(InvalidInputError, match="leads out of"):
+        Location.of(base).join(checkpoint_id)
+
+
+@pytest.mark.parametrize("checkpoint_id", [Path("s3://bucket/x"), "s3:/bucket/x", 7, "a\0b"])
+def test_a_checkpoint_id_is_checked_like_a_path(checkpoint_id: str | Path) -> None:
+    """A mangled URL does not become the name of a folder."""
+    with pytest.raises(InvalidInputError):
+        Location.of("/mnt/run").join(checkpoint_id)
+
+
+def test_options_stay_with_their_storage() -> None:
+    """Joining keeps the options; a URL of another storage drops them."""
+    base = Location.of("s3://bucket/run", {"secret": SECRET})
+    assert base.join("a").storage_options == {"secret": SECRET}
+    assert base.join("s3://other/a").storage_options == {"secret": SECRET}
+    assert base.join("gs://other/a").storage_options == {}
+    local = Location.of("/mnt/run", {"secret": SECRET})
+    assert local.join("s3://bucket/a").storage_options == {"secret": SECRET}
+
+
+def test_the_callers_options_are_copied() -> None:
+    """What is done to the dict later changes no location."""
+    options = {"key": "one"}
+    location = Location.of("s3://bucket/run", options)
+    options["key"] = "two"
+    assert location.storage_options == {"key": "one"}
+
+
+def test_a_location_survives_pickling_with_its_options() -> None:
+    """Writers travel to other processes with all they need."""
+    location = Location.of("s3://bucket/run", {"secret": SECRET, "client_kwargs": {"a": 1}})
+    copy = pickle.loads(pickle.dumps(location))
+    assert copy == location
+    assert copy.storage_options == location.storage_options
+
+
+def test_no_text_of_a_location_shows_a_credential() -> None:
+    """Neither repr nor URL nor the form for agreement shows options, passwords or queries."""
+    locations = [
+        Location.of("s3://bucket/run", {"key": "AKIAEXAMPLE", "secret": SECRET}),
+        Location.of(f"sftp://user:{SECRET.replace('/', '-')}@host/run"),
+        Location.of(f"webdav://folder/run?token={SECRET}"),
+    ]
+    for location in locations:
+        shown = f"{location!r} {location} {location.url} {location.normalised} {location.path}"
+        assert SECRET not in shown
+        assert SECRET.replace("/", "-") not in shown
+        assert "AKIAEXAMPLE" not in shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"https://host/x?X-Amz-Signature={SECRET}&y=1",
+        f"X-Amz-Security-Token: {SECRET}",
+        f"Authorization: AWS4-HMAC-SHA256 Credential=AKIA/20260101, Signature={SECRET}",
+        f"'Authorization': 'Bearer {SECRET}'",
+        f"AccountName=me;AccountKey={SECRET};EndpointSuffix=x",
+        f"https://me.blob.core.windows.net/c?sv=1&sig={SECRET}",
+        f"sftp://user:{SECRET.replace('/', '')}@host/path",
+        f'{{"refresh_token": "{SECRET}"}}',
+        f"password={SECRET}",
+        f"token {SECRET[:0]}sent as Bearer {SECRET}",
+    ],
+)
+def test_what_is_spelt_like_a_credential_is_hidden(text: str) -> None:
+    """Signatures, tokens and keys are hidden even if nobody told their values."""
+    shown = without_secrets(text)
+    assert SECRET not in shown
+    assert SECRET.replace("/", "") not in shown
+    assert "***" in shown
+
+
+def test_options_are_hidden_in_every_encoding() -> None:
+    """The values of options are hidden as they are, quoted, and inside connection strings."""
+    options = {
+        "secret": SECRET,
+        "client_kwargs": {"endpoint_url": "http://user:p4ssw0rd@host:9000"},
+        "connection_string": "AccountName=me;AccountKey=c2VjcmV0LWtleQ==;",
+        "auth": ("somebody", "hunter-two"),
+        "token": {"private_key": "-----BEGIN-----\nMIIEvQIBADANBgkqhkiG9w0\n-----END-----"},
+    }
+    scrub = Scrubber(options)
+    shown = scrub(
+        f"{SECRET} wJalrXUtnFEMI%2FK7MDENG%2BbPxRfiCYEXAMPLEKEY p4ssw0rd c2VjcmV0LWtleQ== "
+        "hunter-two MIIEvQIBADANBgkqhkiG9w0"
+    )
+    assert set(shown.split()) == {"***"}
+    assert scrub("http://host:9000 answers") == "http://host:9000 answers"
+    assert SECRET not in repr(scrub)
+
+
+def test_an_engine_of_a_later_release_is_refused() -> None:
+    """engine="obstore" says that it is not there yet; other words are refused as such."""
+    with pytest.raises(InvalidInputError, match="comes with a later"):
+        open_store("memory://x", engine="obstore")
+    with pytest.raises(InvalidInputError, match="Give 'auto' or 'fsspec'"):
+        open_store("memory://x", engine="magic")  # type: ignore[arg-type]  # what users may type
+
+
+def test_options_are_not_given_twice() -> None:
+    """A Location carries its options, so others beside it are a mistake."""
+    with pytest.raises(InvalidInputError, match="given twice"):
+        open_store(Location.of("memory://x"), storage_options={})
+
+
+def test_open_store_serves_local_paths_by_the_local_store(tmp_path: Path) -> None:
+    """Paths and file:// URLs come to the store that syncs and links."""
+    for url in (str(tmp_path), tmp_path, f"file://{tmp_path}", f"local://{tmp_path}"):
+        store = open_store(url)
+        assert store.capabilities.kind == "posix"
+        assert store.url == f"file://{os.fspath(tmp_path)}"
+        store.close()
+
+
+def test_unusable_options_are_an_error_without_their_values() -> None:
+    """An option that the backend does not take is told by name, its value is not shown."""
+    with pytest.raises(CheckpointError, match=r"bad_option.*storage_options") as caught:
+        open_store(
+            "s3://bucket/run", storage_options={"config_kwargs": {"bad_option": SECRET}}
+        ).read("x")
+    assert SECRET not in str(caught.value)

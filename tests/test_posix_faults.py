@@ -1,0 +1,457 @@
+"""Every system call of every way to write a file, cut and failed one by one.
+
+A dry run counts the calls; then each gets each fault. Afterwards the name leads to the old
+content or to the new, never to anything else, and writing again without faults succeeds.
+What is on the disk is judged by `pathlib`, not by the store.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from ckpt_storage.errors import CheckpointError, StorageError
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.posix import Posix
+from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
+from ckpt_storage.testing.posix_faults import FaultPosix
+from ckpt_storage.testing.power import PowerCutPosix
+
+NAME = "saves/x"
+OLD = b"old content " * 3
+NEW = b"new content, longer " * 5
+DRAFT = re.compile(r"\.x\.tmp-[0-9a-f]{16}")
+
+
+def write(store: LocalStore) -> None:
+    """Write the new content."""
+    store.write(NAME, NEW)
+
+
+def create(store: LocalStore) -> None:
+    """Create the new content."""
+    store.create(NAME, NEW)
+
+
+def replace(store: LocalStore) -> None:
+    """Replace what is there by the new content."""
+    store.replace(NAME, NEW)
+
+
+def upload(store: LocalStore) -> None:
+    """Upload the new content in three parts, and abort if that fails, as callers do."""
+    started = store.start_upload(NAME, part_bytes=40)
+    try:
+        for number in (2, 0, 1):
+            view = memoryview(NEW)[40 * number : 40 * number + 40]
+            started.write_part(number, 40 * number, [view[:7], view[7:]], last=number == 2)
+        started.complete(len(NEW))
+    except Exception:
+        started.abort()
+        raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to write, and what bears the name before."""
+
+    name: str
+    run: Callable[[LocalStore], None]
+    before: bytes | None
+
+
+WAYS = (
+    Way(name="write", run=write, before=None),
+    Way(name="create", run=create, before=None),
+    Way(name="replace-nothing", run=replace, before=None),
+    Way(name="replace", run=replace, before=OLD),
+    Way(name="upload", run=upload, before=None),
+)
+EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+
+CRASHES: tuple[Action, ...] = ("crash_before", "crash_after", "torn")
+FAILURES: tuple[Action, ...] = ("error", "lost_answer")
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder in memory where there is one: durability is simulated here, so real syncs idle."""
+    memory = Path("/dev/shm")  # noqa: S108  # TemporaryDirectory chooses a name of its own there
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> Iterator[Path]:
+    """Fresh prepared roots, one after the other."""
+
+    def fresh() -> Iterator[Path]:
+        number = 0
+        while True:
+            number += 1
+            root = tmp_path / str(number)
+            (root / "saves").mkdir(parents=True)
+            yield root
+
+    return fresh()
+
+
+def prepared(roots: Iterator[Path], way: Way) -> Path:
+    """Return a fresh root with what `way` has before."""
+    root = next(roots)
+    if way.before is not None:
+        (root / NAME).write_bytes(way.before)
+    return root
+
+
+def calls_of(roots: Iterator[Path], way: Way) -> list[str]:
+    """Return the system calls of a run without faults."""
+    posix = FaultPosix()
+    root = prepared(roots, way)
+    way.run(LocalStore(str(root), posix=posix))
+    assert (root / NAME).read_bytes() == NEW
+    return [call.operation for call in posix.script.calls]
+
+
+def content(root: Path) -> bytes | None:
+    """Return what bears the name on the disk."""
+    path = root / NAME
+    return path.read_bytes() if path.exists() else None
+
+
+def assert_clean_retry(root: Path, way: Way) -> None:
+    """Check that a store without faults hides and sweeps leftovers and can write again."""
+    store = LocalStore(str(root))
+    visible = [entry.path for entry in store.list("")]
+    assert visible == ([NAME] if content(root) is not None else [])
+    store.abort_uploads("")
+    assert [path.name for path in (root / "saves").iterdir()] == (["x"] if visible else [])
+    if way.run is create and visible:
+        with pytest.raises(StorageError) as caught:
+            way.run(store)
+        assert caught.value.kind == "exists"
+    else:
+        way.run(store)
+    assert content(root) == NEW
+
+
+@EACH_WAY
+@pytest.mark.parametrize("action", CRASHES)
+def test_a_crash_at_any_call_leaves_old_or_new(
+    roots: Iterator[Path], way: Way, action: Action
+) -> None:
+    """A process that dies before, after or within any system call tears no file."""
+    cut_count = 0
+    for n, operation in enumerate(calls_of(roots, way)):
+        if action == "torn" and operation != "pwritev":
+            continue
+        root = prepared(roots, way)
+        posix = FaultPosix([Rule(action=action, skip_count=n)])
+        with pytest.raises(SimulatedCrash):
+            way.run(LocalStore(str(root), posix=posix))
+        assert posix.open_count == 0
+        assert content(root) in {way.before, NEW}, (n, operation)
+        assert_clean_retry(root, way)
+        cut_count += 1
+    assert cut_count >= (1 if action == "torn" else 6)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("action", FAILURES)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.ESTALE, errno.EPERM])
+def test_a_failure_of_any_call_leaves_old_or_new(
+    roots: Iterator[Path], way: Way, action: Action, number: int
+) -> None:
+    """A failed call is an error or harmless, and leaves no temporary file and no descriptor.
+
+    If the operation reports success all the same, the new content is there.
+    """
+    for n, operation in enumerate(calls_of(roots, way)):
+        root = prepared(roots, way)
+        posix = FaultPosix([Rule(action=action, skip_count=n, errno=number)])
+        try:
+            way.run(LocalStore(str(root), posix=posix))
+        except CheckpointError:
+            assert content(root) in {way.before, NEW}, (n, operation)
+            if operation in {"pwritev", "fsync", "close", "fstat"}:
+                assert content(root) == way.before, (n, operation)
+        else:
+            assert content(root) == NEW, (n, operation)
+            # Only these may fail without the operation failing, each for a reason.
+            assert operation in {"open_new", "link", "rename", "unlink"}, (n, operation)
+        assert posix.open_count == 0
+        drafts = [path.name for path in (root / "saves").iterdir() if path.name != "x"]
+        if operation != "unlink":
+            assert drafts == [], (n, operation)
+        assert all(DRAFT.fullmatch(name) for name in drafts)
+        assert_clean_retry(root, way)
+
+
+@EACH_WAY
+def test_a_failed_fsync_is_never_tried_again(roots: Iterator[Path], way: Way) -> None:
+    """After an fsync that failed the file is given up: a second one could lie."""
+    root = prepared(roots, way)
+    posix = FaultPosix([Rule(action="error", operation="fsync", errno=errno.EIO)])
+    with pytest.raises(StorageError):
+        way.run(LocalStore(str(root), posix=posix))
+    operations = [call.operation for call in posix.script.calls]
+    assert operations.count("fsync") == 1
+    assert not {"rename", "link"} & set(operations)
+    assert content(root) == way.before
+
+
+@pytest.mark.parametrize("operation", ["fsync", "close", "fsync_folder"])
+def test_a_failed_completion_is_final(roots: Iterator[Path], operation: str) -> None:
+    """An upload whose sync failed says so, cannot be completed again, and is not retried."""
+    root = next(roots)
+    posix = FaultPosix([Rule(action="error", operation=operation, errno=errno.EIO)])
+    store = LocalStore(str(root), posix=posix)
+    started = store.start_upload(NAME, part_bytes=100)
+    started.write_part(0, 0, [memoryview(NEW)], last=True)
+    for _ in range(2):
+        with pytest.raises(StorageError) as caught:
+            started.complete(len(NEW))
+        assert not caught.value.retryable
+    assert not [path for path in (root / "saves").iterdir() if path.name != "x"]
+    started.abort()
+    assert content(root) == (NEW if operation == "fsync_folder" else None)
+
+
+def test_a_write_that_was_not_carried_out_is_noticed(roots: Iterator[Path]) -> None:
+    """A file system that reports more bytes than it keeps does not get the file a name."""
+    root = next(roots)
+
+    class Liar(Posix):
+        """Loses the last byte of everything."""
+
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            data = b"".join(buffers)
+            return super().pwritev(fd, [memoryview(data)[:-1]], offset) + 1
+
+    for way in (write, create, upload):
+        with pytest.raises(StorageError, match="bytes instead of"):
+            way(LocalStore(str(root), posix=Liar()))
+        assert list((root / "saves").iterdir()) == []
+
+
+def test_a_descriptor_outlives_an_abort_while_a_thread_writes(roots: Iterator[Path]) -> None:
+    """Its number must not go to another file under the hands of a thread that hangs."""
+    root = next(roots)
+    posix = FaultPosix([Rule(action="hang", operation="pwritev")])
+    started = LocalStore(str(root), posix=posix).start_upload(NAME, part_bytes=100)
+    thread = threading.Thread(
+        target=lambda: started.write_part(0, 0, [memoryview(NEW)], last=True), daemon=True
+    )
+    thread.start()
+    assert posix.script.wait_hung(30)
+    started.abort()
+    assert list((root / "saves").iterdir()) == []
+    assert posix.open_count == 1
+    posix.script.release()
+    thread.join(30)
+    assert posix.open_count == 0
+
+
+def test_an_upload_with_a_writing_thread_does_not_complete(roots: Iterator[Path]) -> None:
+    """Completing beside a part that is still being written is refused."""
+    root = next(roots)
+    posix = FaultPosix([Rule(action="hang", operation="pwritev", skip_count=1)])
+    started = LocalStore(str(root), posix=posix).start_upload(NAME, part_bytes=100)
+    started.write_part(0, 0, [memoryview(NEW)], last=True)
+    thread = threading.Thread(
+        target=lambda: started.write_part(0, 0, [memoryview(NEW)], last=True), daemon=True
+    )
+    thread.start()
+    assert posix.script.wait_hung(30)
+    with pytest.raises(StorageError, match="still being written"):
+        started.complete(len(NEW))
+    started.abort()
+    posix.script.release()
+    thread.join(30)
+    assert posix.open_count == 0
+    assert list((root / "saves").iterdir()) == []
+
+
+def test_a_failed_rename_may_be_tried_again(roots: Iterator[Path]) -> None:
+    """A completion that stopped at the rename goes on there, without another fsync."""
+    root = next(roots)
+    posix = FaultPosix([Rule(action="error", operation="rename", errno=errno.EIO)])
+    store = LocalStore(str(root), posix=posix)
+    started = store.start_upload(NAME, part_bytes=100)
+    started.write_part(0, 0, [memoryview(NEW)], last=True)
+    with pytest.raises(StorageError) as caught:
+        started.complete(len(NEW))
+    assert caught.value.retryable
+    started.complete(len(NEW))
+    assert content(root) == NEW
+    assert [call.operation for call in posix.script.calls].count("fsync") == 1
+
+
+@pytest.mark.parametrize("call", ["link", "rename"])
+def test_a_lost_answer_is_recognised_by_the_file_itself(roots: Iterator[Path], call: str) -> None:
+    """A link or rename that happened and was reported as failed is a success."""
+    root = next(roots)
+    posix = FaultPosix([Rule(action="lost_answer", operation=call, errno=errno.EIO)])
+    store = LocalStore(str(root), posix=posix)
+    (create if call == "link" else write)(store)
+    assert content(root) == NEW
+    assert [path.name for path in (root / "saves").iterdir()] == ["x"]
+
+
+def test_a_lost_link_is_not_confused_with_a_backup(roots: Iterator[Path]) -> None:
+    """A second link of the temporary file proves nothing: the name must lead to it."""
+    root = next(roots)
+    (root / NAME).write_bytes(OLD)
+
+    class Backup(Posix):
+        """A backup program links every file just before ours is linked."""
+
+        def link(self, source: str, target: str) -> None:
+            os.link(source, f"{root}/backup")
+            super().link(source, target)
+
+    with pytest.raises(StorageError) as caught:
+        create(LocalStore(str(root), posix=Backup()))
+    assert caught.value.kind == "exists"
+    assert content(root) == OLD
+
+
+@EACH_WAY
+@pytest.mark.parametrize("lost", ["data and names", "data"])
+@pytest.mark.parametrize("action", CRASHES)
+def test_a_power_cut_at_any_call_leaves_old_or_new(
+    roots: Iterator[Path],
+    tmp_path: Path,
+    way: Way,
+    action: Action,
+    lost: Literal["data and names", "data"],
+) -> None:
+    """Whatever was not synced being lost, the name leads to old or new content."""
+    for n, operation in enumerate(calls_of(roots, way)):
+        if action == "torn" and operation != "pwritev":
+            continue
+        root = prepared(roots, way)
+        disk = PowerCutPosix(tmp_path / f"graveyard-{action}-{lost}-{n}")
+        posix = FaultPosix([Rule(action=action, skip_count=n)], disk)
+        with pytest.raises(SimulatedCrash):
+            way.run(LocalStore(str(root), posix=posix))
+        disk.power_cut(lost)
+        assert content(root) in {way.before, NEW}, (n, operation)
+        assert_clean_retry(root, way)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("lost", ["data and names", "data"])
+def test_what_was_reported_done_survives_a_power_cut(
+    roots: Iterator[Path], tmp_path: Path, way: Way, lost: Literal["data and names", "data"]
+) -> None:
+    """Once the operation has returned, the new content is durable under its name."""
+    root = prepared(roots, way)
+    disk = PowerCutPosix(tmp_path / "graveyard")
+    way.run(LocalStore(str(root), posix=disk))
+    disk.power_cut(lost)
+    assert content(root) == NEW
+    assert [path.name for path in (root / "saves").iterdir()] == ["x"]
+
+
+@EACH_WAY
+def test_without_syncs_a_power_cut_may_lose_it(
+    roots: Iterator[Path], tmp_path: Path, way: Way
+) -> None:
+    """`sync_files=False` is as unsafe as it says, which shows that the disk above forgets."""
+    root = prepared(roots, way)
+    disk = PowerCutPosix(tmp_path / "graveyard")
+    way.run(LocalStore(str(root), sync_files=False, posix=disk))
+    disk.power_cut("data and names")
+    assert content(root) == way.before
+    root = prepared(roots, way)
+    disk = PowerCutPosix(tmp_path / "graveyard-2")
+    way.run(LocalStore(str(root), sync_files=False, posix=disk))
+    disk.power_cut("data")
+    assert content(root) == bytes(len(NEW))
+
+
+def test_prepared_folders_survive_a_power_cut(tmp_path: Path) -> None:
+    """Every folder made by `prepare`, the root's missing parents too, has a durable name."""
+    disk = PowerCutPosix(tmp_path / "graveyard")
+    store = LocalStore(str(tmp_path / "a" / "b" / "root"), posix=disk)
+    store.prepare(["saves/1/ranks", "commits"])
+    store.write("saves/1/ranks/0", NEW)
+    disk.power_cut("data and names")
+    assert (tmp_path / "a/b/root/saves/1/ranks/0").read_bytes() == NEW
+    assert (tmp_path / "a/b/root/commits").is_dir()
+
+
+def test_folders_of_a_dead_process_become_durable(tmp_path: Path) -> None:
+    """Preparing again syncs names that were there already, made by who died before syncing."""
+    root = tmp_path / "root"
+    root.mkdir()
+    disk = PowerCutPosix(tmp_path / "graveyard")
+    for folder in ("saves", "saves/1"):
+        disk.mkdir(str(root / folder))
+    LocalStore(str(root), posix=disk).prepare(["saves/1"])
+    disk.power_cut("data and names")
+    assert (root / "saves" / "1").is_dir()
+
+
+@pytest.mark.parametrize("action", [*CRASHES[:2], *FAILURES])
+def test_prepare_can_be_repeated_after_any_fault(tmp_path: Path, action: Action) -> None:
+    """A fault at any call of `prepare` leaves nothing that hinders the next one."""
+    dry = FaultPosix()
+    LocalStore(str(tmp_path / "dry" / "root"), posix=dry).prepare(["saves/1", "commits"])
+    for n in range(len(dry.script.calls)):
+        root = tmp_path / str(n) / "root"
+        posix = FaultPosix([Rule(action=action, skip_count=n)])
+        try:
+            LocalStore(str(root), posix=posix).prepare(["saves/1", "commits"])
+        except (CheckpointError, SimulatedCrash):
+            LocalStore(str(root)).prepare(["saves/1", "commits"])
+        assert (root / "saves" / "1").is_dir()
+        assert (root / "commits").is_dir()
+
+
+def test_a_delete_is_durable_when_it_returns(tmp_path: Path) -> None:
+    """What was deleted does not come back, so that deletes keep their order over power cuts."""
+    (tmp_path / "saves").mkdir()
+    (tmp_path / NAME).write_bytes(OLD)
+    (tmp_path / "saves" / "y").write_bytes(OLD)
+    disk = PowerCutPosix(tmp_path / "graveyard")
+    store = LocalStore(str(tmp_path), posix=disk)
+    store.delete([NAME])
+    disk.power_cut("data and names")
+    assert [path.name for path in (tmp_path / "saves").iterdir()] == ["y"]
+    store.delete_folder("saves")
+    disk.power_cut("data and names")
+    assert not (tmp_path / "saves").exists()
+
+
+@pytest.mark.parametrize("action", ["crash_before", "crash_after", "error", "lost_answer"])
+def test_a_deletion_cut_anywhere_can_be_repeated(tmp_path: Path, action: Action) -> None:
+    """Files and folders left by a deletion that failed go with the next one."""
+
+    def filled(name: str) -> Path:
+        root = tmp_path / name
+        (root / "saves" / "1" / "ranks").mkdir(parents=True)
+        for path in ("saves/1/x", "saves/1/ranks/0", "saves/y"):
+            (root / path).write_bytes(OLD)
+        return root
+
+    dry = FaultPosix()
+    LocalStore(str(filled("dry")), posix=dry).delete_folder("saves/1")
+    for n in range(len(dry.script.calls)):
+        root = filled(str(n))
+        posix = FaultPosix([Rule(action=action, skip_count=n)])
+        try:
+            LocalStore(str(root), posix=posix).delete_folder("saves/1")
+        except (CheckpointError, SimulatedCrash):
+            LocalStore(str(root)).delete_folder("saves/1")
+        assert [path.name for path in (root / "saves").iterdir()] == ["y"]

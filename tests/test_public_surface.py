@@ -1,0 +1,249 @@
+"""The public surface: names, docstrings, what an import costs, and errors that survive a pickle."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import pickle
+import pkgutil
+import subprocess
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import ckpt_storage
+from ckpt_storage import errors
+
+PUBLIC = [
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointGoneError",
+    "CheckpointInProgressError",
+    "CheckpointInfo",
+    "CheckpointNotFoundError",
+    "CheckpointStorageReader",
+    "CheckpointStorageWriter",
+    "CommitConflictError",
+    "CommitUnknownError",
+    "ConsolidationError",
+    "FormatError",
+    "IntegrityError",
+    "InvalidInputError",
+    "PhaseTimeoutError",
+    "ProgressEvent",
+    "RankFailedError",
+    "RankMismatchError",
+    "RetryPolicy",
+    "StorageError",
+    "Timeouts",
+    "UnsafeContentError",
+    "UnsupportedByStoreError",
+    "VerifyReport",
+    "list_checkpoints",
+    "verify",
+]
+
+ERRORS: dict[str, tuple[str, type[Exception]]] = {
+    "CheckpointError": ("checkpoint", Exception),
+    "CheckpointExistsError": ("exists", FileExistsError),
+    "CheckpointGoneError": ("gone", FileNotFoundError),
+    "CheckpointInProgressError": ("in-progress", Exception),
+    "CheckpointNotFoundError": ("not-found", FileNotFoundError),
+    "CommitConflictError": ("commit-conflict", Exception),
+    "CommitUnknownError": ("commit-unknown", Exception),
+    "ConsolidationError": ("consolidation", Exception),
+    "FormatError": ("format", ValueError),
+    "IntegrityError": ("integrity", Exception),
+    "InvalidInputError": ("invalid-input", ValueError),
+    "PhaseTimeoutError": ("phase-timeout", TimeoutError),
+    "RankFailedError": ("rank-failed", Exception),
+    "RankMismatchError": ("rank-mismatch", ValueError),
+    "StorageError": ("storage", OSError),
+    "UnsafeContentError": ("unsafe-content", Exception),
+    "UnsupportedByStoreError": ("unsupported-by-store", OSError),
+}
+"""Every error with its stable code and the builtin that a user would catch."""
+
+HEAVY = ("fsspec", "numpy", "s3fs", "torch")
+NEEDS_TORCH = ("CheckpointStorageReader", "CheckpointStorageWriter")
+
+
+def error_classes() -> list[type[errors.CheckpointError]]:
+    """Return the whole tree of errors, wherever in the package a class is defined."""
+    for module in pkgutil.walk_packages(ckpt_storage.__path__, "ckpt_storage."):
+        if not module.name.startswith("ckpt_storage.testing"):
+            importlib.import_module(module.name)
+    found, left = [], [errors.CheckpointError]
+    while left:
+        found.append(left.pop())
+        left.extend(found[-1].__subclasses__())
+    ours = {cls for cls in found if cls.__module__.startswith("ckpt_storage.")}
+    return sorted(ours, key=lambda cls: cls.__name__)
+
+
+def sample(hint: object) -> object:
+    """Return a value of the type `hint` that is unlike every default."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    plain = {Any: ("a", 1), bool: True, float: 1.5, int: 7, str: "some text"}
+    if origin in {typing.Union, types.UnionType}:
+        value = next(sample(item) for item in arguments if item is not types.NoneType)
+    elif origin is dict:
+        value = {sample(arguments[0]): sample(arguments[1])}
+    elif origin is list:
+        value = [sample(arguments[0])]
+    elif origin is typing.Literal:
+        value = arguments[-1]
+    else:
+        value = plain[typing.cast("type", hint)]
+    return value
+
+
+def sample_arguments(cls: type[errors.CheckpointError]) -> dict[str, object]:
+    """Return a value for every keyword argument that the constructors of `cls` take."""
+    arguments = {}
+    for ancestor in cls.__mro__:
+        if not issubclass(ancestor, errors.CheckpointError) or "__init__" not in vars(ancestor):
+            continue
+        hints = typing.get_type_hints(ancestor.__init__)
+        parameters = inspect.signature(ancestor.__init__).parameters.values()
+        for parameter in parameters:
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                arguments[parameter.name] = sample(hints[parameter.name])
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return arguments
+
+
+def documented(value: object) -> bool:
+    """Return whether `value` has a docstring that a person wrote."""
+    text = inspect.getdoc(value)
+    made_by_dataclass = isinstance(value, type) and str(text).startswith(f"{value.__name__}(")
+    return bool(text) and not made_by_dataclass
+
+
+def undocumented(name: str) -> Iterator[str]:
+    """Yield the public name, and each of its public methods, that lacks a docstring."""
+    value = getattr(ckpt_storage, name)
+    if not documented(value):
+        yield name
+    for member, attribute in vars(value).items() if isinstance(value, type) else ():
+        is_method = isinstance(attribute, (staticmethod, classmethod, property))
+        is_method = is_method or inspect.isroutine(attribute)
+        if is_method and not member.startswith("_") and not documented(getattr(value, member)):
+            yield f"{name}.{member}"
+
+
+def run_python(code: str) -> str:
+    """Return what `code` prints in a fresh interpreter, with warnings as errors."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_all_is_the_agreed_list() -> None:
+    """`__all__` holds the names that users were promised, sorted, and no other."""
+    assert ckpt_storage.__all__ == PUBLIC
+    assert sorted(PUBLIC) == PUBLIC
+
+
+def test_dir_shows_the_public_names() -> None:
+    """`dir` shows what is public before any of it has been loaded."""
+    shown = run_python("import ckpt_storage; print(*dir(ckpt_storage))")
+    assert shown.split() == sorted([*PUBLIC, "__version__"])
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_resolves(name: str) -> None:
+    """Each name gives the same class or function every time, named as it is exported."""
+    value = getattr(ckpt_storage, name)
+    assert value.__name__ == name
+    assert value.__module__.startswith("ckpt_storage.")
+    assert getattr(ckpt_storage, name) is value
+
+
+def test_no_module_hides_a_public_name() -> None:
+    """No submodule is called like a public name, which importing it would replace."""
+    modules = {module.name for module in pkgutil.iter_modules(ckpt_storage.__path__)}
+    assert modules & set(PUBLIC) == set()
+
+
+def test_a_misspelt_name_is_an_attribute_error() -> None:
+    """An unknown name fails as it does on any module, for `hasattr` and for `import`."""
+    with pytest.raises(AttributeError, match="has no attribute 'CheckpointStorageWritter'"):
+        getattr(ckpt_storage, "CheckpointStorageWritter")  # noqa: B009 - mypy knows better
+    assert not hasattr(ckpt_storage, "CheckpointStorageWritter")
+
+
+def test_import_loads_nothing_heavy() -> None:
+    """`import ckpt_storage` leaves torch, numpy, fsspec and its backends alone."""
+    code = f"import sys, ckpt_storage; print(*sorted({set(HEAVY)} & set(sys.modules)))"
+    assert run_python(code) == ""
+
+
+def test_only_the_plug_ins_load_torch() -> None:
+    """Every name that is not a DCP plug-in can be imported without torch."""
+    names = ", ".join(sorted(set(PUBLIC) - set(NEEDS_TORCH)))
+    code = f"import sys; from ckpt_storage import {names}; print('torch' in sys.modules)"
+    assert run_python(code) == "False"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_documented(name: str) -> None:
+    """Each public class, function, method and property has a docstring of its own."""
+    assert list(undocumented(name)) == []
+
+
+def test_the_error_tree_is_the_agreed_one() -> None:
+    """Each error of `errors` is public, has the agreed code and inherits the agreed builtin."""
+    # Refinements that a layer makes for itself, such as an abandoned request, keep their code.
+    classes = [cls for cls in error_classes() if cls.__module__ == "ckpt_storage.errors"]
+    assert [cls.__name__ for cls in classes] == sorted(ERRORS)
+    for cls in classes:
+        code, builtin = ERRORS[cls.__name__]
+        assert getattr(ckpt_storage, cls.__name__) is cls
+        assert cls.code == code
+        assert issubclass(cls, builtin)
+    assert len({code for code, _ in ERRORS.values()}) == len(ERRORS)
+
+
+@pytest.mark.parametrize("name", sorted(ERRORS))
+@pytest.mark.parametrize(
+    "how",
+    [copy.copy, copy.deepcopy, *range(pickle.HIGHEST_PROTOCOL + 1)],
+    ids=lambda how: f"pickle{how}" if isinstance(how, int) else how.__name__,
+)
+def test_an_error_survives_every_copy(name: str, how: Any) -> None:
+    """Type, message, arguments, attributes and notes come back from pickle and copy."""
+    cls = getattr(ckpt_storage, name)
+    arguments = sample_arguments(cls)
+    error = cls("What failed, on rank 3.", **arguments)
+    error.__cause__ = OSError(lambda: "cannot be pickled")
+    error.add_note("A note.")
+
+    back = pickle.loads(pickle.dumps(error, how)) if isinstance(how, int) else how(error)
+
+    assert type(back) is cls
+    assert str(back) == str(error) == "What failed, on rank 3. some text"
+    assert back.args == error.args
+    assert vars(back) == vars(error)
+    assert {key: getattr(back, key) for key in arguments} == arguments
+    assert back.__notes__ == ["A note."]
+
+
+@pytest.mark.parametrize("name", sorted(ERRORS))
+def test_an_error_is_caught_as_its_builtin(name: str) -> None:
+    """`except` with the agreed builtin catches the error, and its text is the message."""
+    cls, builtin = getattr(ckpt_storage, name), ERRORS[name][1]
+    with pytest.raises(builtin, match=r"^Only a message\.$"):
+        raise cls("Only a message.")

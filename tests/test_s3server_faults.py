@@ -1,0 +1,394 @@
+"""The S3 server of `ckpt_storage.testing` fails as told, logs what it saw, and ends cleanly."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
+from s3clients import BUCKET, ask, connect, fetch, refused, running, upload
+
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.testing.s3server import FaultRule, S3Server
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[S3Server, Any]]:
+    """A server and a botocore client of it."""
+    with running() as found:
+        yield found
+
+
+@pytest.fixture
+def server(pair: tuple[S3Server, Any]) -> S3Server:
+    """The server of `pair`."""
+    return pair[0]
+
+
+@pytest.fixture
+def client(pair: tuple[S3Server, Any]) -> Any:
+    """The botocore client of `pair`."""
+    return pair[1]
+
+
+def socket_to(server: S3Server) -> socket.socket:
+    """Open a connection without any HTTP client behind it."""
+    host, _, port = server.endpoint_url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def drain(sock: socket.socket) -> tuple[bytes, bool]:
+    """Read to the end; return the bytes and whether the end was a reset."""
+    data = bytearray()
+    try:
+        while piece := sock.recv(65536):
+            data += piece
+    except ConnectionResetError:
+        return bytes(data), True
+    return bytes(data), False
+
+
+def put(client: Any, key: str, body: bytes = b"x") -> None:
+    """Store an object with botocore."""
+    client.put_object(Bucket=BUCKET, Key=key, Body=body)
+
+
+# Fault rules
+
+
+def test_rule_counts_its_matches(server: S3Server, client: Any) -> None:
+    """A rule lets `after` matches pass and hits the next `times`; other keys do not count."""
+    server.faults([FaultRule(op="put", key="^a", after=1, times=2, action="status")])
+    codes = []
+    for key in ("a1", "b", "a2", "a3", "b", "a4"):
+        try:
+            put(client, key)
+            codes.append("")
+        except ClientError as error:
+            codes.append(error.response["Error"]["Code"])
+    assert codes == ["", "", "SlowDown", "SlowDown", "", ""]
+    assert list(server.dump()) == ["a1", "a4", "b"]
+    assert server.stats().faults == {"status": 2}
+    server.faults([FaultRule(op="put", action="status")])
+    server.faults([])
+    put(client, "a2")
+
+
+def test_rules_read_as_a_sequence(server: S3Server) -> None:
+    """Of several rules the first that hits wins, and zero times means always."""
+    server.faults(
+        [
+            FaultRule(op="head_bucket", action="status", status=500),
+            FaultRule(op="head_bucket", action="expired_token"),
+            FaultRule(times=0, action="status", status=404),
+        ]
+    )
+    codes = [ask(server, "HEAD", f"/{BUCKET}")[0] for _ in range(5)]
+    assert codes == [500, 403, 404, 404, 404]
+
+
+def test_op_must_match_as_a_whole(server: S3Server, client: Any) -> None:
+    """A rule for `part` hits neither `list_parts` nor `part_copy`."""
+    server.faults([FaultRule(op="part", times=0, action="status", status=400, code="Hit")])
+    put(client, "src")
+    name = {"Bucket": BUCKET, "Key": "k"}
+    name["UploadId"] = client.create_multipart_upload(**name)["UploadId"]
+    client.list_parts(**name)
+    source = {"Bucket": BUCKET, "Key": "src"}
+    client.upload_part_copy(**name, PartNumber=1, CopySource=source)
+    assert refused(client.upload_part, **name, PartNumber=2, Body=b"") == (400, "Hit")
+
+
+def test_error_within_a_success(server: S3Server, client: Any) -> None:
+    """Status 200 with a code is the failed completion that S3 reports in the body."""
+    arguments = upload(client, "k", {1: b"x"})
+    rule = FaultRule(op="complete", action="status", status=200, code="InternalError")
+    server.faults([rule])
+    with pytest.raises(ClientError, match="InternalError"):
+        client.complete_multipart_upload(**arguments)
+    assert server.dump() == {}
+    client.complete_multipart_upload(**arguments)
+    assert server.dump() == {"k": b"x"}
+
+
+def test_expired_token(server: S3Server, client: Any) -> None:
+    """An expired token is 403 ExpiredToken, and nothing is done."""
+    server.faults([FaultRule(action="expired_token")])
+    assert refused(client.put_object, Bucket=BUCKET, Key="k") == (403, "ExpiredToken")
+    assert server.dump() == {}
+
+
+def test_delay_ends_in_the_usual_answer(server: S3Server, client: Any) -> None:
+    """A delayed request is served."""
+    server.faults([FaultRule(op="put", action="delay", delay_s=0.01)])
+    put(client, "k")
+    assert server.dump() == {"k": b"x"}
+    assert [(record.fault, record.status) for record in server.requests] == [("delay", 200)]
+
+
+@pytest.mark.parametrize("action", ["delay", "hang"])
+def test_stop_ends_what_hangs(action: Any) -> None:
+    """A request that hangs or waits long is cut when the server stops, without an answer."""
+    with S3Server() as server:
+        server.faults([FaultRule(action=action, delay_s=3600.0)])
+        sock = socket_to(server)
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        server.wait_for(lambda requests: len(requests) == 1)
+        assert server.requests[0].status == 0
+    with sock:
+        assert drain(sock)[0] == b""
+    with pytest.raises(TimeoutError, match="did not see"):
+        server.wait_for(lambda requests: len(requests) == 2, timeout_s=0.0)
+
+
+@pytest.mark.parametrize(("action", "done"), [("reset", {}), ("lost", {"k": b"x" * 100_000})])
+def test_reset_before_or_after_the_work(
+    server: S3Server, action: Any, done: dict[str, bytes]
+) -> None:
+    """`reset` cuts before the work and `lost` after it; neither sends a byte of an answer."""
+    server.faults([FaultRule(op="put", action=action)])
+    with socket_to(server) as sock:
+        sock.sendall(f"PUT /{BUCKET}/k HTTP/1.1\r\nContent-Length: 100000\r\n\r\n".encode())
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(b"x" * 100_000)
+        assert drain(sock)[0] == b""
+    assert server.dump() == done
+    assert [(record.status, record.fault) for record in server.requests] == [(0, action)]
+
+
+def test_lost_answer_is_a_reset(server: S3Server) -> None:
+    """A lost answer ends in RST, not in an orderly close that could be taken for an answer."""
+    server.faults([FaultRule(action="lost")])
+    with socket_to(server) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert drain(sock) == (b"", True)
+
+
+def test_lost_completion(server: S3Server, client: Any) -> None:
+    """After a completion whose answer was lost the object is there and its upload is not."""
+    arguments = upload(client, "k", {1: b"x"})
+    server.faults([FaultRule(op="complete", action="lost")])
+    with pytest.raises(BotoCoreError):
+        client.complete_multipart_upload(**arguments)
+    assert server.dump() == {"k": b"x"}
+    assert refused(client.complete_multipart_upload, **arguments) == (404, "NoSuchUpload")
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 1, 150_000])
+def test_reset_within_the_body(server: S3Server, limit_bytes: int) -> None:
+    """`reset_body` reads that much of the body, resets, and stores nothing."""
+    server.faults([FaultRule(op="put", action="reset_body", limit_bytes=limit_bytes)])
+    with pytest.raises(ConnectionError):
+        ask(server, "PUT", f"/{BUCKET}/k", b"x" * 300_000)
+    assert server.dump() == {}
+    assert [record.bytes_in for record in server.requests] == [limit_bytes]
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 10, 150_000])
+def test_truncated_answer(server: S3Server, client: Any, limit_bytes: int) -> None:
+    """`truncate` announces all, sends exactly that much of the body, and resets."""
+    body = random.Random(4).randbytes(300_000)
+    put(client, "k", body)
+    server.faults([FaultRule(op="get", action="truncate", limit_bytes=limit_bytes)])
+    with socket_to(server) as sock:
+        sock.sendall(f"GET /{BUCKET}/k HTTP/1.1\r\n\r\n".encode())
+        answer, is_reset = drain(sock)
+    head, _, got = answer.partition(b"\r\n\r\n")
+    assert b"Content-Length: 300000" in head
+    assert (got, is_reset) == (body[:limit_bytes], True)
+    assert fetch(client, "k") == body
+
+
+def test_ignored_range(server: S3Server, client: Any) -> None:
+    """`ignore_range` answers 200 with the whole object."""
+    put(client, "k", b"0123456789")
+    server.faults([FaultRule(op="get", action="ignore_range")])
+    wanted = {"Range": "bytes=2-3"}
+    answers = [ask(server, "GET", f"/{BUCKET}/k", headers=wanted) for _ in range(2)]
+    assert [(status, body) for status, _, body in answers] == [(200, b"0123456789"), (206, b"23")]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"action": "explode"},
+        {"action": "reset", "op": "("},
+        {"action": "reset", "after": -1},
+        {"action": "reset", "times": "2"},
+        {"action": "status", "status": 99},
+    ],
+)
+def test_bad_rules_are_refused(server: S3Server, fields: dict[str, Any]) -> None:
+    """A rule that can mean nothing is refused, in process and over HTTP; the old ones stay."""
+    with pytest.raises(InvalidInputError, match="no fault rule"):
+        FaultRule(**fields)
+    server.faults([FaultRule(op="head_bucket", action="status", status=418)])
+    documents: list[object] = [[fields], {}, [{}], [{"action": "reset", "colour": "red"}]]
+    for document in documents:
+        status, _, body = ask(server, "POST", "/_fault", json.dumps(document).encode())
+        assert (status, "error" in json.loads(body)) == (400, True)
+    assert ask(server, "POST", "/_fault", b"{")[0] == 400
+    assert ask(server, "HEAD", f"/{BUCKET}")[0] == 418
+
+
+# Crash points and the log
+
+
+@pytest.mark.parametrize("when", ["before", "after", "torn"])
+def test_crash_points(server: S3Server, when: Any) -> None:
+    """From request n on nothing is done; n itself is done only if the crash comes after it."""
+    script = [("PUT", "a"), ("PUT", "b"), ("DELETE", "a"), ("PUT", "c")]
+    states: list[set[str]] = [set(), {"a"}, {"a", "b"}, {"b"}, {"b", "c"}]
+    for n in range(1, len(script) + 1):
+        for key in "abc":
+            ask(server, "DELETE", f"/{BUCKET}/{key}")
+        server.reset_counters()
+        server.crash_at(n, when)
+        answered = 0
+        for method, key in script:
+            body = b"x" * 200_001 if method == "PUT" else b""
+            with contextlib.suppress(ConnectionError):
+                ask(server, method, f"/{BUCKET}/{key}", body)
+                answered += 1
+        assert answered == n - 1
+        assert set(server.dump()) == states[n if when == "after" else n - 1]
+        records = server.requests
+        assert [record.fault for record in records] == [""] * (n - 1) + ["crash"] * (5 - n)
+        if when == "torn":
+            assert records[n - 1].bytes_in == (100_000 if script[n - 1][0] == "PUT" else 0)
+        server.recover()
+        assert ask(server, "PUT", f"/{BUCKET}/c", b"y")[0] == 200
+
+
+def test_crash_leaves_an_upload_open(server: S3Server, client: Any) -> None:
+    """A client that ends before its completion leaves the parts, and nothing to read."""
+    arguments = upload(client, "k", {1: b"x"})
+    server.crash_at(len(server.requests) + 1)
+    with pytest.raises(BotoCoreError):
+        client.complete_multipart_upload(**arguments)
+    with pytest.raises(BotoCoreError):
+        client.list_buckets()
+    server.recover()
+    assert (server.dump(), server.stats().open_uploads) == ({}, 1)
+    with pytest.raises(InvalidInputError, match="sideways"):
+        server.crash_at(1, "sideways")  # type: ignore[arg-type]
+
+
+def test_log_and_counters(server: S3Server, client: Any) -> None:
+    """Every request is logged with its op, name, body bytes and status, and added up by op."""
+    put(client, "k", b"12345")
+    fetch(client, "k", Range="bytes=1-3")
+    refused(client.head_object, Bucket=BUCKET, Key="nope")
+    seen = [
+        (r.seq, r.op, r.bucket, r.key, r.bytes_in, r.bytes_out, r.status) for r in server.requests
+    ]
+    assert seen == [
+        (1, "put", BUCKET, "k", 5, 0, 200),
+        (2, "get", BUCKET, "k", 0, 3, 206),
+        (3, "head", BUCKET, "nope", 0, 0, 404),
+    ]
+    stats = server.stats()
+    assert stats.count == {"put": 1, "get": 1, "head": 1}
+    assert (stats.bytes_in["put"], stats.bytes_out["get"]) == (5, 3)
+    server.reset_counters()
+    assert server.requests == []
+    client.list_objects_v2(Bucket=BUCKET)
+    assert [(record.seq, record.op) for record in server.requests] == [(1, "list")]
+
+
+def test_corrupt_changes_bytes_and_nothing_else(server: S3Server, client: Any) -> None:
+    """Damage shows in the bytes only: ETag and time stay, as when a disk rots."""
+    put(client, "k", b"abc")
+    before = client.head_object(Bucket=BUCKET, Key="k")
+    server.corrupt(BUCKET, "k", lambda body: body[:1] + b"X")
+    assert server.dump() == {"k": b"aX"}
+    after = client.head_object(Bucket=BUCKET, Key="k")
+    assert (after["ETag"], after["LastModified"]) == (before["ETag"], before["LastModified"])
+    with pytest.raises(KeyError):
+        server.corrupt(BUCKET, "nope", bytes)
+    server.create_bucket("second")
+    with pytest.raises(InvalidInputError, match="second"):
+        server.dump()
+
+
+# Lifecycle
+
+
+def test_stop_leaves_no_thread_and_no_port() -> None:
+    """A stopped server has closed its connections, idle ones too, and its port is free."""
+    before = set(threading.enumerate())
+    with S3Server() as server:
+        server.create_bucket(BUCKET)
+        client = connect(server)
+        put(client, "k")
+        assert set(threading.enumerate()) - before
+        with pytest.raises(InvalidInputError, match="started before"):
+            server.start()
+    assert set(threading.enumerate()) == before
+    client.close()
+    server.stop()
+    port = int(server.endpoint_url.rpartition(":")[2])
+    with S3Server(port=port) as second:
+        assert second.endpoint_url == server.endpoint_url
+
+
+def test_stop_ends_a_transfer_that_stands_still() -> None:
+    """A server stops while one client sends no more of its body and another reads no answer."""
+    with S3Server() as server:
+        server.create_bucket(BUCKET)
+        body = b"x" * (64 << 20)
+        assert ask(server, "PUT", f"/{BUCKET}/k", body)[0] == 200
+        sender, reader = socket_to(server), socket_to(server)
+        sender.sendall(f"PUT /{BUCKET}/l HTTP/1.1\r\nContent-Length: 100\r\n\r\nhalf".encode())
+        reader.sendall(f"GET /{BUCKET}/k HTTP/1.1\r\n\r\n".encode())
+        server.wait_for(lambda requests: len(requests) == 3)
+    with sender, reader:
+        assert drain(sender)[0] == b""
+        assert len(drain(reader)[0]) < len(body)
+    assert list(server.dump()) == ["k"]
+
+
+@pytest.mark.parametrize("end", ["stdin", "SIGTERM", "SIGINT"])
+def test_command_serves_until_told(end: str) -> None:
+    """The command prints where it listens, serves, takes fault rules, and ends with 0."""
+    command = [sys.executable, "-W", "error", "-m", "ckpt_storage.testing.s3server"]
+    with subprocess.Popen(
+        [*command, "--port", "0", "--bucket", BUCKET], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        url = ready["endpoint_url"]
+        assert ready["storage_options"]["client_kwargs"]["endpoint_url"] == url
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+        rules = json.dumps([{"op": "head_bucket", "action": "status", "status": 418}])
+        codes = []
+        for method, target, body in (
+            ("POST", "/_fault", rules),
+            ("HEAD", f"/{BUCKET}", None),
+            ("HEAD", f"/{BUCKET}", None),
+            ("GET", "/_stats", None),
+        ):
+            connection.request(method, target, body)
+            answer = connection.getresponse()
+            codes.append(answer.status)
+            content = answer.read()
+        connection.close()
+        assert codes == [200, 418, 200, 200]
+        assert json.loads(content)["count"] == {"head_bucket": 2}
+        if end == "stdin":
+            process.stdin.close()
+        else:
+            os.kill(process.pid, getattr(signal, end))
+        assert process.wait(30) == 0

@@ -1,0 +1,575 @@
+"""The local store: the suite on it and on its wrappers, and what is special about POSIX."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from ckpt_storage.errors import (
+    IntegrityError,
+    InvalidInputError,
+    StorageError,
+    UnsupportedByStoreError,
+)
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.os_errors import map_os_error
+from ckpt_storage.store.posix import Posix
+from ckpt_storage.store.retry import RetryStore
+from ckpt_storage.testing.faults import FaultStore, Rule
+from ckpt_storage.testing.posix_faults import FaultPosix
+from ckpt_storage.testing.store_machine import StoreMachine
+from ckpt_storage.testing.store_suite import StoreSuite
+
+ODD_ROOT = "röot 100%25 +#[x]*{y}?~'\""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    """A path at which nothing is yet."""
+    return str(tmp_path / "run" / ODD_ROOT)
+
+
+class TestLocalStore(StoreSuite):
+    """The suite on a folder whose path is as odd as a path can be."""
+
+    @pytest.fixture
+    def store(self, root: str) -> LocalStore:
+        """A store on a folder that is not there yet."""
+        return LocalStore(root)
+
+    @pytest.fixture
+    def other(self, root: str) -> LocalStore:
+        """A second store on the same folder."""
+        return LocalStore(root)
+
+
+class TestLocalStoreInMemory(StoreSuite):
+    """The suite on tmpfs, without syncs."""
+
+    @pytest.fixture
+    def root(self) -> Iterator[str]:
+        """A folder in shared memory."""
+        memory = Path("/dev/shm")  # noqa: S108  # TemporaryDirectory chooses a name of its own there
+        if not memory.is_dir():
+            pytest.skip("this system has no /dev/shm")
+        with tempfile.TemporaryDirectory(dir=memory) as folder:
+            yield folder
+
+    @pytest.fixture
+    def store(self, root: str) -> LocalStore:
+        """A store without syncs."""
+        return LocalStore(root, sync_files=False)
+
+    @pytest.fixture
+    def other(self, root: str) -> LocalStore:
+        """A second store on the same folder."""
+        return LocalStore(root, sync_files=False)
+
+
+class TestRetryStore(StoreSuite):
+    """The suite through deadlines and retries."""
+
+    @pytest.fixture
+    def store(self, root: str) -> Iterator[RetryStore]:
+        """A local store whose calls run in abandonable threads."""
+        store = RetryStore(LocalStore(root))
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def other(self, root: str) -> Iterator[RetryStore]:
+        """A view of a second one, with a deadline."""
+        store = RetryStore(LocalStore(root))
+        yield store.with_deadline(1e12)
+        store.close()
+
+
+class TestFaultStore(StoreSuite):
+    """The suite through a fault wrapper that has no rules."""
+
+    @pytest.fixture
+    def store(self, root: str) -> FaultStore:
+        """A local store that is only being logged."""
+        return FaultStore(LocalStore(root))
+
+    @pytest.fixture
+    def other(self, root: str) -> FaultStore:
+        """A second one."""
+        return FaultStore(LocalStore(root))
+
+
+class LocalMachine(StoreMachine):
+    """The random walk on a local folder."""
+
+    def make_store(self) -> Store:
+        """Return a store on a fresh temporary folder."""
+        self.folder = tempfile.TemporaryDirectory()
+        return LocalStore(self.folder.name, sync_files=False)
+
+    def teardown(self) -> None:
+        """Remove the folder."""
+        super().teardown()
+        self.folder.cleanup()
+
+
+LocalMachine.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestLocalMachine = LocalMachine.TestCase
+
+
+@pytest.fixture
+def store(root: str) -> LocalStore:
+    """A prepared store."""
+    store = LocalStore(root)
+    store.prepare(["saves/a", "commits"])
+    return store
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names that are in a folder, temporary ones too."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def mode_of(path: Path) -> int:
+    """Return the permission bits of a file or folder."""
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def error_of(call: Callable[[], object]) -> StorageError:
+    """Return the storage error that a call raises."""
+    with pytest.raises(StorageError) as caught:
+        call()
+    return caught.value
+
+
+def test_a_missing_folder_is_not_made_by_a_write(store: LocalStore, root: str) -> None:
+    """Only `prepare` makes folders; a write says who should have and asks about sharing."""
+    for call in (
+        lambda: store.write("nothing/x", b"x"),
+        lambda: store.create("nothing/x", b"x"),
+        lambda: store.start_upload("nothing/x", part_bytes=1),
+    ):
+        error = error_of(call)
+        assert error.kind == "not-found"
+        assert f"{root}/nothing" in str(error)
+        assert "coordinator" in str(error)
+        assert error.next_step is not None
+        assert "share" in error.next_step
+    assert not Path(root, "nothing").exists()
+
+
+def test_a_folder_that_appears_late_is_found_by_the_second_look(root: str) -> None:
+    """A write that misses its folder looks again after opening the folders above it."""
+
+    class LateFolder(Posix):
+        """Shows the folder of another host only after its parents were opened."""
+
+        def open_folder(self, path: str) -> None:
+            super().open_folder(path)
+            Path(root, "saves/late").mkdir(parents=True, exist_ok=True)
+
+    store = LocalStore(root, posix=LateFolder())
+    store.prepare([])
+    Path(root, "saves").mkdir()
+    store.write("saves/late/x", b"x")
+    assert Path(root, "saves/late/x").read_bytes() == b"x"
+
+
+def test_a_root_that_is_a_file_is_named(tmp_path: Path) -> None:
+    """Preparing or listing below a file says that it is one."""
+    file = tmp_path / "file"
+    file.write_bytes(b"data")
+    for root in (str(file), f"{file}/below"):
+        error = error_of(partial(LocalStore(root).prepare, ["saves"]))
+        assert str(file) in str(error)
+        assert "is a file" in str(error)
+        assert error.next_step is not None
+    error = error_of(lambda: LocalStore(str(file)).list(""))
+    assert "Part of the path is a file" in str(error)
+    assert file.read_bytes() == b"data"
+
+
+def test_an_empty_root_is_invalid() -> None:
+    """No path at all is an invalid argument, and so is one with a NUL."""
+    for path in ("", "a\0b"):
+        with pytest.raises(InvalidInputError):
+            LocalStore(path)
+
+
+def test_a_relative_root_stays_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changing the working folder later does not move the store."""
+    monkeypatch.chdir(tmp_path)
+    store = LocalStore("run")
+    store.prepare([])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    store.write("x", b"x")
+    assert (tmp_path / "run" / "x").read_bytes() == b"x"
+
+
+def test_folders_and_files_have_default_modes(root: str) -> None:
+    """The umask decides who may read, as for any program; nothing is private by accident."""
+    old = os.umask(0o027)
+    try:
+        store = LocalStore(root)
+        store.prepare(["saves"])
+        store.write("saves/x", b"x")
+        upload = store.start_upload("saves/y", part_bytes=1)
+        upload.write_part(0, 0, [memoryview(b"y")], last=True)
+        upload.complete(1)
+    finally:
+        os.umask(old)
+    assert mode_of(Path(root, "saves")) == 0o750
+    assert mode_of(Path(root, "saves/x")) == 0o640
+    assert mode_of(Path(root, "saves/y")) == 0o640
+
+
+def test_temporary_files_are_hidden_and_swept(store: LocalStore, root: str) -> None:
+    """Exactly the names a draft gives are hidden and removed; look-alikes are objects."""
+    drafts = [".x.tmp-0123456789abcdef", "..metadata.tmp-00000000000000ff"]
+    alike = [".x.tmp-0123456789ABCDEF", ".x.tmp-0123456789abcde", "x.tmp-0123456789abcdef", ".y"]
+    for name in drafts + alike:
+        Path(root, "saves/a", name).write_bytes(b"left")
+    Path(root, "saves", drafts[0]).write_bytes(b"left")
+    assert [entry.path for entry in store.list("saves/a")] == sorted(
+        f"saves/a/{name}" for name in alike
+    )
+    assert store.abort_uploads("saves/a") == 2
+    assert names_in(Path(root, "saves/a")) == sorted(alike)
+    assert store.abort_uploads("") == 1
+
+
+def test_a_long_name_leaves_room_for_the_temporary_one(store: LocalStore) -> None:
+    """A name of 255 bytes can be written although the temporary name adds to it."""
+    for name in ("n" * 255, "ü" * 127):
+        store.write(f"saves/a/{name}", b"data")
+        assert store.read(f"saves/a/{name}") == b"data"
+    error = error_of(lambda: store.write("saves/a/" + "n" * 256, b"data"))
+    assert "ENAMETOOLONG" in str(error)
+    assert store.abort_uploads("") == 0
+
+
+def test_what_nfs_leaves_of_removed_files_is_no_object(store: LocalStore, root: str) -> None:
+    """Silly-renamed files are not listed, and a folder that holds only them may stay."""
+
+    class Busy(Posix):
+        """A server on which a removed file is still open."""
+
+        def unlink(self, path: str) -> None:
+            if "/.nfs" in path:
+                raise OSError(errno.EBUSY, "busy")
+            super().unlink(path)
+
+    store = LocalStore(root, posix=Busy())
+    store.write("saves/a/x", b"x")
+    Path(root, "saves/a/.nfs000000000000abcd00000001").write_bytes(b"open")
+    store.delete_folder("saves/a")
+    assert store.list("") == []
+    assert names_in(Path(root, "saves/a")) == [".nfs000000000000abcd00000001"]
+
+
+def test_delete_folder_follows_no_link(store: LocalStore, root: str, tmp_path: Path) -> None:
+    """What a symbolic link leads to survives the deletion of the folder that holds the link."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_bytes(b"data")
+    Path(root, "saves/a/folder").symlink_to(outside)
+    Path(root, "saves/a/file").symlink_to(outside / "precious")
+    Path(root, "saves/whole").symlink_to(outside)
+    assert [entry.path for entry in store.list("saves/a")] == ["saves/a/file"]
+    assert store.abort_uploads("") == 0
+    store.delete_folder("saves/a")
+    store.delete_folder("saves/whole")
+    assert not Path(root, "saves/a").exists()
+    assert not Path(root, "saves/whole").is_symlink()
+    assert (outside / "precious").read_bytes() == b"data"
+
+
+def test_only_files_are_objects(store: LocalStore, root: str) -> None:
+    """Devices, pipes and links to nowhere are neither listed nor found."""
+    os.mkfifo(f"{root}/saves/a/pipe")
+    Path(root, "saves/a/broken").symlink_to("nowhere")
+    assert store.list("saves") == []
+    assert error_of(lambda: store.stat("saves/a/pipe")).kind == "not-found"
+    assert error_of(lambda: store.stat("saves/a/broken")).kind == "not-found"
+
+
+def test_views_of_any_type_are_written_and_filled(store: LocalStore) -> None:
+    """Buffers count in bytes, whatever the items of the views are."""
+    content = memoryview(bytearray(range(64)))
+    numbers: memoryview[Any] = content.cast("d", (2, 4))
+    upload = store.start_upload("saves/a/x", part_bytes=64)
+    upload.write_part(0, 0, [numbers, memoryview(b"")], last=True)
+    upload.complete(64)
+    target = bytearray(64)
+    store.read_into("saves/a/x", 0, memoryview(target).cast("i", (4, 4)))
+    assert target == bytes(range(64))
+
+
+def test_many_buffers_are_written_in_several_calls(store: LocalStore) -> None:
+    """More buffers than one system call takes arrive in order."""
+    pieces = [bytes([i % 251]) * (i % 7) for i in range(5000)]
+    upload = store.start_upload("saves/a/x", part_bytes=1)
+    upload.write_part(0, 0, [memoryview(piece) for piece in pieces], last=True)
+    upload.complete(len(b"".join(pieces)))
+    assert store.read("saves/a/x") == b"".join(pieces)
+
+
+def test_a_part_that_was_never_sent_is_noticed(store: LocalStore, root: str) -> None:
+    """A hole in the file has the right length, and is found all the same."""
+    upload = store.start_upload("saves/a/x", part_bytes=10)
+    upload.write_part(0, 0, [memoryview(b"a" * 10)], last=False)
+    upload.write_part(2, 20, [memoryview(b"c" * 10)], last=True)
+    with pytest.raises(StorageError, match="up to byte 10 instead of 30"):
+        upload.complete(30)
+    upload.abort()
+    assert names_in(Path(root, "saves/a")) == []
+
+
+def test_abort_after_complete_keeps_the_object(store: LocalStore) -> None:
+    """A clean-up path that aborts what has completed does no harm."""
+    upload = store.start_upload("saves/a/x", part_bytes=10)
+    upload.write_part(0, 0, [memoryview(b"data")], last=True)
+    upload.complete(4)
+    upload.abort()
+    upload.complete(4)
+    assert store.read("saves/a/x") == b"data"
+
+
+def test_a_part_after_the_end_is_refused(store: LocalStore) -> None:
+    """Neither a completed nor an aborted upload takes another part."""
+    done = store.start_upload("saves/a/x", part_bytes=10)
+    done.complete(0)
+    dropped = store.start_upload("saves/a/y", part_bytes=10)
+    dropped.abort()
+    for upload in (done, dropped):
+        with pytest.raises(StorageError):
+            upload.write_part(0, 0, [memoryview(b"late")], last=True)
+    with pytest.raises(StorageError, match="aborted"):
+        dropped.complete(0)
+    assert store.read("saves/a/x") == b""
+
+
+def test_integrity_errors_say_where(store: LocalStore) -> None:
+    """A file cut short is named with the first byte that is missing."""
+    store.write("saves/a/x", b"0123456789")
+    with pytest.raises(IntegrityError) as caught:
+        store.read_into("saves/a/x", 4, memoryview(bytearray(20)))
+    assert (caught.value.path, caught.value.offset) == ("saves/a/x", 10)
+    with pytest.raises(IntegrityError) as caught:
+        store.read_into("saves/a/x", 0, memoryview(bytearray(2)), size_bytes=12)
+    assert (caught.value.path, caught.value.offset) == ("saves/a/x", 10)
+
+
+def test_descriptors_do_not_leak(root: str) -> None:
+    """After successes and failures alike no descriptor is open."""
+    posix = FaultPosix()
+    store = LocalStore(root, posix=posix)
+    store.prepare(["saves"])
+    store.write("saves/x", b"x")
+    store.create("saves/y", b"y")
+    store.read("saves/x")
+    store.read_into("saves/x", 0, memoryview(bytearray(1)))
+    store.now_s(".probe")
+    upload = store.start_upload("saves/z", part_bytes=1)
+    upload.abort()
+    for call in (
+        lambda: store.create("saves/y", b"y"),
+        lambda: store.read("saves"),
+        lambda: store.write("saves", b""),
+        lambda: store.write("nothing/x", b""),
+        lambda: store.read("nothing"),
+    ):
+        error_of(call)
+    with pytest.raises(IntegrityError):
+        store.read_into("saves/x", 0, memoryview(bytearray(2)))
+    assert posix.open_count == 0
+
+
+def test_a_store_survives_pickling(store: LocalStore) -> None:
+    """A store sent to another process reads the same folder with the same options."""
+    store.write("saves/a/x", b"data")
+    copy = pickle.loads(pickle.dumps(store))
+    assert copy.read("saves/a/x") == b"data"
+    assert copy.url == store.url
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "retryable"),
+    [
+        (errno.ENOENT, "not-found", False),
+        (errno.EEXIST, "exists", False),
+        (errno.EACCES, "permission", False),
+        (errno.EPERM, "permission", False),
+        (errno.EROFS, "permission", False),
+        (errno.ENOSPC, "no-space", False),
+        (errno.EDQUOT, "no-space", False),
+        (errno.EXDEV, "unsupported", False),
+        (errno.ENOTSUP, "unsupported", False),
+        (errno.ETIMEDOUT, "timeout", True),
+        (errno.ENOTCONN, "connection", True),
+        (errno.ESTALE, "other", True),
+        (errno.EIO, "other", True),
+        (errno.ENOTDIR, "other", False),
+        (errno.ENAMETOOLONG, "other", False),
+        (12345, "other", False),
+    ],
+)
+def test_every_error_number_has_a_kind(number: int, kind: str, *, retryable: bool) -> None:
+    """An error names operation, path, symbol and next step, and says whether to retry."""
+    error = map_os_error(OSError(number, os.strerror(number)), operation="read", path="file:///x")
+    assert (error.kind, error.retryable) == (kind, retryable)
+    assert isinstance(error, UnsupportedByStoreError) == (kind == "unsupported")
+    for part in ("read", "file:///x", errno.errorcode.get(number, "12345"), error.next_step):
+        assert part is not None
+        assert part in str(error)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_reported_with_what_is_free(root: str, number: int) -> None:
+    """Out of space says how many bytes are left, and leaves no temporary file."""
+    posix = FaultPosix([Rule(action="error", operation="pwritev", errno=number)])
+    store = LocalStore(root, posix=posix)
+    store.prepare(["saves"])
+    error = error_of(lambda: store.write("saves/x", b"data"))
+    assert error.kind == "no-space"
+    assert "bytes are free there" in str(error)
+    assert names_in(Path(root, "saves")) == []
+
+
+def test_a_really_full_disk_is_reported(tmp_path: Path) -> None:
+    """/dev/full refuses every byte; the kernel's own error arrives mapped."""
+
+    class Full(Posix):
+        """Opens the device that is always full."""
+
+        def open_new(self, path: str) -> int:
+            Path(path).write_bytes(b"")
+            return os.open("/dev/full", os.O_WRONLY)
+
+    store = LocalStore(str(tmp_path), posix=Full())
+    error = error_of(lambda: store.write("x", b"data"))
+    assert error.kind == "no-space"
+    assert names_in(tmp_path) == []
+
+
+def test_missing_permission_is_reported(tmp_path: Path) -> None:
+    """A folder that may not be written is kind "permission", with the folder's path."""
+    if os.geteuid() == 0:
+        posix = FaultPosix(
+            [Rule(action="error", operation="open_new|mkdir", errno=errno.EACCES, hit_count=None)]
+        )
+        store = LocalStore(str(tmp_path), posix=posix)
+    else:
+        tmp_path.chmod(0o500)
+        store = LocalStore(str(tmp_path))
+    for call in (lambda: store.write("x", b"x"), lambda: store.prepare(["saves"])):
+        error = error_of(call)
+        assert error.kind == "permission"
+        assert str(tmp_path) in str(error)
+
+
+@pytest.mark.parametrize("operation", ["open_read", "fstat", "preadv"])
+def test_a_stale_file_is_opened_once_more(root: str, operation: str) -> None:
+    """ESTALE once is mended by opening the file again; twice it is an error to retry later."""
+    LocalStore(root).prepare(["saves"])
+    LocalStore(root).write("saves/x", b"data")
+    once = FaultPosix([Rule(action="error", operation=operation, errno=errno.ESTALE)])
+    assert LocalStore(root, posix=once).read("saves/x") == b"data"
+    assert once.open_count == 0
+    twice = FaultPosix([Rule(action="error", operation=operation, errno=errno.ESTALE, hit_count=2)])
+    target = memoryview(bytearray(4))
+    error = error_of(lambda: LocalStore(root, posix=twice).read_into("saves/x", 0, target))
+    assert error.retryable
+    assert twice.open_count == 0
+
+
+def test_short_reads_and_writes_are_carried_on(root: str) -> None:
+    """A system call that does half of what was asked is followed by others for the rest."""
+    posix = FaultPosix([Rule(action="short", operation="pwritev|preadv", hit_count=6)])
+    store = LocalStore(root, posix=posix)
+    store.prepare(["saves"])
+    data = bytes(range(256)) * 10
+    store.write("saves/x", data)
+    assert store.read("saves/x") == data
+    assert [call.operation for call in posix.script.calls].count("pwritev") == 7
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS])
+def test_without_hard_links_create_renames_exclusively(root: str, number: int) -> None:
+    """A file system without links still decides a create by itself, through renameat2."""
+    LocalStore(root).prepare(["commits"])
+    for data, kind in ((b"one", None), (b"two", "exists")):
+        posix = FaultPosix([Rule(action="error", operation="link", errno=number)])
+        store = LocalStore(root, posix=posix)
+        if kind is None:
+            store.create("commits/1", data)
+        else:
+            assert error_of(lambda: store.create("commits/1", data)).kind == kind  # noqa: B023
+        assert "rename_new" in {call.operation for call in posix.script.calls}
+    assert store.read("commits/1") == b"one"
+    assert names_in(Path(root, "commits")) == ["1"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
+def test_without_any_exclusive_call_create_is_unsupported(root: str, number: int) -> None:
+    """With neither links nor exclusive renames nothing is created, and the error says so."""
+    LocalStore(root).prepare(["commits"])
+    rules = [
+        Rule(action="error", operation="link", errno=errno.EPERM),
+        Rule(action="error", operation="rename_new", errno=number),
+    ]
+    store = LocalStore(root, posix=FaultPosix(rules))
+    with pytest.raises(UnsupportedByStoreError, match="commit_url="):
+        store.create("commits/1", b"one")
+    assert names_in(Path(root, "commits")) == []
+
+
+def test_folders_that_cannot_be_synced_are_no_failure(root: str) -> None:
+    """Some mounts refuse fsync of a folder with EINVAL; there a write still succeeds."""
+    posix = FaultPosix(
+        [Rule(action="error", operation="fsync_folder", errno=errno.EINVAL, hit_count=None)]
+    )
+    store = LocalStore(root, posix=posix)
+    store.prepare(["saves"])
+    store.write("saves/x", b"data")
+    store.create("saves/y", b"data")
+    assert store.read("saves/x") == store.read("saves/y") == b"data"
+
+
+def test_sync_files_false_leaves_out_only_syncs(root: str) -> None:
+    """The calls without syncs are those with syncs, less fsync of files and folders."""
+
+    def calls(*, sync_files: bool) -> list[str]:
+        posix = FaultPosix()
+        store = LocalStore(f"{root}-{sync_files}", sync_files=sync_files, posix=posix)
+        store.prepare(["saves"])
+        store.write("saves/x", b"data")
+        store.create("saves/y", b"data")
+        store.replace("saves/x", b"other")
+        store.delete(["saves/x"])
+        return [call.operation for call in posix.script.calls]
+
+    Path(root).parent.mkdir()
+    synced = calls(sync_files=True)
+    assert {"fsync", "fsync_folder"} <= set(synced)
+    assert calls(sync_files=False) == [
+        name for name in synced if name not in {"fsync", "fsync_folder"}
+    ]

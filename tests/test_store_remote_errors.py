@@ -1,0 +1,216 @@
+"""What is raised when S3 refuses, hangs or is not there: kind, object, next step, no secret."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from remote_tools import KEY, PART_BYTES, PARTS, SECRET, emptied, plain, retrying, send
+
+from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.store import Location
+from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.testing.s3server import FaultRule, S3Server
+
+# A promised deadline, with what a machine under load may add to it.
+SLACK_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[S3Server]:
+    """One server for all tests, so that they share clients."""
+    with S3Server() as running:
+        running.create_bucket("bkt")
+        yield running
+
+
+@pytest.fixture
+def server(shared: S3Server) -> S3Server:
+    """The server with an empty bucket, no faults and no memory of requests."""
+    emptied(shared)
+    return shared
+
+
+def test_expired_credentials_are_looked_up_again(server: S3Server) -> None:
+    """A token that expired is renewed once per operation, by a client built anew."""
+    store = retrying(server)
+    for op in ("put", "head|get", "part"):
+        server.faults(
+            [FaultRule(op=op, times=2 if op == "head|get" else 1, action="expired_token")]
+        )
+        store.write("saves/a/x", b"data")
+        # The refusal of a HEAD has no body, so a GET is asked why.
+        assert store.stat("saves/a/x").size_bytes == 4
+        upload = store.start_upload("saves/b/x", part_bytes=PART_BYTES)
+        upload.complete(send(upload, PARTS))
+        assert server.stats().faults["expired_token"] >= 1
+    assert len(server.dump()) == 2
+
+
+def test_credentials_that_stay_expired_are_an_error(server: S3Server) -> None:
+    """One renewal is tried; then the error says to renew them."""
+    server.faults([FaultRule(op="put", times=0, action="expired_token")])
+    with pytest.raises(StorageError, match="Renew the credentials") as caught:
+        retrying(server).write("saves/a/x", b"data")
+    assert caught.value.kind == "credentials"
+
+
+def test_a_hanging_request_ends_at_its_deadline(server: S3Server) -> None:
+    """No operation waits for a server that never answers."""
+    deadline_s = 2.0
+    store = plain(server, request_timeout_s=deadline_s)
+    store.write("saves/a/x", b"data")
+    server.faults([FaultRule(op=".*", times=0, action="hang")])
+    upload = store.start_upload("saves/a/y", part_bytes=PART_BYTES)
+    target = memoryview(bytearray(4))
+    calls: list[Callable[[], object]] = [
+        lambda: store.read("saves/a/x"),
+        lambda: store.read_into("saves/a/x", 0, target),
+        lambda: store.write("saves/a/z", b"data"),
+        lambda: store.create("commits/1", b"data"),
+        lambda: store.list("saves"),
+        lambda: upload.write_part(0, 0, [memoryview(PARTS[0])], last=False),
+    ]
+    start_s = time.monotonic()
+    with ThreadPoolExecutor(len(calls)) as threads:
+        failures = [job.exception(60) for job in [threads.submit(call) for call in calls]]
+    assert time.monotonic() - start_s < deadline_s + SLACK_S
+    for failure in failures:
+        assert isinstance(failure, StorageError)
+        assert failure.kind == "timeout"
+        assert server.endpoint_url.removeprefix("http://") in str(failure)
+        assert "Timeouts(request=" in str(failure)
+
+
+def test_a_target_stays_as_it_is_after_a_timeout(server: S3Server) -> None:
+    """Once a read was given up, nothing more is written into the caller's memory."""
+    store = plain(server, request_timeout_s=2.0)
+    store.write("saves/a/x", b"data")
+    server.faults([FaultRule(op="get", action="delay", delay_s=2.5)])
+    target = bytearray(4)
+    with pytest.raises(StorageError):
+        store.read_into("saves/a/x", 0, memoryview(target))
+    server.wait_for(lambda requests: requests[-1].status == 206)
+    assert target == bytes(4)
+    # The memory is free again: nobody holds a view of it.
+    target.extend(b"more")
+
+
+def test_an_unreachable_endpoint_is_named() -> None:
+    """A refused connection says where to, proves that nothing was done, and may be retried."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    options = {"key": "k", "secret": SECRET, "endpoint_url": f"http://127.0.0.1:{port}"}
+    store = RemoteStore(Location.of("s3://bkt/run", options), request_timeout_s=20)
+    with pytest.raises(StorageError) as caught:
+        store.write("x", b"data")
+    assert caught.value.kind == "connection"
+    assert caught.value.retryable
+    assert f"127.0.0.1:{port}" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ConnectionRefusedError)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "advice"),
+    [
+        (403, "AccessDenied", "permission", "the right to read, write"),
+        (403, "SignatureDoesNotMatch", "credentials", "Check the credentials"),
+        (403, "InvalidAccessKeyId", "credentials", "Check the credentials"),
+        (403, "RequestTimeTooSkewed", "credentials", "clock"),
+        (404, "NoSuchKey", "not-found", "spelling"),
+        (301, "PermanentRedirect", "other", "region_name"),
+        (501, "NotImplemented", "unsupported", "cannot do that"),
+        (507, "XMinioStorageFull", "no-space", "quota"),
+        (418, "Teapot", "other", "logs"),
+    ],
+)
+def test_a_refusal_is_told_with_what_to_do(
+    server: S3Server, status: int, code: str, kind: str, advice: str
+) -> None:
+    """Kind, object, server code and the next step, on one line, and no retry."""
+    server.faults([FaultRule(op="get", times=0, action="status", status=status, code=code)])
+    with pytest.raises(StorageError) as caught:
+        plain(server).read("saves/a/x")
+    assert (caught.value.kind, caught.value.retryable) == (kind, False)
+    assert "s3://bkt/run/saves/a/x" in str(caught.value)
+    assert code in str(caught.value)
+    assert advice in (caught.value.next_step or "")
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, UnsupportedByStoreError) == (kind == "unsupported")
+
+
+def test_a_missing_bucket_is_not_an_absent_object(server: S3Server) -> None:
+    """Nothing is made of a bucket that is not there, and a reader is not told "not found"."""
+    store = plain(server, "s3://nowhere/run")
+    for call in (
+        lambda: store.read("x"),
+        lambda: store.write("x", b"data"),
+        lambda: store.list(""),
+        lambda: store.create("commits/1", b"data"),
+    ):
+        with pytest.raises(StorageError, match="NoSuchBucket") as caught:
+            call()
+        assert caught.value.kind == "other"
+        assert "never creates one" in str(caught.value)
+
+
+def test_no_error_log_or_pickle_shows_a_credential(
+    server: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither what is raised nor what is logged nor what travels between ranks has them."""
+    caplog.set_level(logging.INFO)
+    store = retrying(server)
+    texts = [repr(store)]
+    errors: list[StorageError] = []
+    for action in ("expired_token", "reset", "status", "truncate"):
+        server.faults([FaultRule(op="get", times=0, action=action)])
+        with pytest.raises(StorageError) as caught:
+            store.read("saves/a/x")
+        errors.append(caught.value)
+    for error in errors:
+        texts += [str(error), repr(error), repr(error.__dict__), repr(pickle.dumps(error))]
+        assert error.__context__ is None
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy), copy.kind) == (type(error), str(error), error.kind)
+    text = "\n".join([*texts, caplog.text])
+    assert SECRET not in text
+    assert KEY not in text
+
+
+_FORK = """
+import os, sys
+from ckpt_storage.store import Location
+from ckpt_storage.store.remote import RemoteStore
+
+endpoint = sys.argv[1]
+options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
+store = RemoteStore(Location.of("s3://bkt/run", options), request_timeout_s=20)
+store.write("parent", b"before")
+child = os.fork()
+if child == 0:
+    store.write("child", store.read("parent"))
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+store.write("parent", b"after")
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_store_goes_on_in_a_child_of_fork(server: S3Server) -> None:
+    """The child builds a client of its own; the parent's goes on as before."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORK]
+    subprocess.run([*command, server.endpoint_url], check=True, timeout=60)
+    assert server.dump() == {"run/child": b"before", "run/parent": b"after"}
+
+
+def test_a_store_is_not_pickled_by_accident(server: S3Server) -> None:
+    """What travels is the location; a client in a pickle would carry sockets and secrets."""
+    with pytest.raises(TypeError, match="open it again"):
+        pickle.dumps(plain(server))

@@ -1,0 +1,270 @@
+"""S3 stores survive faults: throttling, cut connections, lost answers, servers with quirks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from remote_tools import PART_BYTES, PARTS, emptied, ops, plain, retrying, send
+
+from ckpt_storage.errors import IntegrityError, StorageError, UnsupportedByStoreError
+from ckpt_storage.testing.s3server import FaultRule, S3Server
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[S3Server]:
+    """One server for all tests, so that they share clients."""
+    with S3Server() as running:
+        running.create_bucket("bkt")
+        yield running
+
+
+@pytest.fixture
+def server(shared: S3Server) -> S3Server:
+    """The server with an empty bucket, no faults and no memory of requests."""
+    emptied(shared)
+    return shared
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        FaultRule(op="put", times=2, action="status", status=503, code="SlowDown"),
+        FaultRule(op="put", times=2, action="status", status=500, code="InternalError"),
+        FaultRule(op="put", times=2, action="reset"),
+        FaultRule(op="put", times=2, action="reset_body", limit_bytes=10),
+        FaultRule(op="put", times=2, action="lost"),
+    ],
+    ids=lambda rule: f"{rule.action}-{rule.status}",
+)
+def test_a_write_survives_passing_faults(server: S3Server, rule: FaultRule) -> None:
+    """Throttling, server errors, cut connections and lost answers are retried."""
+    server.faults([rule])
+    retrying(server).write("saves/a/x", b"data" * 1000)
+    assert server.dump() == {"run/saves/a/x": b"data" * 1000}
+    assert ops(server)["put"] == 3
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        FaultRule(op="get", times=2, action="status", status=503, code="SlowDown"),
+        FaultRule(op="get", times=2, action="reset"),
+        FaultRule(op="get", times=2, action="lost"),
+        FaultRule(op="get", times=2, action="truncate", limit_bytes=700),
+        FaultRule(op="get", times=2, action="ignore_range"),
+    ],
+    ids=lambda rule: rule.action,
+)
+def test_a_ranged_read_survives_passing_faults(server: S3Server, rule: FaultRule) -> None:
+    """Truncated bodies, too, are read again; an ignored range is cut out of the whole."""
+    store = retrying(server)
+    data = random.Random(1).randbytes(2000)
+    store.write("saves/a/x", data)
+    server.faults([rule])
+    target = bytearray(1000)
+    store.read_into("saves/a/x", 500, memoryview(target), size_bytes=2000)
+    assert bytes(target) == data[500:1500]
+    assert store.read("saves/a/x") == data
+
+
+def test_a_body_that_always_ends_early_is_an_error(server: S3Server) -> None:
+    """Bytes that never came are not made up: the read fails, and says that it may be tried."""
+    store = plain(server)
+    store.write("saves/a/x", bytes(2000))
+    server.faults([FaultRule(op="get", times=0, action="truncate", limit_bytes=100)])
+    with pytest.raises(StorageError) as caught:
+        store.read_into("saves/a/x", 0, memoryview(bytearray(2000)), size_bytes=2000)
+    assert caught.value.kind == "connection"
+    assert caught.value.retryable
+    with pytest.raises(StorageError):
+        store.read("saves/a/x")
+
+
+def test_an_ignored_range_of_a_large_object_is_refused(server: S3Server) -> None:
+    """A server that would send a hundred times what was asked for is not read from."""
+    store = plain(server)
+    store.write("saves/a/x", bytes(8_000_000))
+    server.faults([FaultRule(op="get", times=0, action="ignore_range")])
+    with pytest.raises(UnsupportedByStoreError, match="honours the Range header"):
+        store.read_into("saves/a/x", 7_000_000, memoryview(bytearray(70_000)))
+
+
+def test_a_wrong_length_is_found_without_another_request(server: S3Server) -> None:
+    """The answer to a ranged read tells the object's length, which is compared."""
+    store = plain(server)
+    store.write("saves/a/x", bytes(2000))
+    server.reset_counters()
+    with pytest.raises(IntegrityError):
+        store.read_into("saves/a/x", 0, memoryview(bytearray(10)), size_bytes=2001)
+    assert ops(server) == {"get": 1}
+
+
+@pytest.mark.parametrize("op", ["create_upload", "part", "complete"])
+@pytest.mark.parametrize("action", ["lost", "reset", "status"])
+def test_an_upload_survives_passing_faults(server: S3Server, op: str, action: Any) -> None:
+    """Whichever request of an upload fails or loses its answer, the object is whole."""
+    server.faults([FaultRule(op=op, times=1, action=action)])
+    upload = retrying(server).start_upload("saves/a/x", part_bytes=PART_BYTES)
+    upload.complete(send(upload, PARTS))
+    assert server.dump() == {"run/saves/a/x": b"".join(PARTS)}
+    assert server.stats().open_uploads == 0
+
+
+def test_a_failure_inside_a_success_is_retried(server: S3Server) -> None:
+    """S3 may answer 200 to a completion and tell in the body that it failed."""
+    server.faults([FaultRule(op="complete", action="status", status=200, code="InternalError")])
+    upload = retrying(server).start_upload("saves/a/x", part_bytes=PART_BYTES)
+    upload.complete(send(upload, PARTS))
+    assert server.dump() == {"run/saves/a/x": b"".join(PARTS)}
+
+
+def test_completing_what_another_aborted_is_an_error(server: S3Server) -> None:
+    """An upload that is gone without its object is no success."""
+    store = retrying(server)
+    upload = store.start_upload("saves/a/x", part_bytes=PART_BYTES)
+    total_bytes = send(upload, PARTS)
+    assert store.abort_uploads("saves/a") == 1
+    with pytest.raises(StorageError, match="is gone, and nothing"):
+        upload.complete(total_bytes)
+    assert server.dump() == {}
+
+
+def test_an_object_of_others_is_not_taken_for_ours(server: S3Server) -> None:
+    """After a lost answer, an object of the right length but another write id is no success."""
+    store = plain(server)
+    upload = store.start_upload("saves/a/x", part_bytes=PART_BYTES)
+    total_bytes = send(upload, PARTS)
+    store.abort_uploads("")
+    other = store.start_upload("saves/a/x", part_bytes=PART_BYTES)
+    other.complete(send(other, PARTS))
+    with pytest.raises(StorageError, match="is gone, and nothing"):
+        upload.complete(total_bytes)
+    upload.abort()
+    assert server.dump() == {"run/saves/a/x": b"".join(PARTS)}
+
+
+@pytest.mark.parametrize("op", ["create_upload", "part", "complete"])
+def test_an_upload_given_up_leaves_nothing(server: S3Server, op: str) -> None:
+    """After lost answers and an abort there is neither object nor open upload."""
+    server.faults([FaultRule(op=op, times=0, action="lost")])
+    upload = plain(server).start_upload("saves/a/x", part_bytes=PART_BYTES)
+    with pytest.raises(StorageError):
+        upload.complete(send(upload, PARTS))
+    server.faults([])
+    upload.abort()
+    assert server.dump() == {}
+    assert server.stats().open_uploads == 0
+
+
+def test_a_small_object_that_may_be_there_is_removed_by_abort(server: S3Server) -> None:
+    """A put whose answer was lost has happened; abort takes it back."""
+    upload = plain(server).start_upload("saves/a/x", part_bytes=PART_BYTES)
+    send(upload, [b"small"])
+    # aiohttp sends a request that cannot be answered once more by itself.
+    server.faults([FaultRule(op="put", times=2, action="lost")])
+    with pytest.raises(StorageError):
+        upload.complete(5)
+    assert len(server.dump()) == 1
+    upload.abort()
+    assert server.dump() == {}
+
+
+def test_a_lost_create_is_an_error_and_not_repeated_by_us(server: S3Server) -> None:
+    """The caller reads back who won: the error may come of meeting one's own object."""
+    server.faults([FaultRule(op="put", times=0, action="lost")])
+    with pytest.raises(StorageError) as caught:
+        retrying(server).create("commits/1", b"ours")
+    assert caught.value.kind == "connection"
+    # aiohttp sends a request that cannot be answered once more by itself.
+    assert ops(server)["put"] <= 2
+    server.faults([FaultRule(op="put", action="lost")])
+    with pytest.raises(StorageError) as caught:
+        retrying(server).create("commits/2", b"ours")
+    assert caught.value.kind in {"connection", "exists"}
+    assert retrying(server).read("commits/2") == b"ours"
+    assert retrying(server).read("commits/1") == b"ours"
+
+
+def test_a_throttled_create_is_repeated(server: S3Server) -> None:
+    """A refusal proves that nothing was done."""
+    server.faults(
+        [
+            FaultRule(op="put", action="status", status=503),
+            FaultRule(op="put", action="status", status=409, code="ConditionalRequestConflict"),
+        ]
+    )
+    retrying(server).create("commits/1", b"ours")
+    assert server.dump() == {"run/commits/1": b"ours"}
+
+
+@pytest.mark.parametrize("omit", [False, True])
+def test_a_taken_name_is_told_whatever_the_answer_looks_like(omit: bool) -> None:  # noqa: FBT001  # a parameter
+    """A 412 means "exists", also without the element that says which condition failed."""
+    with S3Server(omit_condition_element=omit) as server:
+        server.create_bucket("bkt")
+        store = plain(server)
+        store.create("commits/1", b"one")
+        with pytest.raises(StorageError) as caught:
+            store.create("commits/1", b"two")
+        assert caught.value.kind == "exists"
+
+
+def test_every_condition_is_sent_in_one_request(server: S3Server) -> None:
+    """A create of any size is one put: parts lose the condition on some servers."""
+    store = plain(server)
+    store.create("commits/1", bytes(12 * 1024 * 1024))
+    store.replace(".metadata", b"a")
+    token = store.read_version(".metadata").token
+    store.replace(".metadata", b"b", if_match=token)
+    assert ops(server) == {"put": 3, "get": 1}
+
+
+def test_saving_asks_for_no_bucket_and_no_listing(server: S3Server) -> None:
+    """Uploads and writes need the rights to put objects only."""
+    store = plain(server)
+    store.prepare(["saves", "commits"])
+    store.write("saves/a/manifest.json", b"{}")
+    for parts in (PARTS, [b"small"]):
+        upload = store.start_upload("saves/a/x", part_bytes=PART_BYTES)
+        upload.complete(send(upload, parts))
+    store.create("commits/1", b"{}")
+    assert ops(server) == {"create_upload": 1, "part": 3, "complete": 1, "put": 3}
+
+
+def test_bulk_deletion_is_left_where_it_is_refused(server: S3Server) -> None:
+    """A server without DeleteObjects is asked once, then objects go one by one."""
+    store = plain(server)
+    names = [f"saves/a/{i}" for i in range(20)]
+    for name in names:
+        store.write(name, b"data")
+    server.reset_counters()
+    server.faults(
+        [FaultRule(op="bulk_delete", times=0, action="status", status=400, code="InvalidRequest")]
+    )
+    store.delete(names[:10])
+    store.delete_folder("saves")
+    assert server.dump() == {}
+    assert ops(server) == {"bulk_delete": 1, "delete": 20, "list": 1}
+
+
+def test_listings_and_uploads_of_many_pages_are_whole() -> None:
+    """Every page is read: of objects, of folders and of open uploads."""
+    with S3Server(list_page_count=3) as server:
+        server.create_bucket("bkt")
+        store = plain(server)
+        names = [f"saves/a/{i}/x" for i in range(10)]
+        for name in names:
+            store.write(name, b"data")
+        uploads = [store.start_upload(f"{name}-up", part_bytes=PART_BYTES) for name in names]
+        for upload in uploads:
+            upload.write_part(0, 0, [memoryview(PARTS[0])], last=False)
+        assert [entry.path for entry in store.list("saves")] == names
+        folders = [entry.path for entry in store.list("saves/a", recursive=False)]
+        assert folders == [f"saves/a/{i}/" for i in range(10)]
+        assert store.abort_uploads("saves") == 10
+        assert server.stats().open_uploads == 0
+        store.delete_folder("saves/a")
+        assert server.dump() == {}

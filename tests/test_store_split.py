@@ -1,0 +1,63 @@
+"""Commit objects on one root, everything else on another (`commit_url=`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, verify
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.split import SplitStore
+from ckpt_storage.testing.store_suite import StoreSuite
+
+
+class TestSplitStore(StoreSuite):
+    """The suite on one folder that is reached in two ways, as a mount and its bucket are."""
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> str:
+        """A folder that is not there yet."""
+        return str(tmp_path / "run")
+
+    @pytest.fixture
+    def store(self, root: str) -> SplitStore:
+        """A store whose two parts lie in the same place."""
+        return SplitStore(LocalStore(root), LocalStore(root))
+
+    @pytest.fixture
+    def other(self, root: str) -> SplitStore:
+        """A second one."""
+        return SplitStore(LocalStore(root), LocalStore(root))
+
+
+def test_each_object_goes_to_its_root(tmp_path: Path) -> None:
+    """Slots, `.metadata` and probes go to the commit root, all else to the data root."""
+    data, commits = LocalStore(str(tmp_path / "data")), LocalStore(str(tmp_path / "commits"))
+    store = SplitStore(data, commits)
+    store.prepare(["commits", "saves/a/ranks"])
+    for path in ("commits/00000001.json", ".metadata", ".ckpt-storage-probe-0"):
+        store.write(path, b"x")
+        assert (tmp_path / "commits" / path).read_bytes() == b"x"
+    store.write("saves/a/manifest.json", b"y")
+    assert (tmp_path / "data/saves/a/manifest.json").read_bytes() == b"y"
+    assert sorted(p.name for p in (tmp_path / "data").iterdir()) == ["saves"]
+    assert {entry.path for entry in store.list("")} == {
+        ".metadata",
+        ".ckpt-storage-probe-0",
+        "commits/00000001.json",
+        "saves/a/manifest.json",
+    }
+
+
+def test_a_save_with_commit_url_is_read_through_the_data_path(tmp_path: Path) -> None:
+    """With `commit_url` naming the same place, readers need to know only the path."""
+    writer = CheckpointStorageWriter(tmp_path / "run", commit_url=f"file://{tmp_path}/run")
+    dcp.save({"a": torch.arange(5)}, checkpoint_id="one", storage_writer=writer, no_dist=True)
+    target = {"a": torch.zeros(5, dtype=torch.int64)}
+    reader = CheckpointStorageReader(tmp_path / "run" / "one")
+    dcp.load(target, storage_reader=reader, no_dist=True)
+    assert torch.equal(target["a"], torch.arange(5))
+    assert verify(tmp_path / "run" / "one").ok
