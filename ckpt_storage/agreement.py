@@ -69,10 +69,13 @@ class Refused:
 
 @dataclass(slots=True)
 class Inbox:
-    """Messages that arrived in one thread; a hello's place is its rank."""
+    """Messages that arrived in one thread: hellos by rank, answers by the nonce they answer.
+
+    Copies of old messages may arrive too, when a planner copies its plans; their nonces differ.
+    """
 
     hellos: dict[int, Hello] = field(default_factory=dict)
-    answer: Granted | Refused | None = None
+    answers: dict[str, Granted | Refused] = field(default_factory=dict)
 
 
 _local = threading.local()
@@ -106,13 +109,13 @@ def _receive_granted(nonce: str, rank: int, world_size: int, fields: tuple[Any, 
         exclusive=exclusive,
     )
     granted = Granted(nonce=nonce, rank=rank, world_size=world_size, grant=grant)
-    inbox().answer = granted
+    inbox().answers[nonce] = granted
     return granted
 
 
 def _receive_refused(nonce: str, error: CheckpointError) -> Refused:
     refused = Refused(nonce=nonce, error=error)
-    inbox().answer = refused
+    inbox().answers[nonce] = refused
     return refused
 
 
@@ -128,7 +131,8 @@ def check_agreement(hellos: Sequence[Hello], *, phase: str) -> None:
                 f"{value!r}: ranks {_spell(ranks)}" for value, ranks in ranks_of.items()
             )
             raise RankMismatchError(
-                f"Ranks disagree on {name}: {listing}. Nothing was written.",
+                f"Ranks disagree on {name}: {listing}. Nothing was "
+                f"{'written' if phase == 'plan' else 'loaded'}.",
                 values=ranks_of,
                 phase=phase,
                 next_step=f"Compute {name} on one rank and broadcast it, then save again."

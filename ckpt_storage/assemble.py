@@ -124,8 +124,9 @@ def assemble(
     """Return the manifest of the whole checkpoint, without `stock`.
 
     Raises `IntegrityError` naming tensor, region and ranks if the chunks do not cover every
-    planned tensor exactly or a planned blob is not there once. A box that several ranks wrote
-    (a planner that does not deduplicate replicas) counts once, for the lowest rank.
+    planned tensor exactly, a planned blob is not there, or something is that was not planned. A
+    box that several ranks wrote (a planner that does not deduplicate replicas) counts once, for
+    the lowest rank.
     """
     boxes: dict[str, dict[Box, int]] = {fqn: {} for fqn in planned.tensors}
     dtypes: dict[str, str] = {}
@@ -133,6 +134,10 @@ def assemble(
     for manifest in manifests:
         for fqn, dtype, box in _items(manifest):
             if box is None:
+                if fqn not in planned.blobs:
+                    raise _incomplete(
+                        f"Rank {manifest.rank} wrote {fqn}, which is not in the plan.", fqn
+                    )
                 blobs.setdefault(fqn, manifest.rank)
                 continue
             if fqn not in boxes:

@@ -6,6 +6,7 @@ the command line and the manager.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from . import commit, integrity, layout
-from .commit import CommitLog
+from . import integrity, layout, publishing, slotlog
 from .errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -28,6 +28,7 @@ from .manifest import Manifest, RankManifest, ShardFile
 from .opening import open_source
 from .options import LOCAL_READ_BYTES, RetryPolicy, Timeouts, TransferOptions
 from .regions import covers_exactly
+from .slotlog import CommitLog
 from .slots import SlotRecord
 from .source import CommittedSource, Place, Source, gone, read_manifest, read_rank_manifest
 from .store import Location, open_store
@@ -37,7 +38,9 @@ from .transfer import Deadline, Fetch, Workers, bounded, run_fetches
 _THREADS = 8
 _LOCAL_THREADS = 2
 _WIDEST = 64 * 1024
-_NUMBER = re.compile(r"(\d+)")
+log = logging.getLogger("ckpt_storage")
+
+_NUMBER = re.compile(r"([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,9 @@ def list_checkpoints(
     numbers (`step-900` before `step-1000`); saves of equal names cannot be. A root that is not
     there holds none. Any rank; not collective.
 
+    A folder that may not be read, or whose commit records are damaged or of a newer format, is left
+    out with a warning in the log; `verify` says what is wrong with it.
+
     Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
     """
     location = Location.of(root_url, storage_options)
@@ -118,9 +124,15 @@ def list_checkpoints(
     found: dict[str, CheckpointInfo | None] = {}
 
     def look(name: str) -> None:
-        child = location.join(name)
+        child = location.child(name)
         store = bounded(open_store(child, timeouts=timeouts, retry=retry), deadline)
-        found[name] = _info(store, child, name)
+        try:
+            found[name] = _info(store, child, name)
+        except CheckpointError as error:
+            if isinstance(error, StorageError) and error.kind != "permission":
+                raise
+            # One odd folder must not hide all others from a job that wants to resume.
+            log.warning("%s is left out of the list: %s", child.url, error)
 
     if names:
         count = min(_THREADS, len(names))
@@ -128,17 +140,19 @@ def list_checkpoints(
             for name in names:
                 workers.submit(partial(look, name))
             workers.drain()
-    return [info for name in names if (info := found[name]) is not None]
+    return [info for name in names if (info := found.get(name)) is not None]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
     return [
-        (int(part), "") if part.isdigit() else (-1, part) for part in _NUMBER.split(name) if part
+        (int(part), "") if part[0] in "0123456789" else (-1, part)
+        for part in _NUMBER.split(name)
+        if part
     ]
 
 
 def _info(store: Store, location: Location, name: str) -> CheckpointInfo | None:
-    found: CommitLog = commit.read_log(store)
+    found: CommitLog = slotlog.read_log(store)
     head = found.head
     if head is not None:
         return CheckpointInfo(
@@ -149,7 +163,7 @@ def _info(store: Store, location: Location, name: str) -> CheckpointInfo | None:
             slot=head.slot,
             created_at=head.created_at,
         )
-    if found.last is None and commit.is_there(store, layout.STOCK_METADATA):
+    if found.last is None and slotlog.is_there(store, layout.STOCK_METADATA):
         return CheckpointInfo(url=location.url, name=name, format="dcp")
     return None
 
@@ -222,7 +236,7 @@ class _Verification:
     def run(self) -> None:
         """Check whatever is there. Raises what opening raises if there is nothing to check."""
         try:
-            found = commit.read_log(self.store)
+            found = slotlog.read_log(self.store)
             if found.head is not None:
                 self.committed(found.head)
             else:
@@ -256,7 +270,6 @@ class _Verification:
         self.format, self.save_id = "ckpt_storage", head.save_id
         manifest = read_manifest(self.store, head)
         self.file_count += 1
-        self._check_stock(head, manifest)
         self._check_markers(manifest.save_id)
         self._check_coverage(head, manifest)
         sound = True
@@ -278,6 +291,8 @@ class _Verification:
         if sound:
             source = CommittedSource(self.store, head, manifest, self.deadline, self.options)
             self._check_places(source)
+        # Last, because a saver that committed a moment ago is about to publish.
+        self._check_stock(head, manifest)
 
     def _note_or_raise(
         self, error: CheckpointError, rank: int | None = None, path: str | None = None
@@ -294,14 +309,14 @@ class _Verification:
         self.file_count += 2
         try:
             copy = self.store.read(manifest.stock.path)
-            commit.check_document(copy, manifest.stock)
+            slotlog.check_document(copy, manifest.stock)
         except CheckpointError as error:
             self._note_or_raise(error, path=manifest.stock.path)
             return
-        current = commit.read_if_there(self.store, layout.STOCK_METADATA)
-        named = commit.split_footer(current.data)[1] if current else None
-        pickled = commit.split_footer(copy)[0]
-        expected = commit.with_footer(pickled, slot=head.slot, save_id=manifest.save_id)
+        current = slotlog.read_if_there(self.store, layout.STOCK_METADATA)
+        named = publishing.split_footer(current.data)[1] if current else None
+        pickled = publishing.split_footer(copy)[0]
+        expected = publishing.with_footer(pickled, slot=head.slot, save_id=manifest.save_id)
         if current is None:
             what = ".metadata is missing; torch's own readers find no checkpoint."
             step = "Load it once with the right to write, or save again: either publishes it."
@@ -319,9 +334,9 @@ class _Verification:
         )
 
     def _check_markers(self, save_id: str) -> None:
-        for path in commit.markers_of(save_id):
+        for path in layout.markers_of(save_id):
             try:
-                found = commit.read_if_there(self.store, path)
+                found = slotlog.read_if_there(self.store, path)
                 if found is not None:
                     self.file_count += 1
                     integrity.unseal(found.data, path=path)
@@ -457,7 +472,13 @@ class _Verification:
         for path, place in ends.items():
             self.file_count += 1
             needed = place.start + place.size_bytes
-            size_bytes = self.store.stat(path).size_bytes
+            try:
+                size_bytes = self.store.stat(path).size_bytes
+            except StorageError as error:
+                if error.kind != "not-found":
+                    raise
+                self.note(_missing_of(source, place))
+                continue
             if size_bytes < needed:
                 self.note(
                     IntegrityError(
@@ -468,6 +489,13 @@ class _Verification:
                         next_step="Restore the file from a copy, or load another checkpoint.",
                     )
                 )
+
+
+def _missing_of(source: Source, place: Place) -> CheckpointError:
+    error = source.explain_missing(place)
+    if not isinstance(error, CheckpointError):  # pragma: no cover  # sources return ours
+        raise error
+    return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

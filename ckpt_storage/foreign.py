@@ -84,6 +84,10 @@ class StockSource:
         self.blobs = self.metadata.blobs
         self.planner_data = self.metadata.paths
 
+    def renew(self, store: Store, deadline: Deadline) -> None:
+        """Take over the store and deadline of the step that begins."""
+        self.store, self.deadline = store, deadline
+
     def _item_place(self, key: Key) -> Place:
         fqn, offsets = key
         item = self.metadata.items.get(key)
@@ -201,6 +205,11 @@ class SafetensorsSource:
 
     def require(self, chunks: Iterable[Key]) -> None:
         """Nothing to fetch: the headers said it all."""
+
+    def renew(self, store: Store, deadline: Deadline) -> None:
+        """Take over the store of the step that begins."""
+        del deadline
+        self.store = store
 
     def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
         """Return where a chunk or blob lies."""

@@ -19,6 +19,7 @@ PROBE_PREFIX = ".ckpt-storage-probe-"
 
 _SAVE_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
 _SLOT = re.compile(r"commits/([0-9]{8,})\.json")
+_PUBLISHING = re.compile(r"saves/[^/]+/publishing-[0-9a-f]{16}\.json")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
 
@@ -67,6 +68,26 @@ def stock_copy_path(save_id: str) -> str:
 def published_path(save_id: str) -> str:
     """Return the path of the marker that says `.metadata` of this attempt was published."""
     return f"{SAVES}/{save_id}/published.json"
+
+
+def begun_path(save_id: str) -> str:
+    """Return the path of the file that shows that an attempt began, and when."""
+    return f"{save_folder(save_id)}/begun.json"
+
+
+def publishing_path(save_id: str) -> str:
+    """Return a new path for the note of one who publishes the attempt of another."""
+    return f"{save_folder(save_id)}/publishing-{os.urandom(8).hex()}.json"
+
+
+def is_publishing_path(path: str) -> bool:
+    """Return whether `path` is that of such a note."""
+    return _PUBLISHING.fullmatch(path) is not None
+
+
+def markers_of(save_id: str) -> list[str]:
+    """Return the paths of the sealed documents that an attempt has and no document names."""
+    return [begun_path(save_id), published_path(save_id)]
 
 
 def ranks_folder(save_id: str) -> str:

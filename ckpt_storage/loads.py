@@ -10,7 +10,7 @@ import dataclasses
 import io
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
@@ -34,7 +34,8 @@ class LoadJob:
         self._places: dict[str, list[Place]] = {}
         self._tensors: list[tuple[ReadItem, torch.Tensor]] = []
         self._blobs: list[tuple[ReadItem, bytearray, Place]] = []
-        self._wholes: list[tuple[ReadItem, torch.Tensor, bytearray, Place]] = []
+        self._wholes: dict[tuple[str, int], tuple[Place, list[tuple[ReadItem, torch.Tensor]]]] = {}
+        self._sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
 
     def plan(self, items: Sequence[ReadItem]) -> None:
         """Turn read items into requests; resolves every target, reads no payload."""
@@ -58,13 +59,41 @@ class LoadJob:
                     phase="load",
                     next_step="Check the load planner's resolve_tensor.",
                 )
+            if target.is_meta:
+                raise InvalidInputError(
+                    f"The target of {fqn} is on the meta device and can hold nothing.",
+                    phase="load",
+                    next_step="Materialise it first, by to_empty() say.",
+                )
+            self._tensors.append((item, target))
             if place.container == "torch_zip":
-                buffer = bytearray(place.size_bytes)
-                self._wholes.append((item, target, buffer, place))
-                self.requests.append(bytes_request(place, buffer))
+                key = (place.path, place.start)
+                self._wholes.setdefault(key, (place, []))[1].append((item, target))
             else:
-                self._tensors.append((item, target))
                 self._region(item, target, place)
+        # Our copies to a GPU are not on the caller's stream: let what is queued there end first.
+        for device in {target.device for _, target in self._tensors if target.is_cuda}:
+            torch.cuda.synchronize(device)
+
+    def wholes(self) -> Iterator[Request]:
+        """Yield, one at a time, the requests for items that only torch itself can read.
+
+        Each must have been read when the next is asked for; so one item is in memory at a time.
+        """
+        for place, users in self._wholes.values():
+            buffer = bytearray(place.size_bytes)
+            yield bytes_request(place, buffer)
+            whole = load_whole(buffer, place)
+            for item, target in users:
+                sizes = self._chunk_sizes(item)
+                if tuple(whole.shape) != sizes:
+                    raise _contradiction(place, f"shape {list(whole.shape)}", sizes)
+                tensor = whole
+                for dim, (start, size) in enumerate(
+                    zip(item.storage_offsets, item.lengths, strict=True)
+                ):
+                    tensor = tensor.narrow(dim, start, size)
+                target.copy_(tensor)
 
     def _region(self, item: ReadItem, target: torch.Tensor, place: Place) -> None:
         dtype_name = self._source.tensors[item.storage_index.fqn].dtype
@@ -85,9 +114,12 @@ class LoadJob:
         )
 
     def _chunk_sizes(self, item: ReadItem) -> tuple[int, ...]:
-        info = self._source.tensors[item.storage_index.fqn]
+        fqn = item.storage_index.fqn
+        info = self._source.tensors[fqn]
+        if fqn not in self._sizes:
+            self._sizes[fqn] = {box.offsets: box.sizes for box in reversed(info.boxes)}
         offsets = _offsets_of(item) or ()
-        sizes = next((box.sizes for box in info.boxes if box.offsets == offsets), None)
+        sizes = self._sizes[fqn].get(offsets)
         if sizes is None:  # pragma: no cover  # place() found the chunk by the same offsets
             raise FormatError(f"{info.fqn} has no chunk at {offsets}.", next_step="Load again.")
         return sizes
@@ -126,17 +158,6 @@ class LoadJob:
         if not unsafe_pickle:
             for _, buffer, place in self._blobs:
                 scan_blob(buffer, place)
-        for item, target, buffer, place in self._wholes:
-            tensor = load_whole(buffer, place)
-            if tuple(tensor.shape) != self._chunk_sizes(item):
-                found = f"the shape {list(tensor.shape)}"
-                raise _contradiction(place, found, self._chunk_sizes(item))
-            for dim, (start, size) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
-                tensor = tensor.narrow(dim, start, size)
-            target.copy_(tensor)
-            self._planner.commit_tensor(item, target)
         for item, target in self._tensors:
             self._planner.commit_tensor(item, target)
         for item, buffer, _ in self._blobs:

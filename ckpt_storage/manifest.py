@@ -19,6 +19,7 @@ from typing import Any
 from . import integrity, layout
 from .documents import FileRef, Getter, are_counts, ref_from_json
 from .errors import FormatError
+from .options import MIN_BLOCK_BYTES
 from .regions import Box, Grid
 from .tensorfile import DTYPES
 
@@ -284,7 +285,7 @@ def _file_from_json(
     ref = ref_from_json(value, where)
     get = Getter(value, where)
     block_bytes = get.count("block_bytes")
-    if block_bytes < 1:
+    if block_bytes < MIN_BLOCK_BYTES or block_bytes % 64:
         get.fail(f"says that blocks of {ref.path} have {block_bytes} bytes")
     columns = Getter(get.body.get("items"), where)
     fqn = columns.counts("fqn")

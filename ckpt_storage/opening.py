@@ -6,8 +6,7 @@ Knows the order in which to look and what to say when there is nothing to load. 
 
 from __future__ import annotations
 
-from . import commit, layout
-from .commit import CommitLog
+from . import layout, publishing, slotlog
 from .errors import (
     CheckpointGoneError,
     CheckpointInProgressError,
@@ -17,6 +16,7 @@ from .errors import (
 )
 from .foreign import is_rank_local, open_safetensors, open_stock
 from .options import TransferOptions
+from .slotlog import CommitLog
 from .source import CommittedSource, Source, read_manifest
 from .store.base import Store
 from .transfer import Deadline
@@ -29,14 +29,14 @@ def open_source(store: Store, *, deadline: Deadline, options: TransferOptions) -
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
     `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
     """
-    found = commit.read_log(store)
+    found = slotlog.read_log(store)
     if found.head is not None:
         manifest = read_manifest(store, found.head)
         return CommittedSource(store, found.head, manifest, deadline, options)
     if found.last is None:
-        current = commit.read_if_there(store, layout.STOCK_METADATA)
+        current = slotlog.read_if_there(store, layout.STOCK_METADATA)
         if current is not None:
-            named = commit.split_footer(current.data)[1]
+            named = publishing.split_footer(current.data)[1]
             if named is not None:
                 raise FormatError(
                     f"{store.url} has .metadata of save {named.save_id} but no commits/ folder.",

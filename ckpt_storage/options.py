@@ -22,6 +22,8 @@ DEFAULT_TIMEOUT_S = 3600.0
 DEFAULT_BLOCK_BYTES = 64 * KIB
 """Unit of CRC: a ranged read is rounded out to it. 64 KiB costs 4 bytes per block."""
 
+MIN_BLOCK_BYTES = KIB
+
 DEFAULT_PART_BYTES = 16 * MIB
 """Unit of upload and of one ranged read. S3 wants 5 MiB at least, 10,000 parts at most."""
 
@@ -125,11 +127,16 @@ class TransferOptions:
     memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
 
     def __post_init__(self) -> None:
+        for name in ("thread_count", "part_bytes", "block_bytes", "memory_limit_bytes"):
+            if type(getattr(self, name)) is not int:
+                raise InvalidInputError(
+                    f"{name} is {getattr(self, name)!r}.", next_step="Give an integer."
+                )
         if self.thread_count < 1:
             raise InvalidInputError(
                 f"thread_count is {self.thread_count}.", next_step="Give 1 or more."
             )
-        if self.block_bytes < KIB or self.block_bytes % 64:
+        if self.block_bytes < MIN_BLOCK_BYTES or self.block_bytes % 64:
             raise InvalidInputError(
                 f"block_bytes is {self.block_bytes}.",
                 next_step="Give a multiple of 64, 1 KiB or more.",
@@ -162,13 +169,13 @@ class TransferOptions:
         A network round trip is paid for by more requests at a time and larger ones. The default
         part is never larger than the memory that the user allows.
         """
-        memory = memory_limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES
-        default_part = DEFAULT_PART_BYTES if is_remote else local_part_bytes
-        return cls(
-            thread_count=thread_count or (REMOTE_THREADS if is_remote else local_threads),
-            part_bytes=part_bytes or min(default_part, max(memory // 2, DEFAULT_BLOCK_BYTES)),
-            memory_limit_bytes=memory,
-        )
+        memory = DEFAULT_MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
+        if thread_count is None:
+            thread_count = REMOTE_THREADS if is_remote else local_threads
+        if part_bytes is None:
+            part_bytes = DEFAULT_PART_BYTES if is_remote else local_part_bytes
+            part_bytes = int(min(part_bytes, max(memory // 2, DEFAULT_BLOCK_BYTES)))
+        return cls(thread_count=thread_count, part_bytes=part_bytes, memory_limit_bytes=memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

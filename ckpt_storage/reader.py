@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from . import agreement, commit
+from . import agreement, publishing
 from .agreement import Hello
 from .dcpborder import at_dcp_border
 from .errors import (
@@ -69,7 +69,7 @@ class CheckpointStorageReader(StorageReader):
             passed to `dcp.load`: that is joined to it; an absolute path or full URL replaces it.
         storage_options: passed to the fsspec file system (pandas' and Dask's word).
         verify: check every byte read against its checksum (checkpoints of ours have them).
-        thread_count: parallel reads per rank; default 4 on local disks, 8 elsewhere.
+        thread_count: parallel reads per rank; default 1 on local disks, 8 elsewhere.
         memory_limit_bytes: ceiling of buffers per rank.
         engine: data plane, see the guide.
         shared_reads: "auto" or "never"; in this release every rank reads for itself either way.
@@ -220,9 +220,10 @@ class CheckpointStorageReader(StorageReader):
         self._rank = kwargs.get("rank") or 0
         source = self._opened()
         if is_coordinator and source.save_id is not None and self._store is not None:
+            deadline = Deadline("plan", self._timeouts.plan)
             try:
-                commit.roll_forward(self._store, source.save_id)
-            except StorageError as error:
+                publishing.roll_forward(bounded(self._store, deadline), source.save_id)
+            except CheckpointError as error:
                 # A reader may lack the right to write; the next saver publishes.
                 log.debug("%s: .metadata was not brought up to date: %s", self._store.url, error)
 
@@ -230,20 +231,22 @@ class CheckpointStorageReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Attach what this rank is about to read; all ranks."""
         agreement.clear_inbox()
+        return dataclasses.replace(plan, storage_data=self._hello())
+
+    def _hello(self) -> Hello:
         source = self._opened()
         terms = {
             "the checkpoint's URL": self._location.normalised,
             "the save to read": f"{source.format} {source.save_id}",
         }
-        hello = Hello(nonce="", rank=self._rank, host=socket.gethostname(), terms=terms)
-        return dataclasses.replace(plan, storage_data=hello)
+        return Hello(nonce="", rank=self._rank, host=socket.gethostname(), terms=terms)
 
     @at_dcp_border
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise `RankMismatchError` unless all ranks read one save; coordinator only."""
-        hellos = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Hello)]
-        if hellos:
-            agreement.check_agreement(hellos, phase="load")
+        # Taken from the inbox: a planner need not keep what the plans carry.
+        hellos = {**agreement.inbox().hellos, self._rank: self._hello()}
+        agreement.check_agreement([hellos[rank] for rank in sorted(hellos)], phase="load")
         return plans
 
     @at_dcp_border
@@ -260,7 +263,23 @@ class CheckpointStorageReader(StorageReader):
         deadline = Deadline("load", self._timeouts.load)
         store = bounded(store, deadline)
         options = self._transfer_options(is_remote=store.capabilities.is_remote)
+        source.renew(store, deadline)
         load = LoadJob(source, planner, verify=self._verify)
+        with deadline.governs(f"Loading from {store.url}", rank=self._rank):
+            self._read(load, plan, store, options, deadline)
+        load.commit(unsafe_pickle=self._unsafe_pickle)
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    def _read(
+        self,
+        load: LoadJob,
+        plan: LoadPlan,
+        store: Store,
+        options: TransferOptions,
+        deadline: Deadline,
+    ) -> None:
         load.plan(plan.items)
         fetches = plan_reads(load.requests, part_bytes=options.part_bytes)
         with reporting(
@@ -268,23 +287,18 @@ class CheckpointStorageReader(StorageReader):
             phase="load",
             rank=self._rank,
             total_bytes=sum(fetch.stop - fetch.start for fetch in fetches),
-            save_id=source.save_id,
+            save_id=self._opened().save_id,
             with_bar=self._is_coordinator,
         ) as on_bytes:
             try:
-                run_fetches(
-                    store,
-                    fetches,
-                    options=options,
-                    deadline=deadline,
-                    on_bytes=on_bytes,
-                )
+                run_fetches(store, fetches, options=options, deadline=deadline, on_bytes=on_bytes)
+                for request in load.wholes():
+                    fetches = plan_reads([request], part_bytes=options.part_bytes)
+                    run_fetches(
+                        store, fetches, options=options, deadline=deadline, on_bytes=on_bytes
+                    )
             except (StorageError, IntegrityError) as error:
                 raise load.explain(error) from error
-        load.commit(unsafe_pickle=self._unsafe_pickle)
-        future: torch.futures.Future[None] = torch.futures.Future()
-        future.set_result(None)
-        return future
 
 
 def _tensor_metadata(info: TensorInfo) -> TensorStorageMetadata:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
 
-from . import commit, integrity, layout
+from . import integrity, layout, slotlog
 from .documents import FileRef
 from .errors import (
     CheckpointError,
@@ -118,6 +118,9 @@ class Source(Protocol):
     def require(self, chunks: Iterable[tuple[str, tuple[int, ...] | None]]) -> None:
         """Fetch what `place` needs for these chunks (FQN, offsets; None for a blob) in one go."""
 
+    def renew(self, store: Store, deadline: Deadline) -> None:
+        """Take over the store and deadline of the step that begins."""
+
     def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
         """Return where a chunk (or, with None, a blob) lies. `require` was called for it."""
 
@@ -203,6 +206,10 @@ class CommittedSource:
                 for rank in sorted(needed):
                     workers.submit(partial(self._fetch, rank))
                 workers.drain()
+
+    def renew(self, store: Store, deadline: Deadline) -> None:
+        """Take over the store and deadline of the step that begins."""
+        self.store, self.deadline = store, deadline
 
     def _fetch(self, rank: int) -> None:
         self.rank_manifest(rank)
@@ -310,7 +317,7 @@ def gone(store: Store, save_id: str, path: str) -> CheckpointGoneError | None:
 
     `path` is the file that was not found.
     """
-    head = commit.read_log(store).head
+    head = slotlog.read_log(store).head
     if head is not None and head.save_id == save_id:
         return None
     now = "it was deleted" if head is None else f"save {head.save_id} replaced it"
@@ -339,7 +346,7 @@ def read_document(store: Store, reference: FileRef, *, save_id: str) -> bytes:
             offset=0,
             next_step=_RESTORE,
         ) from error
-    commit.check_document(data, reference)
+    slotlog.check_document(data, reference)
     return data
 
 

@@ -11,19 +11,24 @@ import queue
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Self
 
 from . import integrity
-from .errors import CheckpointError, PhaseTimeoutError
+from .errors import CheckpointError, InvalidInputError, PhaseTimeoutError, StorageError
 from .manifest import ItemTable, ShardFile
 from .options import Phase, TransferOptions
 from .store.base import Capabilities, Store, Upload
 
 _GRACE_S = 10.0
+_READ_GRACE_S = 330.0
+
+# A request that was cut by a phase's deadline ends within this of it.
+_CUT_S = 0.05
 _MAX_UPLOAD_PARTS = 9_000
 """Below S3's 10,000, so that a plan whose sizes were estimated still fits."""
 
@@ -55,6 +60,24 @@ class Deadline:
         if self._clock() >= self._at:
             raise self.error(what)
 
+    @contextmanager
+    def governs(self, what: str, *, rank: int | None = None) -> Iterator[None]:
+        """Give errors inside their rank and phase; one caused by this deadline becomes its own."""
+        try:
+            yield
+        except CheckpointError as error:
+            if (
+                isinstance(error, StorageError)
+                and error.kind == "timeout"
+                and self.remaining_s() < _CUT_S
+            ):
+                late = self.error(what)
+                late.rank, late.path = rank, error.path
+                raise late from error
+            error.rank = rank if error.rank is None else error.rank
+            error.phase = error.phase or self.phase
+            raise
+
     def error(self, what: str) -> PhaseTimeoutError:
         """Return the error that says `what` did not end in time."""
         return PhaseTimeoutError(
@@ -74,10 +97,17 @@ class Workers:
     """
 
     def __init__(
-        self, count: int, *, name: str, deadline: Deadline, limit: int | None = None
+        self,
+        count: int,
+        *,
+        name: str,
+        deadline: Deadline,
+        limit: int | None = None,
+        grace_s: float = _GRACE_S,
     ) -> None:
         self._deadline = deadline
         self._name = name
+        self._grace_s = grace_s
         self._limit = limit or 2 * count
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -138,24 +168,45 @@ class Workers:
         self._cancelled = True
         for _ in self._threads:
             self._jobs.put(None)
-        end = time.monotonic() + _GRACE_S
+        end = time.monotonic() + max(1.0, min(self._grace_s, self._deadline.remaining_s()))
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
+        stuck = [thread.name for thread in self._threads if thread.is_alive()]
+        if stuck and error is not None:
+            error.add_note(
+                f"{', '.join(stuck)} still runs: memory that was being filled or sent must not "
+                "be used again."
+            )
 
 
-def bounded(store: Store, deadline: Deadline) -> Store:
-    """Return `store` with every operation, retries included, ending by `deadline`."""
+def bounded(store: Store, deadline: Deadline, cancelled: Callable[[], bool] | None = None) -> Store:
+    """Return `store` with every operation, retries included, ending by `deadline`.
+
+    Once `cancelled` returns True no request is begun any more.
+    """
     narrow = getattr(store, "with_deadline", None)
-    return store if narrow is None else narrow(deadline.at_monotonic_s)
+    return store if narrow is None else narrow(deadline.at_monotonic_s, cancelled)
 
 
 def part_bytes_for(capabilities: Capabilities, options: TransferOptions, planned_bytes: int) -> int:
-    """Return the part size for a file of about `planned_bytes`, legal for the store."""
+    """Return the part size for a file of about `planned_bytes`, legal for the store.
+
+    Raises `InvalidInputError` if the memory limit does not allow it.
+    """
     size = max(options.part_bytes, capabilities.min_part_bytes)
+    limit = options.memory_limit_bytes
     if capabilities.max_part_count is not None:
         size = max(size, -(-planned_bytes // min(_MAX_UPLOAD_PARTS, capabilities.max_part_count)))
     multiple = capabilities.part_multiple_bytes
-    return -(-size // multiple) * multiple
+    size = -(-size // multiple) * multiple
+    # A store may join the views of a part, so a part counts twice.
+    if capabilities.is_remote and 2 * size > limit:
+        raise InvalidInputError(
+            f"A file of {planned_bytes} bytes needs parts of {size} bytes on this storage, two of "
+            f"them in memory; memory_limit_bytes is {limit}.",
+            next_step=f"Raise memory_limit_bytes to {2 * size} or more.",
+        )
+    return size
 
 
 class ShardFileWriter:
@@ -367,8 +418,9 @@ class Fetch:
 class _Arrivals:
     """Hands the bytes of one read to its check as they arrive, each once an attempt."""
 
-    def __init__(self, fetch: Fetch, view: memoryview) -> None:
+    def __init__(self, fetch: Fetch, view: memoryview, given_up: threading.Event) -> None:
         self._fetch = fetch
+        self._given_up = given_up
         self._view = view
         self._seen = 0
         self._checked = 0
@@ -386,6 +438,8 @@ class _Arrivals:
         self._check(len(self._view))
 
     def _check(self, stop: int) -> None:
+        if self._given_up.is_set():
+            raise CheckpointError(f"The read of {self._fetch.path} was given up.")
         start = self._checked
         if start < stop and self._fetch.check is not None:
             self._fetch.check(self._view[start:stop], start)
@@ -407,7 +461,8 @@ def run_fetches(
     """
     if not fetches:
         return
-    store = bounded(store, deadline)
+    given_up = threading.Event()
+    store = bounded(store, deadline, given_up.is_set)
     largest = max((f.stop - f.start for f in fetches if f.target is None), default=0)
     affordable = options.memory_limit_bytes // max(1, largest)
     count = max(1, min(options.thread_count, len(fetches), affordable))
@@ -422,23 +477,42 @@ def run_fetches(
             if buffer is None:
                 buffer = scratch.buffer = memoryview(bytearray(largest))
             view = buffer[:length]
-        arrivals = _Arrivals(fetch, view) if fetch.check else None
-        arrived = arrivals.arrived if arrivals else None
+        arrivals = _Arrivals(fetch, view, given_up)
         if length:
             store.read_into(
-                fetch.path, fetch.start, view, size_bytes=fetch.size_bytes, arrived=arrived
+                fetch.path,
+                fetch.start,
+                view,
+                size_bytes=fetch.size_bytes,
+                arrived=arrivals.arrived if fetch.target is not None else None,
             )
-        if arrivals is not None:
-            arrivals.finish()
+        arrivals.finish()
         fetch.done(view)
         on_bytes(length)
 
-    if count == 1:
-        for fetch in fetches:
-            deadline.check(f"Reading {fetch.path}")
-            run(fetch)
-        return
-    with Workers(count, name=f"read from {store.url}", deadline=deadline) as workers:
-        for fetch in fetches:
-            workers.submit(partial(run, fetch))
-        workers.drain()
+    try:
+        if count == 1:
+            for fetch in fetches:
+                deadline.check(f"Reading {fetch.path}")
+                run(fetch)
+            return
+        # A read that still runs after a failure would write into targets that the caller may
+        # fill from elsewhere by then: wait for it, as long as one request may take.
+        workers = Workers(
+            count, name=f"read from {store.url}", deadline=deadline, grace_s=_READ_GRACE_S
+        )
+        with workers, _setting(given_up):
+            for fetch in fetches:
+                workers.submit(partial(run, fetch))
+            workers.drain()
+    finally:
+        given_up.set()
+
+
+@contextmanager
+def _setting(given_up: threading.Event) -> Iterator[None]:
+    """Set the event when the block is left, before what is around it waits."""
+    try:
+        yield
+    finally:
+        given_up.set()

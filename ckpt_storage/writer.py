@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from . import agreement, commit, integrity, layout
+from . import agreement, cleaning, commit, integrity, layout, publishing
 from .agreement import Granted, Hello, Refused
 from .assemble import RankReport, assemble, check_files, check_reports, read_report
 from .dcpborder import at_dcp_border
@@ -42,7 +42,7 @@ from .options import (
 from .shards import ShardJob, write_shards
 from .slots import SlotRecord
 from .stockwrite import planned_of, stock_metadata
-from .store import Location, open_store
+from .store import Location, endpoint_of, open_store
 from .store.base import Store
 from .store.probe import probe_exclusive_create
 from .transfer import Deadline, bounded
@@ -168,7 +168,14 @@ class CheckpointStorageWriter(StorageWriter):
         return self._base.join(getattr(self._threads, "pending", None)).url
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what planners may know of the target."""
+        """Return what planners may know of the target; DCP asks once before each save."""
+        if getattr(self._threads, "asked", False):
+            # The save that `reset` announced failed before it reached us.
+            self._threads.pending = None
+        self._threads.asked = True
+        return self._storage_meta()
+
+    def _storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     @at_dcp_border
@@ -176,6 +183,7 @@ class CheckpointStorageWriter(StorageWriter):
         """Aim the calling thread's next save at `checkpoint_id`; DCP calls it on all ranks."""
         self._threads.save = None
         self._base.join(checkpoint_id)  # refuses what cannot be joined
+        self._threads.asked = False
         self._threads.pending = checkpoint_id
 
     @at_dcp_border
@@ -198,6 +206,7 @@ class CheckpointStorageWriter(StorageWriter):
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         checkpoint_id = getattr(self._threads, "pending", None)
         self._threads.pending = None
+        self._threads.asked = False
         self._threads.save = _Save(
             location=self._base.join(checkpoint_id),
             checkpoint_id=checkpoint_id,
@@ -220,6 +229,7 @@ class CheckpointStorageWriter(StorageWriter):
             "the checkpoint's URL": save.location.normalised,
             "overwrite": str(self._overwrite),
             "sync_files": str(self._sync_files),
+            "the storage's endpoint": endpoint_of(save.location),
             "commit_url": self._commit_base.normalised if self._commit_base else "None",
             "the version of ckpt_storage": __version__,
         }
@@ -257,6 +267,10 @@ class CheckpointStorageWriter(StorageWriter):
         self._check_world(len(hellos))
         agreement.check_agreement(hellos, phase="plan")
         deadline = Deadline("plan", self._timeouts.plan)
+        with deadline.governs(f"Beginning a save to {save.location.url}", rank=save.rank):
+            return self._begin(save, hellos, deadline)
+
+    def _begin(self, save: _Save, hellos: Sequence[Hello], deadline: Deadline) -> commit.Grant:
         store = bounded(self._store(save), deadline)
         if len(hellos) > 1 and not store.capabilities.shared:
             raise InvalidInputError(
@@ -329,8 +343,8 @@ class CheckpointStorageWriter(StorageWriter):
         return save.store
 
     def _granted(self, save: _Save) -> Granted:
-        answer = save.answer or agreement.inbox().answer
-        if answer is None or answer.nonce != save.nonce:
+        answer = save.answer or agreement.inbox().answers.get(save.nonce)
+        if answer is None:
             raise InvalidInputError(
                 f"Rank {save.rank} got no save id for this save; it writes nothing.",
                 rank=save.rank,
@@ -357,7 +371,7 @@ class CheckpointStorageWriter(StorageWriter):
         granted = self._granted(save)
         deadline = Deadline("write", self._timeouts.write)
         store = bounded(self._store(save), deadline)
-        try:
+        with deadline.governs(f"Writing to {store.url}", rank=save.rank):
             manifest = write_shards(
                 store,
                 plan,
@@ -375,10 +389,6 @@ class CheckpointStorageWriter(StorageWriter):
             document = integrity.seal(manifest.to_body())
             path = layout.rank_manifest_path(manifest.save_id, save.rank)
             store.write(path, document)
-        except CheckpointError as error:
-            error.rank = save.rank if error.rank is None else error.rank
-            error.phase = error.phase or "write"
-            raise
         report = RankReport.of(save.rank, path, document)
         result = WriteResult(
             index=MetadataIndex(f"ckpt_storage.rank.{save.rank}"),
@@ -402,6 +412,18 @@ class CheckpointStorageWriter(StorageWriter):
         save = self._save()
         granted = self._granted(save)
         deadline = Deadline("commit", self._timeouts.commit)
+        with deadline.governs(f"Committing to {save.location.url}", rank=save.rank):
+            self._commit(save, granted, deadline, metadata, results)
+        self._threads.save = None
+
+    def _commit(
+        self,
+        save: _Save,
+        granted: Granted,
+        deadline: Deadline,
+        metadata: Metadata,
+        results: list[list[WriteResult]],
+    ) -> None:
         store = bounded(self._store(save), deadline)
         reports = [read_report(result) for result in results]
         save_id = granted.grant.save_id
@@ -410,8 +432,8 @@ class CheckpointStorageWriter(StorageWriter):
         planned = planned_of(metadata)
         manifest = assemble(manifests, whole, planned)
         check_files(store, manifest)
-        stock_bytes = commit.with_footer(
-            stock_metadata(metadata, manifests, manifest, self.storage_meta()),
+        stock_bytes = publishing.with_footer(
+            stock_metadata(metadata, manifests, manifest, self._storage_meta()),
             slot=granted.grant.last_slot + 1,
             save_id=save_id,
         )
@@ -433,7 +455,6 @@ class CheckpointStorageWriter(StorageWriter):
         )
         log.info("save %s to %s committed in slot %d", save_id, store.url, record.slot)
         self._after_commit(store, granted, record, stock_bytes, deadline)
-        self._threads.save = None
 
     def _after_commit(
         self,
@@ -444,20 +465,23 @@ class CheckpointStorageWriter(StorageWriter):
         deadline: Deadline,
     ) -> None:
         try:
-            commit.publish(store, own=record, own_stock=stock_bytes)
+            publishing.publish(store, own=record, own_stock=stock_bytes)
             if granted.grant.previous is not None:
-                commit.free_superseded(store)
-                commit.free_leftovers(
+                cleaning.free_superseded(store)
+            # Looking for what crashed savers left takes a listing: free on a local disk only.
+            if granted.grant.previous is not None or store.capabilities.cheap_stat:
+                cleaning.free_leftovers(
                     store,
                     exclusive=granted.grant.exclusive,
                     deadline=deadline,
                     retry=self._retry,
                 )
-        except CheckpointError as error:
+        except Exception as error:  # the save is committed, whatever this is
             log.warning(
                 "save %s is committed; what follows the commit failed and will be repeated: %s",
                 granted.grant.save_id,
                 error,
+                exc_info=not isinstance(error, CheckpointError),
             )
 
 

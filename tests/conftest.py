@@ -6,6 +6,7 @@ fails them, except those marked `awkward`.
 
 from __future__ import annotations
 
+import atexit
 import os
 import uuid
 import warnings
@@ -21,18 +22,15 @@ from ckpt_storage.testing.ranks import RankPool
 
 servers.isolate_credentials()
 
+# Pytest's closing line is to be the last: fsspec's clients keep their sockets to the very end.
+atexit.register(warnings.simplefilter, "ignore", ResourceWarning)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker of tests that need what is hard to install."""
     config.addinivalue_line(
         "markers", "awkward: needs a server that not every machine can have; never required"
     )
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
-    """Let pytest's closing line be the last: fsspec's clients keep sockets until the very end."""
-    warnings.simplefilter("ignore", ResourceWarning)
 
 
 @contextmanager

@@ -27,7 +27,10 @@ LAYERS = (
     "store",
     "transfer",
     # Protocol, without torch.
+    "slotlog",
     "commit",
+    "publishing",
+    "cleaning",
     "source",
     "readplan",
     "foreign",

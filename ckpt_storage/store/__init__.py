@@ -18,7 +18,19 @@ from .location import Location
 if TYPE_CHECKING:
     from .base import Store
 
-__all__ = ["Location", "open_store"]
+__all__ = ["Location", "endpoint_of", "open_store"]
+
+
+def endpoint_of(location: Location) -> str:
+    """Return the host, or account, that requests go to; "" for a local path or a default.
+
+    By it and its URL, ranks agree on a storage. Holds no credentials.
+    """
+    if location.is_local:
+        return ""
+    from . import clients  # noqa: PLC0415  # local users need no fsspec
+
+    return clients.endpoint_of(location, location.storage_options)
 
 
 def open_store(  # all but the first are named

@@ -22,7 +22,7 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError
 from .location import Location, missing_backend
 from .redaction import Scrubber
 
-__all__ = ["Client", "ForeignFs", "known_client_count"]
+__all__ = ["Client", "ForeignFs", "endpoint_of", "known_client_count"]
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class Client:
             authority = authority.partition("@")[2]
         place = "" if location.protocol in _ONE_FOR_ALL else authority
         self._key = (location.protocol, place, _frozen(self._options))
-        self.endpoint = _endpoint(location, options)
+        self.endpoint = endpoint_of(location, options)
 
     def __repr__(self) -> str:
         return f"Client({self._location.url!r})"
@@ -182,7 +182,7 @@ class Client:
         raise failure
 
 
-def _endpoint(location: Location, options: Mapping[str, Any]) -> str:
+def endpoint_of(location: Location, options: Mapping[str, Any]) -> str:
     """Return host and port that requests go to, as far as options and environment tell."""
     inner = options.get("client_kwargs")
     for source in (options, inner if isinstance(inner, Mapping) else {}, os.environ):

@@ -6,6 +6,7 @@ backend. Called by `store.open_store`, `writer`, `reader` and `catalog`.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import importlib.util
@@ -127,6 +128,11 @@ class Location:
             target=f"{self.target}{separator}{below}",
             storage_options=self.storage_options,
         )
+
+    def child(self, name: str) -> Location:
+        """Return the location of a folder that a listing of this one showed, whatever its name."""
+        separator = "" if self.target.endswith("/") else "/"
+        return dataclasses.replace(self, target=f"{self.target}{separator}{name}")
 
     @property
     def is_local(self) -> bool:

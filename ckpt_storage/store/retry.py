@@ -70,6 +70,10 @@ def _nothing_was_done(error: StorageError) -> bool:
     return False
 
 
+def _never() -> bool:
+    return False
+
+
 class RetryStore:
     """A `Store` around another, with deadlines and retries.
 
@@ -101,6 +105,7 @@ class RetryStore:
         self._pool = TimedPool("ckpt-storage io")
         self._refreshes = _Refreshes()
         self._is_view = False
+        self._cancelled: Callable[[], bool] = _never
 
     def __repr__(self) -> str:
         return f"RetryStore({self._inner!r})"
@@ -115,16 +120,27 @@ class RetryStore:
         """What the inner store can do."""
         return self._inner.capabilities
 
-    def with_deadline(self, at_monotonic_s: float) -> RetryStore:
+    def with_deadline(
+        self, at_monotonic_s: float, cancelled: Callable[[], bool] | None = None
+    ) -> RetryStore:
         """Return this store with every operation ending by a moment of the `clock`.
 
         It shares the inner store, the threads and a nearer deadline of this one; closing
-        it does nothing.
+        it does nothing. Once `cancelled` returns True no attempt is begun any more.
         """
         view = copy.copy(self)
         known = self._deadline_s
         nearest_s = at_monotonic_s if known is None else min(known, at_monotonic_s)
         view._deadline_s = nearest_s  # noqa: SLF001  # the same class
+        view._is_view = True  # noqa: SLF001  # the same class
+        view._cancelled = cancelled or self._cancelled  # noqa: SLF001  # the same class
+        return view
+
+    def unbounded(self) -> RetryStore:
+        """Return this store without a moment by which all must end, for cleaning up."""
+        view = copy.copy(self)
+        view._deadline_s = None  # noqa: SLF001  # the same class
+        view._cancelled = _never  # noqa: SLF001  # the same class
         view._is_view = True  # noqa: SLF001  # the same class
         return view
 
@@ -275,6 +291,11 @@ class RetryStore:
         late: Callable[[T], None] | None = None,
     ) -> T:
         timeout_s = self._time_left_s(self._request_timeout_s + extra_s)
+        if self._cancelled():
+            raise StorageError(
+                f"The {what} was not begun, because what it belongs to has failed.",
+                next_step="Look at the first failure.",
+            )
         if timeout_s <= 0:
             raise StorageError(
                 f"The {what} was not begun, because its deadline has passed.",
@@ -295,7 +316,7 @@ class RetryStore:
     def _may_repeat(
         self, error: StorageError, repeat: Repeat, attempt: int, delay_s: float
     ) -> bool:
-        if error.kind in _NEVER or attempt >= self._policy.attempt_count:
+        if error.kind in _NEVER or attempt >= self._policy.attempt_count or self._cancelled():
             return False
         if self._deadline_s is not None and self._clock() + delay_s >= self._deadline_s:
             return False
@@ -372,8 +393,8 @@ class RetryUpload:
         )
 
     def abort(self) -> None:
-        """Discard what was sent, repeated if need be."""
-        self._store.run("abort of the upload", self._path, self._inner.abort)
+        """Discard what was sent, repeated if need be, also after the phase's deadline."""
+        self._store.unbounded().run("abort of the upload", self._path, self._inner.abort)
 
     def _check_alive(self) -> None:
         if self._given_up_part is not None:

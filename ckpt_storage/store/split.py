@@ -8,7 +8,7 @@ Called by `open_store`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ckpt_storage import layout
 
@@ -46,15 +46,21 @@ class SplitStore:
         commits = self._commits.capabilities
         return dataclasses.replace(
             self._data.capabilities,
+            # What an error of a slot means depends on the storage that holds the slots.
+            kind=commits.kind,
             exclusive_create=commits.exclusive_create,
             atomic_replace=commits.atomic_replace,
             replace_if_match=commits.replace_if_match,
         )
 
-    def with_deadline(self, at_monotonic_s: float) -> SplitStore:
+    def with_deadline(
+        self, at_monotonic_s: float, cancelled: Callable[[], bool] | None = None
+    ) -> SplitStore:
         """Return this store with both parts ending by a moment of `time.monotonic`."""
         narrowed = [
-            part.with_deadline(at_monotonic_s) if hasattr(part, "with_deadline") else part
+            part.with_deadline(at_monotonic_s, cancelled)
+            if hasattr(part, "with_deadline")
+            else part
             for part in (self._data, self._commits)
         ]
         return SplitStore(*narrowed)
@@ -84,9 +90,7 @@ class SplitStore:
         arrived: Arrived | None = None,
     ) -> None:
         """Read from the root that holds `path`."""
-        self._of(path).read_into(
-            path, start, target, size_bytes=size_bytes, arrived=arrived
-        )
+        self._of(path).read_into(path, start, target, size_bytes=size_bytes, arrived=arrived)
 
     def stat(self, path: str) -> Stat:
         """Ask the root that holds `path`."""

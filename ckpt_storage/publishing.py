@@ -1,0 +1,239 @@
+"""`.metadata` for stock readers: its footer, and how it follows the head (invariant I13).
+
+Knows stores and slots; unpickles nothing. Called by `writer` after a commit, by `reader` for what a
+crashed saver left undone, by `cleaning` and `opening`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+
+from . import integrity, layout
+from .documents import FileRef
+from .errors import (
+    IntegrityError,
+    StorageError,
+)
+from .slotlog import check_document, read_if_there, read_log, stamp
+from .slots import HeadRef, SlotRecord
+from .store.base import Store, Version
+
+log = logging.getLogger("ckpt_storage")
+
+_FOOTER_MAGIC = b"CKPTSTO1"
+_FOOTER_TAIL_BYTES = 16
+_FOOTER_MOST_BYTES = 512
+_PUBLISH_ROUNDS = 20
+_PUBLISH_DOUBTS = 3
+
+
+def with_footer(pickled: bytes, *, slot: int, save_id: str) -> bytes:
+    """Return what is stored as `.metadata`: the pickle, then our footer."""
+    footer = json.dumps(
+        {"format": "ckpt_storage.stock/1", "slot": slot, "save_id": save_id},
+        separators=(",", ":"),
+    ).encode()
+    return pickled + footer + b"%08d" % len(footer) + _FOOTER_MAGIC
+
+
+def split_footer(data: bytes) -> tuple[bytes, HeadRef | None]:
+    """Return the pickle in a `.metadata` file, and what its footer names; None without a footer."""
+    if data[-8:] != _FOOTER_MAGIC or not data[-16:-8].isdigit():
+        return data, None
+    start = len(data) - _FOOTER_TAIL_BYTES - int(data[-16:-8])
+    if start < 0:
+        return data, None
+    try:
+        footer = json.loads(data[start:-_FOOTER_TAIL_BYTES])
+        reference = HeadRef(slot=int(footer["slot"]), save_id=str(footer["save_id"]))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return data, None
+    return data[:start], reference
+
+
+def read_footer(store: Store) -> HeadRef | None:
+    """Return what the footer of `.metadata` names, None if it has none or is not there.
+
+    Two small requests, however large the pickle is.
+    """
+    try:
+        size_bytes = store.stat(layout.STOCK_METADATA).size_bytes
+        tail = bytearray(min(size_bytes, _FOOTER_MOST_BYTES))
+        store.read_into(layout.STOCK_METADATA, size_bytes - len(tail), memoryview(tail))
+    except IntegrityError:
+        return None  # replaced by a shorter one between the two requests
+    except StorageError as error:
+        if error.kind == "not-found":
+            return None
+        raise
+    return split_footer(bytes(tail))[1]
+
+
+def publish(store: Store, *, own: SlotRecord | None = None, own_stock: bytes | None = None) -> bool:
+    """Bring `.metadata` up to the head; return whether it names the head now (invariant I13).
+
+    Idempotent; any rank or opener with the right to write may call it. A saver passes the
+    record of its own commit, and the bytes of its `stock.metadata` if it still has them; it also
+    leaves the marker `published.json`, after which it never publishes again. Raises
+    `StorageError`, and `IntegrityError` for a damaged `stock.metadata`; the commit stands all
+    the same.
+    """
+    publisher = _Publisher(store, own, own_stock)
+    for _ in range(_PUBLISH_ROUNDS):
+        names_head = publisher.go_on()
+        if names_head is None:
+            continue
+        if own is not None and own.save_id is not None and publisher.has_head:
+            marker = {"format": "ckpt_storage.published/1", "save_id": own.save_id}
+            store.write(layout.published_path(own.save_id), integrity.seal(marker))
+        publisher.end()
+        return names_head
+    raise StorageError(
+        f"{store.url}: .metadata was changed by others {_PUBLISH_ROUNDS} times while being "
+        "published.",
+        kind="precondition",
+        path=layout.STOCK_METADATA,
+        next_step="Find out what else writes there; the next save or load publishes again.",
+    )
+
+
+class _Publisher:
+    """One run of `publish`: what was seen, done and announced so far."""
+
+    def __init__(self, store: Store, own: SlotRecord | None, own_stock: bytes | None) -> None:
+        self._store = store
+        self._own = own
+        self._own_stock = own_stock
+        self._conditional = store.capabilities.replace_if_match
+        # A compare-and-swap on the footer keeps the order by itself, whatever the head is by now.
+        self._head = own if self._conditional else None
+        self._put: HeadRef | None = None
+        self._notes: dict[str | None, str] = {}
+        self._doubt_count = 0
+        self.has_head = True
+
+    def go_on(self) -> bool | None:
+        """Look and act once; return whether `.metadata` names the head, None: look again."""
+        store = self._store
+        head, self._head = self._head or read_log(store, known=self._own).head, None
+        current = read_if_there(store, layout.STOCK_METADATA)
+        named = split_footer(current.data)[1] if current else None
+        self.has_head = head is not None
+        if head is None or head.stock is None:
+            return self._withdraw(named)
+        if named is not None and named.slot >= head.slot:
+            return True
+        is_mine = self._own is not None and self._own.save_id == head.save_id
+        if not self._conditional and not is_mine:
+            if self._own is not None and self._put is None:
+                return False  # the head's own saver, or the next opener, sees to it
+            if head.save_id not in self._notes:
+                self._announce(head)
+                return None
+        data = self._stock_of(head, self._own_stock if is_mine else None)
+        if data is None or not self._replace(current, data, head):
+            return None
+        # Where what was read was the condition, nobody was overtaken. Else look again.
+        return True if self._conditional and current is not None else None
+
+    def _withdraw(self, named: HeadRef | None) -> bool | None:
+        """Undo a replacement during which the checkpoint was deleted."""
+        if self._put is None or named != self._put:
+            return False
+        self._store.delete([layout.STOCK_METADATA])
+        self._put = None
+        return None
+
+    def _announce(self, head: SlotRecord) -> None:
+        """Keep the head's files from being freed while somebody else than its saver publishes it.
+
+        Who frees looks for such a note once the head has moved on; who publishes looks at the
+        head once its note is there. So one of the two sees the other.
+        """
+        save_id = head.save_id or ""
+        path = layout.publishing_path(save_id)
+        note = {"format": "ckpt_storage.publishing/1", "save_id": save_id, **stamp()}
+        try:
+            self._store.write(path, integrity.seal(note))
+        except StorageError as error:
+            if error.kind != "not-found" or self._is_head(head):
+                raise
+        else:
+            self._notes[save_id] = path
+
+    def end(self) -> None:
+        """Take the notes back. Not after an error: what was asked for may still happen."""
+        if self._notes:
+            with contextlib.suppress(StorageError):
+                self._store.delete(list(self._notes.values()))
+
+    def _is_head(self, head: SlotRecord) -> bool:
+        now = read_log(self._store).head
+        return now is not None and now.save_id == head.save_id
+
+    def _stock_of(self, head: SlotRecord, data: bytes | None) -> bytes | None:
+        """Return what `.metadata` must hold for `head`; None if it was freed meanwhile."""
+        reference = head.stock
+        if reference is None or head.save_id is None:  # pragma: no cover  # callers checked
+            return None
+        if data is None:
+            try:
+                data = self._store.read(reference.path)
+            except StorageError as error:
+                if error.kind != "not-found":
+                    raise
+                if self._is_head(head):
+                    raise _missing(self._store, reference) from error
+                return None
+        check_document(data, reference)
+        pickled, _ = split_footer(data)
+        return with_footer(pickled, slot=head.slot, save_id=head.save_id)
+
+    def _replace(self, current: Version | None, data: bytes, head: SlotRecord) -> bool:
+        """Put `.metadata` in place of what was read; False: look at what is there now."""
+        self._put, before = head.head, self._put
+        try:
+            if not self._conditional:
+                self._store.replace(layout.STOCK_METADATA, data)
+            elif current is None:
+                self._store.create(layout.STOCK_METADATA, data)
+            else:
+                self._store.replace(layout.STOCK_METADATA, data, if_match=current.token)
+        except StorageError as error:
+            if error.kind in {"precondition", "exists", "not-found"}:
+                self._put = before
+                return False
+            # An answer may have been lost.
+            self._doubt_count += 1
+            if not error.retryable or self._doubt_count > _PUBLISH_DOUBTS:
+                raise
+            return False
+        return True
+
+
+def roll_forward(store: Store, save_id: str) -> bool:
+    """Publish `.metadata` if it does not name `save_id`, the head; return whether it does now.
+
+    Two small requests when there is nothing to do. Raises `StorageError`, of kind "permission"
+    for a reader that may not write. A copy that is damaged is not published; that is no reason
+    to refuse the checkpoint itself.
+    """
+    named = read_footer(store)
+    if named is not None and named.save_id == save_id:
+        return True
+    try:
+        return publish(store)
+    except IntegrityError as error:
+        log.warning("%s: .metadata cannot be brought up to date: %s", store.url, error)
+        return False
+
+
+def _missing(store: Store, reference: FileRef) -> IntegrityError:
+    return IntegrityError(
+        f"{store.url}: {reference.path} is missing.",
+        path=reference.path,
+        offset=0,
+        next_step="Restore the file from a copy, or load another checkpoint.",
+    )

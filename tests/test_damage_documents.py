@@ -1,0 +1,511 @@
+"""Documents that somebody crafted: sound by their checksums, wrong in what they say.
+
+Every change is sealed again, and the checksums in the documents above it are made to fit, so that
+only what is said can be judged. Nothing outside the checkpoint is opened, and nothing but the
+package's own errors comes out.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dcp_cases
+import pytest
+import torch
+from crc32c import crc32c
+from damage_cases import Checkpoint, body_of, load_failure, save_uninlined
+from dcp_cases import same, zeros_like
+
+from ckpt_storage import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    UnsafeContentError,
+    verify,
+)
+
+STATE = {
+    "w": torch.arange(6.0).reshape(2, 3),
+    "b": torch.arange(4),
+    "empty": torch.empty(0, 2),
+    "step": 5,
+}
+KINDS = ("slot", "manifest", "rank")
+
+Change = Callable[[Any], object]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint with inlined rank manifests, and one without."""
+    folder = tmp_path_factory.mktemp("crafted")
+    dcp_cases.save(STATE, folder / "inlined")
+    save_uninlined(STATE, folder / "fetched")
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.fixture(params=["inlined", "fetched"])
+def checkpoint(
+    saved: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> Checkpoint:
+    """A checkpoint to change."""
+    return Checkpoint(Path(shutil.copytree(saved[request.param], tmp_path / "run")))
+
+
+def document(checkpoint: Checkpoint, kind: str) -> Path:
+    """Return the file of one of `KINDS`."""
+    return {"slot": checkpoint.slot, "manifest": checkpoint.manifest}.get(kind, checkpoint.ranks[0])
+
+
+def refusal(checkpoint: Checkpoint) -> CheckpointError:
+    """Return why a checkpoint does not load; assert that verify says the same."""
+    error = load_failure(checkpoint.root, zeros_like(STATE))
+    assert isinstance(error, CheckpointError), repr(error)
+    assert "\n" not in str(error)
+    assert error.next_step
+    assert str(error).endswith(error.next_step)
+    report = verify(checkpoint.root, deep=False)
+    messages = [f"{problem.message} {problem.next_step}" for problem in report.problems]
+    assert str(error) in messages
+    return error
+
+
+def test_documents_sealed_again_still_load(checkpoint: Checkpoint) -> None:
+    """Changing nothing is no reason to refuse: what the other tests see is their change."""
+    for kind in KINDS:
+        checkpoint.change(document(checkpoint, kind), lambda _: None)
+    target = zeros_like(STATE)
+    assert load_failure(checkpoint.root, target) is None
+    assert same(target, STATE)
+    assert verify(checkpoint.root).ok
+
+
+def add_unknown(value: Any) -> None:
+    """Give every object in a document a key that no release knows."""
+    if isinstance(value, dict):
+        for item in value.values():
+            add_unknown(item)
+        value["of a later release"] = {"and": ["what", "it", "says", 1.5, None]}
+    elif isinstance(value, list):
+        for item in value:
+            add_unknown(item)
+
+
+def test_unknown_keys_are_ignored(checkpoint: Checkpoint) -> None:
+    """Keys that a later minor release added anywhere change nothing."""
+    for kind in reversed(KINDS):
+        checkpoint.change(document(checkpoint, kind), add_unknown)
+    assert b"of a later release" in checkpoint.slot.read_bytes()
+    target = zeros_like(STATE)
+    assert load_failure(checkpoint.root, target) is None
+    assert same(target, STATE)
+    assert verify(checkpoint.root).ok
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version", [2, 10, 999_999_999])
+def test_an_unknown_major_version_is_refused_by_name(
+    checkpoint: Checkpoint, kind: str, version: int
+) -> None:
+    """The error of each document names its file and the version, and says what to install."""
+    path = document(checkpoint, kind)
+    name = f"ckpt_storage.{'commit' if kind == 'slot' else kind}"
+    assert body_of(path)["format"] == f"{name}/1"
+    checkpoint.change(path, lambda body: body.update(format=f"{name}/{version}"))
+    error = refusal(checkpoint)
+    assert isinstance(error, FormatError)
+    assert f"'{name}/{version}'" in str(error)
+    assert error.next_step == "Install a newer ckpt_storage."
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format_", ["ckpt_storage.other/1", "ckpt_storage.rank/0", "x", None, 1])
+def test_a_document_of_another_kind_is_refused(
+    checkpoint: Checkpoint, kind: str, format_: object
+) -> None:
+    """A document is not read as what it does not say it is."""
+    checkpoint.change(document(checkpoint, kind), lambda body: body.update(format=format_))
+    error = refusal(checkpoint)
+    assert isinstance(error, FormatError)
+    assert f"{format_!r}" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["moved", "Commit", ""])
+def test_an_unknown_type_of_record_is_refused(checkpoint: Checkpoint, kind: str) -> None:
+    """A reader does not pass over a slot that it does not understand."""
+    checkpoint.change(checkpoint.slot, lambda body: body.update(type=kind))
+    error = refusal(checkpoint)
+    assert isinstance(error, FormatError)
+    assert f"{kind!r}" in str(error)
+
+
+class Opened:
+    """Notes every path that this process opens, by Python's audit events."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.is_on = False
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.is_on and event == "open" and isinstance(args[0], str):
+            self.paths.append(args[0])
+
+
+@pytest.fixture(scope="session")
+def audit() -> Opened:
+    """The one hook of this process: none can be removed."""
+    return Opened()
+
+
+@pytest.fixture
+def opened(audit: Opened) -> Iterator[list[str]]:
+    """What is opened during a test."""
+    audit.paths.clear()
+    audit.is_on = True
+    yield audit.paths
+    audit.is_on = False
+
+
+def reference_to(path: Path, name: str) -> dict[str, Any]:
+    """Return a reference to the content of `path` by another name."""
+    data = path.read_bytes()
+    return {"path": name, "bytes": len(data), "crc32c": f"{crc32c(data):08x}"}
+
+
+def point_elsewhere(checkpoint: Checkpoint, what: str, name: str) -> None:
+    """Make one of the references lead to `name`, in all documents that have it."""
+    if what == "manifest":
+        entry = reference_to(checkpoint.manifest, name)
+        checkpoint.change(checkpoint.slot, lambda body: body.update(manifest=entry))
+    elif what == "stock":
+        entry = reference_to(checkpoint.stock, name)
+        checkpoint.change(checkpoint.manifest, lambda body: body.update(stock=entry))
+        checkpoint.change(checkpoint.slot, lambda body: body.update(stock=entry))
+    elif what == "rank":
+        entry = reference_to(checkpoint.ranks[0], name)
+        checkpoint.change(checkpoint.manifest, lambda body: body.update(ranks=[entry]))
+    else:
+        checkpoint.change(checkpoint.ranks[0], lambda body: body["files"][0].update(path=name))
+        if what == "shard":
+            checkpoint.change(checkpoint.manifest, lambda body: body["files"][0].update(path=name))
+
+
+@pytest.mark.parametrize("what", ["manifest", "stock", "rank", "shard", "shard-of-rank"])
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        "../elsewhere/file",
+        "saves/../../elsewhere/file",
+        "./../elsewhere/file",
+        "saves//file",
+        "saves/./file",
+        "{outside}/elsewhere/file",
+        "/{outside}/elsewhere/file",
+        "file://{outside}/elsewhere/file",
+        "memory://elsewhere",
+        "s3:elsewhere",
+        "C:\\elsewhere",
+        "..\\elsewhere\\file",
+        "saves/file\0",
+        "saves/\ud800",
+        "",
+        ".",
+        "..",
+    ],
+)
+def test_no_reference_leads_out_of_the_checkpoint(
+    checkpoint: Checkpoint, opened: list[str], what: str, spelling: str
+) -> None:
+    """What lies there would fit: it is neither opened nor taken for the file."""
+    outside = checkpoint.root.parent
+    name = spelling.replace("{outside}", str(outside))
+    bait = outside / "elsewhere" / "file"
+    bait.parent.mkdir()
+    fitting = {
+        "manifest": checkpoint.manifest,
+        "stock": checkpoint.stock,
+        "rank": checkpoint.ranks[0],
+    }
+    shutil.copy(fitting.get(what, checkpoint.shards[0]), bait)
+    point_elsewhere(checkpoint, what, name)
+    opened.clear()
+    error = refusal(checkpoint)
+    assert isinstance(error, UnsafeContentError | FormatError)
+    if "\ud800" not in name:
+        assert isinstance(error, UnsafeContentError)
+        assert repr(name) in str(error)
+    folder = str(checkpoint.root)
+    assert any(path.startswith(folder) for path in opened)
+    assert [path for path in opened if "elsewhere" in path or ".." in path or "\0" in path] == []
+
+
+@pytest.mark.parametrize("name", ["..", "../elsewhere", "", "/", "run", "saves"])
+def test_a_record_cannot_make_a_deletion_leave_the_checkpoint(
+    checkpoint: Checkpoint, name: str
+) -> None:
+    """A deleted record that dooms what is no save of this checkpoint is refused."""
+    changes = {"type": "deleted", "head": None, "fenced": [name]}
+    checkpoint.change(checkpoint.slot, lambda body: body.update(changes))
+    error = refusal(checkpoint)
+    assert isinstance(error, UnsafeContentError)
+    assert repr(name) in str(error)
+
+
+def items(body: Any) -> Any:
+    """Return the columns of the only shard file in a rank manifest."""
+    return body["files"][0]["items"]
+
+
+def by_one(column: str, item: int, step: int = 1) -> Change:
+    """Return a change that adds to a value of a column."""
+
+    def change(body: Any) -> None:
+        items(body)[column][item] += step
+
+    return change
+
+
+def set_to(column: str, item: int, value: object) -> Change:
+    """Return a change that puts a value into a column."""
+
+    def change(body: Any) -> None:
+        items(body)[column][item] = value
+
+    return change
+
+
+def file_with(**changes: object) -> Change:
+    """Return a change of keys of the file object."""
+    return lambda body: body["files"][0].update(changes)
+
+
+def shorter(column: str) -> Change:
+    """Return a change that leaves a column one value short."""
+    return lambda body: items(body)[column].pop()
+
+
+def exchange_items(body: Any) -> None:
+    """Describe two items in the wrong order."""
+    for column in items(body).values():
+        column[0], column[1] = column[1], column[0]
+
+
+TABLES: dict[str, Change] = {
+    "overlap-items": by_one("item_start", 1, -64),
+    "out-of-order": exchange_items,
+    "payload-before-item": by_one("payload_start", 0, -10_000),
+    "payload-before-file": set_to("payload_start", 0, -1),
+    "payload-behind-item": by_one("payload_start", 0, 1 << 20),
+    "item-behind-file": by_one("item_bytes", -1, 1),
+    "huge-item": by_one("item_bytes", 0, 1 << 80),
+    "file-too-short": file_with(bytes=100),
+    "payload-too-long": by_one("payload_bytes", 0),
+    "payload-too-short": by_one("payload_bytes", 0, -1),
+    "volume": set_to("sizes", 0, [2, 4]),
+    "dimensions": set_to("sizes", 0, [6]),
+    "no-box": set_to("sizes", 0, None),
+    "no-place": set_to("offsets", 0, None),
+    "negative-size": set_to("sizes", 0, [-2, -3]),
+    "negative-place": set_to("offsets", 0, [-1, 0]),
+    "box-no-list": set_to("sizes", 0, 6),
+    "name-unknown": set_to("fqn", 0, 99),
+    "name-negative": set_to("fqn", 0, -1),
+    "dtype-unknown": set_to("dtype", 0, 99),
+    "dtype-negative": set_to("dtype", 0, -2),
+    "dtype-name": lambda body: body.update(dtypes=["float33"] * 9),
+    "no-block": file_with(block_bytes=0),
+    "tiny-blocks": file_with(block_bytes=8),
+    "no-blocks": file_with(block_crcs=""),
+    "no-frames": file_with(frame_crcs="AAAA"),
+    "no-base64": file_with(chunk_crcs="?"),
+    "items-no-object": file_with(items=[]),
+    "files-no-list": lambda body: body.update(files={}),
+    **{
+        f"short-{column}": shorter(column)
+        for column in (
+            *("fqn", "dtype", "offsets", "sizes"),
+            *("item_start", "item_bytes", "payload_start", "payload_bytes"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("change", TABLES.values(), ids=TABLES.keys())
+def test_a_table_that_cannot_be_is_refused(checkpoint: Checkpoint, change: Change) -> None:
+    """Items that overlap, leave the file or hold another volume are found before any is read."""
+    checkpoint.change(checkpoint.ranks[0], change)
+    assert isinstance(refusal(checkpoint), FormatError)
+
+
+def tensor(name: str, **changes: object) -> Change:
+    """Return a change of the description of a tensor in the manifest."""
+
+    def change(body: Any) -> None:
+        (entry,) = [entry for entry in body["tensors"] if entry["fqn"] == name]
+        entry.update(changes)
+
+    return change
+
+
+def chunks_of_w(*chunks: object) -> Change:
+    """Return a change that describes `w` by chunks instead of a grid."""
+
+    def change(body: Any) -> None:
+        (entry,) = [entry for entry in body["tensors"] if entry["fqn"] == "w"]
+        del entry["grid"]
+        entry["chunks"] = list(chunks)
+
+    return change
+
+
+def twice(key: str) -> Change:
+    """Return a change that gives the first entry of a list again."""
+    return lambda body: body[key].append(body[key][0])
+
+
+MANIFESTS: dict[str, Change] = {
+    "grid-descends": tensor("w", grid={"cuts": [[0, 1], [0]], "ranks": [0]}),
+    "grid-begins-late": tensor("w", grid={"cuts": [[1], [0]], "ranks": [0]}),
+    "grid-behind": tensor("w", grid={"cuts": [[0, 2], [0]], "ranks": [0, 0]}),
+    "grid-flat": tensor("w", grid={"cuts": [[0]], "ranks": [0]}),
+    "grid-empty": tensor("w", grid={"cuts": [[], []], "ranks": []}),
+    "grid-strings": tensor("w", grid={"cuts": ["0", "0"], "ranks": [0]}),
+    "grid-no-object": tensor("w", grid=7),
+    "owner-unknown": tensor("w", grid={"cuts": [[0], [0]], "ranks": [1]}),
+    "chunk-behind": chunks_of_w([[0, 0], [3, 3], 0]),
+    "chunk-negative": chunks_of_w([[-1, 0], [2, 3], 0]),
+    "chunk-flat": chunks_of_w([[0], [6], 0]),
+    "chunk-short": chunks_of_w([[0, 0], [2, 3]]),
+    "chunk-owner": chunks_of_w([[0, 0], [2, 3], 1]),
+    "chunk-owner-true": chunks_of_w([[0, 0], [2, 3], True]),
+    "gap": chunks_of_w([[0, 0], [1, 3], 0]),
+    "twice": chunks_of_w([[0, 0], [2, 3], 0], [[0, 0], [2, 3], 0]),
+    "no-chunks": chunks_of_w(),
+    "dtype": tensor("w", dtype="float33"),
+    "shape-negative": tensor("w", shape=[-2, -3]),
+    "shape-huge": tensor("w", shape=[1 << 64, 3]),
+    "two-tensors": twice("tensors"),
+    "two-blobs": twice("blobs"),
+    "blob-and-tensor": lambda body: body["blobs"].append({"fqn": "w", "rank": 0}),
+    "blob-owner": lambda body: body["blobs"][0].update(rank=1),
+    "too-few-ranks": lambda body: body.update(ranks=[]),
+    "too-many-ranks": twice("ranks"),
+    "world": lambda body: body.update(world_size=2),
+    "no-files": lambda body: body.update(files=None),
+    "file-owner": lambda body: body["files"][0].update(rank=1),
+    "planner-data": lambda body: body.update(planner_data=[["w", 5]]),
+    "checksum": lambda body: body["files"][0].update(crc32c="0x123456789"),
+}
+
+
+@pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS.keys())
+def test_a_manifest_that_cannot_be_is_refused(checkpoint: Checkpoint, change: Change) -> None:
+    """Chunks that are not there once each, unknown owners and names given twice are found."""
+    checkpoint.change(checkpoint.manifest, change)
+    assert isinstance(refusal(checkpoint), FormatError)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        tensor("w", dtype="int32"),
+        tensor("b", shape=[5]),
+        tensor("b", fqn="c"),
+        lambda body: body["blobs"].append({"fqn": "absent", "rank": 0}),
+    ],
+    ids=["dtype", "shape", "name", "blob"],
+)
+def test_documents_that_contradict_each_other_are_found(
+    checkpoint: Checkpoint, change: Change
+) -> None:
+    """Verify holds what the manifest promises against what ranks wrote."""
+    checkpoint.change(checkpoint.manifest, change)
+    assert verify(checkpoint.root, deep=False).problems
+
+
+def test_chunks_that_overlap_and_leave_a_gap_are_found(checkpoint: Checkpoint) -> None:
+    """Verify finds a cover that has the right number of elements, but not each of them once."""
+    change = chunks_of_w([[0, 0], [1, 3], 0], [[0, 1], [1, 2], 0], [[1, 0], [1, 1], 0])
+    checkpoint.change(checkpoint.manifest, change)
+    problems = verify(checkpoint.root, deep=False).problems
+    assert any(p.fqn == "w" and "exactly" in p.message for p in problems)
+
+
+def test_an_inlined_copy_that_differs_is_found(saved: dict[str, Path], tmp_path: Path) -> None:
+    """Verify compares the inlined rank manifests with the files they are copies of."""
+    checkpoint = Checkpoint(Path(shutil.copytree(saved["inlined"], tmp_path / "run")))
+    checkpoint.change(checkpoint.manifest, lambda body: exchange_crcs(body["inline_ranks"][0]))
+    problem = verify(checkpoint.root, deep=False).problems[0]
+    assert problem.file == checkpoint.name(checkpoint.ranks[0])
+    assert isinstance(load_failure(checkpoint.root, zeros_like(STATE)), IntegrityError)
+
+
+def exchange_crcs(body: Any) -> None:
+    """Record other checksums of blocks, as many as there were."""
+    file = body["files"][0]
+    count = len(file["block_crcs"])
+    file["block_crcs"] = base64.b64encode(bytes(len(base64.b64decode(file["block_crcs"])))).decode()
+    assert len(file["block_crcs"]) == count
+
+
+@pytest.mark.parametrize("slot", [1, 2, 1 << 62])
+def test_a_record_that_follows_itself_is_refused(checkpoint: Checkpoint, slot: int) -> None:
+    """Who walks back through superseded commits comes to an end."""
+    previous = {"slot": slot, "save_id": body_of(checkpoint.slot)["save_id"]}
+    checkpoint.change(checkpoint.slot, lambda body: body.update(previous=previous))
+    assert isinstance(refusal(checkpoint), FormatError)
+
+
+def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value in a document."""
+    yield path
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from nodes(item, (*path, key))
+
+
+def replaced(body: Any, path: tuple[Any, ...], value: object) -> Any:
+    """Return a document with one value replaced."""
+    if not path:
+        return value
+    body = copy.deepcopy(body)
+    at = body
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return body
+
+
+VALUES: tuple[object, ...] = (None, True, -1, 1 << 64, "x", "\ud800", [], [[None]], {})
+FROM_TORCH = ("Missing key in checkpoint", "Size mismatch between")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_value_of_another_type_breaks_more_than_the_load(
+    saved: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    """Whatever stands in place of any value, a load succeeds or fails as it should; verify ends."""
+    checkpoint = Checkpoint(Path(shutil.copytree(saved["fetched"], tmp_path / "run")))
+    path = document(checkpoint, kind)
+    body = body_of(path)
+    above = {file: file.read_bytes() for file in (checkpoint.slot, checkpoint.manifest, path)}
+    count = 0
+    for node in nodes(body):
+        for value in VALUES:
+            checkpoint.reseal(path, replaced(body, node, value))
+            error = load_failure(checkpoint.root, zeros_like(STATE))
+            if not isinstance(error, CheckpointError | None):
+                # The planner compares what the manifest says with the targets.
+                assert str(error).startswith(FROM_TORCH), (node, value, error)
+            verify(checkpoint.root, deep=False)
+            count += error is not None
+            for file, content in above.items():
+                file.write_bytes(content)
+    assert count > 100
