@@ -117,12 +117,16 @@ class _Publisher:
     def go_on(self) -> bool | None:
         """Look and act once; return whether `.metadata` names the head, None: look again."""
         store = self._store
-        head, self._head = self._head or read_log(store, known=self._own).head, None
+        head, self._head = self._head, None
+        last_slot = 0
+        if head is None:
+            found = read_log(store, known=self._own)
+            head, last_slot = found.head, found.last_slot
         current = read_if_there(store, layout.STOCK_METADATA)
         named = split_footer(current.data)[1] if current else None
         self.has_head = head is not None
         if head is None or head.stock is None:
-            return self._withdraw(named)
+            return self._withdraw(named, last_slot)
         if named is not None and named.slot >= head.slot:
             return True
         is_mine = self._own is not None and self._own.save_id == head.save_id
@@ -138,9 +142,12 @@ class _Publisher:
         # Where what was read was the condition, nobody was overtaken. Else look again.
         return True if self._conditional and current is not None else None
 
-    def _withdraw(self, named: HeadRef | None) -> bool | None:
-        """Undo a replacement during which the checkpoint was deleted."""
-        if self._put is None or named != self._put:
+    def _withdraw(self, named: HeadRef | None, last_slot: int) -> bool | None:
+        """Undo a replacement during which the checkpoint was deleted.
+
+        Also what another put over it, who could not know: for it, ours was still there.
+        """
+        if self._put is None or named is None or named.slot > last_slot:
             return False
         self._store.delete([layout.STOCK_METADATA])
         self._put = None

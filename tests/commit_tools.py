@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import crc32c
+import pytest
 
 from ckpt_storage import cleaning, commit, publishing, slotlog
 from ckpt_storage.commit import Grant
@@ -33,6 +34,10 @@ CAS = Capabilities(
 )
 BLIND = replace(CAS, kind="posix", replace_if_match=False)
 """As on a POSIX file system: replacing is atomic, but knows no condition."""
+
+BOTH = pytest.mark.parametrize("capabilities", [CAS, BLIND], ids=["conditions", "blind"])
+
+DAY_S = 24 * 3600.0
 
 QUICK = RetryPolicy(attempt_count=4, first_delay_s=0.0, max_delay_s=0.0)
 
@@ -318,6 +323,23 @@ def saved(store: Store) -> str:
     attempt = attempted(store)
     published(store, attempt, committed(store, attempt))
     return attempt.save_id
+
+
+def just_committed(store: Store) -> tuple[Attempt, SlotRecord]:
+    """Save up to the commit; the saver has not published."""
+    attempt = attempted(store)
+    return attempt, committed(store, attempt)
+
+
+def interrupt(store: DictStore, operation: str, path: str, action: Callable[[], object]) -> None:
+    """Run `action` once, just before the next operation of that name on a path ending so."""
+
+    def gate(name: str, at: str) -> None:
+        if name == operation and at.endswith(path):
+            store.gate = ungated
+            action()
+
+    store.gate = gate
 
 
 def fenced(store: Store, *save_ids: str) -> slotlog.CommitLog:

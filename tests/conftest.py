@@ -22,8 +22,14 @@ from ckpt_storage.testing.ranks import RankPool
 
 servers.isolate_credentials()
 
-# Pytest's closing line is to be the last: fsspec's clients keep their sockets to the very end.
-atexit.register(warnings.simplefilter, "ignore", ResourceWarning)
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Let pytest's closing line be the last: fsspec's clients keep sockets to the very end."""
+    # Once for what is collected now, and once for interpreter exit, where the last to register
+    # is the first to run.
+    warnings.simplefilter("ignore", ResourceWarning)
+    atexit.register(warnings.simplefilter, "ignore", ResourceWarning)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,6 @@ from threading import Barrier
 
 import pytest
 from commit_tools import (
-    BLIND,
     CAS,
     QUICK,
     Attempt,
@@ -50,33 +48,8 @@ from ckpt_storage.store.local import LocalStore
 from ckpt_storage.testing.faults import FaultStore, Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.s3server import S3Server
-from ckpt_storage.testing.store_suite import StoreSuite
 
 SLOT_1 = "commits/00000001.json"
-
-
-class TestDictStore(StoreSuite):
-    """The store that stands in for storages in these tests keeps every promise of a store."""
-
-    capabilities = CAS
-
-    @pytest.fixture
-    def store(self) -> Store:
-        """A store on a disk of its own."""
-        disk = Disk()
-        disk.clock_s = time.time()
-        return DictStore(disk, self.capabilities)
-
-    @pytest.fixture
-    def other(self, store: DictStore) -> Store:
-        """Another store on that disk."""
-        return DictStore(store.disk, self.capabilities)
-
-
-class TestBlindDictStore(TestDictStore):
-    """The same without conditional replacement."""
-
-    capabilities = BLIND
 
 
 @pytest.fixture

@@ -1,52 +1,42 @@
-"""What follows a commit: publishing `.metadata`, freeing what is superseded, deleting."""
+"""Freeing what nobody needs any more, and nothing else: superseded commits, dead attempts."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commit_tools import (
     BLIND,
+    BOTH,
     CAS,
-    Attempt,
+    DAY_S,
     DictStore,
     Disk,
     attempted,
     begun,
     cleaned,
     committed,
-    deleted,
     fenced,
     files_of,
+    interrupt,
     is_whole,
+    just_committed,
     published,
     saved,
     seen,
-    ungated,
-    written,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ckpt_storage import cleaning, publishing
 from ckpt_storage.errors import (
     CommitConflictError,
-    IntegrityError,
-    StorageError,
 )
-from ckpt_storage.slots import SlotRecord
 from ckpt_storage.store import open_store
-from ckpt_storage.store.base import Capabilities, Store
+from ckpt_storage.store.base import Capabilities
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.testing.faults import FaultStore, Rule, SimulatedCrash
 from ckpt_storage.testing.s3server import S3Server
-
-DAY_S = 24 * 3600.0
-BOTH = pytest.mark.parametrize("capabilities", [CAS, BLIND], ids=["conditions", "blind"])
 
 
 @pytest.fixture
@@ -59,198 +49,6 @@ def disk() -> Disk:
 def store(disk: Disk, capabilities: Capabilities) -> DictStore:
     """A store on `disk`."""
     return DictStore(disk, capabilities)
-
-
-def just_committed(store: Store) -> tuple[Attempt, SlotRecord]:
-    """Save up to the commit; the saver has not published."""
-    attempt = attempted(store)
-    return attempt, committed(store, attempt)
-
-
-def interrupt(store: DictStore, operation: str, path: str, action: Callable[[], object]) -> None:
-    """Run `action` once, just before the next operation of that name on a path ending so."""
-
-    def gate(name: str, at: str) -> None:
-        if name == operation and at.endswith(path):
-            store.gate = ungated
-            action()
-
-    store.gate = gate
-
-
-@BOTH
-def test_publishing_shows_the_head_to_stock_readers(store: DictStore) -> None:
-    """After it `.metadata` is the head's pickle and a footer with its slot; again is nothing."""
-    attempt, record = just_committed(store)
-    assert published(store, attempt, record)
-    now = seen(store.disk.files)
-    assert (now.stock, now.footer) == (attempt.save_id, 1)
-    before = store.disk.changes
-    assert publishing.publish(store)
-    assert store.disk.changes == before
-
-
-@BOTH
-def test_a_rebased_commit_is_published_under_the_slot_it_got(store: DictStore) -> None:
-    """The copy was written for the slot aimed at; the footer names the one that was taken."""
-    other, attempt = attempted(store), attempted(store)
-    fenced(store, other.save_id)
-    published(store, attempt, committed(store, attempt))
-    assert seen(store.disk.files).footer == 2
-
-
-@BOTH
-def test_publishing_never_goes_back(store: DictStore) -> None:
-    """A saver that publishes late leaves the newer checkpoint in its place."""
-    slow, slow_record = just_committed(store)
-    fast = saved(store)
-    published(store, slow, slow_record)
-    now = seen(store.disk.files)
-    assert now.stock == now.head == fast
-
-
-@BOTH
-@pytest.mark.parametrize("before", ["nothing", "an older one"])
-def test_a_publisher_that_was_overtaken_puts_the_newer_one_back(
-    store: DictStore, before: str
-) -> None:
-    """Paused between its look and its replacement, it ends with the newer one in place."""
-    if before == "an older one":
-        saved(store)
-    slow, slow_record = just_committed(store)
-    latest: list[str] = []
-    operation = "create" if store.capabilities.replace_if_match else "replace"
-    operation = "replace" if before == "an older one" else operation
-    other = DictStore(store.disk, store.capabilities)
-    interrupt(store, operation, ".metadata", lambda: latest.append(saved(other)))
-    published(store, slow, slow_record)
-    now = seen(store.disk.files)
-    assert now.stock == now.head == latest[0]
-
-
-@BOTH
-@pytest.mark.parametrize("before", ["nothing", "an older one"])
-@pytest.mark.parametrize("action", ["error", "lost_answer"])
-def test_a_failed_answer_while_publishing_is_looked_into(
-    store: DictStore, before: str, action: str
-) -> None:
-    """Done or not, `.metadata` names the head afterwards, and the saver has left its marker."""
-    if before == "an older one":
-        saved(store)
-    attempt, record = just_committed(store)
-    rule = Rule(action=action, operation="create|replace", path="metadata")  # type: ignore[arg-type]
-    assert published(FaultStore(store, [rule]), attempt, record)
-    files = store.disk.files
-    assert seen(files).stock == attempt.save_id
-    assert f"saves/{attempt.save_id}/published.json" in files
-
-
-@BOTH
-def test_publishing_that_fails_for_good_says_so(store: DictStore) -> None:
-    """Without the right to write there is an error; the commit stands and nothing is marked."""
-    attempt, record = just_committed(store)
-    rule = Rule(
-        action="error",
-        operation="create|replace",
-        kind="permission",
-        retryable=False,
-        hit_count=None,
-    )
-    with pytest.raises(StorageError):
-        published(FaultStore(store, [rule]), attempt, record)
-    assert seen(store.disk.files).head == attempt.save_id
-    assert publishing.roll_forward(store, attempt.save_id)
-    assert seen(store.disk.files).stock == attempt.save_id
-
-
-@BOTH
-def test_rolling_forward_finishes_what_a_dead_saver_left(store: DictStore) -> None:
-    """Whoever opens a checkpoint whose saver died after the commit publishes it."""
-    saved(store)
-    attempt, _ = just_committed(store)
-    assert seen(store.disk.files).stock != attempt.save_id
-    assert publishing.roll_forward(store, attempt.save_id)
-    now = seen(store.disk.files)
-    assert (now.stock, now.footer) == (attempt.save_id, 2)
-
-
-@BOTH
-def test_rolling_forward_costs_two_requests_when_there_is_nothing_to_do(store: DictStore) -> None:
-    """However large `.metadata` is, its length and its last bytes are all that is asked for."""
-    save_id = saved(store)
-    calls: list[tuple[str, str]] = []
-    store.gate = lambda operation, path: calls.append((operation, path))
-    assert publishing.roll_forward(store, save_id)
-    assert calls == [("stat", ".metadata"), ("read", ".metadata")]
-
-
-@BOTH
-@pytest.mark.parametrize(
-    "harm", ["removed", "cut", "another's pickle", "a footer that is no JSON", "an older copy"]
-)
-def test_rolling_forward_repairs_what_is_not_ours(store: DictStore, harm: str) -> None:
-    """A `.metadata` that is gone, cut or not of this save is put back, marker or not."""
-    older = saved(store)
-    older_bytes = store.disk.files[".metadata"]
-    save_id = saved(store)
-    good = store.disk.files[".metadata"]
-    harmed = {
-        "cut": good[:-1],
-        "another's pickle": pickle.dumps({"save": "stock torch"}),
-        "a footer that is no JSON": good[:-20] + b"\xff[{(" + good[-16:],
-        "an older copy": older_bytes,
-    }
-    store.disk.drop(".metadata")
-    if harm != "removed":
-        store.disk.put(".metadata", harmed[harm])
-    assert publishing.roll_forward(store, save_id)
-    assert store.disk.files[".metadata"] == good
-    assert older != save_id
-
-
-@BOTH
-@pytest.mark.parametrize("harm", ["damaged", "missing"])
-def test_a_damaged_copy_is_not_published(store: DictStore, harm: str) -> None:
-    """Rolling forward refuses a bad `stock.metadata`, and leaves the older view in place."""
-    older = saved(store)
-    attempt, _ = just_committed(store)
-    path = f"saves/{attempt.save_id}/stock.metadata"
-    data = store.disk.files[path]
-    store.disk.drop(path)
-    if harm == "damaged":
-        store.disk.put(path, data[:9] + bytes([data[9] ^ 1]) + data[10:])
-    assert not publishing.roll_forward(store, attempt.save_id)
-    assert seen(store.disk.files).stock == older
-    with pytest.raises(IntegrityError):
-        publishing.publish(store)
-
-
-@given(
-    st.one_of(
-        st.binary(max_size=80),
-        st.builds(
-            lambda text, length: text + b"%08d" % length + b"CKPTSTO1",
-            st.one_of(
-                st.binary(max_size=40),
-                st.sampled_from(
-                    [
-                        b'{"slot":1e999,"save_id":"x"}',
-                        b'{"slot":Infinity,"save_id":"x"}',
-                        b"[" * 100_000,
-                        b'{"slot":{},"save_id":1}',
-                        b"[1]",
-                        b"null",
-                    ]
-                ),
-            ),
-            st.integers(0, 99_999_999),
-        ),
-    )
-)
-def test_no_footer_makes_the_reader_of_footers_fail(data: bytes) -> None:
-    """Whatever stands at the end of a `.metadata`, a footer is found or it is not."""
-    _, named = publishing.split_footer(data)
-    assert named is None or isinstance(named.slot, int)
 
 
 @BOTH
@@ -372,7 +170,7 @@ def test_a_sweep_keeps_as_many_as_it_is_told() -> None:
 
 
 def test_an_opener_that_publishes_keeps_the_files_it_publishes() -> None:
-    """Without conditions: its note holds off whoever would free them, for a day."""
+    """Without conditions: its note holds off whoever would free them, until it is done."""
     disk = Disk()
     dead, dead_record = just_committed(DictStore(disk, BLIND))
     opener = DictStore(disk, BLIND)
@@ -392,9 +190,24 @@ def test_an_opener_that_publishes_keeps_the_files_it_publishes() -> None:
     assert whole == [True]
     now = seen(disk.files)
     assert now.stock == now.head
-    disk.clock_s += DAY_S + 1
+    assert dead.save_id in cleaned(DictStore(disk, BLIND))
+
+
+def test_an_opener_that_dies_leaves_its_note_for_a_day() -> None:
+    """Nobody can tell that it is dead, so what it was publishing stays until its day is over."""
+    disk = Disk()
+    slow, slow_record = just_committed(DictStore(disk, BLIND))
+    rule = Rule(action="crash_before", operation="replace", path="metadata")
+    with pytest.raises(SimulatedCrash):
+        publishing.roll_forward(FaultStore(DictStore(disk, BLIND), [rule]), slow.save_id)
     store = DictStore(disk, BLIND)
-    assert dead.save_id in cleaned(store, min_age_s=DAY_S)
+    published(store, slow, slow_record)
+    for _ in range(3):
+        saved(store)
+        assert slow.save_id not in cleaning.free_superseded(store)
+    disk.clock_s += DAY_S + 1
+    saved(store)
+    assert slow.save_id in cleaned(store, min_age_s=DAY_S)
 
 
 @BOTH
@@ -550,176 +363,3 @@ def test_open_uploads_of_a_dead_attempt_are_aborted() -> None:
         assert server.stats().open_uploads == 0
         files = {key.removeprefix("run/"): data for key, data in server.dump().items()}
         assert is_whole(files, head)
-
-
-@BOTH
-def test_deleting_leaves_only_the_slots(store: DictStore) -> None:
-    """No checkpoint, no `.metadata`, no attempt; the slots stay and tell what happened."""
-    saved(store)
-    saved(store)
-    attempted(store)
-    deleted(store)
-    files = store.disk.files
-    assert set(files) == {f"commits/{slot:08d}.json" for slot in (1, 2, 3)}
-    assert seen(files).head is None
-    deleted(store)
-    assert store.disk.files == files
-
-
-@BOTH
-def test_a_paused_saver_meets_the_tombstone(store: DictStore) -> None:
-    """A saver that began before the deletion fails; one that began after it commits."""
-    saved(store)
-    paused = attempted(store)
-    deleted(store)
-    with pytest.raises(CommitConflictError) as caught:
-        committed(store, paused)
-    assert caught.value.winner["type"] == "deleted"
-    later = saved(store)
-    now = seen(store.disk.files)
-    assert now.head == now.stock == later
-
-
-@BOTH
-@pytest.mark.parametrize("with_fence", [False, True])
-def test_deleting_again_does_not_harm_who_began_since(store: DictStore, with_fence: bool) -> None:  # noqa: FBT001
-    """The tombstone in force is found, also behind a fence, and names only what was before it."""
-    saved(store)
-    deleted(store)
-    later = attempted(store)
-    if with_fence:
-        fenced(store, "20260101T000000Z-0123456789abcdef")
-    deleted(store)
-    assert is_whole(store.disk.files, later.save_id)
-    published(store, later, committed(store, later))
-    assert seen(store.disk.files).stock == later.save_id
-
-
-@BOTH
-def test_a_save_during_the_deletion_keeps_its_metadata(store: DictStore) -> None:
-    """Whoever saves anew while the old checkpoint is being deleted ends up published."""
-    for operation in ("stat", "read", "delete"):
-        saved(store)
-        other = DictStore(store.disk, store.capabilities)
-        latest: list[str] = []
-        removed: list[str] = []
-
-        def note(name: str, path: str, removed: list[str] = removed) -> None:
-            if (name, path) == ("delete", ".metadata"):
-                removed.append(path)
-
-        def meanwhile(other: DictStore = other, latest: list[str] = latest) -> None:
-            latest.append(saved(other))
-            store.gate = note
-
-        interrupt(store, operation, ".metadata", meanwhile)
-        deleted(store)
-        now = seen(store.disk.files)
-        assert now.head == now.stock == latest[0], operation
-        assert is_whole(store.disk.files, latest[0])
-        assert not removed, "a newer .metadata was seen, and removed all the same"
-        store.gate = ungated
-        deleted(store)
-
-
-@BOTH
-def test_a_saver_that_the_tombstone_does_not_name_fails_too(store: DictStore) -> None:
-    """It began after the listing and before the record: its slot is taken by a deletion."""
-    saved(store)
-    other = DictStore(store.disk, store.capabilities)
-    late: list[Attempt] = []
-    interrupt(store, "create", "00000002.json", lambda: late.append(attempted(other)))
-    deleted(store)
-    assert late[0].save_id not in str(seen(store.disk.files).slots[-1]["fenced"])
-    with pytest.raises(CommitConflictError):
-        committed(store, late[0])
-
-
-@BOTH
-def test_a_save_that_the_deleter_did_not_list_is_deleted_all_the_same(store: DictStore) -> None:
-    """It began and committed between listing and record, so it is part of what is deleted."""
-    saved(store)
-    other = DictStore(store.disk, store.capabilities)
-    interrupt(store, "read", "00000001.json", lambda: saved(other))
-    deleted(store)
-    assert set(store.disk.files) == {f"commits/{slot:08d}.json" for slot in (1, 2, 3)}
-
-
-@BOTH
-def test_a_publisher_that_meets_a_deletion_takes_its_copy_back(store: DictStore) -> None:
-    """The checkpoint was deleted while `.metadata` was being put: it does not stay."""
-    attempt, record = just_committed(store)
-    operation = "create" if store.capabilities.replace_if_match else "replace"
-    interrupt(
-        store,
-        operation,
-        ".metadata",
-        lambda: deleted(DictStore(store.disk, store.capabilities)),
-    )
-    assert not published(store, attempt, record)
-    assert set(store.disk.files) == {"commits/00000001.json", "commits/00000002.json"}
-
-
-@BOTH
-def test_deleting_may_be_cut_anywhere_and_run_again(capabilities: Capabilities) -> None:
-    """At every point there is the whole old checkpoint or none, and the next run finishes."""
-    count = 0
-    for action in ("crash_before", "crash_after"):
-        for skip in range(200):
-            store = DictStore(Disk(), capabilities)
-            saved(store)
-            save_id = saved(store)
-            faulty = FaultStore(store, [Rule(action=action, skip_count=skip)])
-            try:
-                deleted(faulty)
-            except SimulatedCrash:
-                count += 1
-            else:
-                break
-            now = seen(store.disk.files)
-            assert now.head in {None, save_id}
-            if now.head is not None:
-                assert is_whole(store.disk.files, save_id)
-                assert now.stock == save_id
-            deleted(store)
-            files = store.disk.files
-            assert seen(files).head is None
-            assert not [path for path in files if not path.startswith("commits/")]
-    assert count > 20
-
-
-@BOTH
-def test_deleting_clears_away_attempts_without_any_commit(store: DictStore) -> None:
-    """An id at which every save died is cleared too, and its savers are stopped."""
-    attempts = [attempted(store) for _ in range(2)]
-    deleted(store)
-    assert list(store.disk.files) == ["commits/00000001.json"]
-    for attempt in attempts:
-        with pytest.raises(CommitConflictError):
-            committed(store, attempt)
-
-
-@BOTH
-def test_deleting_nothing_leaves_nothing(store: DictStore) -> None:
-    """Where no attempt and no slot is, no tombstone is put, and another's files stay."""
-    store.write("model.safetensors", b"somebody else's")
-    store.write(".metadata", b"stock")
-    deleted(store)
-    assert set(store.disk.files) == {"model.safetensors", ".metadata"}
-
-
-@BOTH
-def test_a_deleted_checkpoint_that_crashed_half_way_is_cleared_by_later_saves(
-    store: DictStore,
-) -> None:
-    """What a dead deleter left is freed as a leftover once the id is used again."""
-    old = saved(store)
-    with pytest.raises(SimulatedCrash):
-        deleted(FaultStore(store, [Rule(action="crash_after", operation="create")]))
-    assert is_whole(store.disk.files, old)
-    new = written(store, begun(store, overwrite=False))
-    published(store, new, committed(store, new))
-    store.disk.clock_s += DAY_S + 1
-    assert cleaned(store, min_age_s=DAY_S) == [old]
-    now = seen(store.disk.files)
-    assert now.head == now.stock == new.save_id

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import pytest
 from commit_schedules import Actor, Chooser, Job, Preempting, Wandering, play
 from commit_tools import (
-    BLIND,
-    CAS,
+    BOTH,
     DictStore,
     Disk,
     attempted,
@@ -30,8 +29,6 @@ from commit_tools import (
 from ckpt_storage import cleaning, publishing, slotlog
 from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.store.base import Capabilities
-
-STORES = pytest.mark.parametrize("capabilities", [CAS, BLIND], ids=["conditions", "blind"])
 
 
 def save(store: DictStore) -> str:
@@ -210,7 +207,7 @@ SCENARIOS = (
 )
 
 
-@STORES
+@BOTH
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_no_schedule_breaks_a_checkpoint(
     capabilities: Capabilities,

@@ -1,0 +1,242 @@
+"""Deleting a checkpoint: a tombstone first, then the files, whoever saves meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+from commit_tools import (
+    BOTH,
+    DAY_S,
+    Attempt,
+    DictStore,
+    Disk,
+    attempted,
+    begun,
+    cleaned,
+    committed,
+    deleted,
+    fenced,
+    interrupt,
+    is_whole,
+    just_committed,
+    published,
+    saved,
+    seen,
+    ungated,
+    written,
+)
+
+from ckpt_storage.errors import (
+    CommitConflictError,
+)
+from ckpt_storage.store.base import Capabilities
+from ckpt_storage.testing.faults import FaultStore, Rule, SimulatedCrash
+
+
+@pytest.fixture
+def disk() -> Disk:
+    """Nothing yet."""
+    return Disk()
+
+
+@pytest.fixture
+def store(disk: Disk, capabilities: Capabilities) -> DictStore:
+    """A store on `disk`."""
+    return DictStore(disk, capabilities)
+
+
+@BOTH
+def test_deleting_leaves_only_the_slots(store: DictStore) -> None:
+    """No checkpoint, no `.metadata`, no attempt; the slots stay and tell what happened."""
+    saved(store)
+    saved(store)
+    attempted(store)
+    deleted(store)
+    files = store.disk.files
+    assert set(files) == {f"commits/{slot:08d}.json" for slot in (1, 2, 3)}
+    assert seen(files).head is None
+    deleted(store)
+    assert store.disk.files == files
+
+
+@BOTH
+def test_a_paused_saver_meets_the_tombstone(store: DictStore) -> None:
+    """A saver that began before the deletion fails; one that began after it commits."""
+    saved(store)
+    paused = attempted(store)
+    deleted(store)
+    with pytest.raises(CommitConflictError) as caught:
+        committed(store, paused)
+    assert caught.value.winner["type"] == "deleted"
+    later = saved(store)
+    now = seen(store.disk.files)
+    assert now.head == now.stock == later
+
+
+@BOTH
+@pytest.mark.parametrize("with_fence", [False, True])
+def test_deleting_again_does_not_harm_who_began_since(store: DictStore, with_fence: bool) -> None:  # noqa: FBT001
+    """The tombstone in force is found, also behind a fence, and names only what was before it."""
+    saved(store)
+    deleted(store)
+    later = attempted(store)
+    if with_fence:
+        fenced(store, "20260101T000000Z-0123456789abcdef")
+    deleted(store)
+    assert is_whole(store.disk.files, later.save_id)
+    published(store, later, committed(store, later))
+    assert seen(store.disk.files).stock == later.save_id
+
+
+@BOTH
+def test_a_save_during_the_deletion_keeps_its_metadata(store: DictStore) -> None:
+    """Whoever saves anew while the old checkpoint is being deleted ends up published."""
+    for operation in ("stat", "read", "delete"):
+        saved(store)
+        other = DictStore(store.disk, store.capabilities)
+        latest: list[str] = []
+        removed: list[str] = []
+
+        def note(name: str, path: str, removed: list[str] = removed) -> None:
+            if (name, path) == ("delete", ".metadata"):
+                removed.append(path)
+
+        def meanwhile(other: DictStore = other, latest: list[str] = latest) -> None:
+            latest.append(saved(other))
+            store.gate = note
+
+        interrupt(store, operation, ".metadata", meanwhile)
+        deleted(store)
+        now = seen(store.disk.files)
+        assert now.head == now.stock == latest[0], operation
+        assert is_whole(store.disk.files, latest[0])
+        assert not removed, "a newer .metadata was seen, and removed all the same"
+        store.gate = ungated
+        deleted(store)
+
+
+@BOTH
+def test_a_saver_that_the_tombstone_does_not_name_fails_too(store: DictStore) -> None:
+    """It began after the listing and before the record: its slot is taken by a deletion."""
+    saved(store)
+    other = DictStore(store.disk, store.capabilities)
+    late: list[Attempt] = []
+    interrupt(store, "create", "00000002.json", lambda: late.append(attempted(other)))
+    deleted(store)
+    assert late[0].save_id not in str(seen(store.disk.files).slots[-1]["fenced"])
+    with pytest.raises(CommitConflictError):
+        committed(store, late[0])
+
+
+@BOTH
+def test_a_save_that_the_deleter_did_not_list_is_deleted_all_the_same(store: DictStore) -> None:
+    """It began and committed between listing and record, so it is part of what is deleted."""
+    saved(store)
+    other = DictStore(store.disk, store.capabilities)
+    interrupt(store, "read", "00000001.json", lambda: saved(other))
+    deleted(store)
+    assert set(store.disk.files) == {f"commits/{slot:08d}.json" for slot in (1, 2, 3)}
+
+
+def test_what_was_put_over_a_late_copy_is_taken_back_with_it() -> None:
+    """With conditions: deleted, shown again by a late saver, and then replaced by another one."""
+    disk = Disk()
+    slow, slow_record = just_committed(DictStore(disk))
+    fast, fast_record = just_committed(DictStore(disk))
+    late, later = DictStore(disk), DictStore(disk)
+
+    def between_creation_and_second_look() -> None:
+        # What the other one read when it looked is what it replaces now.
+        published(later, fast, fast_record)
+
+    def gate(operation: str, path: str) -> None:
+        if (operation, path) == ("create", ".metadata"):
+            deleted(DictStore(disk))
+            late.gate = lambda name, at: (
+                between_creation_and_second_look()
+                if (name, at) == ("read", "commits/00000002.json")
+                else None
+            )
+
+    late.gate = gate
+    assert not published(late, slow, slow_record)
+    assert ".metadata" not in disk.files
+
+
+@BOTH
+def test_a_publisher_that_meets_a_deletion_takes_its_copy_back(store: DictStore) -> None:
+    """The checkpoint was deleted while `.metadata` was being put: it does not stay."""
+    attempt, record = just_committed(store)
+    operation = "create" if store.capabilities.replace_if_match else "replace"
+    interrupt(
+        store,
+        operation,
+        ".metadata",
+        lambda: deleted(DictStore(store.disk, store.capabilities)),
+    )
+    assert not published(store, attempt, record)
+    assert set(store.disk.files) == {"commits/00000001.json", "commits/00000002.json"}
+
+
+@BOTH
+def test_deleting_may_be_cut_anywhere_and_run_again(capabilities: Capabilities) -> None:
+    """At every point there is the whole old checkpoint or none, and the next run finishes."""
+    count = 0
+    for action in ("crash_before", "crash_after"):
+        for skip in range(200):
+            store = DictStore(Disk(), capabilities)
+            saved(store)
+            save_id = saved(store)
+            faulty = FaultStore(store, [Rule(action=action, skip_count=skip)])
+            try:
+                deleted(faulty)
+            except SimulatedCrash:
+                count += 1
+            else:
+                break
+            now = seen(store.disk.files)
+            assert now.head in {None, save_id}
+            if now.head is not None:
+                assert is_whole(store.disk.files, save_id)
+                assert now.stock == save_id
+            deleted(store)
+            files = store.disk.files
+            assert seen(files).head is None
+            assert not [path for path in files if not path.startswith("commits/")]
+    assert count > 20
+
+
+@BOTH
+def test_deleting_clears_away_attempts_without_any_commit(store: DictStore) -> None:
+    """An id at which every save died is cleared too, and its savers are stopped."""
+    attempts = [attempted(store) for _ in range(2)]
+    deleted(store)
+    assert list(store.disk.files) == ["commits/00000001.json"]
+    for attempt in attempts:
+        with pytest.raises(CommitConflictError):
+            committed(store, attempt)
+
+
+@BOTH
+def test_deleting_nothing_leaves_nothing(store: DictStore) -> None:
+    """Where no attempt and no slot is, no tombstone is put, and another's files stay."""
+    store.write("model.safetensors", b"somebody else's")
+    store.write(".metadata", b"stock")
+    deleted(store)
+    assert set(store.disk.files) == {"model.safetensors", ".metadata"}
+
+
+@BOTH
+def test_a_deleted_checkpoint_that_crashed_half_way_is_cleared_by_later_saves(
+    store: DictStore,
+) -> None:
+    """What a dead deleter left is freed as a leftover once the id is used again."""
+    old = saved(store)
+    with pytest.raises(SimulatedCrash):
+        deleted(FaultStore(store, [Rule(action="crash_after", operation="create")]))
+    assert is_whole(store.disk.files, old)
+    new = written(store, begun(store, overwrite=False))
+    published(store, new, committed(store, new))
+    store.disk.clock_s += DAY_S + 1
+    assert cleaned(store, min_age_s=DAY_S) == [old]
+    now = seen(store.disk.files)
+    assert now.head == now.stock == new.save_id

@@ -1,0 +1,68 @@
+"""A read that is tried again is checked again: what one attempt brought vouches for no other."""
+
+from __future__ import annotations
+
+import crc32c
+from commit_tools import CAS, DictStore, Disk
+
+from ckpt_storage.errors import StorageError
+from ckpt_storage.options import RetryPolicy, TransferOptions
+from ckpt_storage.store.base import Arrived
+from ckpt_storage.store.retry import RetryStore
+from ckpt_storage.transfer import Deadline, Fetch, run_fetches
+
+
+class TwoFacedStore(DictStore):
+    """The first read breaks off after a good piece; the second brings a damaged one."""
+
+    attempt_count = 0
+
+    def read_into(
+        self,
+        path: str,
+        start: int,
+        target: memoryview,
+        *,
+        size_bytes: int | None = None,
+        arrived: Arrived | None = None,
+    ) -> None:
+        """Fill, and report two pieces of equal length, as a disk does."""
+        super().read_into(path, start, target, size_bytes=size_bytes)
+        self.attempt_count += 1
+        if self.attempt_count == 2:
+            target[3] ^= 1
+        if arrived is not None:
+            arrived(len(target) // 2)
+        if self.attempt_count == 1:
+            raise StorageError("Broken off.", kind="connection", retryable=True)
+        if arrived is not None:
+            arrived(len(target))
+
+
+def test_a_piece_that_is_read_again_is_checked_again() -> None:
+    """The bytes that stay in the target are those of the last attempt, and all of them count."""
+    store = TwoFacedStore(Disk(), CAS)
+    block = bytes(range(256))
+    store.write("x", block * 8)
+    wrong: list[int] = []
+
+    def check(view: memoryview, at: int) -> None:
+        starts = range(0, len(view), len(block))
+        crcs = [crc32c.crc32c(view[start : start + len(block)]) for start in starts]
+        expected = crc32c.crc32c(block)
+        wrong.extend(at + i for i, crc in zip(starts, crcs, strict=True) if crc != expected)
+
+    fetch = Fetch(
+        path="x",
+        start=0,
+        stop=8 * len(block),
+        target=memoryview(bytearray(8 * len(block))),
+        check=check,
+        check_bytes=len(block),
+    )
+    retrying = RetryStore(store, policy=RetryPolicy(first_delay_s=0.0))
+    options = TransferOptions(thread_count=1)
+    run_fetches(retrying, [fetch], options=options, deadline=Deadline("load", 60))
+    retrying.close()
+    assert store.attempt_count == 2
+    assert wrong == [0]
