@@ -12,7 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .catalog import CheckpointInfo, VerifyReport, list_checkpoints, verify
+    from .catalog import list_checkpoints
+    from .consolidating import consolidate
+    from .consolidation.options import ConsolidateOptions
+    from .consolidation.report import ConsolidationReport
     from .errors import (
         CheckpointError,
         CheckpointExistsError,
@@ -28,15 +31,23 @@ if TYPE_CHECKING:
         PhaseTimeoutError,
         RankFailedError,
         RankMismatchError,
+        SaveCancelledError,
         StorageError,
         UnsafeContentError,
         UnsupportedByStoreError,
     )
+    from .handle import SaveHandle, SaveProgress, SaveState
+    from .info import CheckpointInfo
+    from .loading import load
     from .options import ProgressEvent, RetryPolicy, Timeouts
     from .reader import CheckpointStorageReader
+    from .saver import AsyncSaver, save_async
+    from .saving import save
+    from .verification import VerifyReport, verify
     from .writer import CheckpointStorageWriter
 
 __all__ = [
+    "AsyncSaver",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointGoneError",
@@ -47,7 +58,9 @@ __all__ = [
     "CheckpointStorageWriter",
     "CommitConflictError",
     "CommitUnknownError",
+    "ConsolidateOptions",
     "ConsolidationError",
+    "ConsolidationReport",
     "FormatError",
     "IntegrityError",
     "InvalidInputError",
@@ -56,29 +69,40 @@ __all__ = [
     "RankFailedError",
     "RankMismatchError",
     "RetryPolicy",
+    "SaveCancelledError",
+    "SaveHandle",
+    "SaveProgress",
+    "SaveState",
     "StorageError",
     "Timeouts",
     "UnsafeContentError",
     "UnsupportedByStoreError",
     "VerifyReport",
+    "consolidate",
     "list_checkpoints",
+    "load",
+    "save",
+    "save_async",
     "verify",
 ]
 
 __version__ = "0.1.0"
 
 _DEFINED_IN = {
+    "AsyncSaver": "saver",
     "CheckpointError": "errors",
     "CheckpointExistsError": "errors",
     "CheckpointGoneError": "errors",
     "CheckpointInProgressError": "errors",
-    "CheckpointInfo": "catalog",
+    "CheckpointInfo": "info",
     "CheckpointNotFoundError": "errors",
     "CheckpointStorageReader": "reader",
     "CheckpointStorageWriter": "writer",
     "CommitConflictError": "errors",
     "CommitUnknownError": "errors",
+    "ConsolidateOptions": "consolidation.options",
     "ConsolidationError": "errors",
+    "ConsolidationReport": "consolidation.report",
     "FormatError": "errors",
     "IntegrityError": "errors",
     "InvalidInputError": "errors",
@@ -87,13 +111,21 @@ _DEFINED_IN = {
     "RankFailedError": "errors",
     "RankMismatchError": "errors",
     "RetryPolicy": "options",
+    "SaveCancelledError": "errors",
+    "SaveHandle": "handle",
+    "SaveProgress": "handle",
+    "SaveState": "handle",
     "StorageError": "errors",
     "Timeouts": "options",
     "UnsafeContentError": "errors",
     "UnsupportedByStoreError": "errors",
-    "VerifyReport": "catalog",
+    "VerifyReport": "verification",
+    "consolidate": "consolidating",
     "list_checkpoints": "catalog",
-    "verify": "catalog",
+    "load": "loading",
+    "save": "saving",
+    "save_async": "saver",
+    "verify": "verification",
 }
 
 if not TYPE_CHECKING:

@@ -128,7 +128,7 @@ def check_agreement(hellos: Sequence[Hello], *, phase: str) -> None:
             ranks_of.setdefault(hello.terms.get(name, "(nothing)"), []).append(hello.rank)
         if len(ranks_of) > 1:
             listing = "; ".join(
-                f"{value!r}: ranks {_spell(ranks)}" for value, ranks in ranks_of.items()
+                f"{value!r}: ranks {spell_ranks(ranks)}" for value, ranks in ranks_of.items()
             )
             raise RankMismatchError(
                 f"Ranks disagree on {name}: {listing}. Nothing was "
@@ -141,7 +141,7 @@ def check_agreement(hellos: Sequence[Hello], *, phase: str) -> None:
             )
 
 
-def _spell(ranks: Sequence[int]) -> str:
+def spell_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text, runs folded: 0-3, 7."""
     parts: list[str] = []
     start = previous = ranks[0]

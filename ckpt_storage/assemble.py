@@ -17,6 +17,7 @@ from .errors import CheckpointError, IntegrityError, RankFailedError, StorageErr
 from .manifest import INLINE_LIMIT_BYTES, Manifest, RankManifest, TensorRecord
 from .regions import Box, covers_exactly, find_grid
 from .store.base import Store
+from .tiednames import agreed_ties
 
 PlannerPath = tuple[str | int, ...]
 
@@ -119,9 +120,14 @@ def check_reports(
 
 
 def assemble(
-    manifests: Sequence[RankManifest], reports: Sequence[RankReport], planned: Planned
+    manifests: Sequence[RankManifest],
+    reports: Sequence[RankReport],
+    planned: Planned,
+    settled_ties: Mapping[str, str],
 ) -> Manifest:
     """Return the manifest of the whole checkpoint, without `stock`.
+
+    `settled_ties` is what the front doors know of ties, {} without them.
 
     Raises `IntegrityError` naming tensor, region and ranks if the chunks do not cover every
     planned tensor exactly, a planned blob is not there, or something is that was not planned. A
@@ -167,6 +173,7 @@ def assemble(
         ranks=[report.ref for report in reports],
         stock=None,
         inline_ranks=list(manifests) if inline else None,
+        ties=agreed_ties(manifests, tensors, settled_ties),
     )
 
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from . import layout
 from .commit import take_slot
+from .deadline import Deadline
 from .options import RetryPolicy
 from .publishing import publish, read_footer
 from .slotlog import CommitLog, history, is_there, read_log, read_slot, stamp
 from .slots import SlotRecord
 from .store.base import Store
-from .transfer import Deadline
 
 log = logging.getLogger("ckpt_storage")
 

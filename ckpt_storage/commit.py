@@ -6,11 +6,11 @@ tensor and no process group. Only the coordinator calls it. Called by `writer` a
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import integrity, layout
+from .deadline import Deadline
 from .documents import FileRef
 from .errors import (
     CheckpointError,
@@ -23,7 +23,6 @@ from .options import RetryPolicy
 from .slotlog import is_there, read_log, read_slot, stamp
 from .slots import HeadRef, SlotRecord
 from .store.base import Store
-from .transfer import Deadline
 
 # Errors that prove the storage did not do what was asked, however often one asks.
 _DEFINITE = frozenset({"permission", "credentials", "no-space", "unsupported"})
@@ -162,7 +161,7 @@ def take_slot(
     for attempt in range(retry.attempt_count):
         if attempt:
             delay_s = min(retry.max_delay_s, retry.first_delay_s * 2**attempt)
-            time.sleep(min(delay_s, deadline.remaining_s()))
+            deadline.sleep(delay_s)
         try:
             # Single-writer storage: the best that can be done is to look first.
             holder = None if exclusive else read_slot(store, record.slot)
@@ -187,7 +186,8 @@ def take_slot(
                     store, record, f"for good cannot be told; it is there, but: {unsynced}"
                 ) from unsynced
             return holder
-        if deadline.remaining_s() == 0:
+        # Other ranks were told, or have told, that the save failed: they wait for our word.
+        if deadline.remaining_s() == 0 or deadline.has_failed():
             break
     raise _unknown(store, record, f"cannot be told: {cause}") from cause
 

@@ -25,6 +25,7 @@ __all__ = [
     "PhaseTimeoutError",
     "RankFailedError",
     "RankMismatchError",
+    "SaveCancelledError",
     "StorageError",
     "UnsafeContentError",
     "UnsupportedByStoreError",
@@ -172,13 +173,33 @@ class RankMismatchError(CheckpointError, ValueError):
 
 
 class RankFailedError(CheckpointError):
-    """Another rank failed or died; `failures` maps rank to what it reported."""
+    """Another rank failed or died; `failures` maps rank to what it reported or was last heard of.
+
+    `is_silent`: it reported nothing (killed, stopped or cut off). `info` is the checkpoint if
+    the save had been committed before.
+    """
 
     code = "rank-failed"
 
-    def __init__(self, message: str, *, failures: dict[int, str] | None = None, **kw: Any) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        failures: dict[int, str] | None = None,
+        is_silent: bool = False,
+        info: Any = None,
+        **kw: Any,
+    ) -> None:
         self.failures = failures or {}
+        self.is_silent = is_silent
+        self.info = info
         super().__init__(message, **kw)
+
+
+class SaveCancelledError(CheckpointError):
+    """The save was given up because `cancel` was called on a rank; it is not committed."""
+
+    code = "cancelled"
 
 
 class PhaseTimeoutError(CheckpointError, TimeoutError):

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from . import layout
+from .deadline import Deadline
 from .errors import CheckpointError, FormatError, IntegrityError, StorageError
 from .options import TransferOptions
 from .readplan import bytes_request, plan_reads
@@ -28,7 +29,7 @@ from .tensorfile import (
     parse_safetensors_header,
     parse_tensor_item,
 )
-from .transfer import Deadline, run_fetches
+from .transfer import run_fetches
 
 log = logging.getLogger("ckpt_storage")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +81,10 @@ class ShardFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankManifest:
-    """What one rank wrote; `fqns` and `dtypes` are the vocabularies of its tables."""
+    """What one rank wrote; `fqns` and `dtypes` are the vocabularies of its tables.
+
+    `ties` maps alias to target: what this rank wrote of both was the same memory.
+    """
 
     save_id: str
     rank: int
@@ -89,12 +92,13 @@ class RankManifest:
     fqns: Sequence[str]
     dtypes: Sequence[str]
     files: Sequence[ShardFile]
+    ties: Mapping[str, str] = field(default_factory=dict)
     host: str = ""
     pid: int = 0
 
     def to_body(self) -> dict[str, Any]:
         """Return the JSON body (`docs/format.md`, "Rank manifest")."""
-        return {
+        body: dict[str, Any] = {
             "format": "ckpt_storage.rank/1",
             "save_id": self.save_id,
             "rank": self.rank,
@@ -105,6 +109,9 @@ class RankManifest:
             "dtypes": list(self.dtypes),
             "files": [_file_to_json(file) for file in self.files],
         }
+        if self.ties:
+            body["ties"] = dict(self.ties)
+        return body
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any], *, where: str) -> RankManifest:
@@ -135,6 +142,7 @@ class RankManifest:
             files=[
                 _file_from_json(entry, fqns, dtypes, where=where) for entry in get.items("files")
             ],
+            ties=_ties_from_json(get, fqns),
         )
         for file in manifest.files:
             if not file.path.startswith(layout.save_folder(manifest.save_id) + "/"):
@@ -166,7 +174,8 @@ class TensorRecord:
 class Manifest:
     """What the checkpoint is (`docs/format.md`, "Manifest").
 
-    `planner_data` maps an FQN to its path in the nested state dict, or is None.
+    `planner_data` maps an FQN to its path in the nested state dict, or is None. `ties` maps alias
+    to target, which was the same memory; what is stored of them is equal.
     """
 
     save_id: str
@@ -178,6 +187,7 @@ class Manifest:
     ranks: Sequence[FileRef]
     stock: FileRef | None
     inline_ranks: Sequence[RankManifest] | None = None
+    ties: Mapping[str, str] = field(default_factory=dict)
     created_at: str = ""
     writer: Mapping[str, str] = field(default_factory=dict)
 
@@ -199,6 +209,8 @@ class Manifest:
             "ranks": [ref.as_json() for ref in self.ranks],
             "stock": self.stock.as_json() if self.stock else None,
         }
+        if self.ties:
+            body["ties"] = dict(self.ties)
         if self.inline_ranks is not None:
             body["inline_ranks"] = [rank.to_body() for rank in self.inline_ranks]
         return body
@@ -224,12 +236,18 @@ class Manifest:
         if len(set(names)) != len(names):
             get.fail("has two values of one name")
         writer = get.mapping("writer") if "writer" in body else {}
+        tensor_of = {tensor.fqn: tensor for tensor in tensors}
+        ties = _ties_from_json(get, tensor_of.keys())
+        for alias, target in ties.items():
+            a, b = tensor_of[alias], tensor_of[target]
+            if (a.dtype, a.shape) != (b.dtype, b.shape):
+                get.fail(f"ties {alias!r:.80} to a tensor of another dtype or shape")
         return cls(
             save_id=get.string("save_id"),
             world_size=world_size,
             created_at=str(body.get("created_at", "")),
             writer={key: str(value) for key, value in writer.items()},
-            tensors={tensor.fqn: tensor for tensor in tensors},
+            tensors=tensor_of,
             blobs=dict(blobs),
             planner_data=_planner_data_from_json(body.get("planner_data"), get),
             files=[
@@ -241,6 +259,7 @@ class Manifest:
             inline_ranks=None
             if inline is None
             else [RankManifest.from_body(entry.body, where=where) for entry in inline],
+            ties=ties,
         )
 
 
@@ -256,6 +275,19 @@ def _planner_data_from_json(value: object, get: Getter) -> dict[str, tuple[str |
         if not isinstance(fqn, str) or not all(type(key) in {str, int} for key in path):
             get.fail(f"has a planner_data entry for {fqn!r:.80} that is no path")
     return data
+
+
+def _ties_from_json(get: Getter, fqns: Iterable[str]) -> dict[str, str]:
+    """Return alias -> target; {} where the document has none, as all did before there were ties."""
+    if "ties" not in get.body:
+        return {}
+    ties = get.mapping("ties")
+    known = frozenset(fqns)
+    for alias, target in ties.items():
+        named = isinstance(target, str) and alias in known and target in known
+        if not named or target in ties:
+            get.fail(f"has a tie of {alias!r:.80} to {target!r:.80} that cannot be")
+    return ties
 
 
 def _file_to_json(file: ShardFile) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Knows the order in which to look and what to say when there is nothing to load. 
 from __future__ import annotations
 
 from . import layout, publishing, slotlog
+from .deadline import Deadline
 from .errors import (
     CheckpointGoneError,
     CheckpointInProgressError,
@@ -19,7 +20,6 @@ from .options import TransferOptions
 from .slotlog import CommitLog
 from .source import CommittedSource, Source, read_manifest
 from .store.base import Store
-from .transfer import Deadline
 
 
 def open_source(store: Store, *, deadline: Deadline, options: TransferOptions) -> Source:

@@ -19,6 +19,9 @@ MIB = 1024 * KIB
 DEFAULT_TIMEOUT_S = 3600.0
 """One hour: long enough for any save seen in the field, and never infinite."""
 
+DEFAULT_SILENCE_S = 120.0
+"""Longer than any pause in which a live process gets no processor time or no network."""
+
 DEFAULT_BLOCK_BYTES = 64 * KIB
 """Unit of CRC: a ranged read is rounded out to it. 64 KiB costs 4 bytes per block."""
 
@@ -45,10 +48,11 @@ Phase = Literal["plan", "stage", "write", "commit", "consolidate", "load"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Deadlines in seconds, one per phase, and one for a single storage request.
+    """Deadlines in seconds, one per phase, one for a single storage request, one for silence.
 
-    A phase that does not end in time raises `PhaseTimeoutError`. Values must be
-    positive and finite.
+    A phase that does not end in time raises `PhaseTimeoutError`. A rank that gives no sign of
+    life for `silence` seconds is given up by the others (`RankFailedError`); ranks give them from
+    a thread of their own, however busy they are. Values must be positive and finite.
     """
 
     plan: float = DEFAULT_TIMEOUT_S
@@ -58,6 +62,7 @@ class Timeouts:
     consolidate: float = DEFAULT_TIMEOUT_S
     load: float = DEFAULT_TIMEOUT_S
     request: float = 300.0
+    silence: float = DEFAULT_SILENCE_S
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -72,8 +77,8 @@ class Timeouts:
     def of(cls, value: float | timedelta | Timeouts | None) -> Timeouts:
         """Return the `Timeouts` that a user's `timeout=` argument means.
 
-        A number of seconds or a `timedelta` sets every phase; the request deadline
-        is then the smaller of it and the default. Raises `InvalidInputError`.
+        A number of seconds or a `timedelta` sets every phase; the deadlines of a request and
+        for silence are then the smaller of it and the default. Raises `InvalidInputError`.
         """
         if value is None:
             return cls()
@@ -94,6 +99,7 @@ class Timeouts:
             consolidate=seconds,
             load=seconds,
             request=min(seconds, 300.0) if seconds > 0 else seconds,
+            silence=min(seconds, DEFAULT_SILENCE_S) if seconds > 0 else seconds,
         )
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from . import agreement, publishing
 from .agreement import Hello
 from .dcpborder import at_dcp_border
+from .deadline import Deadline
 from .errors import (
     CheckpointError,
     IntegrityError,
@@ -40,6 +41,7 @@ from .opening import open_source
 from .options import (
     LOCAL_READ_BYTES,
     Engine,
+    Phase,
     Progress,
     RetryPolicy,
     Timeouts,
@@ -48,9 +50,9 @@ from .options import (
 from .progress import reporting
 from .readplan import plan_reads
 from .source import Source, SourceFormat, TensorInfo
-from .store import Location, open_store
+from .store import Location, endpoint_of, open_store
 from .store.base import Store
-from .transfer import Deadline, bounded, run_fetches
+from .transfer import bounded, run_fetches
 
 log = logging.getLogger("ckpt_storage")
 
@@ -114,6 +116,7 @@ class CheckpointStorageReader(StorageReader):
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry or RetryPolicy()
         self._progress = progress
+        self._begin: Callable[[Phase], Deadline] = self._timed
         self._rank = 0
         self._is_coordinator = False
         self._store: Store | None = None
@@ -123,8 +126,24 @@ class CheckpointStorageReader(StorageReader):
         return f"{type(self).__name__}({self._location.url!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Clients belong to a process; the other side opens its own.
-        return {**self.__dict__, "_store": None, "_source": None}
+        # Clients and phases belong to a process; the other side has its own.
+        state = {**self.__dict__, "_store": None, "_source": None}
+        del state["_begin"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin = self._timed
+
+    def _timed(self, phase: Phase) -> Deadline:
+        return Deadline(phase, getattr(self._timeouts, phase))
+
+    def attend(self, begin: Callable[[Phase], Deadline]) -> None:
+        """Let `begin` start the phases of the loads to come, in place of our own clock.
+
+        For the front doors, whose deadlines know of other ranks' failures.
+        """
+        self._begin = begin
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -139,6 +158,16 @@ class CheckpointStorageReader(StorageReader):
     def checkpoint_id(self) -> str:
         """The URL that is read from."""
         return self._location.url
+
+    def terms(self) -> dict[str, str]:
+        """Return what all ranks must have in common for a load."""
+        from . import __version__  # noqa: PLC0415  # the package is complete only by now
+
+        return {
+            "the checkpoint's URL": self._location.normalised,
+            "the storage's endpoint": endpoint_of(self._location),
+            "the version of ckpt_storage": __version__,
+        }
 
     @property
     def format(self) -> SourceFormat:
@@ -188,7 +217,7 @@ class CheckpointStorageReader(StorageReader):
                 timeouts=self._timeouts,
                 retry=self._retry,
             )
-            deadline = Deadline("load", self._timeouts.load)
+            deadline = self._begin("load")
             self._store = store
             self._source = open_source(
                 bounded(store, deadline),
@@ -220,7 +249,7 @@ class CheckpointStorageReader(StorageReader):
         self._rank = kwargs.get("rank") or 0
         source = self._opened()
         if is_coordinator and source.save_id is not None and self._store is not None:
-            deadline = Deadline("plan", self._timeouts.plan)
+            deadline = self._begin("plan")
             try:
                 publishing.roll_forward(bounded(self._store, deadline), source.save_id)
             except CheckpointError as error:
@@ -260,7 +289,7 @@ class CheckpointStorageReader(StorageReader):
         source, store = self._opened(), self._store
         if store is None:  # pragma: no cover  # _opened sets it
             raise InvalidInputError("The reader is not open.")
-        deadline = Deadline("load", self._timeouts.load)
+        deadline = self._begin("load")
         store = bounded(store, deadline)
         options = self._transfer_options(is_remote=store.capabilities.is_remote)
         source.renew(store, deadline)
@@ -282,11 +311,13 @@ class CheckpointStorageReader(StorageReader):
     ) -> None:
         load.plan(plan.items)
         fetches = plan_reads(load.requests, part_bytes=options.part_bytes)
+        total_bytes = sum(fetch.stop - fetch.start for fetch in fetches)
+        deadline.expect(total_bytes)
         with reporting(
             self._progress,
             phase="load",
             rank=self._rank,
-            total_bytes=sum(fetch.stop - fetch.start for fetch in fetches),
+            total_bytes=total_bytes,
             save_id=self._opened().save_id,
             with_bar=self._is_coordinator,
         ) as on_bytes:

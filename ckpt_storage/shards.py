@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from . import layout
+from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError, StorageError
 from .hostbytes import check_plain, dtype_name, host_views
 from .manifest import RankManifest, ShardFile
@@ -22,7 +23,8 @@ from .options import Progress, TransferOptions
 from .progress import reporting
 from .store.base import Store
 from .tensorfile import DTYPES, PAYLOAD_ALIGN_BYTES, tensor_envelope
-from .transfer import Deadline, ShardFileWriter, ShardTable
+from .tiedmemory import WrittenMemory
+from .transfer import ShardFileWriter, ShardTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +84,11 @@ def write_shards(store: Store, plan: SavePlan, planner: SavePlanner, job: ShardJ
     """
     files: list[ShardFile] = []
     vocabulary = _Vocabulary()
+    memory = WrittenMemory()
     if plan.items:
         path = layout.shard_path(job.save_id, job.rank, 0)
         planned_bytes = sum(_planned_bytes(item) for item in plan.items)
+        job.deadline.expect(planned_bytes)
         with reporting(
             job.progress,
             phase="write",
@@ -101,7 +105,7 @@ def write_shards(store: Store, plan: SavePlan, planner: SavePlanner, job: ShardJ
                 deadline=job.deadline,
                 on_bytes=on_bytes,
             )
-            shard = _Shard(file, ShardTable(), vocabulary)
+            shard = _Shard(file, ShardTable(), vocabulary, memory)
             try:
                 for item in plan.items:
                     shard.write(item, planner)
@@ -121,6 +125,7 @@ def write_shards(store: Store, plan: SavePlan, planner: SavePlanner, job: ShardJ
         fqns=list(vocabulary.fqns),
         dtypes=list(vocabulary.dtypes),
         files=files,
+        ties=memory.ties(),
         host=socket.gethostname(),
         pid=os.getpid(),
     )
@@ -133,6 +138,7 @@ class _Shard:
     file: ShardFileWriter
     table: ShardTable
     vocabulary: _Vocabulary
+    memory: WrittenMemory
 
     def write(self, item: WriteItem, planner: SavePlanner) -> None:
         """Append one item."""
@@ -173,6 +179,7 @@ class _Shard:
                 phase="write",
                 next_step="Convert it before saving, or leave it out.",
             )
+        self.memory.add(fqn, offsets, tensor)
         envelope = tensor_envelope(dtype, sizes)
         table, start = self.table, self.file.position
         self.file.frame(envelope.head)

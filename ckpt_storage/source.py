@@ -12,6 +12,7 @@ from functools import partial
 from typing import Literal, Protocol
 
 from . import integrity, layout, slotlog
+from .deadline import Deadline
 from .documents import FileRef
 from .errors import (
     CheckpointError,
@@ -25,7 +26,7 @@ from .options import TransferOptions
 from .regions import Box
 from .slots import SlotRecord
 from .store.base import Store
-from .transfer import Deadline, Workers
+from .transfer import Workers
 
 SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors"]
 
@@ -174,6 +175,11 @@ class CommittedSource:
     def planner_data(self) -> Mapping[str, tuple[str | int, ...]] | None:
         """Where each value sits in the nested state dict; None if unknown."""
         return self.manifest.planner_data
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Alias -> target, FQNs of tensors that were the same memory when they were saved."""
+        return self.manifest.ties
 
     def rank_manifest(self, rank: int) -> RankManifest:
         """Return the manifest of one rank, inlined or fetched and checked."""

@@ -19,73 +19,17 @@ from types import TracebackType
 from typing import Self
 
 from . import integrity
-from .errors import CheckpointError, InvalidInputError, PhaseTimeoutError, StorageError
+from .deadline import Deadline
+from .errors import CheckpointError, InvalidInputError
 from .manifest import ItemTable, ShardFile
-from .options import Phase, TransferOptions
+from .options import TransferOptions
 from .store.base import Capabilities, Store, Upload
 
 _GRACE_S = 10.0
 _READ_GRACE_S = 330.0
 
-# A request that was cut by a phase's deadline ends within this of it.
-_CUT_S = 0.05
 _MAX_UPLOAD_PARTS = 9_000
 """Below S3's 10,000, so that a plan whose sizes were estimated still fits."""
-
-
-class Deadline:
-    """The instant at which a phase gives up; shared by all its waits."""
-
-    __slots__ = ("_at", "_clock", "phase", "timeout_s")
-
-    def __init__(
-        self, phase: Phase, timeout_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.phase = phase
-        self.timeout_s = timeout_s
-        self._clock = clock
-        self._at = clock() + timeout_s
-
-    @property
-    def at_monotonic_s(self) -> float:
-        """The instant on `time.monotonic`'s scale."""
-        return self._at
-
-    def remaining_s(self) -> float:
-        """Return the seconds left, 0 when there are none."""
-        return max(0.0, self._at - self._clock())
-
-    def check(self, what: str) -> None:
-        """Raise `PhaseTimeoutError` naming `what` if the instant has passed."""
-        if self._clock() >= self._at:
-            raise self.error(what)
-
-    @contextmanager
-    def governs(self, what: str, *, rank: int | None = None) -> Iterator[None]:
-        """Give errors inside their rank and phase; one caused by this deadline becomes its own."""
-        try:
-            yield
-        except CheckpointError as error:
-            if (
-                isinstance(error, StorageError)
-                and error.kind == "timeout"
-                and self.remaining_s() < _CUT_S
-            ):
-                late = self.error(what)
-                late.rank, late.path = rank, error.path
-                raise late from error
-            error.rank = rank if error.rank is None else error.rank
-            error.phase = error.phase or self.phase
-            raise
-
-    def error(self, what: str) -> PhaseTimeoutError:
-        """Return the error that says `what` did not end in time."""
-        return PhaseTimeoutError(
-            f"{what} did not end within {self.timeout_s:g} s ({self.phase} phase).",
-            phase=self.phase,
-            timeout_s=self.timeout_s,
-            next_step=f"Check the storage, or raise Timeouts.{self.phase}.",
-        )
 
 
 class Workers:
@@ -182,10 +126,15 @@ class Workers:
 def bounded(store: Store, deadline: Deadline, cancelled: Callable[[], bool] | None = None) -> Store:
     """Return `store` with every operation, retries included, ending by `deadline`.
 
-    Once `cancelled` returns True no request is begun any more.
+    Once `cancelled` returns True no request is begun any more. Once what the deadline belongs to
+    has failed, those under way are given up as well.
     """
     narrow = getattr(store, "with_deadline", None)
-    return store if narrow is None else narrow(deadline.at_monotonic_s, cancelled)
+    if narrow is None:
+        return store
+    given_up = deadline.has_failed if deadline.is_watched else None
+    narrowed: Store = narrow(deadline.at_monotonic_s, cancelled, given_up)
+    return narrowed
 
 
 def part_bytes_for(capabilities: Capabilities, options: TransferOptions, planned_bytes: int) -> int:
@@ -324,6 +273,7 @@ class ShardFileWriter:
         def send() -> None:
             upload.write_part(number, offset, views, last=last)
             views.clear()
+            self._deadline.advanced(size)
             self._on_bytes(size)
 
         if self._workers is None:
@@ -345,6 +295,7 @@ class ShardFileWriter:
         if upload is None:  # pragma: no cover  # _send made it
             raise CheckpointError(f"{self.path} has no upload.")
         upload.complete(self.position)
+        self._deadline.ended_file()
         self._stop()
         return self.position, integrity.combine_many(self._crcs, self._lengths)
 
@@ -488,6 +439,7 @@ def run_fetches(
             )
         arrivals.finish()
         fetch.done(view)
+        deadline.advanced(length)
         on_bytes(length)
 
     try:

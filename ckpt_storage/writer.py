@@ -11,12 +11,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import platform
 import socket
 import threading
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,27 +23,30 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from . import agreement, cleaning, commit, integrity, layout, publishing
+from . import agreement, commit, integrity, layout
 from .agreement import Granted, Hello, Refused
-from .assemble import RankReport, assemble, check_files, check_reports, read_report
+from .assemble import RankReport
+from .committing import commit_save
 from .dcpborder import at_dcp_border
-from .documents import FileRef
+from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError
+from .info import CheckpointInfo
 from .options import (
     LOCAL_WRITE_BYTES,
     Engine,
+    Phase,
     Progress,
     RetryPolicy,
     Timeouts,
     TransferOptions,
 )
 from .shards import ShardJob, write_shards
+from .slotlog import read_log
 from .slots import SlotRecord
-from .stockwrite import planned_of, stock_metadata
 from .store import Location, endpoint_of, open_store
 from .store.base import Store
 from .store.probe import probe_exclusive_create
-from .transfer import Deadline, bounded
+from .transfer import bounded
 
 log = logging.getLogger("ckpt_storage")
 
@@ -61,6 +62,7 @@ class _Save:
     nonce: str
     answer: Granted | Refused | None = None
     store: Store | None = None
+    settled_ties: Mapping[str, str] = field(default_factory=dict)
 
 
 class CheckpointStorageWriter(StorageWriter):
@@ -125,6 +127,17 @@ class CheckpointStorageWriter(StorageWriter):
         self._retry = retry or RetryPolicy()
         self._progress = progress
         self._threads = threading.local()
+        self._begin_phase: Callable[[Phase], Deadline] = self._timed
+
+    def _timed(self, phase: Phase) -> Deadline:
+        return Deadline(phase, getattr(self._timeouts, phase))
+
+    def attend(self, begin: Callable[[Phase], Deadline]) -> None:
+        """Let `begin` start the phases of the saves to come, in place of our own clock.
+
+        For the front doors, whose deadlines know of other ranks' failures.
+        """
+        self._begin_phase = begin
 
     def _transfer_options(self, *, is_remote: bool) -> TransferOptions:
         return TransferOptions.for_storage(
@@ -142,13 +155,14 @@ class CheckpointStorageWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         # Neither can travel; a child process has its own default group and its own threads.
-        del state["_process_group"], state["_threads"]
+        del state["_process_group"], state["_threads"], state["_begin_phase"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._process_group = None
         self._threads = threading.local()
+        self._begin_phase = self._timed
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -223,17 +237,24 @@ class CheckpointStorageWriter(StorageWriter):
         return dataclasses.replace(plan, storage_data=self._hello(save))
 
     def _hello(self, save: _Save) -> Hello:
+        terms = self._terms(save.location)
+        return Hello(nonce=save.nonce, rank=save.rank, host=socket.gethostname(), terms=terms)
+
+    def terms(self) -> dict[str, str]:
+        """Return what all ranks must have in common for the calling thread's next save."""
+        return self._terms(self._base.join(getattr(self._threads, "pending", None)))
+
+    def _terms(self, location: Location) -> dict[str, str]:
         from . import __version__  # noqa: PLC0415  # the package is complete only by now
 
-        terms = {
-            "the checkpoint's URL": save.location.normalised,
+        return {
+            "the checkpoint's URL": location.normalised,
             "overwrite": str(self._overwrite),
             "sync_files": str(self._sync_files),
-            "the storage's endpoint": endpoint_of(save.location),
+            "the storage's endpoint": endpoint_of(location),
             "commit_url": self._commit_base.normalised if self._commit_base else "None",
             "the version of ckpt_storage": __version__,
         }
-        return Hello(nonce=save.nonce, rank=save.rank, host=socket.gethostname(), terms=terms)
 
     @at_dcp_border
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -266,7 +287,7 @@ class CheckpointStorageWriter(StorageWriter):
     def _grant(self, save: _Save, hellos: Sequence[Hello]) -> commit.Grant:
         self._check_world(len(hellos))
         agreement.check_agreement(hellos, phase="plan")
-        deadline = Deadline("plan", self._timeouts.plan)
+        deadline = self._begin_phase("plan")
         with deadline.governs(f"Beginning a save to {save.location.url}", rank=save.rank):
             return self._begin(save, hellos, deadline)
 
@@ -355,6 +376,7 @@ class CheckpointStorageWriter(StorageWriter):
         save.answer = answer
         if isinstance(answer, Refused):
             raise answer.error
+        self._threads.save_id = answer.grant.save_id
         return answer
 
     @at_dcp_border
@@ -369,7 +391,7 @@ class CheckpointStorageWriter(StorageWriter):
         """
         save = self._save()
         granted = self._granted(save)
-        deadline = Deadline("write", self._timeouts.write)
+        deadline = self._begin_phase("write")
         store = bounded(self._store(save), deadline)
         with deadline.governs(f"Writing to {store.url}", rank=save.rank):
             manifest = write_shards(
@@ -401,6 +423,14 @@ class CheckpointStorageWriter(StorageWriter):
         future.set_result([result])
         return future
 
+    def note_ties(self, settled: Mapping[str, str]) -> None:
+        """Take what the ranks' states say of ties, for the `finish` to come; coordinator only.
+
+        For the front doors: maps every name that some rank ties to what it is tied to, or to
+        itself. Without it, ties are what every rank wrote from the same memory.
+        """
+        self._save().settled_ties = settled
+
     @at_dcp_border
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check that the save is complete, commit it, publish `.metadata`; coordinator only.
@@ -411,91 +441,35 @@ class CheckpointStorageWriter(StorageWriter):
         """
         save = self._save()
         granted = self._granted(save)
-        deadline = Deadline("commit", self._timeouts.commit)
+        deadline = self._begin_phase("commit")
         with deadline.governs(f"Committing to {save.location.url}", rank=save.rank):
-            self._commit(save, granted, deadline, metadata, results)
-        self._threads.save = None
-
-    def _commit(
-        self,
-        save: _Save,
-        granted: Granted,
-        deadline: Deadline,
-        metadata: Metadata,
-        results: list[list[WriteResult]],
-    ) -> None:
-        store = bounded(self._store(save), deadline)
-        reports = [read_report(result) for result in results]
-        save_id = granted.grant.save_id
-        manifests = check_reports(reports, save_id=save_id, world_size=granted.world_size)
-        whole = [report for report in reports if report is not None]
-        planned = planned_of(metadata)
-        manifest = assemble(manifests, whole, planned)
-        check_files(store, manifest)
-        stock_bytes = publishing.with_footer(
-            stock_metadata(metadata, manifests, manifest, self._storage_meta()),
-            slot=granted.grant.last_slot + 1,
-            save_id=save_id,
-        )
-        stock = _put(store, layout.stock_copy_path(save_id), stock_bytes)
-        manifest = dataclasses.replace(
-            manifest,
-            stock=stock,
-            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            writer=_versions(),
-        )
-        reference = _put(store, layout.manifest_path(save_id), integrity.seal(manifest.to_body()))
-        record = commit.commit(
-            store,
-            granted.grant,
-            manifest=reference,
-            stock=stock,
-            deadline=deadline,
-            retry=self._retry,
-        )
-        log.info("save %s to %s committed in slot %d", save_id, store.url, record.slot)
-        self._after_commit(store, granted, record, stock_bytes, deadline)
-
-    def _after_commit(
-        self,
-        store: Store,
-        granted: Granted,
-        record: SlotRecord,
-        stock_bytes: bytes,
-        deadline: Deadline,
-    ) -> None:
-        try:
-            publishing.publish(store, own=record, own_stock=stock_bytes)
-            if granted.grant.previous is not None:
-                cleaning.free_superseded(store)
-            # Looking for what crashed savers left takes a listing: free on a local disk only.
-            if granted.grant.previous is not None or store.capabilities.cheap_stat:
-                cleaning.free_leftovers(
-                    store,
-                    exclusive=granted.grant.exclusive,
-                    deadline=deadline,
-                    retry=self._retry,
-                )
-        except Exception as error:  # the save is committed, whatever this is
-            log.warning(
-                "save %s is committed; what follows the commit failed and will be repeated: %s",
-                granted.grant.save_id,
-                error,
-                exc_info=not isinstance(error, CheckpointError),
+            record = commit_save(
+                bounded(self._store(save), deadline),
+                granted.grant,
+                world_size=granted.world_size,
+                metadata=metadata,
+                results=results,
+                storage_meta=self._storage_meta(),
+                settled_ties=save.settled_ties,
+                deadline=deadline,
+                retry=self._retry,
             )
+        self._threads.save = None
+        self._threads.committed = CheckpointInfo.of(save.location.url, record)
 
+    @property
+    def committed(self) -> CheckpointInfo | None:
+        """What the calling thread committed last; None on ranks that do not commit."""
+        return getattr(self._threads, "committed", None)
 
-def _put(store: Store, path: str, data: bytes) -> FileRef:
-    store.write(path, data)
-    return FileRef(path=path, size_bytes=len(data), crc32c=integrity.crc32c_of(data))
+    def record_of(self, save_id: str, deadline: Deadline) -> SlotRecord | None:
+        """Return the commit record at the head if it is that of `save_id`, else None."""
+        location = self._base.join(None)
+        save = _Save(location=location, checkpoint_id=None, is_coordinator=False, rank=0, nonce="")
+        head = read_log(bounded(self._store(save), deadline)).head
+        return head if head is not None and head.save_id == save_id else None
 
-
-def _versions() -> dict[str, str]:
-    from . import __version__  # noqa: PLC0415  # the package is complete only by now
-
-    return {
-        "ckpt_storage": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "host": socket.gethostname(),
-    }
+    @property
+    def save_id(self) -> str | None:
+        """The id that the coordinator gave to the calling thread's save, once it did."""
+        return getattr(self._threads, "save_id", None)

@@ -54,18 +54,22 @@ class Run:
     saved: list[int]
     resumed: tuple[int, str] | None
     """Step and digest of the state right after loading."""
+    difference: str | None = None
+    """Largest difference of logits after the export, as `float.hex`."""
 
 
 def read_run(log: Path, stderr: str) -> Run:
     """Return the run whose log is `log`."""
     events = [json.loads(line) for line in log.read_text().splitlines()]
     resumed = [(e["step"], e["digest"]) for e in events if e["event"] == "resumed"]
+    exported = [e["difference"] for e in events if e["event"] == "exported"]
     return Run(
         stderr=stderr,
         losses={e["step"]: e["loss"] for e in events if e["event"] == "step"},
         digests={e["step"]: e["digest"] for e in events if e["event"] == "saving"},
         saved=[e["step"] for e in events if e["event"] == "saved"],
         resumed=resumed[0] if resumed else None,
+        difference=exported[0] if exported else None,
     )
 
 
@@ -112,6 +116,7 @@ class Driver:
         command += ["--url", f"{self.url}/{name}", "--run-log", str(log), *extra]
         command += ["--steps", str(self.options.steps)]
         command += ["--save-every", str(self.options.save_every)]
+        command += ["--saving", self.options.saving]
         for key, value in self.storage_options.items():
             text = value if isinstance(value, str) else str(value).lower()
             command += ["--storage-option", f"{key}={text}"]
@@ -155,13 +160,19 @@ class Driver:
         say(f"Checkpoints go below {self.url}.")
 
         say(f"1. Reference: {options.steps} steps on {ranks} ranks, and nothing goes wrong.")
-        reference = self.launch("reference", ranks)
+        reference = self.launch("reference", ranks, "--consolidate")
         first, last = (float.fromhex(reference.losses[step]) for step in (1, options.steps))
         self.check(ok=last < first, claim=f"the model learns: loss {first:.4f} to {last:.4f}")
         committed = self.committed("reference")
         self.check(
             ok=committed == [names[step] for step in reference.saved],
             claim=f"committed checkpoints are {', '.join(committed)}",
+        )
+
+        self.check(
+            ok=reference.difference == float(0).hex(),
+            claim="all ranks have consolidated the last one to safetensors, and the model that "
+            "transformers reads from it gives the same logits, bit for bit",
         )
 
         say(f"2. The same run again, but rank {ranks - 1} is killed while it saves {torn}.")
@@ -195,8 +206,8 @@ class Driver:
             claim=f"{torn} was saved again over the torn one and is committed now",
         )
 
-        for other in options.other_ranks:
-            say(f"5. Resume on {other} instead of {ranks} ranks, from the same {good}.")
+        for number, other in enumerate(options.other_ranks, start=5):
+            say(f"{number}. Resume on {other} instead of {ranks} ranks, from the same {good}.")
             start_from = f"{self.url}/killed/{good}"
             run = self.launch(f"on-{other}", other, "--start-from", start_from)
             self.check_loaded(run, last_good, killed.digests[last_good])

@@ -23,27 +23,29 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
+from io import BytesIO
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import fsspec
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+import transformers
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 from torch.nn import functional
 from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, list_checkpoints
+from ckpt_storage import AsyncSaver, SaveHandle, consolidate, list_checkpoints, load
 
 TEXT_FILE = Path(__file__).parent / "data" / "alice.txt"
 
@@ -61,53 +63,27 @@ def tell(text: str) -> None:
         tqdm.write(text)
 
 
-class Block(nn.Module):
-    """One transformer layer: causal self-attention, then a feed-forward network."""
-
-    def __init__(self, width: int, head_count: int) -> None:
-        super().__init__()
-        self.head_count = head_count
-        self.attention_norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
-        self.attention_out = nn.Linear(width, width, bias=False)
-        self.feed_forward = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map activations of shape (batch, window, width) to the same shape."""
-        qkv = self.query_key_value(self.attention_norm(x))
-        q, k, v = qkv.unflatten(-1, (3, self.head_count, -1)).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(attended.transpose(1, 2).flatten(-2))
-        return x + cast("torch.Tensor", self.feed_forward(x))
-
-
-class ByteModel(nn.Module):
-    """A decoder-only transformer that predicts the next byte of a text."""
-
-    def __init__(self, width: int = 96, head_count: int = 4, layer_count: int = 3) -> None:
-        super().__init__()
-        self.bytes = nn.Embedding(256, width)
-        self.positions = nn.Embedding(WINDOW_BYTES, width)
-        self.blocks = nn.ModuleList(Block(width, head_count) for _ in range(layer_count))
-        self.norm = nn.LayerNorm(width)
-        self.out = nn.Linear(width, 256, bias=False)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return logits of shape (batch, window, 256) for bytes of shape (batch, window)."""
-        x = self.bytes(inputs) + self.positions(torch.arange(inputs.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return cast("torch.Tensor", self.out(self.norm(x)))
+def new_model() -> LlamaForCausalLM:
+    """Return a very small Llama, with random weights, that predicts the next byte of a text."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=WINDOW_BYTES,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
 
 
 class Training(Stateful):
     """All that a run must remember, and how one step changes it.
 
-    DCP calls `state_dict` when it saves and when it loads, and `load_state_dict` after
-    a load. Every rank draws the same random numbers for the whole batch and then takes
-    its own rows. One RNG state thus serves all ranks, on any number of them.
+    `ckpt_storage` calls `state_dict` when it saves and when it loads, and `load_state_dict`
+    after a load, as DCP does. Every rank draws the same random numbers for the whole batch and
+    then takes its own rows. One RNG state thus serves all ranks, on any number of them.
     """
 
     def __init__(self, text: bytes) -> None:
@@ -117,9 +93,9 @@ class Training(Stateful):
             message = f"{BATCH_COUNT} windows a step cannot be shared by {self.world_size} ranks."
             raise SystemExit(message)
         torch.manual_seed(0)
-        self.model = ByteModel()
+        self.model = new_model()
         mesh = init_device_mesh("cpu", (self.world_size,))
-        for block in self.model.blocks:
+        for block in self.model.model.layers:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
@@ -132,7 +108,7 @@ class Training(Stateful):
         self.position = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this moment; DCP saves it, or loads into its tensors."""
+        """Return the state of this moment, to be saved, or to be loaded into its tensors."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {
             "model": model,
@@ -143,7 +119,7 @@ class Training(Stateful):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state that DCP has loaded."""
+        """Continue from a state that was loaded."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -170,7 +146,7 @@ class Training(Stateful):
     def train_step(self) -> float:
         """Make one optimizer step and return the loss of the whole batch."""
         inputs, targets = self.next_batch()
-        logits = self.model(inputs)
+        logits = self.model(input_ids=inputs).logits
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.optimizer.step()
@@ -181,18 +157,30 @@ class Training(Stateful):
         return total.item() / self.world_size
 
 
-class KilledWriter(CheckpointStorageWriter):
-    """Dies as on a lost machine: its bytes are written, and nobody can have committed yet.
+class FatalPlanner(DefaultSavePlanner):
+    """Kills the training process as on a lost machine, half-way through the writing of a save.
 
-    DCP commits (`finish`) only after every rank has returned from `write_data`.
+    A planner hands out what a rank has to write, one item after another. It may do so in a worker
+    process: `victim_pid` is the one that trains.
     """
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what this rank has to write, then kill the process."""
-        written = super().write_data(plan, planner)
-        written.wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-        return written
+    def __init__(self, victim_pid: int) -> None:
+        super().__init__()
+        self.victim_pid = victim_pid
+        self.left_count = 0
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Count what this rank has to write."""
+        plan = super().finish_plan(new_plan)
+        self.left_count = len(plan.items)
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | BytesIO:
+        """Return the data of one item, or end the process before the last one."""
+        self.left_count -= 1
+        if self.left_count == 0:
+            os.kill(self.victim_pid, signal.SIGKILL)
+        return super().resolve_data(write_item)
 
 
 def newest_checkpoint(url: str, storage_options: dict[str, Any]) -> str | None:
@@ -257,9 +245,7 @@ def train(options: argparse.Namespace) -> None:
 
     start = newest_checkpoint(url, storage_options) or options.start_from
     if start is not None:
-        reader = CheckpointStorageReader(start, storage_options=storage_options)
-        # Torch does not declare `load` and `save` as exported, so mypy --strict complains.
-        dcp.load({"training": training}, storage_reader=reader)
+        load({"training": training}, start, storage_options=storage_options)
         log.write_digest("resumed", training)
         tell(f"   resumed from {start} at step {training.step}")
 
@@ -270,7 +256,8 @@ def train(options: argparse.Namespace) -> None:
         unit="step",
         disable=not (is_terminal and training.rank == 0),
     )
-    with bar:
+    with bar, AsyncSaver(mode=options.saving, timeout=timedelta(minutes=5)) as saver:
+        saves = Saves(saver, url, storage_options, options.kill_at, log)
         while training.step < options.steps:
             loss = training.train_step()
             log.write("step", training.step, loss=loss.hex())
@@ -279,30 +266,78 @@ def train(options: argparse.Namespace) -> None:
             if not is_terminal and training.step % 10 == 0:
                 tell(f"   step {training.step} of {options.steps}: loss {loss:.4f}")
             if training.step % options.save_every == 0 or training.step == options.steps:
-                save(training, url, storage_options, kill_at=options.kill_at, log=log)
+                saves.begin(training)
+        saves.end()
+    if options.consolidate:
+        export(training, f"{url}/step-{training.step:08d}", storage_options, log)
     dist.destroy_process_group()
 
 
-def save(
-    training: Training,
-    url: str,
-    storage_options: dict[str, Any],
-    *,
-    kill_at: int | None,
-    log: RunLog,
-) -> None:
-    """Save everything as the checkpoint `step-<number>` below `url` (a collective)."""
-    is_victim = training.step == kill_at and training.rank == training.world_size - 1
-    writer_type = KilledWriter if is_victim else CheckpointStorageWriter
-    name = f"step-{training.step:08d}"
-    log.write_digest("saving", training)
-    dcp.save(
-        {"training": training},
-        checkpoint_id=name,
-        storage_writer=writer_type(url, storage_options=storage_options),
-    )
-    tell(f"   saved {name}")
-    log.write("saved", training.step)
+def export(training: Training, url: str, storage_options: dict[str, Any], log: RunLog) -> None:
+    """Consolidate the checkpoint at `url`, and check that transformers reads the same model.
+
+    All ranks call this. The weight files and their index lie in the folder `hf` below the
+    checkpoint; `from_pretrained` needs them in a local folder, together with the configuration.
+    """
+    report = consolidate(url, storage_options=storage_options)
+    tell(f"   consolidated into {', '.join(file.name for file in report.files)}")
+    prompt = torch.arange(32).unsqueeze(0)
+    training.model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # as above
+    with torch.no_grad():
+        expected = training.model(input_ids=prompt).logits
+        if training.rank == 0:
+            with tempfile.TemporaryDirectory() as folder:
+                fs, path = fsspec.core.url_to_fs(report.output_url, **storage_options)
+                fs.get(f"{path.rstrip('/')}/", folder, recursive=True)
+                training.model.config.save_pretrained(folder)
+                model = LlamaForCausalLM.from_pretrained(folder)
+            difference = (model(input_ids=prompt).logits - expected).abs().max().item()
+            log.write("exported", training.step, difference=difference.hex())
+    tell("   transformers has read it back")
+
+
+class Saves:
+    """The checkpoints of one run, saved in the background one after another."""
+
+    def __init__(
+        self,
+        saver: AsyncSaver,
+        url: str,
+        storage_options: dict[str, Any],
+        kill_at: int | None,
+        log: RunLog,
+    ) -> None:
+        self.saver = saver
+        self.url = url
+        self.storage_options = storage_options
+        self.kill_at = kill_at
+        self.log = log
+        self.last: tuple[int, SaveHandle] | None = None
+
+    def begin(self, training: Training) -> None:
+        """Begin to save everything as `step-<number>` below the URL; all ranks call this."""
+        self.end()
+        self.log.write_digest("saving", training)
+        is_fatal = training.step == self.kill_at
+        is_victim = is_fatal and training.rank == training.world_size - 1
+        handle = self.saver.save(
+            {"training": training},
+            f"{self.url}/step-{training.step:08d}",
+            storage_options=self.storage_options,
+            planner=FatalPlanner(os.getpid()) if is_victim else None,
+        )
+        self.last = training.step, handle
+        if is_fatal:
+            self.end()
+
+    def end(self) -> None:
+        """Wait until the save under way is committed, or raise why it failed."""
+        if self.last is not None:
+            step, handle = self.last
+            self.last = None
+            tell(f"   saved {handle.result().name}")
+            self.log.write("saved", step)
 
 
 def key_value(text: str) -> tuple[str, Any]:
@@ -322,7 +357,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--save-every", type=int, default=20, metavar="STEPS", help="steps between saves (20)")
     add("--url", help="where checkpoints go (./runs/train_fsdp2; the driver: a temporary folder)")
     add("--storage-option", type=key_value, action="append", default=[], metavar="KEY=VALUE")
+    add("--saving", choices=["thread", "process"], default="thread", help="save in a (thread)")
     add("--kill-at", type=int, metavar="STEP", help="kill a rank inside the save of this step")
+    add("--consolidate", action="store_true", help="export the last checkpoint as safetensors")
     script = parser.add_argument_group("under torchrun")
     script.add_argument("--start-from", metavar="URL", help="used if --url has no checkpoint yet")
     script.add_argument("--run-log", type=Path, metavar="FILE", help="append losses and digests")

@@ -10,19 +10,20 @@ import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import crc32c
 import pytest
 
 from ckpt_storage import cleaning, commit, publishing, slotlog
 from ckpt_storage.commit import Grant
+from ckpt_storage.deadline import Deadline
 from ckpt_storage.documents import FileRef
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.errors import UnsupportedByStoreError as Unsupported
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.slots import SlotRecord
 from ckpt_storage.store.base import Capabilities, Entry, Stat, Store, Version
-from ckpt_storage.transfer import Deadline
 
 CAS = Capabilities(
     kind="s3",
@@ -158,6 +159,25 @@ class DictStore:
         """Begin an upload in memory."""
         del part_bytes
         return DictUpload(self, path)
+
+    def start_shared_upload(self, path: str, *, part_bytes: int) -> NoReturn:
+        """Refuse: commits share no uploads."""
+        del part_bytes
+        raise Unsupported(f"{path} cannot be shared.", kind="unsupported", path=path)
+
+    def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> NoReturn:
+        """Refuse, like its beginning."""
+        del ticket
+        self.start_shared_upload(path, part_bytes=part_bytes)
+
+    def copy_source(self, path: str) -> None:
+        """Return that nothing can be copied."""
+        del path
+
+    def can_copy_from(self, other: Store) -> bool:
+        """Return that nothing can be copied."""
+        del other
+        return False
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
         """Return the objects below a folder."""

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_storage import FormatError, IntegrityError, VerifyReport, verify
-from ckpt_storage.catalog import Problem
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.testing.ranks import RankPool
+from ckpt_storage.verification import Problem
 
 
 def small_state() -> dict[str, Any]:
@@ -209,7 +209,7 @@ def test_every_byte_of_every_file_is_verified(
     checkpoint = saver.copy(tmp_path / "run", large=False)
     # Without retries and deadlines, which take most of the time of so small reads.
     store = LocalStore(str(checkpoint.root))
-    monkeypatch.setattr("ckpt_storage.catalog.open_store", lambda *_, **__: store)
+    monkeypatch.setattr("ckpt_storage.verification.open_store", lambda *_, **__: store)
     spans = checkpoint.spans()
     alone = [checkpoint.slot, checkpoint.manifest, checkpoint.stock]
     together = [path for path in checkpoint.files if path not in alone]

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from ckpt_storage import (
     CheckpointStorageReader,
     CheckpointStorageWriter,
-    catalog,
     slotlog,
+    verification,
     verify,
 )
 from ckpt_storage.errors import CheckpointGoneError
@@ -194,7 +194,7 @@ def test_a_verification_that_was_overtaken_begins_anew(
 ) -> None:
     """What was freed under its hands is no damage: it reports on the save that is there now."""
     save(0, folder)
-    read = getattr(catalog, name)
+    read = getattr(verification, name)
     looks: list[int] = []
 
     def slow(*args: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ def test_a_verification_that_was_overtaken_begins_anew(
             save(2, folder)
         return read(*args, **kwargs)
 
-    monkeypatch.setattr(catalog, name, slow)
+    monkeypatch.setattr(verification, name, slow)
     report = verify(folder)
     assert report.ok, report.problems
     assert len(looks) == 2

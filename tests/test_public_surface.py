@@ -20,6 +20,7 @@ import ckpt_storage
 from ckpt_storage import errors
 
 PUBLIC = [
+    "AsyncSaver",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointGoneError",
@@ -30,7 +31,9 @@ PUBLIC = [
     "CheckpointStorageWriter",
     "CommitConflictError",
     "CommitUnknownError",
+    "ConsolidateOptions",
     "ConsolidationError",
+    "ConsolidationReport",
     "FormatError",
     "IntegrityError",
     "InvalidInputError",
@@ -39,12 +42,20 @@ PUBLIC = [
     "RankFailedError",
     "RankMismatchError",
     "RetryPolicy",
+    "SaveCancelledError",
+    "SaveHandle",
+    "SaveProgress",
+    "SaveState",
     "StorageError",
     "Timeouts",
     "UnsafeContentError",
     "UnsupportedByStoreError",
     "VerifyReport",
+    "consolidate",
     "list_checkpoints",
+    "load",
+    "save",
+    "save_async",
     "verify",
 ]
 
@@ -63,6 +74,7 @@ ERRORS: dict[str, tuple[str, type[Exception]]] = {
     "PhaseTimeoutError": ("phase-timeout", TimeoutError),
     "RankFailedError": ("rank-failed", Exception),
     "RankMismatchError": ("rank-mismatch", ValueError),
+    "SaveCancelledError": ("cancelled", Exception),
     "StorageError": ("storage", OSError),
     "UnsafeContentError": ("unsafe-content", Exception),
     "UnsupportedByStoreError": ("unsupported-by-store", OSError),
@@ -70,7 +82,14 @@ ERRORS: dict[str, tuple[str, type[Exception]]] = {
 """Every error with its stable code and the builtin that a user would catch."""
 
 HEAVY = ("fsspec", "numpy", "s3fs", "torch")
-NEEDS_TORCH = ("CheckpointStorageReader", "CheckpointStorageWriter")
+NEEDS_TORCH = (
+    "AsyncSaver",
+    "CheckpointStorageReader",
+    "CheckpointStorageWriter",
+    "load",
+    "save",
+    "save_async",
+)
 
 
 def error_classes() -> list[type[errors.CheckpointError]]:
@@ -191,8 +210,8 @@ def test_import_loads_nothing_heavy() -> None:
     assert run_python(code) == ""
 
 
-def test_only_the_plug_ins_load_torch() -> None:
-    """Every name that is not a DCP plug-in can be imported without torch."""
+def test_only_what_moves_tensors_loads_torch() -> None:
+    """Every name that takes no tensors can be imported without torch."""
     names = ", ".join(sorted(set(PUBLIC) - set(NEEDS_TORCH)))
     code = f"import sys; from ckpt_storage import {names}; print('torch' in sys.modules)"
     assert run_python(code) == "False"

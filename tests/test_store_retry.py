@@ -431,7 +431,7 @@ def test_uploads_are_carried_on(bench: Bench, operation: str, action: Action) ->
 
 def test_aborts_are_repeated(bench: Bench) -> None:
     """An abort that fails for a moment still leaves nothing."""
-    upload_of(bench.store(fault("abort", hit_count=3)), complete=False)
+    upload_of(bench.store(fault("abort", hit_count=2)), complete=False)
     assert bench.local.abort_uploads("") == 0
 
 

@@ -13,9 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
-__all__ = ["Arrived", "Capabilities", "Entry", "Stat", "Store", "Upload", "Version"]
+__all__ = [
+    "Arrived",
+    "Capabilities",
+    "CopySource",
+    "Entry",
+    "Existing",
+    "PartReceipt",
+    "SharedUpload",
+    "Stat",
+    "Store",
+    "Upload",
+    "Version",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +49,15 @@ class Capabilities:
     self_timed: operations end by themselves at the request deadline; otherwise a
         wrapper runs them in a thread that can be abandoned.
     can_list_uploads: open multipart uploads below a prefix can be found and aborted.
+    shared_uploads: `start_shared_upload` and `join_upload` work: several processes (threads
+        only, where `shared` is False) may write parts of one object.
+    shared_align_bytes: where the parts of two members meet, the offset in the object must be
+        a multiple of this.
+    copy_part_min_bytes: least size of a part that `SharedUpload.copy_part` copies and that is
+        not the last; None where it cannot copy.
+    copy_part_max_bytes: largest such part; None where there is no limit.
+    copies_pay: copying a part spares more than it costs, were its bytes read for checking too.
+    copy_align_bytes: it pays only where the offsets in source and object are alike modulo this.
     """
 
     kind: Literal["posix", "s3", "gcs", "azure", "memory", "generic"]
@@ -53,6 +74,12 @@ class Capabilities:
     is_remote: bool = True
     self_timed: bool = False
     can_list_uploads: bool = False
+    shared_uploads: bool = False
+    shared_align_bytes: int = 1
+    copy_part_min_bytes: int | None = None
+    copy_part_max_bytes: int | None = None
+    copies_pay: bool = False
+    copy_align_bytes: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +105,57 @@ class Version:
 
     data: bytes
     token: str | None
+
+
+Existing = Literal["refuse", "replace"]
+"""What completing an upload does where something bears the name already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartReceipt:
+    """One part that a storage has taken from one member of a shared upload.
+
+    `number` and `offset` (bytes) are as it was written with. `token` is what the storage wants
+    to see again; `crc32c` is the storage's own checksum of the part, None if it told none.
+    """
+
+    number: int
+    offset: int
+    size_bytes: int
+    token: str = ""
+    crc32c: int | None = None
+
+    def to_json(self) -> list[int | str | None]:
+        """Return the receipt as values that JSON has."""
+        return [self.number, self.offset, self.size_bytes, self.token, self.crc32c]
+
+    @classmethod
+    def from_json(cls, values: Sequence[int | str | None]) -> PartReceipt:
+        """Return the receipt that `to_json` spelt. Raises `ValueError` for anything else."""
+        number, offset, size_bytes, token, crc32c = values
+        whole = [value for value in (number, offset, size_bytes) if isinstance(value, int)]
+        is_crc = crc32c is None or isinstance(crc32c, int)
+        if len(whole) != 3 or not isinstance(token, str) or not is_crc:  # noqa: PLR2004
+            raise ValueError(f"{values!r} is no receipt")
+        return cls(
+            number=whole[0],
+            offset=whole[1],
+            size_bytes=whole[2],
+            token=token,
+            crc32c=crc32c if isinstance(crc32c, int) else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopySource:
+    """An object as a storage can copy from it: `scope` says within which storage, `address` where.
+
+    `path` is for messages. Holds no credentials.
+    """
+
+    scope: str
+    address: str
+    path: str
 
 
 Arrived = Callable[[int], None]
@@ -109,6 +187,62 @@ class Upload(Protocol):
 
     def abort(self) -> None:
         """Discard everything sent; idempotent; leaves no open upload and no temporary file."""
+
+
+@runtime_checkable
+class SharedUpload(Upload, Protocol):
+    """An upload whose parts come from several processes, and from other objects.
+
+    One owner starts it, hands out its `ticket` and ends it with one of `complete` and `abort`;
+    members join, write or copy parts, and send their `receipts` to the owner. Part numbers
+    ascend with the offsets; none is used by two members, and some may be left out. A member
+    that has not given its receipts can change nothing once the object is complete, as the owner
+    completes nothing without them; one that has given them writes no more.
+    """
+
+    def ticket(self) -> str:
+        """Return a text with which another process joins this upload of this path."""
+
+    def copy_part(
+        self,
+        number: int,
+        offset: int,
+        source: CopySource,
+        source_start: int,
+        length: int,
+        *,
+        source_bytes: int | None = None,
+        last: bool,
+    ) -> int | None:
+        """Have the storage copy `length` bytes of `source` from `source_start` on as one part.
+
+        Return the CRC-32C that the storage tells of what it copied; None if it tells none: the
+        caller must then check the source's bytes by reading them. `source_bytes` is the length
+        the source must have. Raises `IntegrityError` if it differs or the range leaves it, and
+        `UnsupportedByStoreError` where the storage cannot copy.
+        """
+
+    def receipts(self) -> list[PartReceipt]:
+        """End this member's writing and return what it wrote, durable; idempotent.
+
+        Raises `StorageError` if any of it may not be: the upload can then only be aborted.
+        """
+
+    def complete(
+        self,
+        total_bytes: int,
+        *,
+        receipts: Sequence[PartReceipt] = (),
+        existing: Existing = "refuse",
+    ) -> None:
+        """Make the object of the owner's and these members' parts visible; idempotent.
+
+        Where something else bears the name, `StorageError` of kind "exists" is raised, unless
+        it is to be replaced. Otherwise as `Upload.complete`. Owner only.
+        """
+
+    def abort(self) -> None:
+        """Discard everything sent; for a member: stop, and leave discarding to the owner."""
 
 
 class Store(Protocol):
@@ -183,6 +317,25 @@ class Store(Protocol):
 
     def start_upload(self, path: str, *, part_bytes: int) -> Upload:
         """Begin a write-once object; nothing needs to be sent before the first part."""
+
+    def start_shared_upload(self, path: str, *, part_bytes: int) -> SharedUpload:
+        """Begin a write-once object that other processes may join, as its owner.
+
+        Raises `UnsupportedByStoreError` unless `capabilities.shared_uploads`.
+        """
+
+    def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> SharedUpload:
+        """Join another process's upload of the same path as a member.
+
+        Raises as `start_shared_upload`, `InvalidInputError` for a ticket of another path or
+        storage, and, where the storage tells at once, kind "not-found" if it is over.
+        """
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Return `path` as something that uploads of this storage can copy from, if they can."""
+
+    def can_copy_from(self, other: Store) -> bool:
+        """Return whether `copy_part` here takes the sources of `other`: one bucket, one disk."""
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
         """Return the objects below a folder, fresh from the storage; [] if there are none.

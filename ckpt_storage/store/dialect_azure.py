@@ -16,7 +16,9 @@ from ckpt_storage.errors import StorageError
 from .base import Capabilities, Entry, Stat, Version
 from .clients import Client, ForeignFs
 from .dialect_azure_requests import AzureRequests
+from .dialect_azure_shared import AzureSharedUpload
 from .dialect_azure_upload import AzureUpload
+from .tickets import decode_ticket
 
 __all__ = ["AzureDialect"]
 
@@ -30,6 +32,8 @@ CAPABILITIES = Capabilities(
     max_part_count=45_000,
     reads_total_size=True,
     self_timed=True,
+    shared_uploads=True,
+    # Put Block From URL wants a signed URL of the source, and Azurite answers 501 to it.
 )
 
 _FOLDER_MARK = "hdi_isfolder"
@@ -118,6 +122,20 @@ class AzureDialect:
         """Begin a list of blocks; nothing is sent before the first part."""
         del part_bytes
         return AzureUpload(self._client, self._requests, path)
+
+    def start_shared_upload(self, path: str) -> AzureSharedUpload:
+        """Begin a list of blocks whose ids begin with a random one."""
+        return AzureSharedUpload(self._client, self._requests, path)
+
+    def join_upload(self, path: str, ticket: str) -> AzureSharedUpload:
+        """Take over the random id."""
+        write_id = decode_ticket(ticket, "azure", path, {"id"})["id"]
+        return AzureSharedUpload(self._client, self._requests, path, joined_id=write_id)
+
+    def copy_place(self, path: str) -> tuple[str, str] | None:
+        """Return that nothing can be copied."""
+        del path
+        return None
 
     def list(self, prefix: str, *, recursive: bool) -> list[Entry]:
         """List Blobs, with a delimiter for direct children only."""

@@ -17,9 +17,11 @@ from .clients import Client, ForeignFs
 from .dialect_azure_requests import AzureRequests
 from .parts import PartList, SentPart, ended, joined, wrong_length
 
-__all__ = ["AzureUpload"]
+__all__ = ["WRITE_ID", "AzureUpload", "block_id_of", "delete_ours", "is_ours", "stage_block"]
 
-_WRITE_ID = "ckptwriteid"
+WRITE_ID = "ckptwriteid"
+"""Metadata that tells one attempt to write a name from another."""
+
 _ONE_PUT_BYTES = 32 * MIB
 """Up to here one Put Blob does; the SDK would cut it at 64 MiB."""
 
@@ -51,15 +53,8 @@ class AzureUpload:
         if last and number == 0 and len(data) <= _ONE_PUT_BYTES:
             self._only_part = data
             return
-        # Ids of one blob must be of one length.
-        block_id = base64.b64encode(f"{self._write_id}-{number:06d}".encode()).decode()
-
-        async def stage(fs: ForeignFs) -> None:
-            await self._requests.blob(fs, self._path).stage_block(
-                block_id, io.BytesIO(data), length=len(data), **self._requests.settings
-            )
-
-        self._client.run(stage)
+        block_id = block_id_of(self._write_id, number)
+        self._client.run(lambda fs: stage_block(self._requests, fs, self._path, block_id, data))
         self._parts.add(number, SentPart(offset=offset, size_bytes=len(data), receipt=block_id))
 
     def complete(self, total_bytes: int) -> None:
@@ -82,7 +77,7 @@ class AzureUpload:
         self._state = "aborted"
         self._only_part = None
         if self._may_be_visible:
-            self._client.run(self._delete_ours)
+            self._client.run(lambda fs: delete_ours(self._requests, fs, self._path, self._write_id))
 
     def _put(self, data: bytes, total_bytes: int) -> None:
         if len(data) != total_bytes:
@@ -90,7 +85,7 @@ class AzureUpload:
         self._may_be_visible = True
         self._client.run(
             lambda fs: self._requests.upload(
-                fs, self._path, data, overwrite=True, metadata={_WRITE_ID: self._write_id}
+                fs, self._path, data, overwrite=True, metadata={WRITE_ID: self._write_id}
             )
         )
 
@@ -102,27 +97,55 @@ class AzureUpload:
 
             blocks = [BlobBlock(block_id=part.receipt) for _, part in parts]
             await self._requests.blob(fs, self._path).commit_block_list(
-                blocks, metadata={_WRITE_ID: self._write_id}, **self._requests.settings
+                blocks, metadata={WRITE_ID: self._write_id}, **self._requests.settings
             )
 
         self._may_be_visible = True
         self._client.run(commit)
 
-    async def _delete_ours(self, fs: ForeignFs) -> None:
-        from azure.core import MatchConditions  # noqa: PLC0415  # only with this backend
-        from azure.core.exceptions import (  # noqa: PLC0415  # only with this backend
-            ResourceModifiedError,
-            ResourceNotFoundError,
-        )
 
-        blob = self._requests.blob(fs, self._path)
-        try:
-            found = await blob.get_blob_properties(**self._requests.settings)
-            if (found.metadata or {}).get(_WRITE_ID) == self._write_id:
-                await blob.delete_blob(
-                    etag=found.etag,
-                    match_condition=MatchConditions.IfNotModified,
-                    **self._requests.settings,
-                )
-        except (ResourceModifiedError, ResourceNotFoundError):
-            return
+def block_id_of(write_id: str, number: int) -> str:
+    """Return the id of a block; ids of one blob must be of one length."""
+    return base64.b64encode(f"{write_id}-{number:06d}".encode()).decode()
+
+
+async def stage_block(
+    requests: AzureRequests, fs: ForeignFs, path: str, block_id: str, data: bytes
+) -> None:
+    """Put Block."""
+    await requests.blob(fs, path).stage_block(
+        block_id, io.BytesIO(data), length=len(data), **requests.settings
+    )
+
+
+async def is_ours(requests: AzureRequests, fs: ForeignFs, path: str, write_id: str) -> int | None:
+    """Return the length of the blob if it is the one that `write_id` stands for, else None."""
+    from azure.core.exceptions import ResourceNotFoundError  # noqa: PLC0415  # only with this
+
+    try:
+        found = await requests.blob(fs, path).get_blob_properties(**requests.settings)
+    except ResourceNotFoundError:
+        return None
+    ours = (found.metadata or {}).get(WRITE_ID) == write_id
+    return int(found.size) if ours else None
+
+
+async def delete_ours(requests: AzureRequests, fs: ForeignFs, path: str, write_id: str) -> None:
+    """Delete the blob if it is the one that `write_id` stands for."""
+    from azure.core import MatchConditions  # noqa: PLC0415  # only with this backend
+    from azure.core.exceptions import (  # noqa: PLC0415  # only with this backend
+        ResourceModifiedError,
+        ResourceNotFoundError,
+    )
+
+    blob = requests.blob(fs, path)
+    try:
+        found = await blob.get_blob_properties(**requests.settings)
+        if (found.metadata or {}).get(WRITE_ID) == write_id:
+            await blob.delete_blob(
+                etag=found.etag,
+                match_condition=MatchConditions.IfNotModified,
+                **requests.settings,
+            )
+    except (ResourceModifiedError, ResourceNotFoundError):
+        return

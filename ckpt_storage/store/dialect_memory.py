@@ -11,11 +11,21 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ckpt_storage.errors import StorageError
+from ckpt_storage import integrity
+from ckpt_storage.errors import IntegrityError, StorageError
 
-from .base import Capabilities, Entry, Stat, Version
+from .base import Capabilities, CopySource, Entry, Existing, PartReceipt, Stat, Version
 from .clients import Client, ForeignFs
-from .parts import PartList, SentPart, ended, joined
+from .parts import (
+    PartList,
+    SentPart,
+    SharedParts,
+    ended,
+    joined,
+    not_the_owner,
+    whole_object,
+)
+from .tickets import decode_ticket, encode_ticket
 
 __all__ = ["MemoryDialect"]
 
@@ -30,6 +40,9 @@ CAPABILITIES = Capabilities(
     shared=False,
     is_remote=False,
     self_timed=True,
+    shared_uploads=True,
+    copy_part_min_bytes=1,
+    copies_pay=True,
 )
 
 # All memory:// file systems of a process share one dict, so they share one lock.
@@ -108,6 +121,35 @@ class MemoryDialect:
         """Begin a list of parts."""
         del part_bytes
         return MemoryUpload(self, path)
+
+    def start_shared_upload(self, path: str) -> MemorySharedUpload:
+        """Begin a dict of parts that this process finds by a random id."""
+        return MemorySharedUpload(self, path, _Pieces(os.urandom(16).hex()), is_owner=True)
+
+    def join_upload(self, path: str, ticket: str) -> MemorySharedUpload:
+        """Find the dict of parts."""
+        name = decode_ticket(ticket, "memory", path, {"name"})["name"]
+        with _LOCK:
+            pieces = _OPEN.get(name)
+        if pieces is None:
+            raise ended(path)
+        return MemorySharedUpload(self, path, pieces, is_owner=False)
+
+    def copy_place(self, path: str) -> tuple[str, str] | None:
+        """Return the object's name."""
+        return "memory", self._full(path)
+
+    def slice_of(self, full: str, start: int, length: int) -> tuple[bytes, int]:
+        """Return a range of an object by its full name, and the object's length."""
+        with _LOCK:
+            file = self._client.fs.store.get(full)
+            if file is None:
+                raise FileNotFoundError(full)
+            content = file.getbuffer()
+            try:
+                return bytes(content[start : start + length]), len(content)
+            finally:
+                content.release()
 
     def list(self, prefix: str, *, recursive: bool) -> list[Entry]:
         """Look through all names."""
@@ -205,3 +247,121 @@ class MemoryUpload:
         if self._state != "complete":
             self._state = "aborted"
             self._pieces.clear()
+
+
+class _Pieces:
+    """The parts of one shared upload, by number; `_OPEN` knows it by its name while it is open."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.by_number: dict[int, bytes] = {}
+        with _LOCK:
+            _OPEN[name] = self
+
+    def close(self) -> None:
+        """Forget the parts; who still holds them changes nothing any more."""
+        with _LOCK:
+            _OPEN.pop(self.name, None)
+            self.by_number = {}
+
+
+_OPEN: dict[str, _Pieces] = {}
+
+
+class MemorySharedUpload:
+    """A `SharedUpload` among the threads of this process."""
+
+    def __init__(
+        self, dialect: MemoryDialect, path: str, pieces: _Pieces, *, is_owner: bool
+    ) -> None:
+        self._dialect = dialect
+        self._path = path
+        self._pieces = pieces
+        self._is_owner = is_owner
+        self._parts = SharedParts(path)
+        self._is_complete = False
+
+    def ticket(self) -> str:
+        """Return the random id."""
+        return encode_ticket("memory", self._path, {"name": self._pieces.name})
+
+    def write_part(
+        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
+    ) -> None:
+        """Copy the part."""
+        del last
+        self._keep(number, offset, b"".join(buffers))
+
+    def copy_part(
+        self,
+        number: int,
+        offset: int,
+        source: CopySource,
+        source_start: int,
+        length: int,
+        *,
+        source_bytes: int | None = None,
+        last: bool,
+    ) -> int | None:
+        """Copy from the other object."""
+        del last
+        data, found_bytes = self._dialect.slice_of(source.address, source_start, length)
+        if len(data) < length or source_bytes not in {None, found_bytes}:
+            raise IntegrityError(
+                f"{source.path} has {found_bytes} bytes; [{source_start}, "
+                f"{source_start + length}) was to be copied.",
+                path=source.path,
+                offset=found_bytes,
+                next_step="The object is damaged or not the one that was saved.",
+            )
+        return self._keep(number, offset, data)
+
+    def receipts(self) -> list[PartReceipt]:
+        """Take no more parts."""
+        return self._parts.end()
+
+    def complete(
+        self,
+        total_bytes: int,
+        *,
+        receipts: Sequence[PartReceipt] = (),
+        existing: Existing = "refuse",
+    ) -> None:
+        """Join the parts and store them in one step."""
+        if not self._is_owner:
+            raise not_the_owner(self._path)
+        if self._is_complete:
+            return
+        with _LOCK:
+            if self._pieces.name not in _OPEN:
+                raise ended(self._path)
+            parts = {*self._parts.end(), *receipts}
+            ordered = whole_object(list(parts), total_bytes, shown=self._path)
+            data = b"".join(self._pieces.by_number[part.number] for part in ordered)
+            if existing == "refuse":
+                self._dialect.create(self._path, data)
+            else:
+                self._dialect.put(self._path, data)
+        self._is_complete = True
+        self._pieces.close()
+
+    def abort(self) -> None:
+        """Drop the parts, if they are ours to drop."""
+        self._parts.end()
+        if self._is_owner and not self._is_complete:
+            self._pieces.close()
+
+    def _keep(self, number: int, offset: int, data: bytes) -> int:
+        self._parts.check_open()
+        with _LOCK:
+            if self._pieces.name not in _OPEN:
+                raise ended(self._path)
+            self._pieces.by_number[number] = data
+        crc32c = integrity.crc32c_of(data)
+        token = f"{id(self):x}"
+        self._parts.add(
+            PartReceipt(
+                number=number, offset=offset, size_bytes=len(data), token=token, crc32c=crc32c
+            )
+        )
+        return crc32c

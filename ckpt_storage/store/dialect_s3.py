@@ -17,8 +17,10 @@ from ckpt_storage.options import MIB
 from .base import Capabilities, Entry, Stat, Version
 from .clients import Client, ForeignFs
 from .dialect_s3_requests import S3Requests, code_of
-from .dialect_s3_upload import S3Upload
+from .dialect_s3_shared import S3SharedUpload
+from .dialect_s3_upload import S3Upload, abort_one
 from .mapping import HttpFailure
+from .tickets import decode_ticket
 
 __all__ = ["S3Dialect", "client_options"]
 
@@ -33,6 +35,10 @@ CAPABILITIES = Capabilities(
     reads_total_size=True,
     self_timed=True,
     can_list_uploads=True,
+    shared_uploads=True,
+    copy_part_min_bytes=5 * MIB,
+    copy_part_max_bytes=5 * 1024 * MIB,
+    copies_pay=True,
 )
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -182,6 +188,20 @@ class S3Dialect:
         del part_bytes
         return S3Upload(self._requests, self._requests.key(path))
 
+    def start_shared_upload(self, path: str) -> S3SharedUpload:
+        """Begin a multipart upload; its first request comes with its ticket or first part."""
+        return S3SharedUpload(self._requests, path)
+
+    def join_upload(self, path: str, ticket: str) -> S3SharedUpload:
+        """Take over the upload's id."""
+        fields = decode_ticket(ticket, "s3", path, {"id", "checksum"})
+        return S3SharedUpload(self._requests, path, joined=fields)
+
+    def copy_place(self, path: str) -> tuple[str, str] | None:
+        """Return the bucket at its endpoint, and the key."""
+        scope = f"s3 {self._client.endpoint} {self._requests.bucket}"
+        return scope, self._requests.key(path)
+
     def list(self, prefix: str, *, recursive: bool) -> list[Entry]:
         """ListObjectsV2, with a delimiter for direct children only."""
         below = self._below(prefix)
@@ -228,7 +248,7 @@ class S3Dialect:
             if item["Key"].startswith(below)
         ]
         for key, upload_id in open_uploads:
-            S3Upload.abort_one(self._requests, key, upload_id)
+            abort_one(self._requests, key, upload_id)
         return len(open_uploads)
 
     def now_s(self, probe_path: str) -> float:

@@ -16,9 +16,11 @@ from ckpt_storage.errors import StorageError
 from .dialect_s3_requests import S3Requests, code_of
 from .parts import PartList, SentPart, ended, joined, wrong_length
 
-__all__ = ["S3Upload"]
+__all__ = ["WRITE_ID", "S3Upload", "abort_one", "abort_unseen", "confirm", "found_bytes"]
 
-_WRITE_ID = "ckpt-write-id"
+WRITE_ID = "ckpt-write-id"
+"""Metadata that tells one attempt to write a key from another."""
+
 _GONE = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
 
 
@@ -65,7 +67,7 @@ class S3Upload:
         finally:
             if self._state == "aborted":
                 # S3 may keep a part that arrives while its upload is being aborted.
-                self.abort_one(self._requests, self._key, upload_id)
+                abort_one(self._requests, self._key, upload_id)
         part = SentPart(offset=offset, size_bytes=len(data), receipt=str(answer["ETag"]))
         self._parts.add(number, part)
 
@@ -83,7 +85,7 @@ class S3Upload:
         if self._was_begun_unseen:
             # The object is there; an upload that stays is found by `abort_uploads`.
             with contextlib.suppress(Exception):
-                self._abort_unseen()
+                abort_unseen(self._requests, self._key, self._upload_id)
 
     def abort(self) -> None:
         """AbortMultipartUpload, and DeleteObject if completing it may have worked after all."""
@@ -95,20 +97,14 @@ class S3Upload:
         with self._lock:
             upload_id = self._upload_id
         if upload_id is not None:
-            self.abort_one(self._requests, self._key, upload_id)
+            abort_one(self._requests, self._key, upload_id)
         if self._was_begun_unseen:
-            self._abort_unseen()
-        if self._may_be_visible and self._is_there() is not None:
+            abort_unseen(self._requests, self._key, self._upload_id)
+        if (
+            self._may_be_visible
+            and found_bytes(self._requests, self._key, self._write_id) is not None
+        ):
             self._requests.send("delete_object", Key=self._key)
-
-    @staticmethod
-    def abort_one(requests: S3Requests, key: str, upload_id: str) -> None:
-        """AbortMultipartUpload; one that is gone is no error."""
-        try:
-            requests.send("abort_multipart_upload", Key=key, UploadId=upload_id)
-        except Exception as error:
-            if code_of(error) not in _GONE:
-                raise
 
     def _begun(self) -> str:
         with self._lock:
@@ -117,7 +113,7 @@ class S3Upload:
                     answer = self._requests.send(
                         "create_multipart_upload",
                         Key=self._key,
-                        Metadata={_WRITE_ID: self._write_id},
+                        Metadata={WRITE_ID: self._write_id},
                     )
                 except Exception as error:
                     # A refusal has begun nothing; without an answer, an upload may be open.
@@ -132,7 +128,7 @@ class S3Upload:
             raise wrong_length(self._shown, len(data), total_bytes)
         self._may_be_visible = True
         self._requests.send(
-            "put_object", Key=self._key, Body=data, Metadata={_WRITE_ID: self._write_id}
+            "put_object", Key=self._key, Body=data, Metadata={WRITE_ID: self._write_id}
         )
         self._only_part = None
 
@@ -154,41 +150,67 @@ class S3Upload:
                 raise
             is_known = False
         if not is_known:
-            self._confirm(total_bytes)
+            confirm(self._requests, self._key, self._write_id, total_bytes)
 
-    def _confirm(self, total_bytes: int) -> None:
-        found_bytes = self._is_there()
-        if found_bytes == total_bytes:
-            return
-        found = "nothing" if found_bytes is None else f"{found_bytes} bytes"
-        raise StorageError(
-            f"The upload of {self._shown} is gone, and {found} of ours lies under its name "
-            f"instead of {total_bytes} bytes.",
-            path=self._shown,
-            next_step="Save again; look for a lifecycle rule that aborts uploads early.",
-        )
 
-    def _is_there(self) -> int | None:
-        """Return the length of the object if it is the one that this upload wrote."""
-        try:
-            answer = self._requests.send("head_object", Key=self._key)
-        except Exception as error:
-            if code_of(error) not in _GONE:
-                raise
-            return None
-        # Some servers keep no metadata; the name is write-once, so the object is ours then too.
-        if answer.get("Metadata", {}).get(_WRITE_ID, self._write_id) != self._write_id:
-            return None
-        return int(answer["ContentLength"])
+def abort_one(requests: S3Requests, key: str, upload_id: str) -> None:
+    """AbortMultipartUpload; one that is gone is no error."""
+    try:
+        requests.send("abort_multipart_upload", Key=key, UploadId=upload_id)
+    except Exception as error:
+        if code_of(error) not in _GONE:
+            raise
 
-    def _abort_unseen(self) -> None:
-        """Abort uploads of this very key that were begun without our getting to know."""
-        pages = self._requests.pages(
-            "list_multipart_uploads",
-            {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"},
-            Prefix=self._key,
-        )
-        for page in pages:
-            for item in page.get("Uploads", ()):
-                if item["Key"] == self._key and item["UploadId"] != self._upload_id:
-                    self.abort_one(self._requests, self._key, item["UploadId"])
+
+def confirm(
+    requests: S3Requests,
+    key: str,
+    write_id: str,
+    total_bytes: int,
+    *,
+    unmarked_is_ours: bool = True,
+) -> None:
+    """Raise `StorageError` unless the object is the one that `write_id` stands for, and whole."""
+    length = found_bytes(requests, key, write_id, unmarked_is_ours=unmarked_is_ours)
+    if length == total_bytes:
+        return
+    shown = f"s3://{requests.bucket}/{key}"
+    found = "nothing" if length is None else f"{length} bytes"
+    raise StorageError(
+        f"The upload of {shown} is gone, and {found} of ours lies under its name "
+        f"instead of {total_bytes} bytes.",
+        path=shown,
+        next_step="Save again; look for a lifecycle rule that aborts uploads early.",
+    )
+
+
+def found_bytes(
+    requests: S3Requests, key: str, write_id: str, *, unmarked_is_ours: bool = True
+) -> int | None:
+    """Return the length of the object if it is the one that `write_id` stands for, else None.
+
+    Some servers keep no metadata: an unmarked object is ours where nobody else writes the name.
+    """
+    try:
+        answer = requests.send("head_object", Key=key)
+    except Exception as error:
+        if code_of(error) not in _GONE:
+            raise
+        return None
+    unmarked = write_id if unmarked_is_ours else None
+    if answer.get("Metadata", {}).get(WRITE_ID, unmarked) != write_id:
+        return None
+    return int(answer["ContentLength"])
+
+
+def abort_unseen(requests: S3Requests, key: str, known_id: str | None) -> None:
+    """Abort uploads of this very key that were begun without our getting to know."""
+    pages = requests.pages(
+        "list_multipart_uploads",
+        {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"},
+        Prefix=key,
+    )
+    for page in pages:
+        for item in page.get("Uploads", ()):
+            if item["Key"] == key and item["UploadId"] != known_id:
+                abort_one(requests, key, item["UploadId"])

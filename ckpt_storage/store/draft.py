@@ -13,7 +13,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 
@@ -50,24 +50,32 @@ def sync_folder(posix: Posix, path: str) -> None:
 class Draft:
     """An open temporary file beside its target.
 
-    The owner calls `write` any number of times (from several threads), `seal` once, one
-    of `publish` and `publish_new`, and `discard` if anything failed.
+    The owner calls `write` and `copy` any number of times (from several threads), `seal` once,
+    one of `publish` and `publish_new`, and `discard` if anything failed. A process that joined
+    another's file by its `name` calls `write` and `copy`, then `hand_over` or `leave`.
     """
 
-    def __init__(self, posix: Posix, target: str, *, sync: bool) -> None:
-        """Create the temporary file; the target's folder must exist. Raises `OSError`."""
+    def __init__(self, posix: Posix, target: str, *, sync: bool, name: str | None = None) -> None:
+        """Create the temporary file, or open the one called `name` that another process made.
+
+        The target's folder must exist. Raises `OSError`.
+        """
         self._posix = posix
         self._target = target
         self._sync = sync
-        self._folder, name = os.path.split(target)
+        self._folder, target_name = os.path.split(target)
         random = os.urandom(8).hex()
-        self._path = f"{self._folder}/.{name[:_KEPT_NAME_CHARS]}.tmp-{random}"
+        self.name = name or f".{target_name[:_KEPT_NAME_CHARS]}.tmp-{random}"
+        self._path = f"{self._folder}/{self.name}"
         self._lock = threading.Lock()
         self._writer_count = 0
         self._ended = False
         self._identity: tuple[int, int] | None = None
+        if name is not None:
+            self._fd: int | None = posix.open_write(self._path)
+            return
         try:
-            self._fd: int | None = posix.open_new(self._path)
+            self._fd = posix.open_new(self._path)
         except OSError:
             # An error may be a lost answer, and the name is ours alone.
             with contextlib.suppress(OSError):
@@ -79,18 +87,78 @@ class Draft:
 
         Raises `OSError`; what was written may then be written again.
         """
+        with self._writing() as fd:
+            self._posix.pwritev_all(fd, buffers, offset)
+
+    def copy(
+        self, source_path: str, source_start: int, length: int, offset: int
+    ) -> tuple[int, int]:
+        """Copy a range of another file to `offset` within the kernel; all in bytes.
+
+        Return how many bytes were copied, fewer than `length` only at the source's end, and how
+        long the source is. Raises `OSError`; the same range may then be copied again.
+        """
+        source_fd = self._posix.open_read(source_path)
+        try:
+            found_bytes = self._posix.fstat(source_fd).st_size
+            with self._writing() as fd:
+                count = self._posix.copy_all(source_fd, source_start, fd, offset, length)
+            return count, found_bytes
+        finally:
+            self._posix.close(source_fd)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[int]:
+        """Count a writer in and out, and give it the descriptor."""
         with self._lock:
             if self._ended or self._fd is None:
                 raise OSError(errno.EBADF, "the file is no longer open for writing")
             fd = self._fd
             self._writer_count += 1
         try:
-            self._posix.pwritev_all(fd, buffers, offset)
+            yield fd
         finally:
             self._leave()
 
-    def seal(self, total_bytes: int) -> None:
+    def sync(self) -> None:
+        """Make what was written so far durable; the file stays open.
+
+        A failure is final, as that of `seal` is: the file must be discarded. Raises `OSError`.
+        """
+        with self._writing() as fd:
+            if self._sync:
+                self._posix.fsync(fd)
+
+    def hand_over(self) -> None:
+        """Make what this process wrote durable and close the file, which its owner seals.
+
+        After any error nothing vouches for the content: the owner must discard the file.
+        Raises `OSError`, and `StorageError` while parts are being written.
+        """
+        fd = self._end()
+        try:
+            if self._sync:
+                self._posix.fsync(fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._posix.close(fd)
+            raise
+        self._posix.close(fd)
+
+    def leave(self) -> None:
+        """Write no more, and leave the file to its owner; idempotent."""
+        with self._lock:
+            self._ended = True
+            fd = None if self._writer_count else self._take_fd()
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                self._posix.close(fd)
+
+    def seal(self, total_bytes: int, *, by_several: bool = False) -> None:
         """Check the length, make the content durable and close the file.
+
+        `by_several`: other processes wrote to it too. A network file system may not have told
+        this one how long it is now, until it is opened again.
 
         After any error the temporary file is gone: a failed fsync must never be tried
         again, because the kernel may have dropped the pages it could not write
@@ -98,20 +166,11 @@ class Draft:
         network file systems report failed writes as late as close(2).
         Raises `OSError`, and `StorageError` if the file has another length.
         """
-        with self._lock:
-            if self._writer_count:
-                raise StorageError(
-                    f"{self._target} cannot be completed: {self._writer_count} of its parts "
-                    "are still being written.",
-                    path=self._target,
-                    next_step="Abort it and save again.",
-                )
-            fd = self._take_fd()
-            self._ended = True
-        if fd is None:
-            raise OSError(errno.EBADF, "the file is no longer open for writing")
+        fd = self._end()
         try:
             try:
+                if by_several:
+                    self._posix.close(self._posix.open_read(self._path))
                 self._check_length(fd, total_bytes)
                 if self._sync:
                     self._posix.fsync(fd)
@@ -169,14 +228,25 @@ class Draft:
         kernel), because its number could otherwise be given to another file under that
         thread's hands; the last writer closes it. Raises `OSError`.
         """
-        with self._lock:
-            self._ended = True
-            fd = None if self._writer_count else self._take_fd()
-        if fd is not None:
-            with contextlib.suppress(OSError):
-                self._posix.close(fd)
+        self.leave()
         with contextlib.suppress(FileNotFoundError):
             self._posix.unlink(self._path)
+
+    def _end(self) -> int:
+        """Take no more writers, and return the descriptor, which is the caller's now."""
+        with self._lock:
+            if self._writer_count:
+                raise StorageError(
+                    f"{self._target} cannot be completed: {self._writer_count} of its parts "
+                    "are still being written.",
+                    path=self._target,
+                    next_step="Abort it and save again.",
+                )
+            fd = self._take_fd()
+            self._ended = True
+        if fd is None:
+            raise OSError(errno.EBADF, "the file is no longer open for writing")
+        return fd
 
     def _leave(self) -> None:
         """Count a writer out; the last one after `discard` closes the file."""

@@ -8,21 +8,24 @@ into being through `draft`, system calls go through `posix`, and every `OSError`
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import re
 import stat as stat_modes
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, StorageError
 
-from .base import Arrived, Capabilities, Entry, Stat, Version
+from .base import Arrived, Capabilities, CopySource, Entry, Stat, Store, Version
 from .draft import Draft, is_draft_name, sync_folder
+from .local_shared import COPY_SCOPE, TICKET_FIELD, TICKET_KIND, LocalSharedUpload
 from .local_upload import LocalUpload
 from .os_errors import map_os_error
-from .posix import Posix
+from .posix import BLOCK_BYTES, Posix
+from .tickets import decode_ticket
 
 __all__ = ["LocalStore"]
 
@@ -41,6 +44,12 @@ _CAPABILITIES = Capabilities(
     cheap_stat=True,
     is_remote=False,
     can_list_uploads=True,
+    shared_uploads=True,
+    # A client of a network mount writes back whole pages, also the rest of one that it did not
+    # change; the largest pages of common kernels.
+    shared_align_bytes=64 * 1024,
+    copy_part_min_bytes=1,
+    copy_align_bytes=BLOCK_BYTES,
 )
 
 # What an NFS client keeps of a removed file that a process still holds open.
@@ -68,6 +77,7 @@ class LocalStore:
         self._root = str(Path(root).absolute())
         self._sync = sync_files
         self._posix = posix or Posix()
+        self._copies_pay: bool | None = None
 
     def __repr__(self) -> str:
         return f"LocalStore({self._root!r})"
@@ -79,7 +89,17 @@ class LocalStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What POSIX promises; `create` still refuses where a mount does not keep it."""
+        """What POSIX promises; `create` still refuses where a mount does not keep it.
+
+        Copies pay where blocks can be shared: elsewhere a read, a check and a write are as fast.
+        """
+        if self._copies_pay is None:
+            folder = Path(self._root)
+            while not folder.exists() and folder != folder.parent:
+                folder = folder.parent
+            self._copies_pay = self._posix.shares_blocks(str(folder))
+        if self._copies_pay:
+            return dataclasses.replace(_CAPABILITIES, copies_pay=True)
         return _CAPABILITIES
 
     def prepare(self, folders: Sequence[str]) -> None:
@@ -186,6 +206,52 @@ class LocalStore:
         with self._border("write", path):
             draft = self._open_draft(path, sync=self._sync)
         return LocalUpload(draft, self._shown(path), lambda what: self._border(what, path))
+
+    def start_shared_upload(self, path: str, *, part_bytes: int) -> LocalSharedUpload:
+        """Open the temporary file; `part_bytes` does not matter here."""
+        del part_bytes
+        with self._border("write", path):
+            draft = self._open_draft(path, sync=self._sync)
+        return self._shared(draft, path, role="owner")
+
+    def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> LocalSharedUpload:
+        """Open the owner's temporary file, which must be visible on this host."""
+        del part_bytes
+        name = decode_ticket(ticket, TICKET_KIND, path, {TICKET_FIELD})[TICKET_FIELD]
+        if not is_draft_name(name) or "/" in name:
+            raise InvalidInputError(
+                f"The ticket of {path} names no temporary file.",
+                path=path,
+                next_step="Pass on what `ticket()` returned.",
+            )
+        full = self._full(path)
+        with self._border("joining of the upload", path):
+            draft = self._revalidated(
+                full, lambda: Draft(self._posix, full, sync=self._sync, name=name)
+            )
+        return self._shared(draft, path, role="member")
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Return the full path."""
+        return CopySource(scope=COPY_SCOPE, address=self._full(path), path=self._shown(path))
+
+    def can_copy_from(self, other: Store) -> bool:
+        """Return whether both roots lie on one file system of this host."""
+        source = other.copy_source("")
+        if source is None or source.scope != COPY_SCOPE:
+            return False
+        try:
+            devices = {self._posix.stat(root).st_dev for root in (self._root, source.address)}
+        except OSError:
+            return False
+        return len(devices) == 1
+
+    def _shared(
+        self, draft: Draft, path: str, *, role: Literal["owner", "member"]
+    ) -> LocalSharedUpload:
+        return LocalSharedUpload(
+            draft, path, self._shown(path), lambda what: self._border(what, path), role=role
+        )
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
         """Return the files below a folder, sorted by path, without temporary ones.

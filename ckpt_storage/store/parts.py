@@ -9,9 +9,20 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt_storage.errors import StorageError
+from ckpt_storage.errors import InvalidInputError, StorageError
 
-__all__ = ["PartList", "SentPart", "ended", "joined", "wrong_length"]
+from .base import PartReceipt
+
+__all__ = [
+    "PartList",
+    "SentPart",
+    "SharedParts",
+    "ended",
+    "joined",
+    "not_the_owner",
+    "whole_object",
+    "wrong_length",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +64,71 @@ class PartList:
         if end_bytes != total_bytes:
             raise wrong_length(shown, end_bytes, total_bytes)
         return parts
+
+
+class SharedParts:
+    """The parts that one member of a shared upload has sent; told by several threads.
+
+    Once they are handed over, or dropped, no more is taken.
+    """
+
+    def __init__(self, shown: str) -> None:
+        self._shown = shown
+        self._parts: dict[int, PartReceipt] = {}
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def check_open(self) -> None:
+        """Raise `StorageError` once the parts were handed over or dropped."""
+        if self._ended:
+            raise ended(self._shown)
+
+    def add(self, receipt: PartReceipt) -> None:
+        """Note a part; a later receipt for the same number counts.
+
+        Raises `StorageError` if the parts were handed over while it was being sent.
+        """
+        with self._lock:
+            self.check_open()
+            self._parts[receipt.number] = receipt
+
+    def end(self) -> list[PartReceipt]:
+        """Take no more parts; return those there are, in order of their numbers."""
+        with self._lock:
+            self._ended = True
+            return [self._parts[number] for number in sorted(self._parts)]
+
+
+def whole_object(
+    receipts: Sequence[PartReceipt], total_bytes: int, *, shown: str
+) -> list[PartReceipt]:
+    """Return the receipts of all members in order if together they are the object.
+
+    Raises `StorageError` naming `shown` if parts overlap, leave a gap or end elsewhere than at
+    `total_bytes`, and `InvalidInputError` if two members used one number.
+    """
+    parts = sorted(receipts, key=lambda part: part.number)
+    end_bytes = 0
+    for before, part in zip([None, *parts], parts, strict=False):
+        if before is not None and before.number == part.number:
+            raise InvalidInputError(
+                f"Two members sent part {part.number} of {shown}.",
+                next_step="Give each member numbers of its own; this is a mistake in a program.",
+            )
+        if part.offset != end_bytes:
+            break
+        end_bytes += part.size_bytes
+    if end_bytes != total_bytes or sum(part.size_bytes for part in parts) != total_bytes:
+        raise wrong_length(shown, end_bytes, total_bytes)
+    return parts
+
+
+def not_the_owner(shown: str) -> InvalidInputError:
+    """Return the error that a member tried to complete an upload."""
+    return InvalidInputError(
+        f"Only the process that started the upload of {shown} completes it.",
+        next_step="Send this member's receipts to the owner.",
+    )
 
 
 def wrong_length(shown: str, found_bytes: int, total_bytes: int) -> StorageError:

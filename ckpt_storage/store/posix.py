@@ -15,15 +15,21 @@ import errno
 import os
 from collections.abc import Sequence
 
-__all__ = ["Posix", "as_bytes"]
+__all__ = ["BLOCK_BYTES", "Posix", "as_bytes"]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 # For larger writes the kernel takes huge pages for its cache; where a virtual machine's host takes
 # back free huge pages, they have to be faulted in anew (seen: 0.4 instead of 5 GB/s).
 _WRITE_BYTES = 1 << 20
+BLOCK_BYTES = 4096
+"""The block that file systems share between files: a page, as they all have by default."""
+
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+
+# Magic numbers of btrfs, XFS and bcachefs (linux/magic.h).
+_SHARING_FILE_SYSTEMS = frozenset({0x9123683E, 0x58465342, 0xCA451A4E})
 
 
 def as_bytes(view: memoryview) -> memoryview:
@@ -54,6 +60,15 @@ def _drop(pending: list[memoryview], first: int, count: int) -> int:
     return first
 
 
+def _cut_at_blocks(source_offset: int, offset: int, length: int) -> list[int]:
+    """Return the lengths of head, whole blocks and tail of a copy; all in one if they cannot be."""
+    head = -offset % BLOCK_BYTES
+    if (source_offset - offset) % BLOCK_BYTES or head + BLOCK_BYTES > length:
+        return [length]
+    tail = (length - head) % BLOCK_BYTES
+    return [piece for piece in (head, length - head - tail, tail) if piece]
+
+
 class Posix:
     """The system calls, straight through; holds no state and may be shared by threads."""
 
@@ -64,6 +79,13 @@ class Posix:
     def open_read(self, path: str) -> int:
         """Open a file for reading and return its descriptor."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def open_write(self, path: str) -> int:
+        """Open a file that must exist for writing, leaving its content, and return its descriptor.
+
+        No symbolic link is followed.
+        """
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def open_folder(self, path: str) -> None:
         """Open and close a folder, which makes a network file system revalidate its names."""
@@ -76,6 +98,16 @@ class Posix:
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read once from `offset` (bytes), perhaps less than all; return the bytes read."""
         return os.preadv(fd, buffers, offset)
+
+    def copy_file_range(
+        self, source_fd: int, source_offset: int, fd: int, offset: int, length: int
+    ) -> int:
+        """Copy once within the kernel, perhaps less than `length` bytes; return the bytes copied.
+
+        File systems that can share blocks do so where both offsets and the length are multiples
+        of a block, and network ones may leave it to the server.
+        """
+        return os.copy_file_range(source_fd, fd, length, source_offset, offset)
 
     def pwritev_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         """Write all bytes of all buffers from `offset` (bytes) on, in as many calls as it takes."""
@@ -101,6 +133,26 @@ class Posix:
                 break
             total += count
             first = _drop(pending, first, count)
+        return total
+
+    def copy_all(
+        self, source_fd: int, source_offset: int, fd: int, offset: int, length: int
+    ) -> int:
+        """Copy `length` bytes within the kernel; return how many, fewer only at the source's end.
+
+        Where both offsets lie alike within a block, whole blocks are copied by calls of their
+        own, so that they can be shared.
+        """
+        total = 0
+        for piece_bytes in _cut_at_blocks(source_offset, offset, length):
+            end = total + piece_bytes
+            while total < end:
+                count = self.copy_file_range(
+                    source_fd, source_offset + total, fd, offset + total, end - total
+                )
+                if count <= 0:
+                    return total
+                total += count
         return total
 
     def fstat(self, fd: int) -> os.stat_result:
@@ -175,6 +227,15 @@ class Posix:
         """Return the entries of one folder, all at once, in no order."""
         with os.scandir(path) as entries:
             return list(entries)
+
+    def shares_blocks(self, path: str) -> bool:
+        """Return whether `path` lies on a file system on which a copy may share its blocks."""
+        # The kernel's struct is smaller; its first field is a long that names the file system.
+        buffer = ctypes.create_string_buffer(512)
+        call = getattr(ctypes.CDLL(None, use_errno=True), "statfs", None)
+        if call is None or call(ctypes.c_char_p(os.fsencode(path)), buffer):
+            return False
+        return ctypes.c_long.from_buffer(buffer).value in _SHARING_FILE_SYSTEMS
 
     def free_bytes(self, path: str) -> int:
         """Return the bytes an unprivileged user may still write where `path` lies (statvfs)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 from ckpt_storage.errors import (
     CheckpointError,
@@ -18,12 +18,23 @@ from ckpt_storage.errors import (
     UnsupportedByStoreError,
 )
 
-from .base import Arrived, Capabilities, Entry, Stat, Upload, Version
+from .base import (
+    Arrived,
+    Capabilities,
+    CopySource,
+    Entry,
+    SharedUpload,
+    Stat,
+    Store,
+    Upload,
+    Version,
+)
 from .clients import Client, ForeignFs
 from .location import Location
 from .mapping import Operation, map_error
+from .remote_upload import RemoteSharedUpload, RemoteUpload
 
-__all__ = ["Dialect", "RemoteStore"]
+__all__ = ["Dialect", "RemoteStore", "SharedDialect"]
 
 T = TypeVar("T")
 
@@ -79,6 +90,20 @@ class Dialect(Protocol):
 
     def now_s(self, probe_path: str) -> float:
         """Return the storage's clock in Unix seconds."""
+
+
+@runtime_checkable
+class SharedDialect(Dialect, Protocol):
+    """A dialect whose uploads several processes can share; `capabilities` say so, too."""
+
+    def start_shared_upload(self, path: str) -> SharedUpload:
+        """Begin an upload as its owner; sends nothing."""
+
+    def join_upload(self, path: str, ticket: str) -> SharedUpload:
+        """Join an upload as a member; sends nothing."""
+
+    def copy_place(self, path: str) -> tuple[str, str] | None:
+        """Return scope and address of `base.CopySource`; None where nothing can be copied."""
 
 
 class RemoteStore:
@@ -210,7 +235,48 @@ class RemoteStore:
             path,
             lambda: self._dialect.start_upload(path, part_bytes=part_bytes),
         )
-        return _RemoteUpload(upload, lambda name, call: self._run(name, path, call))
+        return RemoteUpload(upload, _Border(self, path))
+
+    def start_shared_upload(self, path: str, *, part_bytes: int) -> SharedUpload:
+        """Begin an upload that others may join; sends nothing."""
+        del part_bytes
+        dialect = self._shared_dialect(path)
+        return self._behind_border(path, lambda: dialect.start_shared_upload(path))
+
+    def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> SharedUpload:
+        """Join an upload; sends nothing, so one that is over is noticed by its first part."""
+        del part_bytes
+        dialect = self._shared_dialect(path)
+        return self._behind_border(path, lambda: dialect.join_upload(path, ticket))
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Return the object's bucket and key; asks nothing."""
+        place = self._dialect.copy_place(path) if isinstance(self._dialect, SharedDialect) else None
+        if place is None:
+            return None
+        return CopySource(scope=place[0], address=place[1], path=self._shown(path))
+
+    def can_copy_from(self, other: Store) -> bool:
+        """Return whether both are one bucket at one endpoint; rights are not asked for."""
+        mine, theirs = self.copy_source(""), other.copy_source("")
+        if self.capabilities.copy_part_min_bytes is None or mine is None or theirs is None:
+            return False
+        return mine.scope == theirs.scope
+
+    def _shared_dialect(self, path: str) -> SharedDialect:
+        dialect = self._dialect
+        if not self.capabilities.shared_uploads or not isinstance(dialect, SharedDialect):
+            raise UnsupportedByStoreError(
+                f"{self.url} has no uploads that several processes can share.",
+                kind="unsupported",
+                path=self._shown(path),
+                next_step="Let one process write the whole object.",
+            )
+        return dialect
+
+    def _behind_border(self, path: str, begin: Callable[[], SharedUpload]) -> SharedUpload:
+        upload = self._run("start of the upload", path, begin)
+        return RemoteSharedUpload(upload, _Border(self, path))
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
         """Return the objects below a folder, in the order of their paths."""
@@ -255,6 +321,10 @@ class RemoteStore:
 
     def _shown(self, path: str) -> str:
         return f"{self.url.rstrip('/')}/{path}".rstrip("/")
+
+    def run(self, name: str, path: str, call: Callable[[], T]) -> T:
+        """Run what a dialect's upload does; for this module's own uploads."""
+        return self._run(name, path, call)
 
     def _run(self, name: str, path: str, call: Callable[[], T]) -> T:
         """Return what `call` returns; every foreign exception leaves as a `StorageError`."""
@@ -308,31 +378,15 @@ class RemoteStore:
         )
 
 
-class _RemoteUpload:
-    """An `Upload` of a dialect behind the border of its store."""
+class _Border:
+    """The border of one store for the operations on one path."""
 
-    def __init__(self, inner: Upload, border: Callable[[str, Callable[[], None]], None]) -> None:
-        self._inner = inner
-        self._border = border
-        self.repeatable = bool(getattr(inner, "repeatable", True))
-        """Whether a part may be sent again after an error; `retry` asks."""
+    def __init__(self, store: RemoteStore, path: str) -> None:
+        self._store = store
+        self._path = path
 
-    def write_part(
-        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
-    ) -> None:
-        """Send one part; nothing reads the buffers after the return."""
-        self._border(
-            f"write of part {number}",
-            lambda: self._inner.write_part(number, offset, buffers, last=last),
-        )
-
-    def complete(self, total_bytes: int) -> None:
-        """Make the object visible; idempotent, and right about an answer that was lost."""
-        self._border("completion", lambda: self._inner.complete(total_bytes))
-
-    def abort(self) -> None:
-        """Discard everything sent; idempotent."""
-        self._border("abort of the upload", self._inner.abort)
+    def __call__(self, name: str, call: Callable[[], T], /) -> T:
+        return self._store.run(name, self._path, call)
 
 
 def _client_options(location: Location, request_timeout_s: float) -> Mapping[str, Any]:

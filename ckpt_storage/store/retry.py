@@ -17,24 +17,34 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from random import SystemRandom
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
-from ckpt_storage.errors import CheckpointError, StorageError
+from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
 
-from .base import Arrived, Capabilities, Entry, Stat, Store, Upload, Version
+from .base import (
+    Arrived,
+    Capabilities,
+    CopySource,
+    Entry,
+    SharedUpload,
+    Stat,
+    Store,
+    Upload,
+    Version,
+)
+from .retry_upload import SYNC_BYTES_PER_S, Repeat, RetrySharedUpload, RetryUpload
 from .timed import AbandonedError, TimedPool, abandoned_thread_count
 
-__all__ = ["AbandonedError", "Refreshable", "RetryStore", "abandoned_thread_count"]
+__all__ = [
+    "SYNC_BYTES_PER_S",
+    "AbandonedError",
+    "Refreshable",
+    "RetryStore",
+    "abandoned_thread_count",
+]
 
 T = TypeVar("T")
-
-Repeat = Literal["always", "unless-abandoned", "if-nothing-done"]
-"""When an operation that failed is run again.
-
-"always": it is idempotent. "unless-abandoned": it is, but uses the caller's memory.
-"if-nothing-done": only after an error that proves the storage did nothing.
-"""
 
 # Answers, which waiting does not change; credentials are repeated only after a refresh.
 _NEVER = frozenset({"credentials", "exists", "not-found", "precondition", "unsupported"})
@@ -42,8 +52,13 @@ _NEVER = frozenset({"credentials", "exists", "not-found", "precondition", "unsup
 # Ranks forked from one process must not share a sequence of delays.
 _random = SystemRandom().random
 
-SYNC_BYTES_PER_S = 20e6
-"""Slowest disk that completing an upload waits for: a spinning disk shared by a few jobs."""
+CLEAN_UP_S = 3.0
+"""What discarding a failed upload may take: its saver must report within 5 s of its deadline.
+
+What is not discarded in time is a leftover, which the next save that overwrites frees.
+"""
+
+_LOOK_S = 0.5
 
 
 @runtime_checkable
@@ -106,6 +121,7 @@ class RetryStore:
         self._refreshes = _Refreshes()
         self._is_view = False
         self._cancelled: Callable[[], bool] = _never
+        self._given_up: Callable[[], bool] = _never
 
     def __repr__(self) -> str:
         return f"RetryStore({self._inner!r})"
@@ -121,12 +137,16 @@ class RetryStore:
         return self._inner.capabilities
 
     def with_deadline(
-        self, at_monotonic_s: float, cancelled: Callable[[], bool] | None = None
+        self,
+        at_monotonic_s: float,
+        cancelled: Callable[[], bool] | None = None,
+        given_up: Callable[[], bool] | None = None,
     ) -> RetryStore:
         """Return this store with every operation ending by a moment of the `clock`.
 
         It shares the inner store, the threads and a nearer deadline of this one; closing
-        it does nothing. Once `cancelled` returns True no attempt is begun any more.
+        it does nothing. Once `cancelled` or `given_up` returns True no attempt is begun any
+        more; once `given_up` does, those under way are left behind as if their time were up.
         """
         view = copy.copy(self)
         known = self._deadline_s
@@ -134,13 +154,15 @@ class RetryStore:
         view._deadline_s = nearest_s  # noqa: SLF001  # the same class
         view._is_view = True  # noqa: SLF001  # the same class
         view._cancelled = cancelled or self._cancelled  # noqa: SLF001  # the same class
+        view._given_up = given_up or self._given_up  # noqa: SLF001  # the same class
         return view
 
-    def unbounded(self) -> RetryStore:
-        """Return this store without a moment by which all must end, for cleaning up."""
+    def cleaning_up(self) -> RetryStore:
+        """Return this store with a deadline of its own, near and for discarding what failed."""
         view = copy.copy(self)
-        view._deadline_s = None  # noqa: SLF001  # the same class
+        view._deadline_s = self._clock() + CLEAN_UP_S  # noqa: SLF001  # the same class
         view._cancelled = _never  # noqa: SLF001  # the same class
+        view._given_up = _never  # noqa: SLF001  # the same class
         view._is_view = True  # noqa: SLF001  # the same class
         return view
 
@@ -214,6 +236,36 @@ class RetryStore:
         )
         return RetryUpload(self, upload, path)
 
+    def start_shared_upload(self, path: str, *, part_bytes: int) -> RetrySharedUpload:
+        """Begin a shared upload; one that begins after it was given up is aborted."""
+        return self._shared(
+            "start of the upload",
+            path,
+            lambda: self._inner.start_shared_upload(path, part_bytes=part_bytes),
+        )
+
+    def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> RetrySharedUpload:
+        """Join an upload; one that is joined after it was given up is left."""
+        return self._shared(
+            "joining of the upload",
+            path,
+            lambda: self._inner.join_upload(path, ticket, part_bytes=part_bytes),
+        )
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Return what the inner store says; nothing is asked of a storage."""
+        return self._inner.copy_source(path)
+
+    def can_copy_from(self, other: Store) -> bool:
+        """Return what the inner store says; at most a local disk is asked."""
+        return self._inner.can_copy_from(other)
+
+    def _shared(
+        self, operation: str, path: str, call: Callable[[], SharedUpload]
+    ) -> RetrySharedUpload:
+        upload = self.run(operation, path, call, late=lambda late: late.abort())
+        return RetrySharedUpload(self, upload, path)
+
     def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
         """Return the objects below a folder, repeated if need be."""
         return self.run("listing", prefix, lambda: self._inner.list(prefix, recursive=recursive))
@@ -278,8 +330,15 @@ class RetryStore:
                 raise failure
             # Kept no longer than this, since its traceback holds the caller's buffers.
             del failure
-            self._sleep(delay_s)
+            self._wait(delay_s)
             attempt += 1
+
+    def _wait(self, delay_s: float) -> None:
+        """Sleep before the next attempt, in slices: it may be given up meanwhile."""
+        while self._given_up is not _never and delay_s > _LOOK_S and not self._given_up():
+            self._sleep(_LOOK_S)
+            delay_s -= _LOOK_S
+        self._sleep(0.0 if self._given_up() else delay_s)
 
     def _once(
         self,
@@ -291,7 +350,7 @@ class RetryStore:
         late: Callable[[T], None] | None = None,
     ) -> T:
         timeout_s = self._time_left_s(self._request_timeout_s + extra_s)
-        if self._cancelled():
+        if self._cancelled() or self._given_up():
             raise StorageError(
                 f"The {what} was not begun, because what it belongs to has failed.",
                 next_step="Look at the first failure.",
@@ -302,10 +361,16 @@ class RetryStore:
                 kind="timeout",
                 next_step="Raise the timeout of the phase, or find out what was slow.",
             )
-        if self.capabilities.self_timed and timeout_s >= self._request_timeout_s:
+        is_watched = self._given_up is not _never
+        if self.capabilities.self_timed and timeout_s >= self._request_timeout_s and not is_watched:
             return call()
         return self._pool.run(
-            call, timeout_s=timeout_s, what=what, repeatable=repeat == "always", late=late
+            call,
+            timeout_s=timeout_s,
+            what=what,
+            repeatable=repeat == "always",
+            late=late,
+            cancelled=self._given_up,
         )
 
     def _time_left_s(self, limit_s: float) -> float:
@@ -316,7 +381,9 @@ class RetryStore:
     def _may_repeat(
         self, error: StorageError, repeat: Repeat, attempt: int, delay_s: float
     ) -> bool:
-        if error.kind in _NEVER or attempt >= self._policy.attempt_count or self._cancelled():
+        if error.kind in _NEVER or attempt >= self._policy.attempt_count:
+            return False
+        if self._cancelled() or self._given_up():
             return False
         if self._deadline_s is not None and self._clock() + delay_s >= self._deadline_s:
             return False
@@ -349,58 +416,3 @@ class _Refreshes:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.count = 0
-
-
-class RetryUpload:
-    """An `Upload` around another; dead once the storage may still be sending a part."""
-
-    def __init__(self, store: RetryStore, inner: Upload, path: str) -> None:
-        self._store = store
-        self._inner = inner
-        self._path = path
-        self._given_up_part: int | None = None
-        # Most uploads take a part again; one that appends to a stream says that it does not.
-        self._repeatable = bool(getattr(inner, "repeatable", True))
-
-    def write_part(
-        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
-    ) -> None:
-        """Write one part, repeated if the inner upload can take it again."""
-        self._check_alive()
-        try:
-            self._store.run(
-                f"write of part {number}",
-                self._path,
-                lambda: self._inner.write_part(number, offset, buffers, last=last),
-                repeat="unless-abandoned" if self._repeatable else "if-nothing-done",
-            )
-        except CheckpointError as error:
-            if isinstance(error, AbandonedError):
-                self._given_up_part = number
-            raise
-        except BaseException:
-            self._given_up_part = number
-            raise
-
-    def complete(self, total_bytes: int) -> None:
-        """Complete, repeated if need be; refused if a part may still be on its way."""
-        self._check_alive()
-        self._store.run(
-            "completion",
-            self._path,
-            lambda: self._inner.complete(total_bytes),
-            extra_s=total_bytes / SYNC_BYTES_PER_S,
-        )
-
-    def abort(self) -> None:
-        """Discard what was sent, repeated if need be, also after the phase's deadline."""
-        self._store.unbounded().run("abort of the upload", self._path, self._inner.abort)
-
-    def _check_alive(self) -> None:
-        if self._given_up_part is not None:
-            raise StorageError(
-                f"The upload of {self._store.url}/{self._path} cannot go on: part "
-                f"{self._given_up_part} did not end in time and may still be changing.",
-                path=self._path,
-                next_step="Abort it and save again.",
-            )

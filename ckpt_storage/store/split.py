@@ -12,7 +12,17 @@ from collections.abc import Callable, Sequence
 
 from ckpt_storage import layout
 
-from .base import Arrived, Capabilities, Entry, Stat, Store, Upload, Version
+from .base import (
+    Arrived,
+    Capabilities,
+    CopySource,
+    Entry,
+    SharedUpload,
+    Stat,
+    Store,
+    Upload,
+    Version,
+)
 
 __all__ = ["SplitStore"]
 
@@ -54,11 +64,14 @@ class SplitStore:
         )
 
     def with_deadline(
-        self, at_monotonic_s: float, cancelled: Callable[[], bool] | None = None
+        self,
+        at_monotonic_s: float,
+        cancelled: Callable[[], bool] | None = None,
+        given_up: Callable[[], bool] | None = None,
     ) -> SplitStore:
         """Return this store with both parts ending by a moment of `time.monotonic`."""
         narrowed = [
-            part.with_deadline(at_monotonic_s, cancelled)
+            part.with_deadline(at_monotonic_s, cancelled, given_up)
             if hasattr(part, "with_deadline")
             else part
             for part in (self._data, self._commits)
@@ -111,6 +124,22 @@ class SplitStore:
     def start_upload(self, path: str, *, part_bytes: int) -> Upload:
         """Upload to the root that holds `path`."""
         return self._of(path).start_upload(path, part_bytes=part_bytes)
+
+    def start_shared_upload(self, path: str, *, part_bytes: int) -> SharedUpload:
+        """Upload to the root that holds `path`."""
+        return self._of(path).start_shared_upload(path, part_bytes=part_bytes)
+
+    def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> SharedUpload:
+        """Join on the root that holds `path`."""
+        return self._of(path).join_upload(path, ticket, part_bytes=part_bytes)
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Copy from the root that holds `path`."""
+        return self._of(path).copy_source(path)
+
+    def can_copy_from(self, other: Store) -> bool:
+        """Ask the data root: nothing is copied among commit objects."""
+        return self._data.can_copy_from(other)
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
         """List the data root, and the commit root for what lies there."""

@@ -12,21 +12,29 @@ import itertools
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ckpt_storage.errors import StorageError
 
-__all__ = ["AbandonedError", "TimedPool", "abandoned_thread_count"]
+__all__ = ["AbandonedError", "TimedPool", "abandoned_thread_count", "halt_threads", "halted"]
 
 T = TypeVar("T")
 
 _JOIN_S = 5.0
 
+_LOOK_S = 0.2
+"""How often a caller that waits looks whether its call is still wanted."""
+
 
 class AbandonedError(StorageError):
-    """The call did not end in time; its thread may still be at it and end it later."""
+    """The call did not end in time or was given up; its thread may still end it later."""
+
+
+def _never() -> bool:
+    return False
 
 
 class _Gauge:
@@ -48,6 +56,24 @@ class _Gauge:
 _ABANDONED = _Gauge()
 # A child of fork has none of its parent's threads.
 os.register_at_fork(after_in_child=_ABANDONED.reset)
+
+
+_HALT = threading.Event()
+
+
+def halt_threads() -> None:
+    """Let daemon threads that come to a call here, or to `halted`, stay there for good.
+
+    For an interpreter that ends. A daemon thread that returns from C++ then is ended in the middle
+    of it, which takes the whole process down (pybind11's `gil_scoped_release` is `noexcept`).
+    """
+    _HALT.set()
+
+
+def halted() -> None:
+    """Stay here for good if the interpreter ends, in a thread that nobody waits for."""
+    if _HALT.is_set() and threading.current_thread().daemon:
+        threading.Event().wait()
 
 
 def abandoned_thread_count() -> int:
@@ -117,6 +143,22 @@ class _Worker:
         self._inbox.put(None)
 
 
+def _result(
+    worker: _Worker, timeout_s: float, cancelled: Callable[[], bool]
+) -> tuple[Any, BaseException | None]:
+    """Return what the call gave; raise `queue.Empty` when time is up or it is not wanted."""
+    if cancelled is _never:
+        return worker.result(timeout_s)
+    end = time.monotonic() + timeout_s
+    while True:
+        left_s = max(0.0, end - time.monotonic())
+        try:
+            return worker.result(min(_LOOK_S, left_s))
+        except queue.Empty:
+            if left_s <= _LOOK_S or cancelled():
+                raise
+
+
 def _stop_all(idle: list[_Worker]) -> None:
     while idle:
         idle.pop().stop()
@@ -146,19 +188,28 @@ class TimedPool:
         what: str,
         repeatable: bool,
         late: Callable[[T], None] | None = None,
+        cancelled: Callable[[], bool] = _never,
     ) -> T:
         """Return what `call` returns, or raise what it raises, within `timeout_s` seconds.
 
-        Raises `AbandonedError` naming `what` when time is up, retryable if `repeatable`.
-        If the call returns after all, `late` gets its value, in the abandoned thread.
+        Raises `AbandonedError` naming `what` when time is up, retryable if `repeatable`, or soon
+        after `cancelled` returned True. If the call returns after all, `late` gets its value, in
+        the abandoned thread.
         """
+        halted()
         worker = self._take()
         worker.call(call)
         name = f"ckpt-storage abandoned: {what}"
         try:
-            value, error = worker.result(timeout_s)
+            value, error = _result(worker, timeout_s, cancelled)
         except queue.Empty:
             if worker.abandon(name, late):
+                if cancelled():
+                    raise AbandonedError(
+                        f"The {what} was given up, because what it belongs to has failed.",
+                        kind="timeout",
+                        next_step="Look at the first failure.",
+                    ) from None
                 raise AbandonedError(
                     f"The {what} did not end within {timeout_s:.3g} s and was given up.",
                     kind="timeout",

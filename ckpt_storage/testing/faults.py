@@ -19,7 +19,19 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn, TypeVar
 
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
-from ckpt_storage.store.base import Arrived, Capabilities, Entry, Stat, Store, Upload, Version
+from ckpt_storage.store.base import (
+    Arrived,
+    Capabilities,
+    CopySource,
+    Entry,
+    Existing,
+    PartReceipt,
+    SharedUpload,
+    Stat,
+    Store,
+    Upload,
+    Version,
+)
 
 __all__ = ["Action", "Call", "FaultStore", "Rule", "Script", "SimulatedCrash"]
 
@@ -168,7 +180,7 @@ class FaultStore:
     """A `Store` around another that plays a `Script`; without rules it only keeps a log.
 
     Operations bear the names of the protocol's methods; those of uploads are `write_part`,
-    `complete` and `abort` with the path of the object.
+    `copy_part`, `ticket`, `receipts`, `complete` and `abort` with the path of the object.
     """
 
     def __init__(self, inner: Store, rules: Sequence[Rule] = ()) -> None:
@@ -276,6 +288,32 @@ class FaultStore:
         )
         return FaultUpload(upload, self.script, path)
 
+    def start_shared_upload(self, path: str, *, part_bytes: int) -> FaultSharedUpload:
+        """Begin a shared upload whose operations play the same script."""
+        upload = self._play(
+            "start_shared_upload",
+            path,
+            lambda: self._inner.start_shared_upload(path, part_bytes=part_bytes),
+        )
+        return FaultSharedUpload(upload, self.script, path)
+
+    def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> FaultSharedUpload:
+        """Join an upload; this member's operations play the same script."""
+        upload = self._play(
+            "join_upload",
+            path,
+            lambda: self._inner.join_upload(path, ticket, part_bytes=part_bytes),
+        )
+        return FaultSharedUpload(upload, self.script, path)
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Return the inner store's; nothing is asked of a storage."""
+        return self._inner.copy_source(path)
+
+    def can_copy_from(self, other: Store) -> bool:
+        """Return what the inner store says."""
+        return self._inner.can_copy_from(other)
+
     def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
         """Return a listing; short: its first half."""
 
@@ -363,3 +401,74 @@ class FaultUpload:
         self, operation: str, call: Callable[[], None], half: Callable[[], None] | None = None
     ) -> None:
         self._script.play(operation, self._path, call, error=_storage_error, half=half)
+
+
+class FaultSharedUpload:
+    """A `SharedUpload` around another that plays its store's script."""
+
+    def __init__(self, inner: SharedUpload, script: Script, path: str) -> None:
+        self._inner = inner
+        self._script = script
+        self._path = path
+        self._plain = FaultUpload(inner, script, path)
+
+    def ticket(self) -> str:
+        """Return the ticket."""
+        return self._play("ticket", self._inner.ticket)
+
+    def write_part(
+        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
+    ) -> None:
+        """Write a part; torn or short: its first half."""
+        self._plain.write_part(number, offset, buffers, last=last)
+
+    def copy_part(
+        self,
+        number: int,
+        offset: int,
+        source: CopySource,
+        source_start: int,
+        length: int,
+        *,
+        source_bytes: int | None = None,
+        last: bool,
+    ) -> int | None:
+        """Copy a part; torn or short: its first half."""
+
+        def copied(bytes_: int) -> int | None:
+            return self._inner.copy_part(
+                number, offset, source, source_start, bytes_, source_bytes=source_bytes, last=last
+            )
+
+        return self._play("copy_part", lambda: copied(length), lambda: copied(length // 2))
+
+    def receipts(self) -> list[PartReceipt]:
+        """Return the receipts; short: the first half of them."""
+
+        def half() -> list[PartReceipt]:
+            found = self._inner.receipts()
+            return found[: len(found) // 2]
+
+        return self._play("receipts", self._inner.receipts, half)
+
+    def complete(
+        self,
+        total_bytes: int,
+        *,
+        receipts: Sequence[PartReceipt] = (),
+        existing: Existing = "refuse",
+    ) -> None:
+        """Complete the upload."""
+        self._play(
+            "complete",
+            lambda: self._inner.complete(total_bytes, receipts=receipts, existing=existing),
+        )
+
+    def abort(self) -> None:
+        """Abort the upload, or leave it."""
+        self._plain.abort()
+
+    def _play(
+        self, operation: str, call: Callable[[], T], half: Callable[[], T] | None = None
+    ) -> T:
+        return self._script.play(operation, self._path, call, error=_storage_error, half=half)

@@ -55,6 +55,10 @@ class FaultPosix(Posix):
         """Open a file."""
         return self._open("open_read", path, self._inner.open_read)
 
+    def open_write(self, path: str) -> int:
+        """Open a file that another process made."""
+        return self._open("open_write", path, self._inner.open_write)
+
     def open_folder(self, path: str) -> None:
         """Open and close a folder."""
         self._play("open_folder", path, lambda: self._inner.open_folder(path))
@@ -75,6 +79,21 @@ class FaultPosix(Posix):
             self._path_of(fd),
             lambda: self._inner.preadv(fd, buffers, offset),
             lambda: self._inner.preadv(fd, _first_half(buffers), offset),
+        )
+
+    def copy_file_range(
+        self, source_fd: int, source_offset: int, fd: int, offset: int, length: int
+    ) -> int:
+        """Copy once; torn or short: the first half of the bytes."""
+
+        def copied(bytes_: int) -> int:
+            return self._inner.copy_file_range(source_fd, source_offset, fd, offset, bytes_)
+
+        return self._play(
+            "copy_file_range",
+            self._path_of(fd),
+            lambda: copied(length),
+            lambda: copied(max(1, length // 2)),
         )
 
     def fstat(self, fd: int) -> os.stat_result:
@@ -133,6 +152,10 @@ class FaultPosix(Posix):
     def scandir(self, path: str) -> list[os.DirEntry[str]]:
         """Return the entries of a folder."""
         return self._play("scandir", path, lambda: self._inner.scandir(path))
+
+    def shares_blocks(self, path: str) -> bool:
+        """Return what the inner one finds; it is asked once and can do no harm."""
+        return self._inner.shares_blocks(path)
 
     def free_bytes(self, path: str) -> int:
         """Return the free bytes."""

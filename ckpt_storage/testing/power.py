@@ -64,10 +64,15 @@ class PowerCutPosix(Posix):
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Write content that is not durable."""
-        found = os.fstat(fd)
-        if (found.st_dev, found.st_ino) not in self._dirty:
-            self._dirty[found.st_dev, found.st_ino] = os.dup(fd)
+        self._soil(fd)
         return super().pwritev(fd, buffers, offset)
+
+    def copy_file_range(
+        self, source_fd: int, source_offset: int, fd: int, offset: int, length: int
+    ) -> int:
+        """Copy content, which is not durable then."""
+        self._soil(fd)
+        return super().copy_file_range(source_fd, source_offset, fd, offset, length)
 
     def fsync(self, fd: int) -> None:
         """Make content durable, but no name."""
@@ -123,6 +128,12 @@ class PowerCutPosix(Posix):
         """Remove a folder; undone, it is back and empty."""
         super().rmdir(path)
         self._pending(path, lambda: Path(path).mkdir())
+
+    def _soil(self, fd: int) -> None:
+        """Note that a file has content that a power cut takes."""
+        found = os.fstat(fd)
+        if (found.st_dev, found.st_ino) not in self._dirty:
+            self._dirty[found.st_dev, found.st_ino] = os.dup(fd)
 
     @staticmethod
     def _is_gone(folder: str, synced: str) -> bool:

@@ -32,6 +32,7 @@ from ckpt_storage.errors import (
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.store.base import Store
 
+from ._shared_facts import SharedUploadFacts
 from ._suite_tools import WAIT_S, fill, kind_of, paths_of, pattern, send, together
 from ._upload_facts import UploadFacts
 
@@ -40,7 +41,7 @@ __all__ = ["StoreSuite"]
 _FOLDERS = ("commits", "saves", "saves/a", "saves/a/ranks", "saves/ab", "hf")
 
 
-class StoreSuite(UploadFacts):
+class StoreSuite(UploadFacts, SharedUploadFacts):
     """Facts about a store; derive, override `store` and `other`, and pytest checks them.
 
     `odd_names` may be shortened for a storage that forbids a character; say so there.

@@ -1,0 +1,88 @@
+"""A save that goes on with a consolidation: what that is to be, and how its failure is told.
+
+Knows options of both, and that a checkpoint which is committed stays so. Called by `saving`.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from .consolidating import output_location, track
+from .consolidation.job import ConsolidateJob
+from .consolidation.options import ConsolidateOptions
+from .consolidation.report import ConsolidationReport
+from .consolidation.run import run_consolidate
+from .errors import CheckpointError, ConsolidationError, InvalidInputError, StorageError
+from .info import CheckpointInfo
+from .operation import Operation
+from .options import Progress, RetryPolicy, Timeouts
+from .store import Location
+
+__all__ = ["Chained", "chained_job", "consolidate_committed"]
+
+Chained = bool | str | os.PathLike[str] | ConsolidateOptions | None
+"""What `save(consolidate=...)` takes: whether, where to, or all options."""
+
+
+def chained_job(
+    chained: Chained,
+    source: Location,
+    *,
+    rank: int,
+    timeouts: Timeouts,
+    retry: RetryPolicy | None,
+    progress: Progress,
+) -> ConsolidateJob | None:
+    """Return the consolidation that a save to `source` goes on with; None: none.
+
+    Raises `InvalidInputError`, before anything is saved.
+    """
+    if chained is None or chained is False:
+        return None
+    options = chained if isinstance(chained, ConsolidateOptions) else ConsolidateOptions()
+    output = chained if isinstance(chained, str | os.PathLike) else options.output
+    if not (chained is True or output is not None or isinstance(chained, ConsolidateOptions)):
+        raise InvalidInputError(
+            f"consolidate is {chained!r:.80}.",
+            next_step="Give True, the URL of the output, or ConsolidateOptions.",
+        )
+    return ConsolidateJob(
+        source=source,
+        output=output_location(source, output, options.output_storage_options),
+        options=options,
+        timeouts=timeouts,
+        retry=retry or RetryPolicy(),
+        track=partial(track, progress, rank),
+    )
+
+
+def consolidate_committed(
+    operation: Operation, job: ConsolidateJob, info: CheckpointInfo
+) -> ConsolidationReport:
+    """Consolidate what the operation has just committed; all ranks, in the same operation.
+
+    Raises `ConsolidationError` with `info`: the checkpoint stays committed.
+    """
+    try:
+        return run_consolidate(operation, job)
+    except CheckpointError as caught:
+        error = caught
+        failure = operation.failure()
+        if failure is not None and isinstance(caught, StorageError):
+            # Requests that were given up say so; what matters is why.
+            error = failure
+        # Another rank's error says all of this already.
+        told = error.__cause__ if isinstance(error.__cause__, ConsolidationError) else None
+        raise ConsolidationError(
+            f"Rank {error.rank}: {told}"
+            if told is not None
+            else f"The save to {info.url} is committed, but its consolidation failed: {error}",
+            info=info,
+            rank=error.rank,
+            phase=error.phase or "consolidate",
+            path=error.path,
+            next_step=None
+            if told is not None
+            else "The checkpoint can be loaded; call consolidate again to go on with it.",
+        ) from error

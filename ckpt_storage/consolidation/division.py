@@ -1,0 +1,191 @@
+"""Which rank writes which bytes of which weight file.
+
+Knows lengths of files and what the output storage allows; no tensors, no chunks, no I/O.
+Called by `plan`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.options import DEFAULT_PART_BYTES, MIB
+from ckpt_storage.store.base import Capabilities
+
+_ELEMENTS_BYTES = 64
+"""A multiple of it, from where tensors begin, is the end of an element of every dtype."""
+
+_PARTS_PER_RANK = 40
+"""Parts small enough that one more or less is 2.5 % of what a rank writes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteRules:
+    """What the output storage allows, as far as it decides who writes what.
+
+    can_share_file: several processes may write parts of one file or one multipart upload.
+    min_part_bytes: least size of a part that does not end its file.
+    max_part_count: most parts of one file; None where there is no limit.
+    part_multiple_bytes: every part but the last of a file is a multiple of this; on POSIX the
+        page size or more, because a network mount may write back whole pages (there parts are
+        only what regions are made of).
+    part_bytes: size of a part that suits the storage; smaller ones are planned where that
+        balances the ranks, larger ones where `max_part_count` asks for them.
+    """
+
+    can_share_file: bool
+    min_part_bytes: int = 1
+    max_part_count: int | None = None
+    part_multiple_bytes: int = 4096
+    part_bytes: int = DEFAULT_PART_BYTES
+
+    def __post_init__(self) -> None:
+        counts = (self.min_part_bytes, self.part_multiple_bytes, self.part_bytes)
+        if min(counts) < 1 or (self.max_part_count is not None and self.max_part_count < 1):
+            raise InvalidInputError(
+                f"{self!r} cannot be followed.", next_step="Give positive numbers."
+            )
+
+    @classmethod
+    def of(cls, capabilities: Capabilities, *, part_bytes: int = DEFAULT_PART_BYTES) -> WriteRules:
+        """Return the rules of a store; `part_bytes` is what the caller would like."""
+        return cls(
+            can_share_file=capabilities.shared_uploads,
+            min_part_bytes=capabilities.min_part_bytes,
+            max_part_count=capabilities.max_part_count,
+            part_multiple_bytes=math.lcm(
+                capabilities.part_multiple_bytes, capabilities.shared_align_bytes
+            ),
+            part_bytes=part_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of a file: bytes [start, stop) of it, numbered from 0 without gaps."""
+
+    number: int
+    start: int
+    stop: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Bytes [start, stop) of one weight file, which rank `owner` writes; never empty.
+
+    `file` is a position in `ExportPlan.files`. The whole file is cut into parts at multiples of
+    `part_bytes`; `start` is such a multiple, `stop` is one or the end of the file, whose length
+    is `file_bytes`. So part n is [n * part_bytes, ...) whoever writes it, and all parts but the
+    last of the file have `part_bytes`.
+    """
+
+    file: int
+    start: int
+    stop: int
+    owner: int
+    part_bytes: int
+    file_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes to write."""
+        return self.stop - self.start
+
+    @property
+    def ends_file(self) -> bool:
+        """Whether the region holds the last part of the file."""
+        return self.stop == self.file_bytes
+
+    def parts(self) -> Iterator[Part]:
+        """Yield the parts of the region, ascending."""
+        for start in range(self.start, self.stop, self.part_bytes):
+            stop = min(start + self.part_bytes, self.stop)
+            yield Part(
+                number=start // self.part_bytes,
+                start=start,
+                stop=stop,
+                is_last=stop == self.file_bytes,
+            )
+
+
+def divide(sizes_bytes: Sequence[int], world_size: int, rules: WriteRules) -> tuple[Region, ...]:
+    """Return regions that hold every byte of files of `sizes_bytes` once, in order.
+
+    Where files can be shared, the files one after another are cut into `world_size` stretches of
+    equal length, each cut moved back to the start of a part. A rank then has at most one part
+    more than the mean, and parts are a fortieth of the mean where the storage takes such small
+    ones; so the most is at most 1.05 times the mean if the mean is 20 parts of the least size.
+    Elsewhere whole files go to ranks, the largest first, each to the rank that has least (LPT;
+    Graham, "Bounds on multiprocessing timing anomalies", 1969).
+    """
+    parts = _part_sizes(sizes_bytes, world_size, rules)
+    if not rules.can_share_file:
+        owners = _whole_files(sizes_bytes, world_size)
+        return tuple(
+            Region(file=at, start=0, stop=size, owner=owner, part_bytes=part, file_bytes=size)
+            for at, (size, owner, part) in enumerate(zip(sizes_bytes, owners, parts, strict=True))
+        )
+    starts = list(itertools.accumulate(sizes_bytes, initial=0))
+    total = starts[-1]
+    cuts = [_cut(total * rank // world_size, starts, parts) for rank in range(world_size + 1)]
+    regions = []
+    for rank, (begin, end) in enumerate(itertools.pairwise(cuts)):
+        if begin == end:
+            continue
+        for at in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
+            region = Region(
+                file=at,
+                start=max(begin, starts[at]) - starts[at],
+                stop=min(end, starts[at + 1]) - starts[at],
+                owner=rank,
+                part_bytes=parts[at],
+                file_bytes=sizes_bytes[at],
+            )
+            regions.append(region)
+    return tuple(regions)
+
+
+def _part_sizes(sizes_bytes: Sequence[int], world_size: int, rules: WriteRules) -> list[int]:
+    """Return the size of a part of each file.
+
+    All are multiples of 64, so that no part ends within an element.
+    """
+    unit = math.lcm(rules.part_multiple_bytes, _ELEMENTS_BYTES)
+    wanted = rules.part_bytes
+    if rules.can_share_file and world_size > 1:
+        wanted = min(wanted, sum(sizes_bytes) // (_PARTS_PER_RANK * world_size))
+    if wanted > MIB:
+        # Network file systems lay files out in stripes of a whole number of mebibytes.
+        unit_wanted = math.lcm(unit, MIB)
+        unit = unit_wanted if unit_wanted <= wanted else unit
+    wanted = max(wanted - wanted % unit, unit)
+    found = []
+    for size in sizes_bytes:
+        least = rules.min_part_bytes
+        if rules.max_part_count is not None:
+            least = max(least, -(-size // rules.max_part_count))
+        found.append(max(wanted, least + -least % unit))
+    return found
+
+
+def _cut(position: int, starts: Sequence[int], parts: Sequence[int]) -> int:
+    """Return the last start of a part, counted over all files, that is not behind `position`."""
+    if position >= starts[-1]:
+        return starts[-1]
+    at = bisect_right(starts, position) - 1
+    return position - (position - starts[at]) % parts[at]
+
+
+def _whole_files(sizes_bytes: Sequence[int], world_size: int) -> list[int]:
+    owners = [0] * len(sizes_bytes)
+    loads = [(0, rank) for rank in range(world_size)]
+    for at in sorted(range(len(sizes_bytes)), key=lambda at: (-sizes_bytes[at], at)):
+        load, owners[at] = heapq.heappop(loads)
+        heapq.heappush(loads, (load + sizes_bytes[at], owners[at]))
+    return owners

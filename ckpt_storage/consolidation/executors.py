@@ -1,0 +1,378 @@
+"""Writing the regions of a plan: which part goes which way, many at a time, within the memory.
+
+Knows plans, uploads and limits; meets no other rank and publishes nothing: the caller starts or
+joins uploads, passes receipts on, and completes. Called by what runs a consolidation.
+
+A region of a shared upload is cut by `storagecopy` into parts that the storage copies and parts
+that `stream` puts together; one of another upload into the parts that the plan numbered. Each
+thread does one part at a time, reading and writing, so that one part is being written while the
+next is being read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from ckpt_storage import integrity
+from ckpt_storage.deadline import Deadline
+from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.options import MIB, TransferOptions
+from ckpt_storage.source import Source
+from ckpt_storage.store.base import Capabilities, SharedUpload, Store, Upload
+from ckpt_storage.transfer import Workers, bounded
+
+from .plan import ExportPlan, Region
+from .storagecopy import CopyPart, CopyRun, StreamPart, copy_runs, cut_region, streamed
+from .stream import WindowReader
+
+__all__ = ["Copies", "Portion", "RegionWriter"]
+
+Copies = Literal["auto", "always", "never"]
+"""Which parts the storage copies: where that pays, wherever it can, none."""
+
+_LOCAL_WINDOW_BYTES = 16 * MIB
+"""Put together at a time for a local disk: many chunks side by side still give long reads."""
+
+_LOCAL_READ_BYTES = 2 * MIB
+"""One read of a local disk, through a buffer that stays in the processor's cache."""
+
+_LEAST_THREADS = 2
+"""One part is written while another is being read."""
+
+_COPY_REFUSALS = frozenset({"permission", "unsupported"})
+"""Kinds of refusals of a copy after which its bytes are streamed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Portion:
+    """Bytes [start, stop) of weight file `file` as they were written, with their CRC-32C.
+
+    `read_bytes` came to this process, `sent_bytes` left it, `copied_bytes` were copied by the
+    storage.
+    """
+
+    file: int
+    start: int
+    stop: int
+    crc32c: int
+    read_bytes: int
+    sent_bytes: int
+    copied_bytes: int
+
+
+class RegionWriter:
+    """Writes regions, one after the other, of one plan on one rank; buffers are kept in between.
+
+    Used by one thread. Buffers take at most `options.memory_limit_bytes` in all. `on_bytes` gets
+    the bytes of weight files that are done; it is called from several threads. After a failure
+    the writer must not be used again, since a thread that hangs may still fill a buffer.
+    """
+
+    def __init__(  # one call site, all named
+        self,
+        plan: ExportPlan,
+        *,
+        source: Source,
+        source_store: Store,
+        target_store: Store,
+        options: TransferOptions,
+        deadline: Deadline,
+        copies: Copies = "auto",
+        on_bytes: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        capabilities = target_store.capabilities
+        window_bytes = read_bytes = options.part_bytes
+        if not (capabilities.is_remote or source_store.capabilities.is_remote):
+            window_bytes = min(_LOCAL_WINDOW_BYTES, options.part_bytes)
+            read_bytes = min(_LOCAL_READ_BYTES, options.part_bytes)
+        store = bounded(source_store, deadline)
+        self._means = _Means(
+            source_store=store,
+            capabilities=capabilities,
+            reader=WindowReader(plan, source, store, deadline=deadline, read_bytes=read_bytes),
+            options=options,
+            window_bytes=window_bytes,
+            deadline=deadline,
+            buffers=_Buffers(),
+            on_bytes=on_bytes,
+        )
+        self._copies = (
+            copies != "never"
+            and capabilities.copy_part_min_bytes is not None
+            and (copies == "always" or capabilities.copies_pay)
+            and target_store.can_copy_from(source_store)
+        )
+        self._copy_align_bytes = capabilities.copy_align_bytes if copies == "auto" else 1
+
+    def write(self, region: Region, upload: Upload) -> Portion:
+        """Write all parts of `region` to `upload`, which stays open; return what was written.
+
+        A `SharedUpload`, own or joined, is cut anew: part numbers then count in units of
+        `storagecopy.number_unit_bytes`, alike on all ranks. Any other takes the region's own
+        parts, in order where the storage wants that. Raises what the stores raise, naming tensor
+        and rank; `IntegrityError` for damage of the source.
+        """
+        reader = self._means.reader
+        reader.require(region)
+        try:
+            return _Job(self._means, region, upload, self._cut(region, upload)).run()
+        finally:
+            reader.forget()
+
+    def _cut(self, region: Region, upload: Upload) -> Sequence[StreamPart | CopyPart]:
+        if not isinstance(upload, SharedUpload):
+            return [
+                StreamPart(
+                    number=part.number, start=part.start, stop=part.stop, is_last=part.is_last
+                )
+                for part in region.parts()
+            ]
+        means = self._means
+        runs: list[CopyRun] = []
+        if self._copies:
+            pieces = means.reader.pieces_of(region.file, region.start, region.stop)
+            runs = [
+                run
+                for run in copy_runs(pieces, means.reader.place_of, means.capabilities)
+                if not (run.place.start + run.source_start - run.start) % self._copy_align_bytes
+            ]
+        return cut_region(region, runs, means.capabilities, stream_bytes=means.window_bytes)
+
+
+class _Buffers:
+    """Windows and scratch memory of the threads of one writer, kept from region to region.
+
+    Fresh memory costs the kernel more than the copies that go through it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[memoryview] = []
+
+    @contextmanager
+    def taken(self, size_bytes: int) -> Iterator[memoryview]:
+        """Lend a buffer of at least `size_bytes`; one in use when an error came is not kept."""
+        with self._lock:
+            fitting = [buffer for buffer in self._free if len(buffer) >= size_bytes]
+            buffer = min(fitting, key=len, default=None)
+            if buffer is not None:
+                self._free.remove(buffer)
+            elif self._free:
+                # One that is too small would count against the limit for nothing.
+                self._free.remove(min(self._free, key=len))
+        if buffer is None:
+            buffer = memoryview(bytearray(size_bytes))
+        yield buffer
+        with self._lock:
+            self._free.append(buffer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Means:
+    """What the regions of one writer are written with."""
+
+    source_store: Store
+    capabilities: Capabilities
+    reader: WindowReader
+    options: TransferOptions
+    window_bytes: int
+    deadline: Deadline
+    buffers: _Buffers
+    on_bytes: Callable[[int], None]
+
+
+class _Job:
+    """One region on its way."""
+
+    def __init__(
+        self,
+        means: _Means,
+        region: Region,
+        upload: Upload,
+        parts: Sequence[StreamPart | CopyPart],
+    ) -> None:
+        self._means = means
+        self._region = region
+        self._upload = upload
+        self._parts = parts
+        self._lock = threading.Lock()
+        self._crcs: dict[int, tuple[int, int]] = {}
+        self._read_bytes = self._sent_bytes = self._copied_bytes = 0
+        self._turn = threading.Condition()
+        self._next_start = region.start
+        self._failure: BaseException | None = None
+        self._copies_refused = False
+        self._scratch_bytes = means.reader.scratch_bytes()
+        streams = [piece for part in parts for piece in self._as_streams(part)]
+        self._window_bytes = max(part.stop - part.start for part in streams)
+
+    def run(self) -> Portion:
+        """Do all parts; raise the first failure."""
+        region, means = self._region, self._means
+        count = self._thread_count()
+        with Workers(
+            count,
+            name=f"consolidate file {region.file} from byte {region.start}",
+            deadline=means.deadline,
+            limit=count + 1,
+        ) as workers:
+            try:
+                for part in self._parts:
+                    workers.submit(partial(self._do, part))
+                workers.drain()
+            except BaseException as error:
+                self._fail(error)
+                raise
+        order = sorted(self._crcs)
+        crcs, lengths = zip(*(self._crcs[start] for start in order), strict=True)
+        return Portion(
+            file=region.file,
+            start=region.start,
+            stop=region.stop,
+            crc32c=integrity.combine_many(crcs, lengths),
+            read_bytes=self._read_bytes,
+            sent_bytes=self._sent_bytes,
+            copied_bytes=self._copied_bytes,
+        )
+
+    def _thread_count(self) -> int:
+        """Return how many threads may work at a time within the memory limit."""
+        options = self._means.options
+        # A store may join the views of a part, so a part counts twice.
+        windows = 2 if self._means.capabilities.is_remote else 1
+        each_bytes = windows * self._window_bytes + self._scratch_bytes
+        affordable = options.memory_limit_bytes // each_bytes
+        if not affordable:
+            raise InvalidInputError(
+                f"Parts of {self._window_bytes} bytes need {each_bytes} bytes of memory; "
+                f"memory_limit_bytes is {options.memory_limit_bytes}.",
+                next_step=f"Raise memory_limit_bytes to {each_bytes} or more.",
+            )
+        return min(max(options.thread_count, _LEAST_THREADS), affordable, len(self._parts))
+
+    def _do(self, part: StreamPart | CopyPart) -> None:
+        try:
+            self._means.deadline.check("Consolidating")
+            if isinstance(part, StreamPart):
+                self._stream(part)
+            elif self._copies_refused or not self._copied(part):
+                for piece in self._as_streams(part):
+                    self._stream(piece)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._means.on_bytes(part.stop - part.start)
+
+    def _as_streams(self, part: StreamPart | CopyPart) -> Sequence[StreamPart]:
+        """Return the parts that a part is streamed as."""
+        if isinstance(part, StreamPart):
+            return [part]
+        return streamed(
+            self._region,
+            part.start,
+            part.stop,
+            self._means.capabilities,
+            stream_bytes=self._means.window_bytes,
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell threads that wait for their turn that it will not come, and why."""
+        with self._turn:
+            self._failure = self._failure or error
+            self._turn.notify_all()
+
+    def _stream(self, part: StreamPart) -> None:
+        means, length = self._means, part.stop - part.start
+        with (
+            means.buffers.taken(self._window_bytes) as buffer,
+            means.buffers.taken(self._scratch_bytes) as scratch,
+        ):
+            window = buffer[:length]
+            read_bytes = means.reader.fill(
+                self._region.file, part.start, part.stop, window, scratch
+            )
+            crc32c = integrity.crc32c_of(window)
+            with self._my_turn(part):
+                self._upload.write_part(part.number, part.start, [window], last=part.is_last)
+        with self._lock:
+            self._crcs[part.start] = crc32c, length
+            self._read_bytes += read_bytes
+            self._sent_bytes += length
+
+    @contextmanager
+    def _my_turn(self, part: StreamPart) -> Iterator[None]:
+        """Wait until all bytes before the part were written, where the storage wants that."""
+        if self._means.capabilities.parallel_parts:
+            yield
+            return
+        deadline = self._means.deadline
+        with self._turn:
+            while self._next_start != part.start:
+                if self._failure is not None:
+                    # The same one: whichever thread is noticed first tells the cause.
+                    raise self._failure
+                deadline.check("Consolidating")
+                self._turn.wait(min(1.0, deadline.remaining_s() + 0.001))
+        yield
+        with self._turn:
+            self._next_start = part.stop
+            self._turn.notify_all()
+
+    def _copied(self, part: CopyPart) -> bool:
+        """Have the storage copy a part; return False if it will not.
+
+        What it copied is checked: by the checksum that it tells, or by reading the source.
+        """
+        means, place, length = self._means, part.place, part.stop - part.start
+        source = means.source_store.copy_source(place.path)
+        if source is None or not isinstance(self._upload, SharedUpload):
+            return False
+        try:
+            told = self._upload.copy_part(
+                part.number,
+                part.start,
+                source,
+                place.start + part.source_start,
+                length,
+                source_bytes=place.file_bytes,
+                last=part.is_last,
+            )
+        except (StorageError, IntegrityError) as error:
+            if isinstance(error, StorageError) and error.kind in _COPY_REFUSALS:
+                self._copies_refused = True
+                return False
+            raise means.reader.explained(error, [place]) from error
+        means.deadline.advanced(length)
+        read_bytes = 0
+        if told is None:
+            with means.buffers.taken(self._scratch_bytes) as scratch:
+                told = means.reader.verify(place, part.source_start, part.source_stop, scratch)
+            read_bytes = length
+        if part.crc32c not in {None, told}:
+            raise _damaged(part)
+        with self._lock:
+            self._crcs[part.start] = told, length
+            self._read_bytes += read_bytes
+            self._copied_bytes += length
+        return True
+
+
+def _damaged(part: CopyPart) -> IntegrityError:
+    """Return the error that a copied range is not what was saved; which block is not known."""
+    place = part.place
+    start, stop = place.start + part.source_start, place.start + part.source_stop
+    by = f" (written by rank {place.rank})" if place.rank is not None else ""
+    return IntegrityError(
+        f"{place.path}{by} is damaged: bytes [{start}, {stop}), which belong to {place.fqn}, do "
+        "not have the checksum they were written with.",
+        fqn=place.fqn,
+        offset=start,
+        path=place.path,
+        rank=place.rank,
+        next_step="Restore the file from a copy, or consolidate another checkpoint.",
+    )

@@ -1,0 +1,101 @@
+"""The ranks of one group, able to agree, meet and give up together.
+
+Knows who is in the group, and that it runs one operation at a time; what an operation is, is in
+`operation`. Knows no torch: `coordination_torch` makes Coordinators over process groups.
+Called by the front doors. The protocol is design note 4 (docs/design/0004-coordination.md).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .board import Board, BoardError, LocalBoard
+from .errors import InvalidInputError, PhaseTimeoutError, StorageError
+from .operation import Operation
+from .options import Timeouts
+from .reports import COORDINATOR
+
+__all__ = ["Coordinator", "solo"]
+
+
+class Coordinator:
+    """The ranks of one group; runs their operations, one at a time.
+
+    Every rank makes one over the same board and runs the same operations in the same order. One
+    process without a group has one of its own (`solo`).
+
+    Args:
+        board: memory that all ranks share.
+        rank: of this process in the group.
+        world_size: number of ranks in the group.
+        look_s: longest pause in seconds between two looks at the board; by default it grows with
+            the world, so that thousands of ranks do not flood the board's server.
+
+    """
+
+    def __init__(
+        self, board: Board, *, rank: int, world_size: int, look_s: float | None = None
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise InvalidInputError(
+                f"This process is not one of the {world_size} ranks of the group.",
+                next_step="Call this on the ranks of process_group only.",
+            )
+        self.rank = rank
+        self.world_size = world_size
+        self.look_s = min(1.0, 0.02 + world_size / 20_000) if look_s is None else look_s
+        self.board = board
+        self.debris: list[str] = []
+        self.number = 0
+        self._lock = threading.Lock()
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank decides."""
+        return self.rank == COORDINATOR
+
+    @contextmanager
+    def operation(
+        self, what: str, *, timeouts: Timeouts, number: int | None = None
+    ) -> Iterator[Operation]:
+        """Run one operation of all ranks; each calls `Operation.meet` first in the block.
+
+        Operations are counted; `number` is for ranks of several processes that count elsewhere.
+        `what` names it in messages ("the save to s3://..."). An exception that leaves the block
+        is reported to all ranks, which raise within seconds wherever they are.
+        """
+        if not self._lock.acquire(timeout=timeouts.plan):
+            raise PhaseTimeoutError(
+                f"Another operation of this process kept {what} waiting for {timeouts.plan:g} s.",
+                phase="plan",
+                timeout_s=timeouts.plan,
+                next_step="Wait for the other to end, or raise Timeouts.plan.",
+            )
+        self.number = self.number + 1 if number is None else number
+        try:
+            operation = Operation(self, what, timeouts)
+            try:
+                with operation:
+                    yield operation
+            except BoardError as error:
+                raise operation.failure() or operation.lost(error) from error
+            except StorageError as error:
+                # Requests that were given up say so; what matters is why.
+                failure = operation.failure()
+                if failure is None or failure is error:
+                    raise
+                raise failure from error
+        finally:
+            self._lock.release()
+
+    def clear_debris(self, timeout_s: float) -> None:
+        """Remove what earlier operations left on the board, once all ranks are in a later one."""
+        while self.debris:
+            self.board.delete(self.debris.pop(), timeout_s)
+
+
+def solo() -> Coordinator:
+    """Return the Coordinator of one process without a group."""
+    return Coordinator(LocalBoard(), rank=0, world_size=1)

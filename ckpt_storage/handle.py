@@ -1,0 +1,301 @@
+"""What the caller of a background save holds: its state, its progress and its outcome.
+
+Knows states and errors; knows no thread, process or rank. Made by `saver`.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from .errors import (
+    CheckpointError,
+    CommitUnknownError,
+    PhaseTimeoutError,
+    SaveCancelledError,
+)
+from .info import CheckpointInfo
+from .lifesigns import Sign
+
+__all__ = ["SaveHandle", "SaveProgress", "SaveState"]
+
+log = logging.getLogger("ckpt_storage")
+
+
+class SaveState(enum.Enum):
+    """Where a save is. The last five are final and true.
+
+    COMMITTED: the checkpoint exists. FAILED, TIMED_OUT, CANCELLED: it does not, and will not.
+    UNKNOWN: whether it exists cannot be told.
+    """
+
+    STAGING = "staging"
+    WRITING = "writing"
+    COMMITTING = "committing"
+    CONSOLIDATING = "consolidating"
+    COMMITTED = "committed"
+    FAILED = "failed"
+    TIMED_OUT = "timed-out"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the save has ended."""
+        return self in _FINAL
+
+
+_FINAL = frozenset(
+    {
+        SaveState.COMMITTED,
+        SaveState.FAILED,
+        SaveState.TIMED_OUT,
+        SaveState.CANCELLED,
+        SaveState.UNKNOWN,
+    }
+)
+
+_STATE_OF_PHASE = {
+    "stage": SaveState.STAGING,
+    "plan": SaveState.WRITING,
+    "write": SaveState.WRITING,
+    "commit": SaveState.COMMITTING,
+    "consolidate": SaveState.CONSOLIDATING,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveProgress:
+    """How far a save is: bytes and files of this rank, and the rank with most left to do.
+
+    `slowest` is None until other ranks were heard of; on ranks other than 0 it is what rank 0
+    last told.
+    """
+
+    state: SaveState
+    rank: int
+    done_bytes: int = 0
+    total_bytes: int = 0
+    done_files: int = 0
+    save_id: str | None = None
+    slowest: Sign | None = None
+    ranks: Mapping[int, Sign] = field(default_factory=dict)
+
+
+class SaveHandle:
+    """One background save. All methods may be called from any thread."""
+
+    def __init__(self, url: str, rank: int, *, limit_s: float) -> None:
+        self.url = url
+        self.rank = rank
+        self.limit_s = limit_s
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._staged = threading.Event()
+        self._state = SaveState.STAGING
+        self._source: Callable[[], tuple[Mapping[int, Sign], str | None]] = lambda: ({}, None)
+        self._info: CheckpointInfo | None = None
+        self._error: CheckpointError | None = None
+        self._is_taken = False
+        self._cancel: Callable[[SaveCancelledError], None] | None = None
+        self._cancelled: SaveCancelledError | None = None
+        self._callbacks: list[Callable[[SaveHandle], object]] = []
+
+    def __repr__(self) -> str:
+        return f"<SaveHandle {self.url!r} {self.state.value}>"
+
+    @property
+    def state(self) -> SaveState:
+        """Where the save is."""
+        state = self._state
+        if not state.is_final and self._staged.is_set():
+            own = self._source()[0].get(self.rank)
+            state = SaveState.WRITING if own is None else _STATE_OF_PHASE.get(own.phase, state)
+            if self._ended.is_set():
+                return self._state
+        return state
+
+    @property
+    def save_id(self) -> str | None:
+        """The id that all ranks agreed on, once they did."""
+        return self._info.save_id if self._info is not None else self._source()[1]
+
+    def done(self) -> bool:
+        """Return whether the save has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Wait until the state is copied, and may be changed; at most `timeout` seconds.
+
+        Raises `PhaseTimeoutError` if it is not by then, or why it could not be copied.
+        """
+        limit_s = self.limit_s if timeout is None else timeout
+        if not self._staged.wait(limit_s):
+            raise self._not_yet("was not staged", limit_s, "stage")
+        if self._error is not None and self._state is not SaveState.COMMITTED:
+            raise self._error
+
+    def is_staged(self) -> bool:
+        """Return whether the state is copied, or the save has ended."""
+        return self._staged.is_set()
+
+    def result(self, timeout: float | None = None) -> CheckpointInfo:
+        """Wait at most `timeout` seconds and return what was committed.
+
+        Without `timeout` it waits as long as the deadlines of the save's own phases allow, which
+        are finite. Raises why the save failed (any `CheckpointError`), or `PhaseTimeoutError` if it
+        has not ended by then; it goes on in that case, and `state` is not final.
+        """
+        self._is_taken = True
+        limit_s = self.limit_s if timeout is None else timeout
+        if not self._ended.wait(limit_s):
+            raise self._not_yet("has not ended", limit_s, None)
+        if self._error is not None:
+            raise self._error
+        assert self._info is not None  # noqa: S101  # `succeed` sets it
+        return self._info
+
+    def exception(self, timeout: float | None = None) -> CheckpointError | None:
+        """Return why the save failed, None if it did not; waits and raises as `result`."""
+        limit_s = self.limit_s if timeout is None else timeout
+        if not self._ended.wait(limit_s):
+            raise self._not_yet("has not ended", limit_s, None)
+        self._is_taken = True
+        return self._error
+
+    def progress(self) -> SaveProgress:
+        """Return how far the save is."""
+        signs, save_id = self._source()
+        own = signs.get(self.rank)
+        others = [sign for sign in signs.values() if sign.phase != "plan"]
+        return SaveProgress(
+            state=self.state,
+            rank=self.rank,
+            done_bytes=own.done_bytes if own else 0,
+            total_bytes=own.total_bytes if own else 0,
+            done_files=own.done_files if own else 0,
+            save_id=save_id,
+            slowest=max(others, key=lambda sign: sign.left_bytes, default=None),
+            ranks=signs,
+        )
+
+    def cancel(self) -> bool:
+        """Ask all ranks to give the save up; return whether it had not ended yet.
+
+        It takes effect soon unless the commit is faster: `state` tells. Called on one rank it
+        ends the save on all.
+        """
+        with self._lock:
+            if self._ended.is_set():
+                return False
+            if self._cancelled is None:
+                self._cancelled = SaveCancelledError(
+                    f"The save to {self.url} was cancelled on rank {self.rank}.",
+                    rank=self.rank,
+                )
+            error, cancel = self._cancelled, self._cancel
+        if cancel is not None:
+            cancel(error)
+        return True
+
+    def add_done_callback(self, callback: Callable[[SaveHandle], object]) -> None:
+        """Call `callback(handle)` once the save has ended, in the thread that ends it.
+
+        What it raises is logged.
+        """
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(callback)
+                return
+        self._call(callback)
+
+    def _call(self, callback: Callable[[SaveHandle], object]) -> None:
+        try:
+            callback(self)
+        except Exception:  # the save has ended, whatever this is
+            log.exception("A callback of the save to %s failed.", self.url)
+
+    # For the saver that owns it.
+
+    @property
+    def error(self) -> CheckpointError | None:
+        """Why it failed, if it has."""
+        return self._error
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether somebody asked for the outcome."""
+        return self._is_taken
+
+    def take(self) -> None:
+        """Note that the outcome is known to whoever began the save."""
+        self._is_taken = True
+
+    @property
+    def cancelled(self) -> SaveCancelledError | None:
+        """The wish to cancel, if there is one."""
+        return self._cancelled
+
+    def on_cancel(self, cancel: Callable[[SaveCancelledError], None] | None) -> None:
+        """Set what `cancel` calls from now on; calls it at once if it was called before."""
+        with self._lock:
+            self._cancel = cancel
+            error = self._cancelled
+        if error is not None and cancel is not None:
+            cancel(error)
+
+    def mark_staged(self) -> None:
+        """Note that the state is copied."""
+        with self._lock:
+            if not self._ended.is_set() and self._state is SaveState.STAGING:
+                self._state = SaveState.WRITING
+        self._staged.set()
+
+    def follow(self, source: Callable[[], tuple[Mapping[int, Sign], str | None]]) -> None:
+        """Take how far the ranks are, and the save id, from `source` from now on."""
+        self._source = source
+
+    def succeed(self, info: CheckpointInfo) -> None:
+        """End the save: it is committed."""
+        self._end(SaveState.COMMITTED, info, None)
+
+    def fail(self, error: CheckpointError) -> None:
+        """End the save with an error; one that carries `info` leaves it committed."""
+        info: CheckpointInfo | None = getattr(error, "info", None)
+        if info is not None:
+            state = SaveState.COMMITTED
+        elif isinstance(error, CommitUnknownError):
+            state = SaveState.UNKNOWN
+        elif isinstance(error, SaveCancelledError):
+            state = SaveState.CANCELLED
+        elif isinstance(error, PhaseTimeoutError):
+            state = SaveState.TIMED_OUT
+        else:
+            state = SaveState.FAILED
+        self._end(state, info, error)
+
+    def _end(
+        self, state: SaveState, info: CheckpointInfo | None, error: CheckpointError | None
+    ) -> None:
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._state, self._info, self._error = state, info, error
+            self._cancel = None
+            self._staged.set()
+            self._ended.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            self._call(callback)
+
+    def _not_yet(self, what: str, limit_s: float, phase: str | None) -> PhaseTimeoutError:
+        return PhaseTimeoutError(
+            f"The save to {self.url} {what} within {limit_s:g} s; it is {self.state.value}.",
+            timeout_s=limit_s,
+            rank=self.rank,
+            phase=phase,
+            next_step="Wait longer, look at progress(), or cancel() it.",
+        )

@@ -1,0 +1,135 @@
+"""`load`: one bounded, collective load; DCP's steps without its collectives.
+
+Knows the order of DCP's load steps and drives a planner and `CheckpointStorageReader` through
+them over an `Operation`. Called by users.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping, MutableMapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.stateful import Stateful
+
+from .coordination_torch import coordinator_of
+from .errors import CheckpointError
+from .frontdoor import exchange_plans, place_of, plain_state
+from .operation import Operation
+from .options import Engine, Progress, RetryPolicy, Timeouts
+from .reader import CheckpointStorageReader
+from .reports import as_checkpoint_errors
+
+__all__ = ["load"]
+
+
+def load(  # the public surface, all keyword-only
+    state: MutableMapping[str, Any],
+    url: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | Timeouts | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    planner: LoadPlanner | None = None,
+    progress: Progress = None,
+    verify: bool = True,
+    thread_count: int | None = None,
+    memory_limit_bytes: int | None = None,
+    engine: Engine = "auto",
+    shared_reads: Literal["auto", "never"] = "auto",
+    unsafe_pickle: bool = False,
+    retry: RetryPolicy | None = None,
+) -> None:
+    """Load the checkpoint at `url` into `state`, in place; all ranks of the group call.
+
+    Does what `dcp.load` does, with the bounds of `save`: no collective runs on any process
+    group, each phase has a deadline, and every live rank learns which rank failed. Returns when
+    every rank has loaded and verified its part.
+
+    Args:
+        state: state dict as for `dcp.load`: tensors are filled, `Stateful` objects get their
+            `load_state_dict` called, plain values are replaced.
+        url: URL or local path of anything that `CheckpointStorageReader` opens.
+        process_group: the ranks that load; default: the default group; without one, this process.
+        timeout: seconds, `timedelta` or `Timeouts` (`plan` and `load` count); default an hour each.
+        storage_options: passed to the fsspec file system.
+        planner: a DCP `LoadPlanner`; default `DefaultLoadPlanner()`.
+        progress: True: a bar on rank 0; or a callable that takes each `ProgressEvent`.
+        verify: as for `CheckpointStorageReader`, like all that follow.
+        thread_count: parallel reads per rank.
+        memory_limit_bytes: ceiling of buffers per rank.
+        engine: data plane.
+        shared_reads: "auto" or "never".
+        unsafe_pickle: hand blobs to the planner without checking that unpickling runs no code.
+        retry: how failed storage requests are repeated.
+
+    Raises:
+        CheckpointError: on every live rank, naming the rank that failed, the phase and what to
+            do: `CheckpointNotFoundError`, `IntegrityError`, `RankMismatchError`,
+            `RankFailedError`, `PhaseTimeoutError`, `StorageError`, `UnsafeContentError`. Tensors
+            of `state` then hold undefined values, and may change for as long as a storage
+            request takes; no `load_state_dict` was called.
+
+    """
+    coordinator = coordinator_of(process_group)
+    try:
+        timeouts, refusal = Timeouts.of(timeout), None
+    except CheckpointError as error:
+        # The other ranks are waiting to be told.
+        timeouts, refusal = Timeouts(), error
+    what = f"the load from {place_of(url)}"
+    with (
+        coordinator.operation(what, timeouts=timeouts) as operation,
+        as_checkpoint_errors(what, operation.rank),
+    ):
+        if refusal is not None:
+            raise refusal
+        reader = CheckpointStorageReader(
+            url,
+            storage_options=storage_options,
+            verify=verify,
+            thread_count=thread_count,
+            memory_limit_bytes=memory_limit_bytes,
+            engine=engine,
+            shared_reads=shared_reads,
+            unsafe_pickle=unsafe_pickle,
+            timeout=timeouts,
+            retry=retry,
+            progress=progress,
+        )
+        operation.what = f"the load from {reader.checkpoint_id}"
+        plain = plain_state(dict(sorted(state.items())))
+        _run(operation, reader, planner or DefaultLoadPlanner(), plain)
+        for key, value in plain.items():
+            target = state[key]
+            if isinstance(target, Stateful):
+                target.load_state_dict(value)
+            else:
+                state[key] = value
+
+
+def _run(
+    operation: Operation,
+    reader: CheckpointStorageReader,
+    planner: LoadPlanner,
+    state: dict[str, Any],
+) -> None:
+    reader.attend(operation.phase)
+    operation.meet(reader.terms())
+    operation.phase("load")
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata, operation.is_coordinator)
+    reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
+
+    def decide(plans: list[LoadPlan]) -> list[LoadPlan]:
+        return reader.prepare_global_plan(planner.create_global_plan(plans))
+
+    local = reader.prepare_local_plan(planner.create_local_plan())
+    plan = planner.finish_plan(exchange_plans(operation, local, decide))
+    reader.read_data(plan, planner).wait()
+    operation.all_gather(pickle.dumps(None))

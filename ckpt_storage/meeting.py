@@ -1,0 +1,269 @@
+"""How ranks meet: each comes with its terms, the coordinator compares them and answers all.
+
+Knows the board and what ranks say when they come; knows no step that follows. Called by
+`operation`. The protocol is design note 4.
+
+Operations are numbered on each rank. A rank that comes to one which the others have given up is
+told so at once, instead of meeting them in the next; one that missed a call altogether comes with
+another number but the same terms, and is counted right again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .agreement import Hello, check_agreement
+from .board import BoardError
+from .errors import CheckpointError, PhaseTimeoutError
+from .reports import COORDINATOR, name_ranks, of_rank
+from .waits import Waits
+
+__all__ = ["Arrival", "Meeting"]
+
+_WITHDRAW_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """What a rank says when it comes: its terms, or why it failed before it came."""
+
+    number: int
+    nonce: str
+    hello: Hello | None = None
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What the coordinator answers an arrival: the operation's id, or why there is none."""
+
+    number: int
+    operation_id: str = ""
+    error: CheckpointError | None = None
+
+
+class Meeting:
+    """The beginning of one operation on one rank.
+
+    `keys` are those that this rank left on the board and nobody may have removed. `number` is
+    that of the operation, as all ranks count once they have met. `late_id` is the id of an
+    operation that began with this rank just as it gave up waiting.
+    """
+
+    def __init__(
+        self, waits: Waits, *, rank: int, world_size: int, what: Callable[[], str], number: int
+    ) -> None:
+        self.number = number
+        self.nonce = os.urandom(16).hex()
+        self.keys: list[str] = []
+        self.is_over = False
+        self.late_id = ""
+        self._waits = waits
+        self._rank = rank
+        self._world_size = world_size
+        self._what = what
+
+    def come(self, hello: Hello | None, error: CheckpointError | None = None) -> str:
+        """Meet all ranks, and return the operation's id.
+
+        Raises `RankMismatchError`, `RankFailedError`, `PhaseTimeoutError`; on all ranks.
+        """
+        arrival = Arrival(number=self.number, nonce=self.nonce, hello=hello, error=error)
+        answer = self._welcome(arrival) if self._rank == COORDINATOR else self._greet(arrival)
+        self.is_over = True
+        self.number = answer.number
+        if answer.error is not None:
+            raise answer.error
+        return answer.operation_id
+
+    def leave_word(self, error: CheckpointError) -> None:
+        """Say that this rank failed, without waiting for anybody; for interrupts."""
+        arrival = Arrival(number=self.number, nonce=self.nonce, error=error)
+        self._waits.board.set(self._own_key, pickle.dumps(arrival), _WITHDRAW_S)
+        if self._rank == COORDINATOR:
+            self.keys.append(self._own_key)
+
+    def id_given(self, nonce: str, seconds: float) -> str:
+        """Return the id that was given to a process that is gone and came with `nonce`, if any."""
+        self.nonce = nonce
+        key = self._answer_key
+        if self._waits.get(self._own_key) is None and self._waits.within(seconds, [key]):
+            self.keys.append(key)
+            answer = self._answer()
+            return "" if answer is None else answer.operation_id
+        return ""
+
+    @property
+    def _own_key(self) -> str:
+        return f"hello/{self._rank}"
+
+    @property
+    def _answer_key(self) -> str:
+        return f"answer/{self.nonce}"
+
+    def _greet(self, arrival: Arrival) -> _Answer:
+        """Come to the coordinator and return its answer."""
+        waits = self._waits
+        waits.set(self._own_key, pickle.dumps(arrival))
+        try:
+            answer = waits.until(
+                lambda: self._answer() or self._refused(),
+                lambda: self._late([COORDINATOR], "not answered"),
+            )
+        except BaseException:
+            self._withdraw()
+            raise
+        waits.delete(self._answer_key)
+        return answer
+
+    def _withdraw(self) -> None:
+        """Take back what was said, so that nobody takes it for a word of a later operation."""
+        self.is_over = True
+        with contextlib.suppress(BoardError):
+            self._waits.board.delete(self._own_key, _WITHDRAW_S)
+            answer = self._answer()
+            if answer is not None:
+                self.late_id = answer.operation_id
+
+    def _answer(self) -> _Answer | None:
+        data = self._waits.get(self._answer_key)
+        answer: _Answer | None = None if data is None else pickle.loads(data)  # noqa: S301  # ours
+        return answer
+
+    def _refused(self) -> _Answer | None:
+        """Return what a coordinator that was interrupted left as its last word, if it did."""
+        data = self._waits.get(f"hello/{COORDINATOR}")
+        arrival: Arrival | None = None if data is None else pickle.loads(data)  # noqa: S301  # ours
+        if arrival is None or arrival.error is None or arrival.number != self.number:
+            return None
+        self._waits.delete(self._own_key)
+        error = of_rank(COORDINATOR, arrival.error, self._what())
+        return _Answer(number=self.number, error=error)
+
+    def _welcome(self, own: Arrival) -> _Answer:
+        """Collect the word of every rank, judge them and answer all; return the answer."""
+        came: dict[int, Arrival] = {self._rank: own}
+        failure: BaseException | None = None
+        late: list[PhaseTimeoutError] = []
+        try:
+            while len(came) < self._world_size:
+                self._await_others(came, late)
+                if self._take_arrivals(came, own) == "over":
+                    late.append(self._over(self._rank))
+                if late:
+                    break
+        except BoardError:
+            raise
+        except BaseException as error:  # noqa: BLE001  # raised again once all are answered
+            failure = error
+        if failure is not None:
+            # An interrupt: those who came must not wait for what will not be.
+            with contextlib.suppress(BoardError):
+                self._take_arrivals(came, own)
+                self._reply(came, self._refusal(own, failure))
+            raise failure
+        answer = self._judge(came, late)
+        self._reply(came, answer)
+        return answer
+
+    def _await_others(self, came: Mapping[int, Arrival], late: list[PhaseTimeoutError]) -> None:
+        waits = self._waits
+        keys = {rank: f"hello/{rank}" for rank in range(self._world_size) if rank not in came}
+
+        def give_up() -> PhaseTimeoutError:
+            late.append(self._late(waits.missing(keys), "not come"))
+            return late[-1]
+
+        try:
+            waits.until(
+                lambda: waits.board.has_all(list(keys.values()), waits.patience_s()) or None,
+                give_up,
+            )
+        except PhaseTimeoutError:
+            if not late:
+                raise
+
+    def _take_arrivals(self, came: dict[int, Arrival], own: Arrival) -> Literal["on", "over"]:
+        """Take in who has come; "over" if the others are in a later operation than this rank."""
+        for rank in range(self._world_size):
+            key = f"hello/{rank}"
+            data = None if rank in came else self._waits.get(key)
+            if data is None:
+                continue
+            arrival: Arrival = pickle.loads(data)  # noqa: S301  # our own ranks
+            order = _order(arrival, own)
+            if order == "later":
+                return "over"
+            self._waits.delete(key)
+            if order == "same":
+                came[rank] = arrival
+            else:
+                self._reply({rank: arrival}, _Answer(number=own.number, error=self._over(rank)))
+        return "on"
+
+    def _reply(self, came: Mapping[int, Arrival], answer: _Answer) -> None:
+        packed = pickle.dumps(answer)
+        for rank, arrival in came.items():
+            if rank != self._rank:
+                key = f"answer/{arrival.nonce}"
+                self.keys.append(key)
+                self._waits.set(key, packed)
+
+    def _judge(self, came: Mapping[int, Arrival], late: Sequence[PhaseTimeoutError]) -> _Answer:
+        number = max(arrival.number for arrival in came.values())
+        try:
+            for rank, arrival in sorted(came.items()):
+                if arrival.error is not None:
+                    raise of_rank(rank, arrival.error, self._what())
+            hellos = [arrival.hello for _, arrival in sorted(came.items()) if arrival.hello]
+            check_agreement(hellos, phase="load" if " load " in f"{self._what()} " else "plan")
+            if late:
+                raise late[0]
+        except CheckpointError as error:
+            return _Answer(number=number, error=error)
+        return _Answer(number=number, operation_id=os.urandom(8).hex())
+
+    def _refusal(self, own: Arrival, failure: BaseException) -> _Answer:
+        cause = (
+            failure
+            if isinstance(failure, CheckpointError)
+            else CheckpointError(f"{type(failure).__name__} ended it.", phase="plan")
+        )
+        return _Answer(number=own.number, error=of_rank(self._rank, cause, self._what()))
+
+    def _late(self, ranks: Sequence[int], did_what: str) -> PhaseTimeoutError:
+        deadline = self._waits.deadline
+        verb = "has" if len(ranks) == 1 else "have"
+        return PhaseTimeoutError(
+            f"{name_ranks(ranks)} of {self._world_size} {verb} {did_what} within "
+            f"{deadline.timeout_s:g} s in the {deadline.phase} phase of {self._what()}.",
+            timeout_s=deadline.timeout_s,
+            rank=ranks[0] if ranks else None,
+            phase=deadline.phase,
+            next_step="Look at what the late are doing; if they are only slow, raise "
+            f"Timeouts.{deadline.phase}.",
+        )
+
+    def _over(self, rank: int) -> PhaseTimeoutError:
+        return PhaseTimeoutError(
+            f"Rank {rank} came to an operation ({self._what()} is under way or next) that the "
+            "other ranks had given up before.",
+            rank=rank,
+            phase="plan",
+            next_step="See why this rank was late; if it was only slow, raise Timeouts.plan.",
+        )
+
+
+def _order(arrival: Arrival, own: Arrival) -> Literal["earlier", "same", "later"]:
+    """Return which operation a rank has come to, compared with the coordinator's."""
+    if arrival.number == own.number or arrival.error is not None:
+        return "same"
+    terms = [said.hello.terms for said in (own, arrival) if said.hello is not None]
+    if len(terms) == 2 and terms[0] == terms[1]:  # noqa: PLR2004  # both
+        return "same"
+    return "earlier" if arrival.number < own.number else "later"

@@ -1,0 +1,134 @@
+"""What ranks tell one another when something went wrong, and whose error it then is.
+
+Knows errors only. Called by `meeting`, `operation`, `watching` and the front doors.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from .agreement import spell_ranks
+from .errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointGoneError,
+    CheckpointInProgressError,
+    CheckpointNotFoundError,
+    CommitConflictError,
+    CommitUnknownError,
+    FormatError,
+    PhaseTimeoutError,
+    RankFailedError,
+    RankMismatchError,
+    SaveCancelledError,
+)
+
+__all__ = [
+    "COORDINATOR",
+    "Report",
+    "as_checkpoint_errors",
+    "name_ranks",
+    "of_rank",
+    "told_by",
+    "travelling",
+]
+
+log = logging.getLogger("ckpt_storage")
+
+COORDINATOR = 0
+"""The rank that decides and commits: the first of the group, as in DCP."""
+
+_PACKAGE = __name__.partition(".")[0]
+
+_OF_THE_CHECKPOINT = (
+    CheckpointExistsError,
+    CheckpointGoneError,
+    CheckpointInProgressError,
+    CheckpointNotFoundError,
+    CommitConflictError,
+    CommitUnknownError,
+    FormatError,
+    RankMismatchError,
+    SaveCancelledError,
+)
+"""What is wrong with the checkpoint, whichever rank sees it first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Why an operation ended, as the first rank that failed tells it."""
+
+    rank: int
+    error: CheckpointError
+
+
+def told_by(rank: int, error: CheckpointError, what: str) -> CheckpointError:
+    """Return what the other ranks raise when `rank` told of `error` in the operation `what`.
+
+    The error itself where it is every rank's: what the coordinator found when it decided for all,
+    what is wrong with the checkpoint, and failures that name a rank already.
+    """
+    decides = rank == COORDINATOR and error.phase in {"plan", "commit"}
+    if not (decides or isinstance(error, (*_OF_THE_CHECKPOINT, RankFailedError))):
+        return of_rank(rank, error, what)
+    if not isinstance(error, RankFailedError | PhaseTimeoutError):
+        error.add_note(f"Rank {rank} found this in the {error.phase or 'plan'} phase of {what}.")
+    return error
+
+
+def of_rank(rank: int, error: CheckpointError, what: str) -> RankFailedError:
+    """Return the error that says that `rank` failed with `error`."""
+    failed = RankFailedError(
+        f"Rank {rank} failed in the {error.phase or 'plan'} phase of {what}: {error}",
+        failures={rank: str(error)},
+        rank=rank,
+        phase=error.phase or "plan",
+        path=error.path,
+    )
+    failed.__cause__ = error
+    return failed
+
+
+def travelling(error: BaseException) -> CheckpointError:
+    """Return `error` as every rank can read it: of our own kinds, which it knows and which pickle.
+
+    A class of the user's may not be importable where the report is read.
+    """
+    if not isinstance(error, CheckpointError):
+        return CheckpointError(f"{type(error).__name__}: {error}")
+    if type(error).__module__.partition(".")[0] == _PACKAGE:
+        try:
+            pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
+        except Exception as failure:  # noqa: BLE001  # any failure means: cannot travel
+            log.debug("An error does not pickle: %s", failure)
+        else:
+            return error
+    return CheckpointError(str(error), rank=error.rank, phase=error.phase, path=error.path)
+
+
+@contextmanager
+def as_checkpoint_errors(what: str, rank: int) -> Iterator[None]:
+    """Turn every failure inside into a `CheckpointError`, with the failure as its cause.
+
+    Also DCP's own `CheckpointException`, which is no `Exception`. Interrupts pass.
+    """
+    try:
+        yield
+    except (CheckpointError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise CheckpointError(
+            f"{what[:1].upper()}{what[1:]} failed on rank {rank}: {type(error).__name__}: "
+            f"{str(error).rstrip('.')}.",
+            rank=rank,
+            next_step="Its cause, above, says where.",
+        ) from error
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks for the beginning of a sentence."""
+    return f"Rank{'s' if len(ranks) != 1 else ''} {spell_ranks(ranks) if ranks else '?'}"

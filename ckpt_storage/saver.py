@@ -1,0 +1,399 @@
+"""Saving in the background: `save_async`, and `AsyncSaver`, which owns threads, workers and memory.
+
+Knows staging, handles and the order of saves; what a save is, it learns from `saving`. Every
+rank has one; all ranks call the same saves in the same order. Called by users and the manager.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from .chaining import Chained
+from .coordination_torch import coordinator_of
+from .errors import (
+    CheckpointError,
+    InvalidInputError,
+)
+from .exits import flush_at_exit
+from .frontdoor import place_of, plain_state
+from .handle import SaveHandle
+from .hostbuffers import HostBuffers
+from .options import Engine, Progress, RetryPolicy, Timeouts
+from .reports import as_checkpoint_errors
+from .savetask import SaveTask
+from .saving import SaveOptions
+from .staging import begin_stage, stage
+from .workerlink import WorkerLink
+
+__all__ = ["AsyncSaver", "Mode", "OnError", "save_async"]
+
+log = logging.getLogger("ckpt_storage")
+
+Mode = Literal["process", "thread"]
+OnError = Literal["raise", "warn"]
+
+_SLACK_S = 60.0
+_PENDING_OF_FUNCTION = 2
+
+EXIT_TIMEOUT_S = 600.0
+"""How long an interpreter that ends waits for saves in flight, as long as they make progress."""
+
+
+class AsyncSaver:
+    """Saves in the background, in order; a context manager. Every rank of the group makes one.
+
+    `save` copies the state into reused host memory and returns; the rest happens in a thread, or
+    in a worker process of this rank's own. Saves of one saver commit in the order of their calls.
+    No collective runs on any process group, and no wait is without a deadline: a worker that is
+    killed, a rank that dies or a storage that hangs end in an error that names them, and training
+    may go on.
+
+    Args:
+        process_group: the ranks that save; default: the default group; without one, this process.
+        mode: "process": one spawned worker a rank does all work, beside the trainer's
+            interpreter lock; it starts now and again after it died. The script must be importable
+            (`if __name__ == "__main__":`), planners must pickle. "thread": a named thread a save.
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase.
+        max_pending: saves that may be in flight; the next call of `save` waits for the oldest.
+            Each needs host memory for one state.
+        on_error: "raise": a failed save is raised by the next `save`, `wait` or `close` unless
+            its handle was asked for the outcome. "warn": it is logged. `SaveHandle.result`
+            raises in both cases.
+        exit_timeout_s: how long an interpreter that ends waits for saves that make progress.
+
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        mode: Mode = "process",
+        timeout: float | timedelta | Timeouts | None = None,
+        max_pending: int = 1,
+        on_error: OnError = "raise",
+        exit_timeout_s: float = EXIT_TIMEOUT_S,
+    ) -> None:
+        if mode not in {"process", "thread"}:
+            raise InvalidInputError(f"mode is {mode!r}.", next_step="Give 'process' or 'thread'.")
+        if on_error not in {"raise", "warn"}:
+            raise InvalidInputError(
+                f"on_error is {on_error!r}.", next_step="Give 'raise' or 'warn'."
+            )
+        if max_pending < 1:
+            raise InvalidInputError(f"max_pending is {max_pending}.", next_step="Give 1 or more.")
+        if not 0 <= exit_timeout_s < float("inf"):
+            raise InvalidInputError(
+                f"exit_timeout_s is {exit_timeout_s}.",
+                next_step="Give a finite number of seconds.",
+            )
+        self._timeouts = Timeouts.of(timeout)
+        self._on_error = on_error
+        self._max_pending = max_pending
+        lane = _lane_of(process_group)
+        self._link: WorkerLink | None = None
+        if mode == "process":
+            self._link = WorkerLink(process_group, lane, silence_s=self._timeouts.silence)
+            self._coordinator = self._link.coordinator
+        else:
+            self._coordinator = coordinator_of(process_group, lane=lane)
+        self._buffers = HostBuffers(
+            "shared" if mode == "process" else "private", max_leases=max_pending
+        )
+        self._handles: list[SaveHandle] = []
+        self._last: SaveTask | None = None
+        self._count = 0
+        self._closed = False
+        self._lock = threading.Lock()
+        self._exit_timeout_s = exit_timeout_s
+        # Non-blocking: a saver that is forgotten lets its saves end, and its worker with them.
+        self._finalizer = weakref.finalize(self, _let_go, self._buffers, self._link)
+        self._finalizer.atexit = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except CheckpointError as failure:
+            error.add_note(f"Closing the saver failed too: {failure}")
+
+    def save(  # the public surface, all keyword-only
+        self,
+        state: Mapping[str, Any],
+        url: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        consolidate: Chained = None,
+        storage_options: Mapping[str, Any] | None = None,
+        planner: SavePlanner | None = None,
+        progress: Progress = None,
+        thread_count: int | None = None,
+        part_bytes: int | None = None,
+        memory_limit_bytes: int | None = None,
+        sync_files: bool = True,
+        engine: Engine = "auto",
+        commit_url: str | None = None,
+        retry: RetryPolicy | None = None,
+        block_until_staged: bool = True,
+    ) -> SaveHandle:
+        """Begin to save `state` to `url`; all ranks call. Arguments as for `ckpt_storage.save`.
+
+        Returns once the state is copied and may be changed; with `block_until_staged=False` at
+        once: then run the optimizer's step inside `step_guard`, or call `handle.wait_staged`.
+
+        Raises `InvalidInputError` for a state that cannot be staged (the other ranks are told),
+        `PhaseTimeoutError` if `max_pending` earlier saves do not end in time, and with
+        `on_error="raise"` why an earlier save failed.
+        """
+        options = SaveOptions(
+            timeouts=self._timeouts,
+            overwrite=overwrite,
+            consolidate=consolidate,
+            storage_options=storage_options,
+            planner=planner,
+            thread_count=thread_count,
+            part_bytes=part_bytes,
+            memory_limit_bytes=memory_limit_bytes,
+            sync_files=sync_files,
+            engine=engine,
+            commit_url=commit_url,
+            retry=retry,
+            progress=progress,
+        )
+        return self.begin(state, url, options, block_until_staged=block_until_staged)
+
+    def begin(
+        self,
+        state: Mapping[str, Any],
+        url: str | os.PathLike[str],
+        options: SaveOptions,
+        *,
+        block_until_staged: bool,
+    ) -> SaveHandle:
+        """Begin a save with `options`; the rest as `save`."""
+        self._check_open()
+        handle = SaveHandle(
+            place_of(url), self._coordinator.rank, limit_s=self._limit_s(options.timeouts)
+        )
+        self._count += 1
+        task = SaveTask(self._coordinator, self._link, handle, options, url=url, number=self._count)
+        try:
+            # Each call is one operation of all ranks, also where it raises: a rank that raised
+            # what others were told before would leave them alone in this save.
+            try:
+                self._wait_for_room()
+            finally:
+                self._enlist(task, handle)
+            with as_checkpoint_errors(f"the staging for {handle.url}", handle.rank):
+                task.lease = self._buffers.lease(timeout_s=options.timeouts.stage)
+                if block_until_staged:
+                    task.staged = stage(plain_state(state), task.lease)
+                    handle.mark_staged()
+                else:
+                    task.staging = begin_stage(plain_state(state), task.lease)
+        except CheckpointError as error:
+            error.phase = error.phase or "stage"
+            handle.take()  # raised here, and not again by the next save
+            task.start(refusal=error)
+            raise
+        except BaseException as error:
+            # An interrupt: the other ranks are in this save and must be told.
+            handle.take()
+            task.start(refusal=_interrupted(handle, error))
+            raise
+        task.start()
+        return handle
+
+    @contextmanager
+    def step_guard(self) -> Iterator[None]:
+        """Wait until no state is being copied, then run the block: the optimizer's step.
+
+        Raises `PhaseTimeoutError` if the copying does not end in time.
+        """
+        for handle in self._handles:
+            if handle.is_staged():
+                continue
+            try:
+                handle.wait_staged(self._timeouts.stage)
+            except CheckpointError:
+                # Nothing is copied any more; why, the save's own waits tell.
+                if not handle.is_staged():
+                    raise
+        yield
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every save has ended, each at most `timeout` seconds.
+
+        Raises `PhaseTimeoutError` naming the one that has not, and with `on_error="raise"` the
+        first failure that nobody asked for.
+        """
+        self._settle(list(self._handles), timeout)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for all saves as `wait`, then end the worker and free the memory; idempotent."""
+        if self._closed:
+            return
+        try:
+            self.wait(timeout)
+        finally:
+            self._closed = True
+            self._finalizer()
+
+    @property
+    def worker_pid(self) -> int | None:
+        """Process id of this rank's worker; None in thread mode, and while none runs."""
+        return None if self._link is None else self._link.pid
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidInputError(
+                "The AsyncSaver is closed.", next_step="Make a new one, or save before close()."
+            )
+
+    def _wait_for_room(self) -> None:
+        # Only of those that must have ended by now on every rank.
+        surplus = len(self._handles) - self._max_pending + 1
+        if surplus > 0:
+            self._settle(self._handles[:surplus], None)
+
+    def _enlist(self, task: SaveTask, handle: SaveHandle) -> None:
+        if self._last is not None and not self._last.ended.is_set():
+            task.previous = self._last
+        self._last = task
+        self._handles.append(handle)
+        flush_at_exit(handle, self._exit_timeout_s)
+
+    def _settle(self, handles: list[SaveHandle], timeout: float | None) -> None:
+        failure: CheckpointError | None = None
+        for handle in handles:
+            was_taken = handle.is_taken
+            error = handle.exception(timeout)
+            self._handles.remove(handle)
+            if error is not None and not was_taken and self._on_error == "raise":
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _limit_s(self, t: Timeouts) -> float:
+        """Return the sum of what the phases of a save, and of those before it, may take."""
+        one_s = t.stage + 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
+        return (len(self._handles) + 1) * one_s + _SLACK_S
+
+
+def _interrupted(handle: SaveHandle, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"The save to {handle.url} was not begun: rank {handle.rank} was interrupted while it "
+        f"copied its state ({type(error).__name__}).",
+        rank=handle.rank,
+        phase="stage",
+    )
+
+
+def _let_go(buffers: HostBuffers, link: WorkerLink | None) -> None:
+    buffers.close()
+    if link is not None:
+        link.close()
+
+
+_lane_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_savers: weakref.WeakKeyDictionary[dist.ProcessGroup, AsyncSaver] = weakref.WeakKeyDictionary()
+_solo_savers: list[AsyncSaver] = []
+_lock = threading.Lock()
+
+
+def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return process_group
+
+
+def _lane_of(process_group: dist.ProcessGroup | None) -> str:
+    """Return a lane that no other saver of the group uses; ranks make savers in the same order."""
+    group = _group(process_group)
+    if group is None:
+        return "async"
+    with _lock:
+        number = _lane_counts[group] = _lane_counts.get(group, 0) + 1
+    return f"async-{number}"
+
+
+def save_async(  # the public surface, all keyword-only
+    state: Mapping[str, Any],
+    url: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | Timeouts | None = None,
+    overwrite: bool = False,
+    consolidate: Chained = None,
+    storage_options: Mapping[str, Any] | None = None,
+    planner: SavePlanner | None = None,
+    progress: Progress = None,
+    thread_count: int | None = None,
+    part_bytes: int | None = None,
+    memory_limit_bytes: int | None = None,
+    sync_files: bool = True,
+    engine: Engine = "auto",
+    commit_url: str | None = None,
+    retry: RetryPolicy | None = None,
+    block_until_staged: bool = True,
+) -> SaveHandle:
+    """Begin to save `state` to `url` in a thread of its own; all ranks of the group call.
+
+    As `AsyncSaver(mode="thread").save`, with one saver for each group: at most two saves are in
+    flight, and they commit in the order of the calls. Arguments as for `ckpt_storage.save`. Look
+    at the handle's `result`: a failure is raised there, and logged.
+    """
+    options = SaveOptions(
+        timeouts=Timeouts.of(timeout),
+        overwrite=overwrite,
+        consolidate=consolidate,
+        storage_options=storage_options,
+        planner=planner,
+        thread_count=thread_count,
+        part_bytes=part_bytes,
+        memory_limit_bytes=memory_limit_bytes,
+        sync_files=sync_files,
+        engine=engine,
+        commit_url=commit_url,
+        retry=retry,
+        progress=progress,
+    )
+    saver = _saver_of(process_group)
+    return saver.begin(state, url, options, block_until_staged=block_until_staged)
+
+
+def _saver_of(process_group: dist.ProcessGroup | None) -> AsyncSaver:
+    group = _group(process_group)
+    with _lock:
+        found = _savers.get(group) if group is not None else next(iter(_solo_savers), None)
+    if found is not None:
+        return found
+    saver = AsyncSaver(
+        process_group, mode="thread", max_pending=_PENDING_OF_FUNCTION, on_error="warn"
+    )
+    with _lock:
+        if group is None:
+            _solo_savers.append(saver)
+        else:
+            _savers[group] = saver
+    return saver

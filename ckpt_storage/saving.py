@@ -1,0 +1,378 @@
+"""`save`: one bounded, collective save; DCP's steps without its collectives.
+
+Knows the order of DCP's save steps and drives a planner and `CheckpointStorageWriter` through
+them over an `Operation`. Called by users and by `saver`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from .chaining import Chained, chained_job, consolidate_committed
+from .coordination import Coordinator
+from .coordination_torch import coordinator_of
+from .deadline import Deadline
+from .errors import (
+    CheckpointError,
+    CommitUnknownError,
+    RankFailedError,
+)
+from .frontdoor import exchange_plans, place_of, plain_state, takes
+from .info import CheckpointInfo
+from .operation import Operation
+from .options import Engine, Phase, Progress, RetryPolicy, Timeouts
+from .reports import COORDINATOR, as_checkpoint_errors
+from .store import Location
+from .tiedmemory import StateMemory
+from .tiednames import Groups, candidate_ties, settled_ties
+from .writer import CheckpointStorageWriter
+
+__all__ = ["SaveOptions", "run_save", "save"]
+
+log = logging.getLogger("ckpt_storage")
+
+_RESOLVE_S = 1.5
+"""How long a rank whose coordinator died looks for the outcome."""
+
+_LOOK = (
+    "Load, or list the checkpoints, once that rank has ended: the save is committed if and only "
+    "if it shows there."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """Everything a save is told besides state, place and ranks; as `CheckpointStorageWriter`."""
+
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    overwrite: bool = False
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    planner: SavePlanner | None = None
+    thread_count: int | None = None
+    part_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    sync_files: bool = True
+    engine: Engine = "auto"
+    commit_url: str | None = None
+    retry: RetryPolicy | None = None
+    progress: Progress = None
+    consolidate: Chained = None
+
+    def writer(self, url: str | os.PathLike[str]) -> CheckpointStorageWriter:
+        """Return the writer that these options describe. Raises `InvalidInputError`."""
+        return CheckpointStorageWriter(
+            url,
+            storage_options=self.storage_options,
+            overwrite=self.overwrite,
+            thread_count=self.thread_count,
+            part_bytes=self.part_bytes,
+            memory_limit_bytes=self.memory_limit_bytes,
+            sync_files=self.sync_files,
+            engine=self.engine,
+            commit_url=self.commit_url,
+            timeout=self.timeouts,
+            retry=self.retry,
+            progress=self.progress,
+        )
+
+
+def save(  # the public surface, all keyword-only
+    state: Mapping[str, Any],
+    url: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | Timeouts | None = None,
+    overwrite: bool = False,
+    consolidate: Chained = None,
+    storage_options: Mapping[str, Any] | None = None,
+    planner: SavePlanner | None = None,
+    progress: Progress = None,
+    thread_count: int | None = None,
+    part_bytes: int | None = None,
+    memory_limit_bytes: int | None = None,
+    sync_files: bool = True,
+    engine: Engine = "auto",
+    commit_url: str | None = None,
+    retry: RetryPolicy | None = None,
+) -> CheckpointInfo:
+    """Save `state` as one checkpoint and return what was committed; all ranks of the group call.
+
+    Does what `dcp.save` does, and besides: no collective runs on any process group, so no
+    watchdog of the trainer counts; each phase has its own deadline; a rank that fails, dies or
+    hangs is named by an error on every live rank. Before a byte is written all ranks agree on
+    `url` and options. On return the checkpoint is committed and durable.
+
+    Args:
+        state: state dict as for `dcp.save`: nested dicts of tensors, DTensors, ShardedTensors,
+            `Stateful` objects and plain values. Not changed.
+        url: URL or local path; the same on every rank.
+        process_group: the ranks that save; default: the default group; without one, this process.
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase.
+        overwrite: replace a committed checkpoint; there is no instant without a readable one.
+        consolidate: True, the URL of an output, or `ConsolidateOptions`: once it is committed, all
+            ranks export the checkpoint as Hugging Face safetensors, as `ckpt_storage.consolidate`
+            does; default output: `hf` below `url`. The returned `export` says where.
+        storage_options: passed to the fsspec file system.
+        planner: a DCP `SavePlanner`; default `DefaultSavePlanner()`.
+        progress: True: a bar on rank 0; or a callable that takes each `ProgressEvent`.
+        thread_count: as for `CheckpointStorageWriter`, like all that follow.
+        part_bytes: bytes per upload request.
+        memory_limit_bytes: ceiling of bytes in flight per rank beyond the state itself.
+        sync_files: make local files durable before they are referenced.
+        engine: data plane.
+        commit_url: where commit records go if not below `url`.
+        retry: how failed storage requests are repeated.
+
+    Raises:
+        CheckpointError: on every live rank, naming the rank that failed, the phase and what to
+            do: `RankMismatchError` and `CheckpointExistsError` before anything was written,
+            `PhaseTimeoutError`, `RankFailedError`, `StorageError`, `CommitConflictError` (not
+            committed), `CommitUnknownError` (it cannot be told). The checkpoint that was there
+            before stays readable. `ConsolidationError`: the checkpoint is committed (`info`), and
+            only its consolidation failed.
+
+    """
+    coordinator = coordinator_of(process_group)
+
+    def options() -> SaveOptions:
+        return SaveOptions(
+            timeouts=Timeouts.of(timeout),
+            overwrite=overwrite,
+            consolidate=consolidate,
+            storage_options=storage_options,
+            planner=planner,
+            thread_count=thread_count,
+            part_bytes=part_bytes,
+            memory_limit_bytes=memory_limit_bytes,
+            sync_files=sync_files,
+            engine=engine,
+            commit_url=commit_url,
+            retry=retry,
+            progress=progress,
+        )
+
+    return run_save(coordinator, lambda: plain_state(state), url, options)
+
+
+def run_save(
+    coordinator: Coordinator,
+    state: Callable[[], dict[str, Any]],
+    url: str | os.PathLike[str],
+    options: Callable[[], SaveOptions],
+    *,
+    watch: Callable[[Operation], None] = lambda _: None,
+    number: int | None = None,
+) -> CheckpointInfo:
+    """Run one save; what `state` and `options` raise reaches all ranks as well.
+
+    `watch` gets the operation as soon as there is one, to look at its signs of life; `number` is
+    that of the operation, where the ranks' saves are counted elsewhere. Raises as `save`.
+    """
+    try:
+        chosen, refusal = options(), None
+    except CheckpointError as error:
+        # The other ranks are waiting to be told.
+        chosen, refusal = SaveOptions(), error
+    what = f"the save to {place_of(url)}"
+    with (
+        coordinator.operation(what, timeouts=chosen.timeouts, number=number) as operation,
+        as_checkpoint_errors(what, operation.rank),
+    ):
+        if refusal is not None:
+            raise refusal
+        writer = chosen.writer(url)
+        operation.what = f"the save to {writer.checkpoint_id}"
+        watch(operation)
+        job = chained_job(
+            chosen.consolidate,
+            Location.of(url, chosen.storage_options),
+            rank=operation.rank,
+            timeouts=chosen.timeouts,
+            retry=chosen.retry,
+            progress=chosen.progress,
+        )
+        terms = {**writer.terms(), **(job.terms() if job else {"consolidate": "no"})}
+        info = _Save(operation, writer, chosen).run(state(), terms)
+        if job is None:
+            return info
+        report = consolidate_committed(operation, replace(job, slot=info.slot), info)
+        return replace(info, export=report.output_url)
+
+
+class _Save:
+    """One save on one rank, step by step."""
+
+    def __init__(
+        self, operation: Operation, writer: CheckpointStorageWriter, options: SaveOptions
+    ) -> None:
+        self._operation = operation
+        self._writer = writer
+        self._planner = options.planner or DefaultSavePlanner()
+        self._timeouts = options.timeouts
+        self._metadata: Metadata | None = None
+        self._tied: list[Groups] = []
+        self._write = operation.phase("plan")
+        writer.attend(self._begin)
+
+    def _begin(self, phase: Phase) -> Deadline:
+        if phase == "write":
+            # Before the phase is told to anyone who watches.
+            self._operation.save_id = self._writer.save_id
+        deadline = self._operation.phase(phase)
+        if phase == "write":
+            self._write = deadline
+        return deadline
+
+    def run(self, state: dict[str, Any], terms: Mapping[str, str]) -> CheckpointInfo:
+        operation = self._operation
+        operation.meet(terms)
+        if not operation.is_coordinator:
+            self._write_part(state)
+            # The last rank may take the whole write phase, and only then the commit begins.
+            operation.phase("commit", self._write.remaining_s() + self._timeouts.commit)
+            return self._await_outcome()
+        try:
+            info = self._commit(self._write_part(state))
+        except CheckpointError as error:
+            # Whoever waits for the commit learns that there will be none, or that it is in doubt.
+            told = self._with_reason(error)
+            self._announce(told)
+            if told is error:
+                raise
+            raise told from error
+        except BaseException as error:
+            if operation.current_phase == "commit":
+                # An interrupt leaves the request that commits on its way.
+                self._announce(self._in_doubt(error))
+            raise
+        self._announce(info)
+        return info
+
+    def _in_doubt(self, error: BaseException) -> CommitUnknownError:
+        save_id, url = self._writer.save_id or "", self._writer.checkpoint_id
+        return CommitUnknownError(
+            f"{type(error).__name__} ended rank {COORDINATOR} while it committed; whether save "
+            f"{save_id} to {url} is or will be committed cannot be told.",
+            save_id=save_id,
+            rank=COORDINATOR,
+            phase="commit",
+            next_step=_LOOK,
+        )
+
+    def _with_reason(self, error: CheckpointError) -> CheckpointError:
+        """Return `error`; if it is a commit in doubt, with what made the coordinator give it up."""
+        failure = self._operation.failure()
+        if failure is None or failure is error or not isinstance(error, CommitUnknownError):
+            return error
+        return CommitUnknownError(
+            f"{error} The commit was given up for this reason: {failure}",
+            save_id=error.save_id,
+            slot=error.slot,
+            rank=failure.rank,
+            phase=error.phase,
+            path=error.path,
+        )
+
+    def _write_part(self, state: dict[str, Any]) -> list[bytes]:
+        """Plan and write; return what all ranks wrote, on the coordinator.
+
+        Ties ride along: with the plans what each rank ties, back what any rank does, with the
+        results what speaks against that.
+        """
+        operation, writer, planner = self._operation, self._writer, self._planner
+        operation.phase("plan")
+        plan = self._local_plan(state)
+        memory = StateMemory(state)
+        plan, tied = exchange_plans(operation, (plan, memory.ties()), self._global_plan)
+        plan = planner.finish_plan(plan)
+        results = writer.write_data(plan, planner).wait()
+        return operation.gather(pickle.dumps((results, memory.objections(tied))))
+
+    def _local_plan(self, state: dict[str, Any]) -> SavePlan:
+        writer, planner, operation = self._writer, self._planner, self._operation
+        meta = writer.storage_meta()
+        if takes(planner.set_up_planner, "storage_meta"):
+            planner.set_up_planner(
+                state_dict=state, storage_meta=meta, is_coordinator=operation.is_coordinator
+            )
+        else:
+            planner.set_up_planner(state, operation.is_coordinator)  # type: ignore[arg-type]  # old
+        writer.set_up_storage_writer(operation.is_coordinator, rank=operation.rank)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def _global_plan(self, local: list[tuple[SavePlan, Groups]]) -> list[tuple[SavePlan, Groups]]:
+        self._tied = [tied for _, tied in local]
+        candidates = candidate_ties(self._tied)
+        plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in local])
+        return [(plan, candidates) for plan in self._writer.prepare_global_plan(plans)]
+
+    def _commit(self, gathered: list[bytes]) -> CheckpointInfo:
+        assert self._metadata is not None  # noqa: S101  # the planning step set it
+        written = [pickle.loads(packed) for packed in gathered]  # noqa: S301  # our own ranks
+        self._writer.note_ties(settled_ties(self._tied, [against for _, against in written]))
+        results = [result for result, _ in written]
+        self._writer.finish(metadata=self._metadata, results=results)
+        info = self._writer.committed
+        assert info is not None  # noqa: S101  # finish sets it or raises
+        return info
+
+    def _announce(self, outcome: CheckpointInfo | CheckpointError) -> None:
+        try:
+            self._operation.announce(pickle.dumps(outcome))
+        except CheckpointError as error:
+            # The outcome stands; ranks that do not hear of it look for themselves.
+            log.warning("Telling the ranks what became of the save failed: %s", error)
+
+    def _await_outcome(self) -> CheckpointInfo:
+        operation = self._operation
+        try:
+            outcome = pickle.loads(operation.outcome())  # noqa: S301  # our own ranks
+        except CheckpointError as error:
+            if operation.is_last_word(error):
+                raise
+            raise self._without_coordinator(error) from error
+        if isinstance(outcome, CommitUnknownError):
+            # Not `failure`: what is in doubt has not failed.
+            raise operation.told_by(COORDINATOR, outcome)
+        if isinstance(outcome, CheckpointError):
+            raise operation.failure() or operation.told_by(COORDINATOR, outcome)
+        info: CheckpointInfo = outcome
+        return info
+
+    def _without_coordinator(self, error: CheckpointError) -> CheckpointError:
+        """Return what became of a save whose coordinator was lost after all was written."""
+        writer = self._writer
+        save_id = writer.save_id or ""
+        try:
+            record = writer.record_of(save_id, Deadline("commit", _RESOLVE_S))
+        except CheckpointError as failure:
+            record = None
+            error.add_note(f"Looking for the outcome failed too: {failure}")
+        where = f"Rank {COORDINATOR}, which commits, gave no word of it in the commit phase"
+        if record is not None:
+            return RankFailedError(
+                f"{where}; save {save_id} to {writer.checkpoint_id} is committed. {error}",
+                failures={COORDINATOR: str(error)},
+                rank=COORDINATOR,
+                phase="commit",
+                info=CheckpointInfo.of(writer.checkpoint_id, record),
+            )
+        return CommitUnknownError(
+            f"{where}; whether save {save_id} to {writer.checkpoint_id} is or will be committed "
+            f"cannot be told. {error}",
+            save_id=save_id,
+            rank=COORDINATOR,
+            phase="commit",
+            next_step=_LOOK,
+        )

@@ -1,0 +1,494 @@
+"""Is a checkpoint sound: every byte of it read and checked, every document held against the others.
+
+Knows sources and stores; loads no tensor into anything and imports no torch. Called by users,
+the command line and the manager.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from . import integrity, layout, publishing, slotlog
+from .consolidation.exportcheck import ExportStatus, check_exports
+from .deadline import Deadline
+from .errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    StorageError,
+    UnsafeContentError,
+)
+from .manifest import Manifest, RankManifest, ShardFile
+from .opening import open_source
+from .options import LOCAL_READ_BYTES, RetryPolicy, Timeouts, TransferOptions
+from .regions import covers_exactly
+from .slots import SlotRecord
+from .source import CommittedSource, Place, Source, gone, read_manifest, read_rank_manifest
+from .store import Location, open_store
+from .store.base import Store
+from .transfer import Fetch, bounded, run_fetches
+
+_THREADS = 8
+_LOCAL_THREADS = 2
+_WIDEST = 64 * 1024
+log = logging.getLogger("ckpt_storage")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong: in which file, of which rank, in which tensor, at which byte."""
+
+    message: str
+    next_step: str
+    file: str | None = None
+    rank: int | None = None
+    fqn: str | None = None
+    offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What `verify` found. `ok` is whether nothing is wrong.
+
+    `exports` are those directly below `url`, and one at `url` itself; a stale one is no problem.
+    """
+
+    url: str
+    format: str | None
+    save_id: str | None
+    problems: Sequence[Problem]
+    file_count: int
+    checked_bytes: int
+    exports: Sequence[ExportStatus] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether no problem was found."""
+        return not self.problems
+
+
+def verify(  # the public surface, all keyword-only
+    url: str | os.PathLike[str],
+    *,
+    deep: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    thread_count: int | None = None,
+    memory_limit_bytes: int | None = None,
+    timeout: float | Timeouts | Any = None,  # noqa: ANN401  # timedelta too; Timeouts.of checks
+    retry: RetryPolicy | None = None,
+) -> VerifyReport:
+    """Check a checkpoint and report everything that is wrong with it.
+
+    `deep` reads every byte of every file and holds it against its checksum; otherwise only
+    documents and file lengths are checked. Checkpoints of other writers carry no checksums:
+    there only that the files can be read. Any rank; not collective; changes nothing.
+
+    Raises what opening raises if there is no checkpoint to check; damage is reported, not raised.
+    """
+    location = Location.of(url, storage_options)
+    timeouts = Timeouts.of(timeout)
+    deadline = Deadline("load", timeouts.load)
+    store = bounded(open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()), deadline)
+    options = TransferOptions.for_storage(
+        is_remote=store.capabilities.is_remote,
+        local_threads=_LOCAL_THREADS,
+        local_part_bytes=LOCAL_READ_BYTES,
+        thread_count=thread_count,
+        part_bytes=None,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    check = _Verification(store, options, deadline, deep=deep)
+    check.run()
+    while check.save_id is not None and check.problems:
+        # What was superseded and freed while it was being checked is not damaged.
+        if gone(store, check.save_id, location.url) is None:
+            break
+        deadline.check(f"Verifying {location.url}")
+        check = _Verification(store, options, deadline, deep=deep)
+        check.run()
+    return VerifyReport(
+        url=location.url,
+        format=check.format,
+        save_id=check.save_id,
+        problems=check.problems,
+        file_count=check.file_count,
+        checked_bytes=check.checked_bytes,
+        exports=check.exports,
+    )
+
+
+class _Verification:
+    """One run of `verify`: collects problems instead of raising at the first."""
+
+    def __init__(
+        self, store: Store, options: TransferOptions, deadline: Deadline, *, deep: bool
+    ) -> None:
+        self.store = store
+        self.options = options
+        self.deadline = deadline
+        self.deep = deep
+        self.format: str | None = None
+        self.save_id: str | None = None
+        self.problems: list[Problem] = []
+        self.file_count = 0
+        self.checked_bytes = 0
+        self.exports: Sequence[ExportStatus] = ()
+
+    def run(self) -> None:
+        """Check whatever is there. Raises what opening raises if there is nothing to check."""
+        try:
+            found = slotlog.read_log(self.store)
+            if found.head is not None:
+                self.committed(found.head)
+            else:
+                self.foreign(open_source(self.store, deadline=self.deadline, options=self.options))
+        except (IntegrityError, InvalidInputError, FormatError, UnsafeContentError) as error:
+            self.note(error)
+        except CheckpointGoneError as error:
+            if self.save_id is None:
+                raise
+            self.note(error)
+        self._check_exports()
+
+    def _check_exports(self) -> None:
+        """Check what was consolidated from the checkpoint into folders below it."""
+        self.exports = check_exports(
+            self.store,
+            head=self.save_id,
+            deep=self.deep,
+            options=self.options,
+            deadline=self.deadline,
+            note=lambda error, path: self.note(error, path=path),
+        )
+        for export in self.exports:
+            # The weight files, the index and the record.
+            self.file_count += export.file_count + 2
+            self.checked_bytes += export.size_bytes if self.deep else 0
+
+    def note(
+        self, error: CheckpointError, *, rank: int | None = None, path: str | None = None
+    ) -> None:
+        """Add what `error` says to the problems; `path` if it names the file in another way."""
+        text = str(error)
+        step = error.next_step or "Load another checkpoint."
+        self.problems.append(
+            Problem(
+                message=text.removesuffix(step).strip(),
+                next_step=step,
+                file=path or error.path,
+                rank=rank if error.rank is None else error.rank,
+                fqn=getattr(error, "fqn", None),
+                offset=getattr(error, "offset", None),
+            )
+        )
+
+    def committed(self, head: SlotRecord) -> None:
+        """Check a checkpoint of ours: documents first, then every shard file."""
+        self.format, self.save_id = "ckpt_storage", head.save_id
+        manifest = read_manifest(self.store, head)
+        self.file_count += 1
+        self._check_markers(manifest.save_id)
+        self._check_coverage(head, manifest)
+        sound = True
+        for rank, reference in enumerate(manifest.ranks):
+            self.file_count += 1
+            try:
+                document = read_rank_manifest(self.store, reference, save_id=manifest.save_id)
+                self._check_rank(manifest, rank, document)
+            except CheckpointError as error:
+                self._note_or_raise(error, rank, reference.path)
+                sound = False
+                if manifest.inline_ranks is None:
+                    continue
+                # The inlined copy still tells what the files must hold.
+                document = manifest.inline_ranks[rank]
+            for file in document.files:
+                self.file_count += 1
+                self._check_file(rank, document, file)
+        if sound:
+            source = CommittedSource(self.store, head, manifest, self.deadline, self.options)
+            self._check_places(source)
+        # Last, because a saver that committed a moment ago is about to publish.
+        self._check_stock(head, manifest)
+
+    def _note_or_raise(
+        self, error: CheckpointError, rank: int | None = None, path: str | None = None
+    ) -> None:
+        """Damage and absence are findings; a storage that does not answer is not."""
+        if isinstance(error, StorageError) and error.kind != "not-found":
+            raise error
+        self.note(error, rank=rank, path=path)
+
+    def _check_stock(self, head: SlotRecord, manifest: Manifest) -> None:
+        """Check `.metadata` and the copy that it is made from, byte by byte."""
+        if manifest.stock is None:
+            return
+        self.file_count += 2
+        try:
+            copy = self.store.read(manifest.stock.path)
+            slotlog.check_document(copy, manifest.stock)
+        except CheckpointError as error:
+            self._note_or_raise(error, path=manifest.stock.path)
+            return
+        current = slotlog.read_if_there(self.store, layout.STOCK_METADATA)
+        named = publishing.split_footer(current.data)[1] if current else None
+        pickled = publishing.split_footer(copy)[0]
+        expected = publishing.with_footer(pickled, slot=head.slot, save_id=manifest.save_id)
+        if current is None:
+            what = ".metadata is missing; torch's own readers find no checkpoint."
+            step = "Load it once with the right to write, or save again: either publishes it."
+        elif current.data == expected:
+            return
+        elif named is not None and named.save_id != manifest.save_id:
+            what = f".metadata shows save {named.save_id}; the head is {manifest.save_id}."
+            step = "Load it once with the right to write, or save again: either publishes it."
+        else:
+            what = ".metadata is damaged, or another program wrote it: it is not stock.metadata."
+            step = "Delete .metadata and load the checkpoint once with the right to write."
+        offset = 0 if current is None else _first_difference(current.data, expected)
+        self.problems.append(
+            Problem(message=what, next_step=step, file=layout.STOCK_METADATA, offset=offset)
+        )
+
+    def _check_markers(self, save_id: str) -> None:
+        for path in layout.markers_of(save_id):
+            try:
+                found = slotlog.read_if_there(self.store, path)
+                if found is not None:
+                    self.file_count += 1
+                    integrity.unseal(found.data, path=path)
+            except CheckpointError as error:
+                self._note_or_raise(error, path=path)
+
+    def _check_coverage(self, head: SlotRecord, manifest: Manifest) -> None:
+        """Check that chunks hold every element once; where they form a grid they do."""
+        for tensor in manifest.tensors.values():
+            boxes = [box for box, _ in tensor.chunks or ()]
+            if boxes and not covers_exactly(tensor.shape, boxes).is_exact:
+                self.note(
+                    IntegrityError(
+                        f"The chunks of {tensor.fqn} do not cover its shape {list(tensor.shape)} "
+                        "exactly.",
+                        fqn=tensor.fqn,
+                        path=head.manifest.path if head.manifest else None,
+                        offset=0,
+                        next_step="Load another checkpoint.",
+                    )
+                )
+
+    def _check_places(self, source: CommittedSource) -> None:
+        """Check that the rank manifests hold every chunk and blob that the manifest promises."""
+        keys: list[tuple[str, tuple[int, ...] | None]] = [
+            (info.fqn, box.offsets)
+            for info in source.tensors.values()
+            for box in info.boxes
+            if not box.is_empty
+        ]
+        for fqn, offsets in [*keys, *((fqn, None) for fqn in sorted(source.blobs))]:
+            try:
+                source.place(fqn, offsets)
+            except CheckpointError as error:
+                self._note_or_raise(error)
+
+    def _check_rank(self, manifest: Manifest, rank: int, document: RankManifest) -> None:
+        reference = manifest.ranks[rank]
+        listed = {ref.path: ref for ref, owner in manifest.files if owner == rank}
+        held = {file.path: file.ref() for file in document.files}
+        inlined = document if manifest.inline_ranks is None else manifest.inline_ranks[rank]
+        if (
+            (document.rank, document.save_id) != (rank, manifest.save_id)
+            or listed != held
+            or document != inlined
+        ):
+            raise IntegrityError(
+                f"{reference.path} and the manifest do not describe the same files.",
+                path=reference.path,
+                rank=rank,
+                offset=0,
+                next_step="Restore the file from a copy, or load another checkpoint.",
+            )
+
+    def _check_file(self, rank: int, document: RankManifest, file: ShardFile) -> None:
+        try:
+            size_bytes = self.store.stat(file.path).size_bytes
+        except StorageError as error:
+            self._note_or_raise(error, rank, file.path)
+            return
+        if size_bytes != file.size_bytes:
+            end = min(size_bytes, file.size_bytes)
+            self.note(
+                IntegrityError(
+                    f"{file.path} has {size_bytes} bytes; {file.size_bytes} were written.",
+                    path=file.path,
+                    rank=rank,
+                    offset=end,
+                    fqn=_fqn_at(document, file, end),
+                    next_step="Restore the file from a copy, or load another checkpoint.",
+                )
+            )
+        if self.deep:
+            try:
+                self._read_file(rank, document, file, size_bytes)
+            except CheckpointError as error:
+                self._note_or_raise(error, rank, file.path)
+
+    def _read_file(
+        self, rank: int, document: RankManifest, file: ShardFile, size_bytes: int
+    ) -> None:
+        spans = [span for span in _spans(rank, document, file) if span.stop <= size_bytes]
+        fetches = [
+            Fetch(
+                path=file.path,
+                start=group[0].start,
+                stop=group[-1].stop,
+                done=partial(self._check_spans, group),
+            )
+            for group in _grouped(spans, self.options.part_bytes)
+        ]
+        run_fetches(self.store, fetches, options=self.options, deadline=self.deadline)
+        self.checked_bytes += sum(fetch.stop - fetch.start for fetch in fetches)
+
+    def _check_spans(self, group: Sequence[_Span], view: memoryview) -> None:
+        base = group[0].start
+        for span in group:
+            place = span.place
+            try:
+                place.check(view[span.start - base : span.stop - base], span.start - place.start)
+            except IntegrityError as error:
+                self.note(
+                    IntegrityError(
+                        f"{place.path} is damaged: {span.what} at byte {error.offset} does not "
+                        "have the checksum it was written with.",
+                        fqn=place.fqn or None,
+                        offset=error.offset,
+                        path=place.path,
+                        rank=place.rank,
+                        next_step=error.next_step,
+                    )
+                )
+
+    def foreign(self, source: Source) -> None:
+        """Check that what another writer left can be read; it carries no checksums."""
+        self.format, self.save_id = source.format, source.save_id
+        if isinstance(source, CommittedSource):  # pragma: no cover  # `committed` handles those
+            return
+        keys: list[tuple[str, tuple[int, ...] | None]] = [
+            (info.fqn, box.offsets)
+            for info in source.tensors.values()
+            for box in info.boxes
+            if not box.is_empty
+        ]
+        keys += [(fqn, None) for fqn in sorted(source.blobs)]
+        source.require(keys)
+        ends: dict[str, Place] = {}
+        for key in keys:
+            place = source.place(*key)
+            end = ends.get(place.path)
+            if end is None or place.start + place.size_bytes > end.start + end.size_bytes:
+                ends[place.path] = place
+        for path, place in ends.items():
+            self.file_count += 1
+            needed = place.start + place.size_bytes
+            try:
+                size_bytes = self.store.stat(path).size_bytes
+            except StorageError as error:
+                if error.kind != "not-found":
+                    raise
+                self.note(_missing_of(source, place))
+                continue
+            if size_bytes < needed:
+                self.note(
+                    IntegrityError(
+                        f"{path} has {size_bytes} bytes; {place.fqn} ends at byte {needed}.",
+                        path=path,
+                        fqn=place.fqn,
+                        offset=size_bytes,
+                        next_step="Restore the file from a copy, or load another checkpoint.",
+                    )
+                )
+
+
+def _missing_of(source: Source, place: Place) -> CheckpointError:
+    error = source.explain_missing(place)
+    if not isinstance(error, CheckpointError):  # pragma: no cover  # sources return ours
+        raise error
+    return error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """Bytes `[start, stop)` of a file that are checked together, and what to call them."""
+
+    place: Place
+    start: int
+    stop: int
+    what: str
+
+
+def _spans(rank: int, document: RankManifest, file: ShardFile) -> list[_Span]:
+    """Return frames and payloads of a file in order; large payloads in several spans of blocks."""
+    items = file.items
+    starts = file.block_starts()
+    spans: list[_Span] = []
+    for index, (start, stop) in enumerate(file.frames()):
+        # A frame is the end of one item and the beginning of the next; the last has no next.
+        fqn = document.fqns[items.fqn[min(index, len(items) - 1)]] if len(items) else ""
+        frame = Place(
+            path=file.path,
+            fqn=fqn,
+            start=start,
+            size_bytes=stop - start,
+            rank=rank,
+            block_bytes=max(1, stop - start),
+            crcs=(items.frame_crcs[index],),
+        )
+        what = f"what surrounds the bytes of {fqn}" if fqn else "the content"
+        spans.append(_Span(place=frame, start=start, stop=stop, what=what))
+        if index == len(items):
+            break
+        place = Place(
+            path=file.path,
+            fqn=document.fqns[items.fqn[index]],
+            start=items.payload_start[index],
+            size_bytes=items.payload_bytes[index],
+            rank=rank,
+            block_bytes=file.block_bytes,
+            crcs=items.block_crcs[starts[index] : starts[index + 1]],
+        )
+        step = max(1, _WIDEST // file.block_bytes) * file.block_bytes
+        end = place.start + place.size_bytes
+        spans.extend(
+            _Span(place=place, start=at, stop=min(at + step, end), what=f"a block of {place.fqn}")
+            for at in range(place.start, end, step)
+        )
+    return spans
+
+
+def _grouped(spans: Sequence[_Span], part_bytes: int) -> list[list[_Span]]:
+    groups: list[list[_Span]] = []
+    for span in spans:
+        if groups and span.stop - groups[-1][0].start <= part_bytes:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return groups
+
+
+def _first_difference(found: bytes, expected: bytes) -> int:
+    pairs = enumerate(zip(found, expected, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(found), len(expected)))
+
+
+def _fqn_at(document: RankManifest, file: ShardFile, offset: int) -> str | None:
+    items = file.items
+    for index in range(len(items) - 1, -1, -1):
+        if items.item_start[index] <= offset:
+            return document.fqns[items.fqn[index]]
+    return None

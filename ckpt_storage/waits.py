@@ -1,0 +1,106 @@
+"""Waiting for words on the board: within a deadline, and no longer than the operation lives.
+
+Knows the board and deadlines; knows no steps. Called by `meeting` and `operation`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from .board import Board
+from .deadline import Deadline
+from .errors import CheckpointError, PhaseTimeoutError
+
+__all__ = ["Waits"]
+
+_T = TypeVar("_T")
+
+_FIRST_LOOK_S = 0.0005
+_LEAST_PATIENCE_S = 0.5
+_SPARE_PATIENCE_S = 1.0
+
+
+class Waits:
+    """How one rank waits in one operation. `deadline` is set anew with each phase.
+
+    Args:
+        board: where words are left.
+        deadline: of the present phase.
+        silence_s: how long the board's server may take to answer.
+        look_s: longest pause between two looks.
+        grace_s: how long after the deadline this rank names others. A late rank should name
+            itself first, then the coordinator name it, then anybody else.
+
+    """
+
+    def __init__(
+        self, board: Board, deadline: Deadline, *, silence_s: float, look_s: float, grace_s: float
+    ) -> None:
+        self.board = board
+        self.deadline = deadline
+        self.look_s = look_s
+        self._silence_s = silence_s
+        self._grace_s = grace_s
+        self._failure: CheckpointError | None = None
+        self._wake = threading.Event()
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """Why there is nothing to wait for any more."""
+        return self._failure
+
+    def fail(self, error: CheckpointError) -> None:
+        """End all waits with `error`; from any thread."""
+        self._failure = error
+        self._wake.set()
+
+    def patience_s(self) -> float:
+        """Return how long one look at the board may take before its server counts as gone."""
+        left_s = self.deadline.remaining_s() + _SPARE_PATIENCE_S
+        return max(_LEAST_PATIENCE_S, min(self._silence_s, left_s))
+
+    def until(self, look: Callable[[], _T | None], late: Callable[[], PhaseTimeoutError]) -> _T:
+        """Return what `look` finds; raise why the operation failed, or what `late` returns."""
+        pause_s = _FIRST_LOOK_S
+        while True:
+            found = look()
+            if found is not None:
+                return found
+            if self._failure is not None:
+                raise self._failure
+            if time.monotonic() > self.deadline.at_monotonic_s + self._grace_s:
+                raise late()
+            self._wake.wait(pause_s)
+            pause_s = min(2 * pause_s, self.look_s)
+
+    def within(self, seconds: float, keys: list[str]) -> bool:
+        """Wait for all `keys` for some seconds, whatever fails; return whether they came."""
+        end = time.monotonic() + seconds
+        pause_s = _FIRST_LOOK_S
+        while not self.board.has_all(keys, self.patience_s()):
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, self.look_s)
+        return True
+
+    def missing(self, keys: Mapping[int, str]) -> list[int]:
+        """Return the ranks under whose key nothing lies."""
+        return [
+            rank for rank, key in keys.items() if not self.board.has_all([key], self.patience_s())
+        ]
+
+    def get(self, key: str) -> bytes | None:
+        """Return what lies under `key`."""
+        return self.board.get(key, self.patience_s())
+
+    def set(self, key: str, value: bytes) -> None:
+        """Leave a word."""
+        self.board.set(key, value, self.patience_s())
+
+    def delete(self, key: str) -> None:
+        """Remove a word."""
+        self.board.delete(key, self.patience_s())

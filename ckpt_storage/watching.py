@@ -1,0 +1,159 @@
+"""The thread of each rank that looks for reports and signs of life while an operation runs.
+
+Knows the board and what signs of life are; decides nothing but who is silent. Called by
+`operation`.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from .board import Board, BoardError
+from .deadline import Deadline
+from .errors import CheckpointError, RankFailedError
+from .lifesigns import LifeSigns
+from .reports import COORDINATOR, Report, name_ranks
+
+__all__ = ["Watcher", "lost_board"]
+
+log = logging.getLogger("ckpt_storage")
+
+_STOP_S = 0.25
+
+
+class Watcher:
+    """Watches one operation on one rank, on a connection to the board of its own.
+
+    The coordinator watches all others, they watch the coordinator.
+
+    Args:
+        board: a twin of the operation's.
+        prefix: of the operation's keys.
+        signs: this rank's, and what it hears of others'.
+        phase: returns the deadline of the present phase.
+        on_failure: takes an error and the rank that reported it; called once, from the thread.
+        silence_s: how long a rank may give no sign of life.
+        look_s: pause between two looks.
+
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        prefix: str,
+        *,
+        what: str,
+        rank: int,
+        world_size: int,
+        signs: LifeSigns,
+        phase: Callable[[], Deadline],
+        on_report: Callable[[Report], None],
+        on_failure: Callable[[CheckpointError], None],
+        silence_s: float,
+        look_s: float,
+    ) -> None:
+        self._board = board
+        self._prefix = prefix
+        self._what = what
+        self._rank = rank
+        self._world_size = world_size
+        self._signs = signs
+        self._phase = phase
+        self._on_report = on_report
+        self._on_failure = on_failure
+        self._silence_s = silence_s
+        self._look_s = look_s
+        self._has_ended = threading.Event()
+        others = [other for other in range(world_size) if other != rank]
+        self._watched = others if rank == COORDINATOR else [COORDINATOR]
+        # The coordinator reads every rank's sign: thousands of them need longer for a round.
+        self._beat_s = min(max(1.0, world_size / 2_000), silence_s / 4)
+        self._thread = threading.Thread(
+            target=self._run, name=f"ckpt-storage watch: {what}", daemon=True
+        )
+
+    @property
+    def keys(self) -> list[str]:
+        """What this rank's watcher may have left on the board."""
+        return [f"{self._prefix}/life/{self._rank}", f"{self._prefix}/failed"]
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._signs.start_listening()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the thread end, which it does at once unless the board hangs.
+
+        It should not be inside a call of torch's when the interpreter ends: that aborts.
+        """
+        self._has_ended.set()
+        self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except BoardError as error:
+            if not self._has_ended.is_set():
+                self._on_failure(lost_board(error, self._phase(), self._what))
+        except Exception as error:  # nobody else would notice that this thread ended
+            log.exception("The watch over %s failed.", self._what)
+            self._on_failure(CheckpointError(f"{type(error).__name__}: {error}"))
+
+    def _watch(self) -> None:
+        board, limit_s = self._board, self._silence_s
+        next_beat_s = 0.0
+        told: Deadline | None = None
+        while not self._has_ended.wait(self._look_s):
+            data = board.get(f"{self._prefix}/failed", limit_s)
+            if data is not None:
+                self._on_report(pickle.loads(data))  # noqa: S301  # our own ranks
+                return
+            # A new phase is told at once: a rank that dies in it is named with it.
+            phase = self._phase()
+            if phase is told and time.monotonic() < next_beat_s:
+                continue
+            told, next_beat_s = phase, time.monotonic() + self._beat_s
+            board.set(f"{self._prefix}/life/{self._rank}", self._signs.pack(), limit_s)
+            for rank in self._watched:
+                self._signs.heard(rank, board.get(f"{self._prefix}/life/{rank}", limit_s))
+            silent = self._signs.silent(self._watched, limit_s)
+            if silent:
+                error = self._silent(silent)
+                report = pickle.dumps(Report(rank=self._rank, error=error))
+                board.set_first(f"{self._prefix}/failed", report, limit_s)
+                self._on_failure(error)
+                return
+
+    def _silent(self, ranks: Sequence[int]) -> RankFailedError:
+        known = {rank: self._signs.describe(rank) for rank in ranks}
+        phase = self._phase().phase
+        return RankFailedError(
+            f"{name_ranks(ranks)} of {self._world_size} gave no sign of life for "
+            f"{self._silence_s:g} s in the {phase} phase of {self._what}: "
+            f"{'; '.join(known.values())}.",
+            failures=known,
+            is_silent=True,
+            rank=ranks[0],
+            phase=phase,
+            next_step="See whether those processes were killed or stopped (out of memory?); "
+            "if they only had no time for it, raise Timeouts.silence.",
+        )
+
+
+def lost_board(error: BoardError, deadline: Deadline, what: str) -> RankFailedError:
+    """Return what it means that the board cannot be reached."""
+    return RankFailedError(
+        f"The store that the ranks share cannot be reached in the {deadline.phase} phase of "
+        f"{what}: rank {COORDINATOR}, or the launcher that hosts the store, is gone or stopped "
+        f"({error}).",
+        failures={COORDINATOR: str(error)},
+        is_silent=True,
+        rank=COORDINATOR,
+        phase=deadline.phase,
+        next_step=f"See what became of rank {COORDINATOR} and its host.",
+    )

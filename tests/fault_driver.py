@@ -1,0 +1,310 @@
+"""What the fault matrix is driven with: processes, what they tell, and what lies on the server.
+
+Knows processes, pipes and the S3 server; knows neither faults nor verdicts. Called by
+`fault_matrix`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import os
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any, Self
+
+import fault_ranks
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fault_cells import RETRY, TIMEOUTS
+from fault_ranks import Job, Where
+
+from ckpt_storage.testing.s3server import S3Server
+
+__all__ = [
+    "BUCKET",
+    "EXIT_S",
+    "SETTLE_S",
+    "Event",
+    "Hub",
+    "Ranks",
+    "export_leftovers",
+    "export_version",
+    "put",
+    "stock_version",
+]
+
+SETTLE_S = 60.0
+"""How long the driver waits for what must come; longer than any limit under test."""
+EXIT_S = 10.0
+
+BUCKET = "bucket"
+URL = f"s3://{BUCKET}/run/step-1"
+EXPORT = "run/step-1/hf"
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What a rank or the nursery told; `connection` waits for an answer if it asked."""
+
+    rank: int
+    what: str
+    at_s: float
+    details: dict[str, Any]
+    connection: Connection
+
+
+class Hub:
+    """Where all processes tell the driver what happens; a context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = str(folder / "hub")
+        self.events: list[Event] = []
+        self._number = 0
+        self._changed = threading.Condition()
+        self._listener = Listener(self.address, "AF_UNIX", backlog=64)
+        threading.Thread(target=self._accept, name="hub", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._listener.close()
+
+    def clear(self) -> int:
+        """Forget all events, also those that earlier ranks send yet; return the next number."""
+        with self._changed:
+            self._number += 1
+            for event in self.events:
+                if event.rank >= 0:
+                    event.connection.close()
+            self.events = []
+            return self._number
+
+    def wait_for(self, *wanted: tuple[int, str], timeout_s: float = SETTLE_S) -> list[Event]:
+        """Return the first event of each (rank, what) once all are there; raise `TimeoutError`."""
+        found: list[Event] = []
+
+        def are_there() -> bool:
+            found[:] = [
+                event
+                for one in wanted
+                for event in [e for e in self.events if (e.rank, e.what) == one][:1]
+            ]
+            return len(found) == len(wanted)
+
+        with self._changed:
+            if not self._changed.wait_for(are_there, timeout_s):
+                missing = set(wanted) - {(event.rank, event.what) for event in found}
+                raise TimeoutError(f"Not heard in {timeout_s:g} s: {sorted(missing)}")
+        return list(found)
+
+    def wait_dead(self, pids: Iterable[int], timeout_s: float) -> dict[int, tuple[int, float]]:
+        """Return exit code and time of death of those `pids` that ended in time."""
+        wanted = set(pids)
+        found: dict[int, tuple[int, float]] = {}
+
+        def are_dead() -> bool:
+            for event in self.events:
+                if event.what == "died" and event.details["pid"] in wanted:
+                    found[event.details["pid"]] = event.details["code"], event.at_s
+            return wanted == set(found)
+
+        with self._changed:
+            self._changed.wait_for(are_dead, timeout_s)
+        return found
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+
+    def _read(self, connection: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                rank, what, at_s, details = connection.recv()
+                event = Event(
+                    rank=rank, what=what, at_s=at_s, details=details, connection=connection
+                )
+                with self._changed:
+                    if details.get("number", self._number) != self._number:
+                        return
+                    self.events.append(event)
+                    self._changed.notify_all()
+
+
+class Ranks:
+    """The processes of one operation; a context manager that leaves none behind."""
+
+    def __init__(self, hub: Hub, nursery: Connection, folder: Path) -> None:
+        self._hub = hub
+        self._nursery = nursery
+        self._folder = Path(tempfile.mkdtemp(dir=folder))
+        self._store: dist.TCPStore | None = None
+        self.pids: dict[int, int] = {}
+        self._number = hub.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        for pid in self.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._hub.wait_dead(self.pids.values(), EXIT_S)
+        self._store = None
+
+    def start(
+        self,
+        operation: str,
+        server: S3Server,
+        *,
+        world_size: int,
+        launcher_hosts: bool,
+        version: int,
+        holds: Mapping[int, Where] | None = None,
+        files: Mapping[str, int] | None = None,
+    ) -> None:
+        """Start the processes; they wait for `go`. `holds` tells in which call a rank asks."""
+        port = _free_port()
+        if launcher_hosts:
+            self._store = dist.TCPStore(
+                "127.0.0.1",
+                0,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=SETTLE_S),
+            )
+            port = self._store.port
+        for rank in range(world_size):
+            self._nursery.send(
+                Job(
+                    address=self._hub.address,
+                    number=self._number,
+                    operation=operation,
+                    rank=rank,
+                    world_size=world_size,
+                    url=URL,
+                    storage_options=server.storage_options,
+                    timeouts=TIMEOUTS,
+                    retry=RETRY,
+                    port=port,
+                    launcher_hosts=launcher_hosts,
+                    hold=(holds or {}).get(rank, ""),
+                    version=version,
+                    files=files,
+                    log_path=str(self._folder / f"rank-{rank}.log"),
+                )
+            )
+        self._ready = self._hub.wait_for(*((rank, "ready") for rank in range(world_size)))
+        self.pids = {event.rank: event.details["pid"] for event in self._ready}
+
+    def go(self) -> None:
+        """Let all ranks call the operation."""
+        for event in self._ready:
+            event.connection.send("go")
+
+    def left(self) -> list[int]:
+        """Return what lives of the ranks and all that they started."""
+        sessions = set(self.pids.values())
+        return [pid for pid, session in _sessions() if session in sessions]
+
+    def logs(self) -> list[str]:
+        """Return what the ranks logged."""
+        return [
+            f"--- {path.name}\n{path.read_text(errors='replace')}"
+            for path in sorted(self._folder.iterdir())
+        ]
+
+
+def put(server: S3Server, key: str, data: bytes) -> None:
+    """Put an object, without any client library."""
+    address = server.endpoint_url.removeprefix("http://")
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=30)) as connection:
+        connection.request("PUT", f"/{BUCKET}/{key}", body=data)
+        assert connection.getresponse().status == 200
+
+
+def stock_version(server: S3Server, world_size: int) -> int:
+    """Return which version stock torch loads completely from what lies on the server."""
+    with tempfile.TemporaryDirectory() as folder:
+        for key, data in server.dump().items():
+            path = Path(folder) / key
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        target = {
+            "model": {
+                name: torch.zeros_like(value)
+                for name, value in fault_ranks.state_of(0, range(world_size)).items()
+            }
+        }
+        with contextlib.redirect_stderr(io.StringIO()):
+            dcp.load(
+                target,
+                storage_reader=dcp.FileSystemReader(Path(folder) / "run" / "step-1"),
+                no_dist=True,
+            )
+    for version in range(1, 9):
+        expected = fault_ranks.state_of(version, range(world_size))
+        if all(torch.equal(target["model"][name], expected[name]) for name in expected):
+            return version
+    return -1
+
+
+def export_version(server: S3Server) -> int:
+    """Return which version safetensors loads completely through the index of the export."""
+    objects = server.dump()
+    found: dict[str, Any] = {}
+    index = json.loads(objects[f"{EXPORT}/{INDEX}"])
+    for name in set(index["weight_map"].values()):
+        loaded = safetensors.torch.load(objects[f"{EXPORT}/{name}"])
+        found |= {key: value for key, value in loaded.items() if index["weight_map"][key] == name}
+    for version in range(1, 9):
+        expected = fault_ranks.weights_of(version, range(3))
+        if found.keys() == {f"model.{name}" for name in expected} and all(
+            torch.equal(found[f"model.{name}"], value) for name, value in expected.items()
+        ):
+            return version
+    return -1
+
+
+def export_leftovers(server: S3Server) -> list[str]:
+    """Return what lies below the export that is neither of it nor of its documents."""
+    objects = server.dump()
+    index = json.loads(objects[f"{EXPORT}/{INDEX}"])
+    tag = index["metadata"]["fingerprint"][:16]
+    documents = ["names.json", "holder.json", f"{tag}/export.json"]
+    named = {INDEX, *index["weight_map"].values(), *(f"exports/{name}" for name in documents)}
+    left = {key.removeprefix(f"{EXPORT}/") for key in objects if key.startswith(f"{EXPORT}/")}
+    return sorted(left ^ named)
+
+
+def _sessions() -> Iterator[tuple[int, int]]:
+    """Return process id and session of every live process."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    yield int(folder.name), int(fields[3])
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port

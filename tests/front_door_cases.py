@@ -1,0 +1,292 @@
+"""What ranks do in tests of `save` and `load`: states, planners that fail, storages that fail.
+
+Functions here run in the processes of a `RankPool`, so they are importable and take plain values.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dcp_cases import same, seeded
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import ckpt_storage
+from ckpt_storage.testing.faults import Rule
+from ckpt_storage.testing.posix_faults import FaultPosix
+
+SHAPE = (37, 11)
+
+
+class Counter(torch.nn.Module):
+    """A `Stateful` that knows how often it was asked and told."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.asked = 0
+        self.told = 0
+
+    def state_dict(  # type: ignore[override]  # the protocol asks no more
+        self, *_args: Any, **_more: Any
+    ) -> dict[str, Any]:
+        """Return the count."""
+        self.asked += 1
+        return {"count": torch.tensor(self.count)}
+
+    def load_state_dict(self, state_dict: Any, *_args: Any, **_more: Any) -> Any:
+        """Take the count."""
+        self.told += 1
+        self.count = int(state_dict["count"])
+
+
+def whole() -> torch.Tensor:
+    """Return the tensor that is saved in shards."""
+    return seeded(5, *SHAPE)
+
+
+def state_of(step: int, *, zeros: bool = False) -> dict[str, Any]:
+    """Return a state of every kind of value, or a target of the same form."""
+    tensor = torch.zeros(SHAPE) if zeros else whole()
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        tensor = distribute_tensor(tensor, mesh, [Shard(0)])
+    return {
+        "model": {"sharded": tensor, "same": torch.zeros(9) if zeros else seeded(step, 9)},
+        "counter": Counter(0 if zeros else step),
+        "step": 0 if zeros else step,
+        "blob": {"name": None, "set": None} if zeros else {"name": f"step {step}", "set": {1, 2.5}},
+    }
+
+
+def assert_state(state: dict[str, Any], step: int) -> None:
+    """Assert that a loaded target has the values of `step`."""
+    tensor = state["model"]["sharded"]
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    assert same(full, whole())
+    assert same(state["model"]["same"], seeded(step, 9))
+    assert (state["counter"].count, state["step"]) == (step, step)
+    assert state["blob"] == {"name": f"step {step}", "set": {1, 2.5}}
+
+
+def save(_rank: int, path: str | Path, step: int, **options: Any) -> str | None:
+    """Save and return the save id."""
+    options = {"sync_files": False} | options
+    return ckpt_storage.save(state_of(step), path, **options).save_id
+
+
+def save_with(rank: int, path: str, step: int, options: dict[str, Any]) -> str | None:
+    """Save with options, as a job."""
+    return save(rank, path, step, **options)
+
+
+def load_both_ways(_rank: int, path: Path, step: int) -> None:
+    """Load with `load` and with stock `dcp.load`, and compare both with the original."""
+    ours = state_of(step, zeros=True)
+    ckpt_storage.load(ours, path)
+    assert_state(ours, step)
+    assert (ours["counter"].asked, ours["counter"].told) == (1, 1)
+    stock = state_of(step, zeros=True)
+    dcp.load(stock, storage_reader=dcp.FileSystemReader(path))
+    assert_state(stock, step)
+
+
+def load_ours(_rank: int, path: str | Path, step: int) -> None:
+    """Load with `load` and compare."""
+    ours = state_of(step, zeros=True)
+    ckpt_storage.load(ours, path)
+    assert_state(ours, step)
+
+
+class Locked(Exception):  # noqa: N818  # a failure of a user's
+    """An exception that does not pickle."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def failure_of(kind: str) -> BaseException:
+    """Return an exception of a kind."""
+    if kind == "CheckpointException":
+        return CheckpointException("boom", {0: (ValueError("boom"), None)})  # type: ignore[dict-item]
+    if kind == "unpicklable":
+        return Locked("boom")
+    return {"ValueError": ValueError, "OSError": OSError, "AssertionError": AssertionError}[kind](
+        "boom"
+    )
+
+
+class FailingState(Counter):
+    """A `Stateful` that fails."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(1)
+        self.kind = kind
+
+    def state_dict(  # type: ignore[override]  # the protocol asks no more
+        self, *_args: Any, **_more: Any
+    ) -> dict[str, Any]:
+        """Fail."""
+        raise failure_of(self.kind)
+
+
+class FailingSave(dcp.DefaultSavePlanner):
+    """A planner that fails in the method named."""
+
+    def __init__(self, method: str, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        setattr(self, method, self._fail)
+
+    def _fail(self, *_args: Any, **_more: Any) -> Any:
+        raise failure_of(self.kind)
+
+
+class FailingLoad(dcp.DefaultLoadPlanner):
+    """A planner that fails in the method named."""
+
+    def __init__(self, method: str, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        setattr(self, method, self._fail)
+
+    def _fail(self, *_args: Any, **_more: Any) -> Any:
+        raise failure_of(self.kind)
+
+
+def caught(
+    function: Callable[..., Any], *args: Any, **options: Any
+) -> ckpt_storage.CheckpointError:
+    """Return what a call raised, caught as users do."""
+    seen: Exception | None = None
+    try:
+        function(*args, **options)
+    except Exception as error:  # noqa: BLE001  # that this catches all is what is tested
+        seen = error
+    assert isinstance(seen, ckpt_storage.CheckpointError), repr(seen)
+    return seen
+
+
+def save_failing(rank: int, path: str, who: int, where: str, kind: str) -> tuple[str, str, int]:
+    """Save with a failure on rank `who`; return the error's type and text and the good next id."""
+    state, planner = state_of(1), None
+    if rank == who:
+        if where == "state_dict":
+            state["counter"] = FailingState(kind)
+        else:
+            planner = FailingSave(where, kind)
+    error = caught(ckpt_storage.save, state, path, planner=planner, timeout=20.0, sync_files=False)
+    save(rank, path + "-next", 2)
+    return type(error).__name__, str(error), -1 if error.rank is None else error.rank
+
+
+def load_failing(rank: int, path: str, who: int, where: str, kind: str) -> tuple[str, str, int]:
+    """Load with a failure on rank `who`; return the error's type and text; load well after it."""
+    state, planner = state_of(1, zeros=True), None
+    if rank == who:
+        if where == "state_dict":
+            state["counter"] = FailingState(kind)
+        else:
+            planner = FailingLoad(where, kind)
+    error = caught(ckpt_storage.load, state, path, planner=planner, timeout=20.0)
+    load_ours(rank, path, 1)
+    return type(error).__name__, str(error), -1 if error.rank is None else error.rank
+
+
+@contextmanager
+def faulty_disk(rules: Sequence[Rule]) -> Iterator[list[FaultPosix]]:
+    """Let all local stores that are made inside play `rules`; give their system calls."""
+    made: list[FaultPosix] = []
+
+    def make() -> FaultPosix:
+        made.append(FaultPosix(rules))
+        return made[-1]
+
+    with patch("ckpt_storage.store.local.Posix", make):
+        yield made
+
+
+@contextmanager
+def captured_output() -> Iterator[Path]:
+    """Send what this process prints, C code included, to a file; give its path."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "output"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        kept = os.dup(1), os.dup(2)
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        try:
+            yield path
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, descriptor in zip((1, 2), kept, strict=True):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+
+
+@contextmanager
+def default_group(
+    rank: int, world_size: int, folder: str, *, timeout_s: float = 30.0, kind: str = "file"
+) -> Iterator[None]:
+    """Replace the pool's default group by one of our own inside; ranks beyond it have none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    try:
+        if rank < world_size:
+            _init(rank, world_size, Path(folder), timeout_s, kind)
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # What runs a job destroys the default group at the end.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _init(rank: int, world_size: int, folder: Path, timeout_s: float, kind: str) -> None:
+    store: dist.Store
+    if kind == "tcp":
+        store = _tcp_store(rank, world_size, folder)
+    else:
+        store = dist.FileStore(str(folder / "rendezvous"), world_size)
+    # A short timeout is for what is tested, not for ranks that begin a moment apart.
+    meeting = dist.FileStore(str(folder / "meeting"), world_size)
+    meeting.set(f"here {rank}", "")
+    meeting.wait([f"here {other}" for other in range(world_size)], timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def _tcp_store(rank: int, world_size: int, folder: Path) -> dist.TCPStore:
+    """Return a client of a server in rank 0, which tells its port in a file."""
+    timeout = timedelta(seconds=30)
+    meeting = dist.FileStore(str(folder / "port"), world_size)
+    if rank == 0:
+        store = dist.TCPStore(
+            "127.0.0.1", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False
+        )
+        meeting.set("port", str(store.port))
+        return store
+    port = int(meeting.get("port"))
+    return dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timeout)

@@ -1,0 +1,365 @@
+"""`save` and `load`: as `dcp.save` and `dcp.load` do it, and every failure told to every rank.
+
+What was stored is judged by torch's own reader; what ranks raise, by what the test let fail.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import dcp_cases
+import front_door_cases as cases
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dcp_cases import files_below, same, seeded
+
+import ckpt_storage
+from ckpt_storage import CheckpointError, InvalidInputError, ProgressEvent
+from ckpt_storage.testing.faults import Rule
+from ckpt_storage.testing.ranks import RankPool
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_torchs_reader_loads_what_save_wrote(
+    ranks: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    """Any number of ranks saves; torch loads it on one rank and on two, and so does `load`."""
+    path = tmp_path / "run"
+    ids = ranks.run(cases.save, path, 7, world_size=world_size)
+    assert len(set(ids)) == 1
+    target = cases.state_of(7, zeros=True)
+    dcp_cases.load_stock(target, path)
+    cases.assert_state(target, 7)
+    ranks.run(cases.load_both_ways, path, 7, world_size=2)
+    alone = cases.state_of(7, zeros=True)
+    ckpt_storage.load(alone, path)
+    cases.assert_state(alone, 7)
+
+
+def test_one_process_without_a_group_saves_and_loads(tmp_path: Path) -> None:
+    """Without a process group one process does both, and gets what was committed."""
+    path = tmp_path / "run"
+    info = ckpt_storage.save(cases.state_of(3), path, sync_files=False)
+    assert info.url == str(path) or info.url.endswith(str(path))
+    assert info.slot == 1
+    target = cases.state_of(3, zeros=True)
+    ckpt_storage.load(target, str(path))
+    cases.assert_state(target, 3)
+    with pytest.raises(ckpt_storage.CheckpointExistsError):
+        ckpt_storage.save(cases.state_of(4), path)
+    assert ckpt_storage.save(cases.state_of(4), path, overwrite=True, sync_files=False).slot == 2
+    target = cases.state_of(4, zeros=True)
+    dcp_cases.load_stock(target, path)
+    cases.assert_state(target, 4)
+
+
+def save_with_caching(_rank: int, folder: str) -> list[int]:
+    """Save the same keys three times with plan caching; return bytes written each time."""
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+    for step in range(3):
+        state = cases.state_of(step)
+        ckpt_storage.save(state, f"{folder}/step-{step}", planner=planner, sync_files=False)
+    return []
+
+
+def test_a_planner_that_caches_plans_saves_every_time(ranks: RankPool, tmp_path: Path) -> None:
+    """With `enable_plan_caching` the second and third save are as whole as the first."""
+    ranks.run(save_with_caching, str(tmp_path), world_size=3)
+    for step in range(3):
+        target = cases.state_of(step, zeros=True)
+        dcp_cases.load_stock(target, tmp_path / f"step-{step}")
+        cases.assert_state(target, step)
+
+
+class OldPlanner(dcp.DefaultSavePlanner):
+    """A planner of the time before `storage_meta`, that renames what it saves."""
+
+    def set_up_planner(  # type: ignore[override]  # as planners were before torch 2.3
+        self,
+        state_dict: dict[str, Any],
+        is_coordinator: bool,  # noqa: FBT001  # torch's
+    ) -> None:
+        """Rename every key."""
+        renamed = {f"renamed.{key}": value for key, value in state_dict.items()}
+        super().set_up_planner(renamed, is_coordinator=is_coordinator)
+
+
+def test_a_planner_of_the_old_form_is_obeyed(tmp_path: Path) -> None:
+    """A planner whose `set_up_planner` knows no `storage_meta` still decides what is saved."""
+    ckpt_storage.save({"w": seeded(1, 4)}, tmp_path / "run", planner=OldPlanner(), sync_files=False)
+    target = {"renamed.w": torch.zeros(4)}
+    dcp_cases.load_stock(target, tmp_path / "run")
+    assert same(target["renamed.w"], seeded(1, 4))
+
+
+KINDS = ("ValueError", "OSError", "CheckpointException", "unpicklable")
+
+
+def assert_told(results: list[tuple[str, str, int]], who: int, world_size: int) -> None:
+    """Assert that every rank raised an error with the cause and the rank that failed."""
+    assert len(results) == world_size
+    for rank, (_, text, named) in enumerate(results):
+        assert "boom" in text, (rank, text)
+        assert named == who, (rank, text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("who", "where"),
+    [
+        (1, "state_dict"),
+        (0, "state_dict"),
+        (1, "create_local_plan"),
+        (0, "create_global_plan"),
+        (2, "finish_plan"),
+        (1, "resolve_data"),
+    ],
+)
+def test_a_failure_of_a_save_on_one_rank_reaches_all(
+    ranks: RankPool, tmp_path: Path, who: int, where: str, kind: str
+) -> None:
+    """Whatever a planner or a state raises, all ranks raise an error of ours that says so."""
+    path = tmp_path / "run"
+    results = ranks.run(cases.save_failing, str(path), who, where, kind, world_size=3)
+    assert_told(results, who, 3)
+    with pytest.raises(ckpt_storage.CheckpointError):
+        ckpt_storage.load({"step": 0}, path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("who", "where"),
+    [(1, "state_dict"), (2, "create_local_plan"), (0, "create_global_plan"), (1, "finish_plan")],
+)
+def test_a_failure_of_a_load_on_one_rank_reaches_all(
+    ranks: RankPool, tmp_path: Path, who: int, where: str, kind: str
+) -> None:
+    """Whatever a planner or a state raises, all ranks raise an error of ours that says so."""
+    path = tmp_path / "run"
+    ranks.run(cases.save, path, 1, world_size=2)
+    results = ranks.run(cases.load_failing, str(path), who, where, kind, world_size=3)
+    assert_told(results, who, 3)
+
+
+def save_on_full_disk(rank: int, path: str, who: int) -> tuple[str, str, int]:
+    """Save with a full disk on one rank, and well after it."""
+    rule = Rule(action="error", operation="pwritev", errno=errno.ENOSPC, hit_count=None)
+    with cases.faulty_disk([rule] if rank == who else []):
+        error = cases.caught(cases.save, rank, path, 1)
+    cases.save(rank, path, 2)
+    return type(error).__name__, str(error), -1 if error.rank is None else error.rank
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_full_disk_on_one_rank_is_told_to_all(ranks: RankPool, tmp_path: Path, who: int) -> None:
+    """All ranks learn which rank's disk is full; the next save to the same place succeeds."""
+    path = tmp_path / "run"
+    results = ranks.run(save_on_full_disk, str(path), who, world_size=3)
+    for rank, (name, text, named) in enumerate(results):
+        # What the coordinator cannot begin is every rank's error.
+        assert name == ("StorageError" if who in {0, rank} else "RankFailedError"), text
+        assert "space" in text.lower()
+        assert named == who
+    target = cases.state_of(2, zeros=True)
+    dcp_cases.load_stock(target, path)
+    cases.assert_state(target, 2)
+
+
+def save_told(rank: int, path: str) -> tuple[list[ProgressEvent], list[ProgressEvent], str | None]:
+    """Save and load with a progress callback; return the events and the save id."""
+    saved: list[ProgressEvent] = []
+    loaded: list[ProgressEvent] = []
+    save_id = cases.save(rank, path, 1, progress=saved.append)
+    ckpt_storage.load(cases.state_of(1, zeros=True), path, progress=loaded.append)
+    return saved, loaded, save_id
+
+
+def test_progress_tells_bytes_phase_and_rank(ranks: RankPool, tmp_path: Path) -> None:
+    """Callbacks get each rank's bytes in the write and load phases, growing to the whole."""
+    for rank, (saved, loaded, save_id) in enumerate(
+        ranks.run(save_told, str(tmp_path / "run"), world_size=2)
+    ):
+        for events, phase in ((saved, "write"), (loaded, "load")):
+            assert events
+            assert {event.phase for event in events} == {phase}
+            assert {event.rank for event in events} == {rank}
+            assert {event.save_id for event in events} == {save_id}
+            done = [event.done_bytes for event in events]
+            assert done == sorted(done)
+            assert done[-1] == events[-1].total_bytes
+
+
+def save_logged(rank: int, path: str) -> tuple[list[tuple[str, str]], str | None]:
+    """Save, load and fail; return the log records and the id."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = records.append  # type: ignore[method-assign, assignment]
+    logger = logging.getLogger("ckpt_storage")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    try:
+        save_id = cases.save(rank, path, 1)
+        cases.load_ours(rank, path, 1)
+        cases.caught(cases.save, rank, path, 2)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return [(record.levelname, record.getMessage()) for record in records], save_id
+
+
+def save_captured(rank: int, path: str) -> str:
+    """Save, load and fail without any logging set up; return what was printed."""
+    with cases.captured_output() as output:
+        cases.save(rank, path, 1)
+        cases.load_ours(rank, path, 1)
+        cases.caught(cases.save, rank, path, 2)
+        return output.read_text()
+
+
+def test_nothing_is_printed(ranks: RankPool, tmp_path: Path) -> None:
+    """A save, a load and a refused save print nothing on either stream."""
+    assert ranks.run(save_captured, str(tmp_path / "run"), world_size=2) == ["", ""]
+
+
+def test_log_records_name_the_save(ranks: RankPool, tmp_path: Path) -> None:
+    """The coordinator logs the beginning and the commit of a save, both with its id."""
+    records, save_id = ranks.run(save_logged, str(tmp_path / "run"), world_size=2)[0]
+    named = [text for level, text in records if level == "INFO" and save_id and save_id in text]
+    assert any("begins" in text for text in named), records
+    assert any("committed" in text for text in named), records
+
+
+def save_refused(rank: int, path: str, options: dict[str, Any]) -> tuple[str, str, int]:
+    """Save with options that rank 1 gives and others do not, and well after it."""
+    given = options if rank == 1 else {}
+    error = cases.caught(
+        ckpt_storage.save, cases.state_of(1), path, **{"sync_files": False} | given
+    )
+    cases.save(rank, path, 2)
+    return type(error).__name__, str(error), -1 if error.rank is None else error.rank
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"timeout": -1}, {"timeout": "soon"}, {"thread_count": 0}, {"part_bytes": 1}],
+    ids=str,
+)
+def test_an_option_refused_on_one_rank_is_told_to_all(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """A rank with an option that cannot be raises it, and the others name the rank."""
+    path = tmp_path / "run"
+    results = ranks.run(save_refused, str(path), options, world_size=3)
+    for rank, (name, text, named) in enumerate(results):
+        assert name == ("InvalidInputError" if rank == 1 else "RankFailedError"), text
+        if rank != 1:
+            assert named == 1
+        assert next(iter(options)) in text.lower()
+
+
+@pytest.mark.parametrize("url", [None, 3, b"bytes", "s3://", "no-such-protocol://x"], ids=str)
+def test_a_place_that_cannot_be_is_an_error_of_ours(url: Any) -> None:
+    """Whatever is given as a URL, the error is one that users catch as `CheckpointError`."""
+    for call in (ckpt_storage.save, ckpt_storage.load):
+        with pytest.raises(CheckpointError):
+            call({"w": torch.zeros(1)}, url)
+
+
+def save_bad_url(rank: int, path: str) -> str:
+    """Save to a place that on rank 1 is no path, and well after it."""
+    error = cases.caught(
+        ckpt_storage.save, cases.state_of(1), None if rank == 1 else path, timeout=20.0
+    )
+    cases.save(rank, path, 2)
+    return str(error)
+
+
+def test_a_place_that_cannot_be_on_one_rank_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
+    """A rank without a path does not leave the others waiting."""
+    assert len(ranks.run(save_bad_url, str(tmp_path / "run"), world_size=2)) == 2
+
+
+def save_in_threads(_rank: int, folder: str) -> list[str]:
+    """Save twice at once from two threads, each rank in its own order."""
+    ended: list[str] = []
+
+    def one(name: str) -> None:
+        try:
+            state = {"w": seeded(1, 50)}
+            ckpt_storage.save(state, f"{folder}/{name}", timeout=10.0, sync_files=False)
+        except CheckpointError as error:
+            ended.append(type(error).__name__)
+        else:
+            ended.append("saved")
+
+    threads = [threading.Thread(target=one, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ckpt_storage.save({"w": seeded(2, 50)}, f"{folder}/after", timeout=10.0, sync_files=False)
+    return sorted(ended)
+
+
+def test_two_threads_may_save_at_once(ranks: RankPool, tmp_path: Path) -> None:
+    """Saves of one group take turns; ranks that order them otherwise are told, and go on."""
+    (alone,) = ranks.run(save_in_threads, str(tmp_path / "one"), world_size=1)
+    assert alone == ["saved", "saved"]
+    for ended in ranks.run(save_in_threads, str(tmp_path / "two"), world_size=2):
+        assert set(ended) <= {"saved", "RankMismatchError"}
+        assert len(ended) == 2
+
+
+def train_and_save(rank: int, path: str) -> float:
+    """Run collectives on the default group in a thread while saves go on."""
+    stop = threading.Event()
+    sums: list[float] = []
+
+    def train() -> None:
+        while True:
+            value = torch.tensor([1.0, float(stop.is_set())])
+            dist.all_reduce(value)
+            sums.append(float(value[0]))
+            if value[1] == dist.get_world_size():
+                return
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    for step in range(3):
+        ckpt_storage.save({"w": seeded(step, 2000, 10)}, f"{path}/{step}", sync_files=False)
+    stop.set()
+    thread.join()
+    assert set(sums) == {float(dist.get_world_size())}
+    return float(rank)
+
+
+def test_training_may_communicate_while_a_save_runs(ranks: RankPool, tmp_path: Path) -> None:
+    """Collectives on the default group and a save over it do not mix."""
+    assert ranks.run(train_and_save, str(tmp_path), world_size=2) == [0.0, 1.0]
+
+
+def save_and_load_crosswise(rank: int, path: str) -> tuple[str, str]:
+    """Let rank 0 save while rank 1 loads."""
+    call: Any = ckpt_storage.save if rank == 0 else ckpt_storage.load
+    error = cases.caught(call, {"w": torch.zeros(3)}, path, timeout=20.0)
+    return type(error).__name__, str(error)
+
+
+def test_a_save_and_a_load_do_not_meet(ranks: RankPool, tmp_path: Path) -> None:
+    """Ranks that call different functions are told, and nothing is written."""
+    for name, _ in ranks.run(save_and_load_crosswise, str(tmp_path / "run"), world_size=2):
+        assert name == "RankMismatchError"
+    assert files_below(tmp_path) == set()
+
+
+def test_refusals_name_the_argument() -> None:
+    """An option that cannot be is an `InvalidInputError` in one process as well."""
+    with pytest.raises(InvalidInputError, match="thread_count"):
+        ckpt_storage.save({}, "memory://x", thread_count=0)

@@ -1,0 +1,108 @@
+"""Fast-LLM 543: a slow storage on one rank ran into the training group's own timeout.
+
+The pattern: rank 0 writes while the others wait for it in a collective of the default group,
+whose watchdog is made for training steps. The slow storage is our S3 server, which delays one
+request by four times that timeout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import front_door_cases as cases
+import fsspec
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dcp_cases import same, seeded
+from torch.distributed.checkpoint.api import CheckpointException
+
+import ckpt_storage
+from ckpt_storage.testing._s3faults import FaultRule
+from ckpt_storage.testing.ranks import RankPool
+from ckpt_storage.testing.s3server import S3Server
+
+GROUP_TIMEOUT_S = 2.0
+SLOW_S = 8.0
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    """Return a state of which both ranks write a part."""
+    return {"w": seeded(1, 1000), f"of-{rank}": seeded(rank, 10)}
+
+
+def warm_up(_rank: int) -> None:
+    """Import the S3 client: under load that alone takes longer than the group's timeout."""
+    import s3fs  # noqa: F401, PLC0415  # in the ranks' processes
+
+
+def save_as_stock(rank: int, folder: str, url: str, options: dict[str, Any]) -> str:
+    """Write as rank 0 and wait as the others, on the default group; return what that raises."""
+    with cases.default_group(rank, 2, folder, timeout_s=GROUP_TIMEOUT_S):
+        try:
+            if rank == 0:
+                with fsspec.open(f"{url}/plain", "wb", **options) as file:
+                    file.write(b"x" * 1000)
+            dist.barrier()
+        except RuntimeError as error:
+            return str(error)
+    return "saved"
+
+
+def save_by_dcp(rank: int, folder: str, url: str, options: dict[str, Any]) -> str:
+    """Save by `dcp.save` with our writer, whose collectives run on the default group."""
+    with cases.default_group(rank, 2, folder, timeout_s=GROUP_TIMEOUT_S):
+        writer = ckpt_storage.CheckpointStorageWriter(f"{url}/dcp", storage_options=options)
+        try:
+            dcp.save(state_of(rank), storage_writer=writer)
+        except (RuntimeError, CheckpointException) as error:
+            return str(error)
+    return "saved"
+
+
+def save_by_ours(rank: int, folder: str, url: str, options: dict[str, Any]) -> str:
+    """Save by `ckpt_storage.save` on the same group, and train on it before and after."""
+    with cases.default_group(rank, 2, folder, timeout_s=GROUP_TIMEOUT_S):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        ckpt_storage.save(state_of(rank), f"{url}/ours", storage_options=options)
+        dist.all_reduce(total)
+        assert total.item() == 4.0
+        target = {key: torch.zeros_like(value) for key, value in state_of(rank).items()}
+        ckpt_storage.load(target, f"{url}/ours", storage_options=options)
+        assert same(target, state_of(rank))
+    return "saved"
+
+
+def run_with_slow_server(ranks: RankPool, folder: Path, job: Any, key: str) -> list[str]:
+    """Run a job whose first write of an object with `key` in its name is answered late."""
+    folder.mkdir()
+    with S3Server() as server:
+        server.create_bucket("bucket")
+        rule = FaultRule(op="put|part|complete", key=key, action="delay", delay_s=SLOW_S)
+        server.faults([rule])
+        ranks.run(warm_up, world_size=2)
+        results = ranks.run(
+            job, str(folder), "s3://bucket/run", server.storage_options, world_size=2
+        )
+        assert [record.key for record in server.requests if record.fault == "delay"]
+    return results
+
+
+def test_regression_fast_llm_543_waiting_on_the_training_group_times_out(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """The pattern fails here: the waiting rank's collective dies while rank 0 still writes."""
+    for name, job, key in (("plain", save_as_stock, "plain"), ("dcp", save_by_dcp, "__0_")):
+        results = run_with_slow_server(ranks, tmp_path / name, job, key)
+        assert results != ["saved", "saved"], name
+        assert any("timed out" in text.lower() or "timeout" in text.lower() for text in results)
+
+
+def test_regression_fast_llm_543_save_outlasts_the_training_groups_timeout(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """`save` on that group, with storage that takes four times its timeout, succeeds."""
+    results = run_with_slow_server(ranks, tmp_path / "ours", save_by_ours, "__0_")
+    assert results == ["saved", "saved"]

@@ -1,0 +1,82 @@
+"""Ranks that each make a path from their own clock: a save that nobody can load.
+
+With torch's own writer every rank reports success into its own folder. The ranks' clocks here
+differ by one second, so each has another path.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import front_door_cases as cases
+import pytest
+import torch.distributed.checkpoint as dcp
+from dcp_cases import failures_of, files_below
+from torch.distributed.checkpoint.api import CheckpointException
+
+import ckpt_storage
+from ckpt_storage import CheckpointStorageWriter, RankMismatchError
+from ckpt_storage.testing.ranks import RankPool
+
+
+def path_of(rank: int, folder: str) -> str:
+    """Return the path that a rank makes from its clock."""
+    return f"{folder}/2026-01-01T00-00-{rank:02}"
+
+
+def save_by_stock(rank: int, folder: str) -> str:
+    """Save by torch's writer, to a path of each rank's own."""
+    dcp.save(cases.state_of(1), storage_writer=dcp.FileSystemWriter(path_of(rank, folder)))
+    return "saved"
+
+
+def load_by_stock(_rank: int, folder: str) -> list[str]:
+    """Load by torch's reader what rank 0 saved; return each rank's exception."""
+    target = cases.state_of(1, zeros=True)
+    try:
+        dcp.load(target, storage_reader=dcp.FileSystemReader(path_of(0, folder)))
+    except CheckpointException as error:
+        return [f"{type(one).__name__}: {one}" for one in failures_of(error).values()]
+    return []
+
+
+def test_regression_own_clocks_stock_save_succeeds_and_cannot_be_loaded(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """The pattern fails here: every rank reports success, and loading misses a file."""
+    assert ranks.run(save_by_stock, str(tmp_path), world_size=2) == ["saved", "saved"]
+    for told in ranks.run(load_by_stock, str(tmp_path), world_size=2):
+        assert any("FileNotFoundError" in text and ".distcp" in text for text in told)
+
+
+def save_by_ours(rank: int, folder: str) -> tuple[dict[str, list[int]], str]:
+    """Save by `save`, to a path of each rank's own; then together."""
+    error = cases.caught(ckpt_storage.save, cases.state_of(1), path_of(rank, folder), timeout=20.0)
+    assert isinstance(error, RankMismatchError)
+    pickle.loads(pickle.dumps(error))
+    return error.values, str(error)
+
+
+def save_by_dcp(rank: int, folder: str) -> tuple[dict[str, list[int]], str]:
+    """Save by `dcp.save` with our writer, to a path of each rank's own."""
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(cases.state_of(1), storage_writer=CheckpointStorageWriter(path_of(rank, folder)))
+    error: Any = failures_of(caught.value)[rank]
+    assert isinstance(error, RankMismatchError)
+    return error.values, str(error)
+
+
+@pytest.mark.parametrize("job", [save_by_ours, save_by_dcp])
+def test_regression_own_clocks_are_refused_on_all_ranks_before_anything_is_made(
+    ranks: RankPool, tmp_path: Path, job: Any
+) -> None:
+    """All ranks raise an error that lists each path with its ranks, and no name was made."""
+    for values, text in ranks.run(job, str(tmp_path), world_size=3):
+        assert sorted(values.values()) == [[0], [1], [2]]
+        for rank in range(3):
+            assert any(value.endswith(f"{rank:02}") for value in values)
+        assert "broadcast" in text
+    assert files_below(tmp_path) == set()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,503 @@
+"""Shared uploads across processes, through faults, and past those that come too late."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import multiprocessing
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crc32c import crc32c
+
+from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.options import RetryPolicy
+from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.base import PartReceipt, Store
+from ckpt_storage.store.dialect_s3_requests import S3Requests
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.posix import Posix
+from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.store.retry import RetryStore
+from ckpt_storage.testing.faults import FaultStore, Rule
+from ckpt_storage.testing.posix_faults import FaultPosix
+from ckpt_storage.testing.power import PowerCutPosix
+from ckpt_storage.testing.s3server import FaultRule, S3Server
+
+PATH = "hf/model.safetensors"
+PART_BYTES = 5 * 1024 * 1024
+WAIT_S = 60.0
+POLICY = RetryPolicy(attempt_count=3, first_delay_s=0.01, max_delay_s=0.02)
+
+
+def part(number: int) -> bytes:
+    """Return the bytes of one part."""
+    return bytes([number + 1]) * PART_BYTES
+
+
+def view(data: bytes) -> list[memoryview]:
+    """Return buffers for `write_part`."""
+    return [memoryview(data)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    """One server for all tests of this file."""
+    with S3Server() as running:
+        yield running
+
+
+def s3_root(server: S3Server) -> tuple[str, Mapping[str, Any]]:
+    """Return URL and options of a bucket of its own."""
+    server.faults([])
+    bucket = f"test-{uuid.uuid4().hex}"
+    server.create_bucket(bucket)
+    return f"s3://{bucket}/run", server.storage_options
+
+
+def s3_plain(root: tuple[str, Mapping[str, Any]]) -> RemoteStore:
+    """Return a store without retries."""
+    return RemoteStore(Location.of(root[0], root[1]), request_timeout_s=30)
+
+
+def member_process(
+    url: str, options: Mapping[str, Any], ticket: str, number: int, pipe: Any
+) -> None:
+    """Join an upload in another process, write one part, send the receipts back."""
+    store = open_store(url, storage_options=options or None)
+    upload = store.join_upload(PATH, ticket, part_bytes=PART_BYTES)
+    upload.write_part(number, number * PART_BYTES, view(part(number)), last=False)
+    pipe.send([receipt.to_json() for receipt in upload.receipts()])
+    pipe.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "s3"])
+def test_processes_write_one_object(kind: str, tmp_path: Path, server: S3Server) -> None:
+    """Two other processes write a part each; the owner the rest, and completes."""
+    root: tuple[str, Mapping[str, Any]] = (str(tmp_path / "run"), {})
+    if kind == "s3":
+        root = s3_root(server)
+    store = open_store(root[0], storage_options=root[1] or None)
+    store.prepare(["hf"])
+    owner = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
+    context = multiprocessing.get_context("spawn")
+    members = []
+    for number in (0, 2):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(
+            target=member_process, args=(*root, owner.ticket(), number, there)
+        )
+        process.start()
+        there.close()
+        members.append((process, here))
+    owner.write_part(1, PART_BYTES, view(part(1)), last=False)
+    owner.write_part(3, 3 * PART_BYTES, view(b"end"), last=True)
+    receipts = []
+    for process, here in members:
+        assert here.poll(WAIT_S)
+        receipts += [PartReceipt.from_json(values) for values in here.recv()]
+        process.join(WAIT_S)
+        assert process.exitcode == 0
+    owner.complete(3 * PART_BYTES + 3, receipts=receipts)
+    assert store.read(PATH) == part(0) + part(1) + part(2) + b"end"
+    assert [entry.path for entry in store.list("")] == [PATH]
+
+
+@pytest.mark.parametrize(
+    "values", [[1, 2], [1, 2, "3", "", None], [1, 2, 3, 4, 5], [1, 2, 3, "", "x"]]
+)
+def test_what_is_no_receipt_is_refused(values: list[Any]) -> None:
+    """Values of another length or type do not become a receipt."""
+    with pytest.raises(ValueError, match=r"receipt|unpack"):
+        PartReceipt.from_json(values)
+
+
+# On POSIX.
+
+
+def local(tmp_path: Path, posix: Posix | None = None) -> LocalStore:
+    """Return a store with the folder for weight files."""
+    store = LocalStore(str(tmp_path / "run"))
+    store.prepare(["hf"])
+    return LocalStore(str(tmp_path / "run"), posix=posix)
+
+
+def test_a_failed_sync_of_a_member_is_final(tmp_path: Path) -> None:
+    """After fsync failed once, the member never gives receipts, so nothing can be completed."""
+    posix = FaultPosix([Rule(action="error", operation="fsync", errno=errno.EIO)])
+    store = local(tmp_path)
+    owner = store.start_shared_upload(PATH, part_bytes=1)
+    member = RetryStore(local(tmp_path, posix), policy=POLICY).join_upload(
+        PATH, owner.ticket(), part_bytes=1
+    )
+    member.write_part(0, 0, view(b"data"), last=True)
+    for _ in range(2):
+        with pytest.raises(StorageError):
+            member.receipts()
+    assert sum(call.operation == "fsync" for call in posix.script.calls) == 1
+    assert posix.open_count == 0
+    with pytest.raises(StorageError):
+        owner.complete(4)
+    owner.abort()
+    assert list((tmp_path / "run" / "hf").iterdir()) == []
+
+
+def test_a_failed_sync_of_the_owner_is_final(tmp_path: Path) -> None:
+    """After the owner's own fsync failed, it cannot complete: the kernel may have lost pages."""
+    posix = FaultPosix([Rule(action="error", operation="fsync", errno=errno.EIO)])
+    local(tmp_path)
+    owner = RetryStore(local(tmp_path, posix), policy=POLICY).start_shared_upload(
+        PATH, part_bytes=1
+    )
+    owner.write_part(0, 0, view(b"data"), last=True)
+    for step in (owner.receipts, owner.receipts, lambda: owner.complete(4)):
+        with pytest.raises(StorageError):
+            step()
+    owner.abort()
+    assert posix.open_count == 0
+    assert list((tmp_path / "run" / "hf").iterdir()) == []
+
+
+def test_what_a_member_gave_receipts_for_survives_a_power_cut(tmp_path: Path) -> None:
+    """A member syncs its own writes, as the owner's host may not have them in its cache."""
+    posix = PowerCutPosix(tmp_path / "graveyard")
+    store = local(tmp_path)
+    store.write("source", b"copied")
+    owner = store.start_shared_upload(PATH, part_bytes=1)
+    member = local(tmp_path, posix).join_upload(PATH, owner.ticket(), part_bytes=1)
+    member.write_part(0, 0, view(b"data"), last=False)
+    source = store.copy_source("source")
+    assert source is not None
+    member.copy_part(4, 4, source, 0, 6, last=True)
+    receipts = member.receipts()
+    posix.power_cut("data")
+    owner.complete(10, receipts=receipts)
+    assert store.read(PATH) == b"datacopied"
+
+
+def test_a_member_closes_the_file_when_it_gives_its_receipts(tmp_path: Path) -> None:
+    """Then no descriptor is left through which a late thread could write."""
+    posix = FaultPosix()
+    store = local(tmp_path)
+    owner = store.start_shared_upload(PATH, part_bytes=1)
+    members = [
+        local(tmp_path, posix).join_upload(PATH, owner.ticket(), part_bytes=1) for _ in range(2)
+    ]
+    assert posix.open_count == 2
+    members[0].receipts()
+    members[1].abort()
+    assert posix.open_count == 0
+    owner.abort()
+
+
+def test_a_ticket_names_no_file_elsewhere(tmp_path: Path) -> None:
+    """A forged ticket cannot make a member write to any other file."""
+    store = local(tmp_path)
+    for name in ("../x", "model.safetensors", "/etc/passwd", ".x.tmp-0123456789abcdef/../../y"):
+        ticket = f'{{"kind":"posix","path":"{PATH}","name":"{name}"}}'
+        with pytest.raises(InvalidInputError):
+            store.join_upload(PATH, ticket, part_bytes=1)
+    link = tmp_path / "run" / "hf" / ".x.tmp-0123456789abcdef"
+    link.symlink_to(tmp_path / "victim")
+    (tmp_path / "victim").write_bytes(b"safe")
+    ticket = f'{{"kind":"posix","path":"{PATH}","name":"{link.name}"}}'
+    with pytest.raises(StorageError):
+        store.join_upload(PATH, ticket, part_bytes=1)
+    assert (tmp_path / "victim").read_bytes() == b"safe"
+
+
+@pytest.mark.parametrize("action", ["error", "short", "lost_answer"])
+def test_copies_within_the_kernel_go_on_after_faults(tmp_path: Path, action: Any) -> None:
+    """A copy that was cut short is finished, one that failed is repeated."""
+    posix = FaultPosix([Rule(action=action, operation="copy_file_range", errno=errno.EIO)])
+    store = RetryStore(local(tmp_path, posix), policy=POLICY)
+    data = os.urandom(100_000)
+    store.write("source", data)
+    upload = store.start_shared_upload(PATH, part_bytes=1)
+    source = store.copy_source("source")
+    assert source is not None
+    upload.write_part(0, 0, view(b"12345678"), last=False)
+    assert upload.copy_part(8, 8, source, 8, 99_992, source_bytes=100_000, last=True) is None
+    upload.complete(100_000)
+    assert store.read(PATH) == b"12345678" + data[8:]
+
+
+@pytest.mark.parametrize(
+    ("source_start", "start", "length"),
+    [
+        (0, 0, 20_000),
+        (100, 100, 20_000),
+        (100, 4196, 9000),
+        (100, 0, 20_000),
+        (0, 0, 100),
+        (4095, 8191, 4097),
+    ],
+)
+def test_whole_blocks_are_copied_by_calls_of_their_own(
+    tmp_path: Path, source_start: int, start: int, length: int
+) -> None:
+    """Where source and target lie alike, one call is of whole blocks at block edges."""
+    calls: list[tuple[int, int, int]] = []
+
+    class Noting(Posix):
+        def copy_file_range(
+            self, source_fd: int, source_offset: int, fd: int, offset: int, length: int
+        ) -> int:
+            calls.append((source_offset, offset, length))
+            return super().copy_file_range(source_fd, source_offset, fd, offset, length)
+
+    store = local(tmp_path, Noting())
+    data = os.urandom(source_start + length + 10)
+    store.write("source", data)
+    upload = store.start_shared_upload(PATH, part_bytes=1)
+    source = store.copy_source("source")
+    assert source is not None
+    if start:
+        upload.write_part(0, 0, view(bytes(start)), last=False)
+    upload.copy_part(1, start, source, source_start, length, last=True)
+    upload.complete(start + length)
+    assert store.read(PATH) == bytes(start) + data[source_start : source_start + length]
+    alike = (source_start - start) % 4096 == 0
+    blocks = (start + length) // 4096 - -(-start // 4096)
+    shared = [c for c in calls if all(value % 4096 == 0 for value in c)]
+    assert sum(c[2] for c in shared) == (blocks * 4096 if alike and blocks > 0 else 0)
+
+
+def test_stores_of_two_kinds_copy_nothing_from_each_other(tmp_path: Path) -> None:
+    """A local store is no source for memory, nor memory for a local store."""
+    disk = open_store(str(tmp_path))
+    memory = open_store(f"memory://{uuid.uuid4().hex}/run")
+    assert disk.can_copy_from(disk)
+    assert memory.can_copy_from(open_store(f"memory://{uuid.uuid4().hex}/other"))
+    assert not disk.can_copy_from(memory)
+    assert not memory.can_copy_from(disk)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no second file system")  # noqa: S108
+def test_disks_copy_from_one_file_system_only(tmp_path: Path) -> None:
+    """A folder on another file system is no source."""
+    here = open_store(str(tmp_path))
+    there = open_store("/dev/shm")  # noqa: S108  # nothing is written there
+    assert here.can_copy_from(open_store(str(tmp_path / ".."))) or tmp_path.parent.is_mount()
+    assert not here.can_copy_from(there)
+
+
+# Behind deadlines.
+
+
+def test_an_upload_with_a_part_under_way_gives_no_receipts(tmp_path: Path) -> None:
+    """A part that was given up may still be changing: its member can only be left."""
+    rule = Rule(action="hang", operation="write_part")
+    faults = FaultStore(local(tmp_path), [rule])
+    store = RetryStore(faults, policy=POLICY, request_timeout_s=0.2)
+    owner = RetryStore(local(tmp_path)).start_shared_upload(PATH, part_bytes=1)
+    member = store.join_upload(PATH, owner.ticket(), part_bytes=1)
+    with pytest.raises(StorageError) as caught:
+        member.write_part(0, 0, view(b"data"), last=True)
+    assert caught.value.kind == "timeout"
+    with pytest.raises(StorageError, match="did not end in time"):
+        member.receipts()
+    faults.script.release()
+    member.abort()
+    owner.abort()
+
+
+@pytest.mark.parametrize("operation", ["ticket", "write_part", "copy_part", "complete", "abort"])
+@pytest.mark.parametrize("action", ["error", "lost_answer"])
+def test_every_step_is_repeated_after_a_passing_fault(
+    tmp_path: Path, operation: str, action: Any
+) -> None:
+    """One error, or one lost answer, of any step of a shared upload changes nothing."""
+    faults = FaultStore(local(tmp_path), [Rule(action=action, operation=operation)])
+    store = RetryStore(faults, policy=POLICY)
+    store.write("source", b"source")
+    source = store.copy_source("source")
+    assert source is not None
+    upload = store.start_shared_upload(PATH, part_bytes=1)
+    member = store.join_upload(PATH, upload.ticket(), part_bytes=1)
+    member.write_part(0, 0, view(b"data"), last=False)
+    upload.copy_part(4, 4, source, 0, 6, last=True)
+    upload.complete(10, receipts=member.receipts())
+    assert store.read(PATH) == b"datasource"
+    other = store.start_shared_upload("hf/other", part_bytes=1)
+    other.abort()
+    assert [entry.path for entry in store.list("hf")] == [PATH]
+
+
+# On S3.
+
+
+def test_parts_carry_checksums_from_end_to_end(server: S3Server) -> None:
+    """The finished object has the CRC-32C that the parts' receipts combine to."""
+    root = s3_root(server)
+    store = s3_plain(root)
+    upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
+    upload.write_part(0, 0, view(part(0)), last=False)
+    upload.write_part(1, PART_BYTES, view(b"end"), last=True)
+    assert [receipt.crc32c for receipt in upload.receipts()] == [crc32c(part(0)), crc32c(b"end")]
+    upload.complete(PART_BYTES + 3)
+    assert store.read(PATH) == part(0) + b"end"
+
+
+def test_a_server_without_checksums_is_sent_none(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a server does not say that it computes checksums, none are sent and none expected."""
+    root = s3_root(server)
+    store = s3_plain(root)
+    store.write("source", part(3))
+    source = store.copy_source("source")
+    assert source is not None
+    upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
+    real = S3Requests.send
+
+    def send(self: Any, method: str, **arguments: Any) -> Mapping[str, Any]:
+        assert "ChecksumCRC32C" not in arguments
+        for name in ("ChecksumAlgorithm", "ChecksumType"):
+            arguments.pop(name, None)
+        return real(self, method, **arguments)
+
+    monkeypatch.setattr(S3Requests, "send", send)
+    upload.write_part(0, 0, view(part(0)), last=False)
+    assert upload.copy_part(1, PART_BYTES, source, 0, PART_BYTES, last=True) is None
+    upload.complete(2 * PART_BYTES)
+    assert store.read(PATH) == part(0) + part(3)
+
+
+@pytest.mark.parametrize("existing", ["refuse", "replace"])
+def test_a_lost_answer_to_the_completion_is_resolved(server: S3Server, existing: Any) -> None:
+    """The object is recognised as our own, not refused as somebody else's."""
+    root = s3_root(server)
+    store = open_store(root[0], storage_options=root[1], retry=POLICY)
+    upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
+    upload.write_part(0, 0, view(part(0)), last=True)
+    server.faults([FaultRule(op="complete", action="lost")])
+    upload.complete(PART_BYTES, existing=existing)
+    server.faults([])
+    assert store.read(PATH) == part(0)
+    assert store.abort_uploads("") == 0
+
+
+def test_a_source_that_changes_between_copies_is_noticed(server: S3Server) -> None:
+    """All copies of one source come from the version that the first one saw."""
+    root = s3_root(server)
+    store = s3_plain(root)
+    store.write("source", part(0) + part(1))
+    source = store.copy_source("source")
+    assert source is not None
+    upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
+    told = upload.copy_part(0, 0, source, 0, PART_BYTES, last=False)
+    assert told == crc32c(part(0))
+    store.replace("source", part(2) + part(3))
+    with pytest.raises(StorageError) as caught:
+        upload.copy_part(1, PART_BYTES, source, PART_BYTES, PART_BYTES, last=True)
+    assert caught.value.kind == "precondition"
+    upload.abort()
+    assert store.abort_uploads("") == 0
+
+
+def test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing(server: S3Server) -> None:
+    """The owner's late part finds that the upload was aborted, and nothing stays open."""
+    root = s3_root(server)
+    store = s3_plain(root)
+    upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
+    upload.ticket()
+    server.faults([FaultRule(op="part", action="delay", delay_s=0.5)])
+    failures: list[CheckpointError] = []
+
+    def late() -> None:
+        try:
+            upload.write_part(0, 0, view(part(0)), last=True)
+        except CheckpointError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    upload.abort()
+    thread.join(WAIT_S)
+    server.faults([])
+    assert failures
+    assert store.abort_uploads("") == 0
+    assert store.list("") == []
+
+
+def test_buckets_copy_from_themselves_only(server: S3Server) -> None:
+    """Another bucket of the same server is no source; another prefix of the bucket is."""
+    url, options = s3_root(server)
+    mine = s3_plain((url, options))
+    assert mine.can_copy_from(s3_plain((url.replace("/run", "/elsewhere"), options)))
+    assert not mine.can_copy_from(s3_plain(s3_root(server)))
+
+
+def test_no_receipt_of_a_missing_range_is_made(server: S3Server) -> None:
+    """A range that leaves the source is refused before anything is copied."""
+    root = s3_root(server)
+    store = s3_plain(root)
+    store.write("source", part(0))
+    source = store.copy_source("source")
+    assert source is not None
+    upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
+    with pytest.raises(IntegrityError):
+        upload.copy_part(0, 0, source, 1, PART_BYTES, last=True)
+    assert upload.receipts() == []
+    upload.abort()
+
+
+def stores_of(server: S3Server, tmp_path: Path) -> dict[str, Callable[[], Store]]:
+    """Return how to open each kind of store."""
+    return {
+        "local": lambda: local(tmp_path),
+        "s3": lambda: s3_plain(s3_root(server)),
+        "memory": lambda: open_store(f"memory://{uuid.uuid4().hex}/run"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["local", "s3", "memory"])
+def test_a_late_owner_replaces_nothing(kind: str, server: S3Server, tmp_path: Path) -> None:
+    """Of two uploads to one name the second to complete is refused, whichever began first."""
+    store = stores_of(server, tmp_path)[kind]()
+    uploads = [store.start_shared_upload(PATH, part_bytes=PART_BYTES) for _ in range(2)]
+    for number, upload in enumerate(uploads):
+        upload.write_part(0, 0, view(part(number)), last=True)
+    uploads[1].complete(PART_BYTES)
+    for _ in range(2):
+        with pytest.raises(StorageError):
+            uploads[0].complete(PART_BYTES)
+    uploads[0].abort()
+    assert store.read(PATH) == part(1)
+    assert [entry.path for entry in store.list("")] == [PATH]
+
+
+def test_gaps_and_overlaps_of_receipts_are_found(tmp_path: Path) -> None:
+    """Only receipts that are the object exactly, in the order of their numbers, complete it."""
+    store = local(tmp_path)
+    good = [
+        PartReceipt(number=0, offset=0, size_bytes=4, token="a"),
+        PartReceipt(number=1, offset=4, size_bytes=4, token="b"),
+    ]
+    bad = [
+        good[:1],
+        good[1:],
+        [good[0], PartReceipt(number=1, offset=3, size_bytes=5, token="b")],
+        [*good, PartReceipt(number=2, offset=8, size_bytes=1, token="c")],
+        [
+            PartReceipt(number=1, offset=0, size_bytes=4),
+            PartReceipt(number=0, offset=4, size_bytes=4),
+        ],
+        [*good, PartReceipt(number=1, offset=4, size_bytes=4, token="c")],
+    ]
+    for receipts in bad:
+        for order in itertools.islice(itertools.permutations(receipts), 3):
+            upload = store.start_shared_upload(PATH, part_bytes=1)
+            member = store.join_upload(PATH, upload.ticket(), part_bytes=1)
+            member.write_part(0, 0, view(b"12345678"), last=True)
+            member.receipts()
+            with pytest.raises(CheckpointError):
+                upload.complete(8, receipts=order)
+            upload.abort()
+    assert store.list("") == []
