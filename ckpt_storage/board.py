@@ -40,6 +40,9 @@ class Board(Protocol):
     def twin(self) -> Board:
         """Return a board of the same content, on which a call never waits for one on this."""
 
+    def close(self) -> None:
+        """Let go of connection and threads; idempotent, never waits."""
+
 
 class LocalBoard:
     """A board for the threads of one process."""
@@ -76,6 +79,9 @@ class LocalBoard:
     def twin(self) -> LocalBoard:
         """Return this board: none of its calls waits."""
         return self
+
+    def close(self) -> None:
+        """Do nothing."""
 
     @property
     def keys(self) -> list[str]:

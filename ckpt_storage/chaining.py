@@ -6,6 +6,7 @@ Knows options of both, and that a checkpoint which is committed stays so. Called
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 
 from .consolidating import output_location, track
@@ -13,10 +14,12 @@ from .consolidation.job import ConsolidateJob
 from .consolidation.options import ConsolidateOptions
 from .consolidation.report import ConsolidationReport
 from .consolidation.run import run_consolidate
+from .deadline import Deadline
 from .errors import CheckpointError, ConsolidationError, InvalidInputError, StorageError
 from .info import CheckpointInfo
 from .operation import Operation
-from .options import Progress, RetryPolicy, Timeouts
+from .options import Phase, Progress, RetryPolicy, Timeouts
+from .reports import as_checkpoint_errors
 from .store import Location
 
 __all__ = ["Chained", "chained_job", "consolidate_committed"]
@@ -57,6 +60,34 @@ def chained_job(
     )
 
 
+class _InOnePhase:
+    """An operation in which all that a consolidation does is one phase: the save is over."""
+
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+        self.rank = operation.rank
+        self.world_size = operation.world_size
+        self.is_coordinator = operation.is_coordinator
+
+    def phase(
+        self,
+        phase: Phase,  # noqa: ARG002  # planning is part of it
+        timeout_s: float | None = None,
+        *,
+        total_bytes: int = 0,
+    ) -> Deadline:
+        return self._operation.phase("consolidate", timeout_s, total_bytes=total_bytes)
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        return self._operation.gather(payload)
+
+    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+        return self._operation.scatter(payloads)
+
+    def broadcast(self, payload: bytes) -> bytes:
+        return self._operation.broadcast(payload)
+
+
 def consolidate_committed(
     operation: Operation, job: ConsolidateJob, info: CheckpointInfo
 ) -> ConsolidationReport:
@@ -65,7 +96,8 @@ def consolidate_committed(
     Raises `ConsolidationError` with `info`: the checkpoint stays committed.
     """
     try:
-        return run_consolidate(operation, job)
+        with as_checkpoint_errors(f"the consolidation of {info.url}", operation.rank):
+            return run_consolidate(_InOnePhase(operation), job)
     except CheckpointError as caught:
         error = caught
         failure = operation.failure()

@@ -27,7 +27,7 @@ from .coordination import Coordinator, solo
 from .errors import CheckpointError
 from .options import DEFAULT_MEMORY_LIMIT_BYTES, Progress, RetryPolicy, Timeouts
 from .progress import reporting
-from .reports import as_checkpoint_errors
+from .reports import as_checkpoint_errors, place_of
 from .store import Location
 
 if TYPE_CHECKING:
@@ -119,11 +119,12 @@ def consolidate(  # the public surface, all keyword-only
         )
 
     try:
-        chosen, refusal = job(), None
+        with as_checkpoint_errors("The call of consolidate", coordinator.rank):
+            chosen, refusal = job(), None
     except CheckpointError as error:
         # The other ranks are waiting to be told.
         chosen, refusal = None, error
-    what = f"the consolidation of {os.fspath(url)}"
+    what = f"the consolidation of {place_of(url)}"
     timeouts = chosen.timeouts if chosen else Timeouts()
     with (
         coordinator.operation(what, timeouts=timeouts) as operation,

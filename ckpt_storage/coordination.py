@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from .board import Board, BoardError, LocalBoard
 from .errors import InvalidInputError, PhaseTimeoutError, StorageError
+from .meeting import GivenUp
 from .operation import Operation
 from .options import Timeouts
 from .reports import COORDINATOR
@@ -49,6 +50,7 @@ class Coordinator:
         self.board = board
         self.debris: list[str] = []
         self.number = 0
+        self.given_up: GivenUp | None = None
         self._lock = threading.Lock()
 
     @property

@@ -23,7 +23,7 @@ from .coordination import Coordinator, solo
 from .errors import InvalidInputError, StorageError
 from .store.timed import TimedPool
 
-__all__ = ["StoreAddress", "StoreBoard", "coordinator_of", "store_of"]
+__all__ = ["StoreAddress", "StoreBoard", "coordinator_of", "drop_lane", "store_of"]
 
 _T = TypeVar("_T")
 
@@ -58,6 +58,11 @@ class StoreBoard:
         """
         # Torch's stub of a store leaves `clone` out.
         return StoreBoard(lambda: self.root().clone(), self._prefix)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Drop the connection and end the waiting threads; a call under way ends by itself."""
+        self._root = None
+        self._pool.close()
 
     def _open(self) -> dist.Store:
         return dist.PrefixStore(self._prefix, self.root())
@@ -197,6 +202,15 @@ def coordinator_of(process_group: dist.ProcessGroup | None, *, lane: str = "main
             board = StoreBoard(lambda: store, f"ckpt_storage/{lane}")
             lanes[lane] = Coordinator(board.twin(), rank=rank, world_size=world_size)
         return lanes[lane]
+
+
+def drop_lane(process_group: dist.ProcessGroup | None, lane: str) -> None:
+    """Forget the Coordinator of a lane that is used no more, and its connection."""
+    group = dist.group.WORLD if process_group is None and dist.is_initialized() else process_group
+    with _lock:
+        dropped = _coordinators.get(group, {}).pop(lane, None) if group is not None else None
+    if dropped is not None:
+        dropped.board.close()
 
 
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:

@@ -33,6 +33,9 @@ class Watch(Protocol):
     def expect(self, total_bytes: int) -> None:
         """Note how many bytes the phase has in all."""
 
+    def failed(self, error: CheckpointError) -> None:
+        """Note a failure at once, because what it leaves behind hangs."""
+
     def ended_file(self) -> None:
         """Note that one more file is complete."""
 
@@ -88,6 +91,11 @@ class Deadline:
         if self._watch is not None:
             self._watch.ended_file()
 
+    def failed(self, error: CheckpointError) -> None:
+        """Tell whoever watches of a failure at once: what it leaves behind hangs."""
+        if self._watch is not None:
+            self._watch.failed(error)
+
     def remaining_s(self) -> float:
         """Return the seconds left, 0 when there are none."""
         return max(0.0, self._at - self._clock())
@@ -122,7 +130,7 @@ class Deadline:
             yield
         except CheckpointError as error:
             failure = self._watch.failure() if self._watch is not None else None
-            if failure is not None and isinstance(error, StorageError):
+            if failure is not None and failure is not error and isinstance(error, StorageError):
                 raise failure from error
             if (
                 isinstance(error, StorageError)

@@ -13,21 +13,11 @@ from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from .errors import CheckpointError
 from .operation import Operation
-from .store import Location
 
-__all__ = ["exchange_plans", "place_of", "plain_state", "takes"]
+__all__ = ["exchange_plans", "plain_state", "takes"]
 
 _Plan = TypeVar("_Plan")
-
-
-def place_of(url: object) -> str:
-    """Return what messages call a user's `url`, whatever was passed; without credentials."""
-    try:
-        return Location.of(url).url  # type: ignore[arg-type]  # it says so of what is no URL
-    except CheckpointError:
-        return "a place that cannot be used"
 
 
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:

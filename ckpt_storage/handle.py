@@ -285,6 +285,9 @@ class SaveHandle:
                 return
             self._state, self._info, self._error = state, info, error
             self._cancel = None
+            # What it followed holds connections: what is known now stays.
+            known = self._source()
+            self._source = lambda: known
             self._staged.set()
             self._ended.set()
             callbacks, self._callbacks = self._callbacks, []

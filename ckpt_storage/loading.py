@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from .coordination_torch import coordinator_of
 from .errors import CheckpointError
-from .frontdoor import exchange_plans, place_of, plain_state
+from .frontdoor import exchange_plans, plain_state
 from .operation import Operation
 from .options import Engine, Progress, RetryPolicy, Timeouts
 from .reader import CheckpointStorageReader
-from .reports import as_checkpoint_errors
+from .reports import as_checkpoint_errors, place_of
 
 __all__ = ["load"]
 
@@ -73,7 +73,7 @@ def load(  # the public surface, all keyword-only
             do: `CheckpointNotFoundError`, `IntegrityError`, `RankMismatchError`,
             `RankFailedError`, `PhaseTimeoutError`, `StorageError`, `UnsafeContentError`. Tensors
             of `state` then hold undefined values, and may change for as long as a storage
-            request takes; no `load_state_dict` was called.
+            request takes; no `load_state_dict` was called, unless the error is from one itself.
 
     """
     coordinator = coordinator_of(process_group)

@@ -23,7 +23,7 @@ from .errors import CheckpointError, PhaseTimeoutError
 from .reports import COORDINATOR, name_ranks, of_rank
 from .waits import Waits
 
-__all__ = ["Arrival", "Meeting"]
+__all__ = ["Arrival", "GivenUp", "Meeting"]
 
 _WITHDRAW_S = 1.0
 
@@ -47,6 +47,14 @@ class _Answer:
     error: CheckpointError | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """The last operation that the coordinator began without a rank that did not come."""
+
+    number: int
+    terms: Mapping[str, str]
+
+
 class Meeting:
     """The beginning of one operation on one rank.
 
@@ -56,9 +64,17 @@ class Meeting:
     """
 
     def __init__(
-        self, waits: Waits, *, rank: int, world_size: int, what: Callable[[], str], number: int
+        self,
+        waits: Waits,
+        *,
+        rank: int,
+        world_size: int,
+        what: Callable[[], str],
+        number: int,
+        given_up: GivenUp | None = None,
     ) -> None:
         self.number = number
+        self.given_up = given_up
         self.nonce = os.urandom(16).hex()
         self.keys: list[str] = []
         self.is_over = False
@@ -167,6 +183,9 @@ class Meeting:
                 self._take_arrivals(came, own)
                 self._reply(came, self._refusal(own, failure))
             raise failure
+        if len(came) < self._world_size:
+            terms = own.hello.terms if own.hello is not None else {}
+            self.given_up = GivenUp(number=own.number, terms=terms)
         answer = self._judge(came, late)
         self._reply(came, answer)
         return answer
@@ -196,14 +215,16 @@ class Meeting:
             if data is None:
                 continue
             arrival: Arrival = pickle.loads(data)  # noqa: S301  # our own ranks
-            order = _order(arrival, own)
+            order = _order(arrival, own, self.given_up)
             if order == "later":
                 return "over"
             self._waits.delete(key)
             if order == "same":
                 came[rank] = arrival
             else:
-                self._reply({rank: arrival}, _Answer(number=own.number, error=self._over(rank)))
+                # Its own number: the next operation that it calls is the one that waits for it.
+                answer = _Answer(number=arrival.number, error=self._over(rank))
+                self._reply({rank: arrival}, answer)
         return "on"
 
     def _reply(self, came: Mapping[int, Arrival], answer: _Answer) -> None:
@@ -259,11 +280,18 @@ class Meeting:
         )
 
 
-def _order(arrival: Arrival, own: Arrival) -> Literal["earlier", "same", "later"]:
+def _order(
+    arrival: Arrival, own: Arrival, given_up: GivenUp | None
+) -> Literal["earlier", "same", "later"]:
     """Return which operation a rank has come to, compared with the coordinator's."""
-    if arrival.number == own.number or arrival.error is not None:
+    if arrival.number == own.number:
         return "same"
-    terms = [said.hello.terms for said in (own, arrival) if said.hello is not None]
-    if len(terms) == 2 and terms[0] == terms[1]:  # noqa: PLR2004  # both
+    terms = None if arrival.hello is None else arrival.hello.terms
+    is_past = given_up is not None and arrival.number <= given_up.number
+    if is_past and given_up is not None and terms in (None, given_up.terms):
+        # Late for what was given up. Its state is older than what the others bring now.
+        return "earlier"
+    if terms is None or (own.hello is not None and terms == own.hello.terms):
+        # One that missed a call altogether counts less, and means the same.
         return "same"
     return "earlier" if arrival.number < own.number else "later"

@@ -23,8 +23,9 @@ from .agreement import Hello
 from .board import Board, BoardError
 from .deadline import Deadline
 from .errors import CheckpointError, PhaseTimeoutError, RankFailedError, SaveCancelledError
+from .info import CheckpointInfo
 from .lifesigns import LifeSigns, Sign
-from .meeting import Meeting
+from .meeting import GivenUp, Meeting
 from .options import Phase, Timeouts
 from .reports import COORDINATOR, Report, name_ranks, told_by, travelling
 from .waits import Waits
@@ -60,6 +61,7 @@ class Group(Protocol):
     board: Board
     debris: list[str]
     number: int
+    given_up: GivenUp | None
 
     @property
     def is_coordinator(self) -> bool:
@@ -86,6 +88,7 @@ class Operation:
         self.timeouts = timeouts
         self.id = ""
         self.save_id: str | None = None
+        self.committed: CheckpointInfo | None = None
         self.on_phase: Callable[[], object] = lambda: None
         self._group = group
         self._board = group.board
@@ -102,6 +105,7 @@ class Operation:
             world_size=group.world_size,
             what=lambda: self.what,
             number=group.number,
+            given_up=group.given_up,
         )
         self._signs = LifeSigns(group.rank, group.world_size)
         self._watcher: Watcher | None = None
@@ -133,7 +137,9 @@ class Operation:
             self._has_ended = True
             if self._watcher is not None:
                 self._watcher.stop()
+                self._watcher = None
             self._group.number = max(self._group.number, self._meeting.number)
+            self._group.given_up = self._meeting.given_up
             self._group.debris.extend([*self._keys, *self._meeting.keys])
 
     # What transfers see.
@@ -145,6 +151,14 @@ class Operation:
     def advanced(self, byte_count: int) -> None:
         """Note bytes done in this phase, for the signs of life."""
         self._signs.advanced(byte_count)
+
+    def failed(self, error: CheckpointError) -> None:
+        """Tell all ranks of a failure before it leaves the block: something of it still hangs."""
+        if self.id and self._waits.failure is None:
+            error.rank = self.rank if error.rank is None else error.rank
+            error.phase = error.phase or self.current_phase
+            self._tell(travelling(error))
+            self._set_failure(error, self.rank)
 
     def expect(self, total_bytes: int) -> None:
         """Note how many bytes this rank has to do in this phase."""
@@ -368,7 +382,11 @@ class Operation:
                 return
         if not self._has_ended:
             report = pickle.dumps(Report(rank=self.rank, error=error))
-            self._board.twin().set_first(self._failed_key, report, _REPORT_S)
+            twin = self._board.twin()
+            try:
+                twin.set_first(self._failed_key, report, _REPORT_S)
+            finally:
+                twin.close()
             self._set_failure(error, self.rank)
 
     def stand_in(
@@ -382,8 +400,11 @@ class Operation:
         if not operation_id and nonce and not self.is_coordinator:
             operation_id = self._meeting.id_given(nonce, _LAST_WORD_S)
         if not operation_id:
-            self._come_failed(error)
-            return
+            operation_id = self._come_failed(error)
+            if not operation_id:
+                return
+            # The coordinator had taken the word of the process that is gone, and answered that.
+            self._board.delete(f"hello/{self.rank}", _REPORT_S)
         self.id = operation_id
         if outcome is not None:
             self.announce(outcome)
@@ -425,8 +446,10 @@ class Operation:
         report = pickle.dumps(Report(rank=self.rank, error=error))
         self._board.set_first(self._failed_key, report, _REPORT_S)
 
-    def _come_failed(self, error: CheckpointError) -> None:
+    def _come_failed(self, error: CheckpointError) -> str:
         """Tell the ranks that this one failed before it met them.
+
+        Returns the id, if the ranks began in spite of it.
 
         As in any operation it waits until they have come: one that went on alone would from
         then on meet them in different operations.
@@ -434,9 +457,10 @@ class Operation:
         if self.world_size > 1:
             log.error("Rank %d failed, and waits to tell the others: %s", self.rank, error)
         try:
-            self._meeting.come(None, error)
+            return self._meeting.come(None, error)
         except CheckpointError as answered:
             log.debug("The ranks were told: %s", answered)
+            return ""
 
     def _leave(self, timeout_s: float) -> None:
         """Say that this rank has read the outcome; the coordinator waits until all have."""

@@ -26,6 +26,7 @@ from .errors import (
     RankMismatchError,
     SaveCancelledError,
 )
+from .store import Location
 
 __all__ = [
     "COORDINATOR",
@@ -33,6 +34,7 @@ __all__ = [
     "as_checkpoint_errors",
     "name_ranks",
     "of_rank",
+    "place_of",
     "told_by",
     "travelling",
 ]
@@ -127,6 +129,14 @@ def as_checkpoint_errors(what: str, rank: int) -> Iterator[None]:
             rank=rank,
             next_step="Its cause, above, says where.",
         ) from error
+
+
+def place_of(url: object) -> str:
+    """Return what messages call a user's `url`, whatever was passed; without credentials."""
+    try:
+        return Location.of(url).url  # type: ignore[arg-type]  # it says so of what is no URL
+    except CheckpointError:
+        return "a place that cannot be used"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from .chaining import Chained
-from .coordination_torch import coordinator_of
+from .coordination_torch import coordinator_of, drop_lane
 from .errors import (
     CheckpointError,
     InvalidInputError,
 )
 from .exits import flush_at_exit
-from .frontdoor import place_of, plain_state
+from .frontdoor import plain_state
 from .handle import SaveHandle
 from .hostbuffers import HostBuffers
 from .options import Engine, Progress, RetryPolicy, Timeouts
-from .reports import as_checkpoint_errors
+from .reports import as_checkpoint_errors, place_of
 from .savetask import SaveTask
 from .saving import SaveOptions
 from .staging import begin_stage, stage
@@ -117,7 +117,9 @@ class AsyncSaver:
         self._lock = threading.Lock()
         self._exit_timeout_s = exit_timeout_s
         # Non-blocking: a saver that is forgotten lets its saves end, and its worker with them.
-        self._finalizer = weakref.finalize(self, _let_go, self._buffers, self._link)
+        self._finalizer = weakref.finalize(
+            self, _let_go, self._buffers, self._link, process_group, lane
+        )
         self._finalizer.atexit = False
 
     def __enter__(self) -> Self:
@@ -309,10 +311,16 @@ def _interrupted(handle: SaveHandle, error: BaseException) -> CheckpointError:
     )
 
 
-def _let_go(buffers: HostBuffers, link: WorkerLink | None) -> None:
+def _let_go(
+    buffers: HostBuffers,
+    link: WorkerLink | None,
+    process_group: dist.ProcessGroup | None,
+    lane: str,
+) -> None:
     buffers.close()
     if link is not None:
         link.close()
+    drop_lane(process_group, lane)
 
 
 _lane_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

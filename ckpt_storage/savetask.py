@@ -67,7 +67,7 @@ class SaveTask:
         try:
             with as_checkpoint_errors(f"the save to {handle.url}", handle.rank):
                 refusal = refusal or self._end_staging()
-                self._await_turn()
+                refusal = self._await_turn() or refusal
                 info = self._carry_out(refusal)
                 log.info(
                     "save %s to %s is committed, says rank %d",
@@ -128,13 +128,14 @@ class SaveTask:
         self._handle.follow(lambda: (operation.signs, operation.save_id))
         self._handle.on_cancel(operation.give_up)
 
-    def _await_turn(self) -> None:
+    def _await_turn(self) -> CheckpointError | None:
+        """Wait for the save before this one; return why this one must not be made."""
         previous, self.previous = self.previous, None
         if previous is None:
-            return
+            return None
         # Not its handle: after a failure it may still be telling the other ranks.
         if not previous.ended.wait(self._handle.limit_s):
-            raise PhaseTimeoutError(
+            return PhaseTimeoutError(
                 f"The save to {self._handle.url} waited {self._handle.limit_s:g} s for the one "
                 "before it.",
                 timeout_s=self._handle.limit_s,
@@ -145,13 +146,14 @@ class SaveTask:
         error = previous._handle.error  # noqa: SLF001  # the same class
         if isinstance(error, RankMismatchError):
             # Ranks have called different saves: those behind would meet the wrong ones, too.
-            raise CheckpointError(
+            return CheckpointError(
                 f"The save to {self._handle.url} was not begun: in the save before it, ranks did "
                 f"not mean the same. {error}",
                 rank=self._handle.rank,
                 phase="plan",
                 next_step="Make all ranks call the same saves in the same order.",
-            ) from error
+            )
+        return None
 
     def _end_lease(self) -> None:
         if self.lease is None:

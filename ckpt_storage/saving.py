@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+from .board import BoardError
 from .chaining import Chained, chained_job, consolidate_committed
 from .coordination import Coordinator
 from .coordination_torch import coordinator_of
@@ -28,11 +29,11 @@ from .errors import (
     CommitUnknownError,
     RankFailedError,
 )
-from .frontdoor import exchange_plans, place_of, plain_state, takes
+from .frontdoor import exchange_plans, plain_state, takes
 from .info import CheckpointInfo
 from .operation import Operation
 from .options import Engine, Phase, Progress, RetryPolicy, Timeouts
-from .reports import COORDINATOR, as_checkpoint_errors
+from .reports import COORDINATOR, as_checkpoint_errors, place_of
 from .store import Location
 from .tiedmemory import StateMemory
 from .tiednames import Groups, candidate_ties, settled_ties
@@ -206,6 +207,8 @@ def run_save(
         info = _Save(operation, writer, chosen).run(state(), terms)
         if job is None:
             return info
+        operation.committed = info
+        operation.on_phase()
         report = consolidate_committed(operation, replace(job, slot=info.slot), info)
         return replace(info, export=report.output_url)
 
@@ -238,12 +241,12 @@ class _Save:
         operation = self._operation
         operation.meet(terms)
         if not operation.is_coordinator:
-            self._write_part(state)
+            self._send(self._write_part(state))
             # The last rank may take the whole write phase, and only then the commit begins.
             operation.phase("commit", self._write.remaining_s() + self._timeouts.commit)
             return self._await_outcome()
         try:
-            info = self._commit(self._write_part(state))
+            info = self._commit(operation.gather(self._write_part(state)))
         except CheckpointError as error:
             # Whoever waits for the commit learns that there will be none, or that it is in doubt.
             told = self._with_reason(error)
@@ -284,8 +287,18 @@ class _Save:
             path=error.path,
         )
 
-    def _write_part(self, state: dict[str, Any]) -> list[bytes]:
-        """Plan and write; return what all ranks wrote, on the coordinator.
+    def _send(self, written: bytes) -> None:
+        """Tell the coordinator what this rank wrote."""
+        operation = self._operation
+        try:
+            operation.gather(written)
+        except BoardError as error:
+            # It may have arrived all the same, and then the save is committed.
+            operation.phase("commit", self._timeouts.commit)
+            raise self._without_coordinator(operation.lost(error)) from error
+
+    def _write_part(self, state: dict[str, Any]) -> bytes:
+        """Plan and write; return what the coordinator is to know of it.
 
         Ties ride along: with the plans what each rank ties, back what any rank does, with the
         results what speaks against that.
@@ -297,7 +310,7 @@ class _Save:
         plan, tied = exchange_plans(operation, (plan, memory.ties()), self._global_plan)
         plan = planner.finish_plan(plan)
         results = writer.write_data(plan, planner).wait()
-        return operation.gather(pickle.dumps((results, memory.objections(tied))))
+        return pickle.dumps((results, memory.objections(tied)))
 
     def _local_plan(self, state: dict[str, Any]) -> SavePlan:
         writer, planner, operation = self._writer, self._planner, self._operation

@@ -27,6 +27,7 @@ from .store.base import Capabilities, Store, Upload
 
 _GRACE_S = 10.0
 _READ_GRACE_S = 330.0
+_REPORT_S = 1.0
 
 _MAX_UPLOAD_PARTS = 9_000
 """Below S3's 10,000, so that a plan whose sizes were estimated still fits."""
@@ -91,6 +92,10 @@ class Workers:
         """Wait until every job has ended; raise the first failure, or `PhaseTimeoutError`."""
         self._wait(lambda: self._open_count == 0)
 
+    def _join(self, end: float) -> None:
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
     def _wait(self, ready: Callable[[], bool]) -> None:
         with self._changed:
             while not ready() and self._failure is None:
@@ -112,9 +117,13 @@ class Workers:
         self._cancelled = True
         for _ in self._threads:
             self._jobs.put(None)
-        end = time.monotonic() + max(1.0, min(self._grace_s, self._deadline.remaining_s()))
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        begin = time.monotonic()
+        end = begin + max(1.0, min(self._grace_s, self._deadline.remaining_s()))
+        self._join(min(end, begin + _REPORT_S))
+        if isinstance(error, CheckpointError) and any(t.is_alive() for t in self._threads):
+            # Other ranks must not wait for what hangs here; and requests are given up now.
+            self._deadline.failed(error)
+        self._join(end)
         stuck = [thread.name for thread in self._threads if thread.is_alive()]
         if stuck and error is not None:
             error.add_note(

@@ -93,6 +93,8 @@ class Watcher:
         """
         self._has_ended.set()
         self._thread.join(_STOP_S)
+        if not self._thread.is_alive():
+            self._board.close()
 
     def _run(self) -> None:
         try:

@@ -69,6 +69,7 @@ class Beat:
     nonce: str = ""
     operation_id: str = ""
     save_id: str | None = None
+    info: CheckpointInfo | None = None
     signs: Mapping[int, Sign]
 
 
@@ -197,6 +198,7 @@ class _Worker:
                     nonce=operation.nonce,
                     operation_id=operation.id,
                     save_id=operation.save_id,
+                    info=operation.committed,
                     signs=operation.signs,
                 )
             # Made and sent at once: an older one that came later would turn the phase back.

@@ -28,6 +28,7 @@ from .deadline import Deadline
 from .errors import (
     CheckpointError,
     CommitUnknownError,
+    ConsolidationError,
     InvalidInputError,
     RankFailedError,
     StorageError,
@@ -35,6 +36,7 @@ from .errors import (
 from .handle import SaveHandle
 from .info import CheckpointInfo
 from .lifesigns import Sign
+from .options import Phase
 from .progress import reporting
 from .reports import COORDINATOR
 from .saving import SaveOptions
@@ -51,6 +53,9 @@ log = logging.getLogger("ckpt_storage")
 _LOOK_S = 0.1
 _RESOLVE_S = 1.5
 _END_S = 5.0
+_SHOWN = frozenset({"write", "commit", "consolidate"})
+"""Phases whose bytes users are shown; those of a commit are what was written."""
+
 _START_S = 120.0
 """How long a worker may take to start: importing torch from a loaded network disk is slow."""
 
@@ -114,7 +119,7 @@ class WorkerLink:
         with self._lock:
             self._is_closing = True
             if not self._is_busy:
-                self._end_child()
+                self._end_all()
 
     def save(
         self,
@@ -138,7 +143,7 @@ class WorkerLink:
             with self._lock:
                 self._is_busy = False
                 if self._is_closing:
-                    self._end_child()
+                    self._end_all()
 
     def _save(self, run: _Run, staged: StagedState) -> CheckpointInfo:
         handle, options = run.handle, run.options
@@ -241,17 +246,22 @@ class WorkerLink:
             else "It never took the save up: see what it printed. The trainer's script must be "
             "importable (`if __name__ == '__main__':`); mode='thread' needs no worker.",
         )
-        info: CheckpointInfo | None = None
+        info = run.beat.info if run.beat is not None else None
+        if info is not None:
+            self._stand_in(run, error)
+            raise _unexported(run, error, info)
         if rank == COORDINATOR and phase == "commit":
             info, error = self._look_up(run, error)
         word = self._stand_in(run, error, info)
         if rank != COORDINATOR and phase != "plan":
             # It had perhaps written all, and the coordinator committed.
             info, error = self._judge(run, error, word)
-        if info is not None:
-            log.warning("%s It had committed before.", error)
-            return info
-        raise error
+        if info is None:
+            raise error
+        if run.options.consolidate:
+            raise _unexported(run, error, info)
+        log.warning("%s It had committed before.", error)
+        return info
 
     def _judge(
         self, run: _Run, error: CheckpointError, word: CheckpointInfo | CheckpointError | None
@@ -330,6 +340,11 @@ class WorkerLink:
             self._child = _start(self._setup)
         return self._child
 
+    def _end_all(self) -> None:
+        self._end_child()
+        self.coordinator.board.close()
+        self._pool.close()
+
     def _end_child(self) -> None:
         child, self._child = self._child, None
         if child is not None:
@@ -347,6 +362,7 @@ class _Run:
     beat: Beat | None = None
     _report: Callable[[int], None] | None = None
     _shown_bytes: int = 0
+    _shown_phase: Phase = "write"
     _stack: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     @property
@@ -378,15 +394,17 @@ class _Run:
         """Take in a sign of life."""
         self.beat = beat
         sign = self._sign
-        if sign is None or sign.phase not in {"write", "commit"} or not self.options.progress:
+        if sign is None or sign.phase not in _SHOWN or not self.options.progress:
             return
-        if self._report is None:
+        shown: Phase = "consolidate" if sign.phase == "consolidate" else "write"
+        if self._report is None or shown != self._shown_phase:
             if not sign.total_bytes:
                 return  # not planned yet
+            self._shown_phase, self._shown_bytes = shown, 0
             self._report = self._stack.enter_context(
                 reporting(
                     self.options.progress,
-                    phase="write",
+                    phase=shown,
                     rank=sign.rank,
                     total_bytes=sign.total_bytes,
                     save_id=beat.save_id,
@@ -396,6 +414,16 @@ class _Run:
         if sign.done_bytes > self._shown_bytes:
             self._report(sign.done_bytes - self._shown_bytes)
             self._shown_bytes = sign.done_bytes
+
+
+def _unexported(run: _Run, error: CheckpointError, info: CheckpointInfo) -> ConsolidationError:
+    return ConsolidationError(
+        f"The save to {run.handle.url} is committed, but its consolidation failed: {error}",
+        info=info,
+        rank=error.rank,
+        phase="consolidate",
+        next_step="The checkpoint can be loaded; call consolidate to go on with it.",
+    )
 
 
 class _GoneError(Exception):

@@ -206,7 +206,15 @@ _CONSOLIDATE = {
 }
 
 # An interrupt of the trainer does not end what its threads do.
-_ASYNC = {name: replace(hold, faults=hold.faults - {"interrupt"}) for name, hold in _SAVE.items()}
+_ASYNC = {
+    name: replace(
+        hold,
+        faults=hold.faults - {"interrupt"},
+        # What a state dict raises, it raises while the state is staged.
+        names=hold.names | ({"stage"} if name == "before meeting" else set()),
+    )
+    for name, hold in _SAVE.items()
+}
 
 PHASES: dict[str, dict[str, Hold]] = {
     "save": _SAVE,
@@ -244,6 +252,13 @@ class Cell:
     def hold(self) -> Hold:
         """How the phase is held."""
         return PHASES[self.operation][self.phase]
+
+    @property
+    def phases(self) -> frozenset[str]:
+        """The phases that errors may name."""
+        # Who goes on after a stop may be writing before it hears that the others gave up.
+        goes_on = self.fault == "stop and go on" and "plan" in self.hold.names
+        return self.hold.names | ({"write"} if goes_on else frozenset())
 
     @property
     def rank(self) -> int:

@@ -354,7 +354,7 @@ class _Run:
             return
         if not told["ours"]:
             row.problems.append(f"{text}, which is no CheckpointError")
-        if told["phase"] not in cell.hold.names:
+        if told["phase"] not in cell.phases:
             row.problems.append(f"{text} has phase {told['phase']!r}")
         names = told["rank"] == cell.rank or cell.rank in told["failures"]
         if event.rank != cell.rank and not re.search(rf"[Rr]ank {cell.rank}\b", told["text"]):

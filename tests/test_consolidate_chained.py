@@ -105,6 +105,19 @@ def test_a_failed_export_leaves_the_checkpoint_committed(
     assert torch.equal(target["model"]["b"], torch.ones(3))
 
 
+def no_name(fqn: str) -> str:
+    """Fail as a user's function may."""
+    raise KeyError(fqn)
+
+
+def test_any_failure_of_the_export_leaves_the_checkpoint_committed(tmp_path: Path) -> None:
+    """A function of the user's that raises is a `ConsolidationError` with the checkpoint."""
+    options = ConsolidateOptions(rename=no_name)
+    with pytest.raises(ConsolidationError, match="KeyError") as caught:
+        ckpt_storage.save(state(), str(tmp_path / "one"), consolidate=options)
+    assert caught.value.info.save_id == ckpt_storage.list_checkpoints(str(tmp_path))[0].save_id
+
+
 @pytest.mark.parametrize("wrong", [3, "nosuch://bucket", "{here}"])
 def test_a_wrong_export_is_refused_before_anything_is_saved(tmp_path: Path, wrong: Any) -> None:
     """What is no output, or lies inside the checkpoint's own folders, is refused at once."""

@@ -527,6 +527,9 @@ class Elsewhere:
     def ended_file(self) -> None:
         """Do nothing."""
 
+    def failed(self, error: CheckpointError) -> None:
+        """Do nothing."""
+
 
 @pytest.mark.parametrize("operation", ["write_part", "read_into", "copy_part"])
 def test_a_failure_elsewhere_ends_what_hangs(tmp_path: Path, operation: str) -> None:

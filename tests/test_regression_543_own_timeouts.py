@@ -7,6 +7,8 @@ request by four times that timeout.
 
 from __future__ import annotations
 
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,15 @@ def warm_up(_rank: int) -> None:
     import s3fs  # noqa: F401, PLC0415  # in the ranks' processes
 
 
+def together(rank: int, folder: str, where: str) -> None:
+    """Wait for the other rank without the group: on a busy machine it may be seconds behind."""
+    (Path(folder) / f"{where}-{rank}").touch()
+    end = time.monotonic() + 30
+    while not (Path(folder) / f"{where}-{1 - rank}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def save_as_stock(rank: int, folder: str, url: str, options: dict[str, Any]) -> str:
     """Write as rank 0 and wait as the others, on the default group; return what that raises."""
     with cases.default_group(rank, 2, folder, timeout_s=GROUP_TIMEOUT_S):
@@ -65,8 +76,10 @@ def save_by_ours(rank: int, folder: str, url: str, options: dict[str, Any]) -> s
     """Save by `ckpt_storage.save` on the same group, and train on it before and after."""
     with cases.default_group(rank, 2, folder, timeout_s=GROUP_TIMEOUT_S):
         total = torch.ones(1)
+        together(rank, folder, "before")
         dist.all_reduce(total)
         ckpt_storage.save(state_of(rank), f"{url}/ours", storage_options=options)
+        together(rank, folder, "after")
         dist.all_reduce(total)
         assert total.item() == 4.0
         target = {key: torch.zeros_like(value) for key, value in state_of(rank).items()}
@@ -97,7 +110,8 @@ def test_regression_fast_llm_543_waiting_on_the_training_group_times_out(
     for name, job, key in (("plain", save_as_stock, "plain"), ("dcp", save_by_dcp, "__0_")):
         results = run_with_slow_server(ranks, tmp_path / name, job, key)
         assert results != ["saved", "saved"], name
-        assert any("timed out" in text.lower() or "timeout" in text.lower() for text in results)
+        # The rank that waits times out; the other may only hear that it has gone.
+        assert re.search("timed out|timeout|closed|reset", "\n".join(results), re.IGNORECASE)
 
 
 def test_regression_fast_llm_543_save_outlasts_the_training_groups_timeout(
