@@ -146,7 +146,7 @@ def model(version: int, rows: int = 40) -> dict[str, Any]:
 
 
 def test_a_second_run_has_nothing_to_do(tmp_path: Path) -> None:
-    """An export that is complete is not read or written again."""
+    """An export that is complete is only checked: nothing of it is written again."""
     ckpt_storage.save(model(1), tmp_path / "run")
     consolidate(tmp_path / "run", max_file_bytes=20_000)
     folder = tmp_path / "run" / "hf"
@@ -155,6 +155,20 @@ def test_a_second_run_has_nothing_to_do(tmp_path: Path) -> None:
     assert (report.read_bytes, report.sent_bytes, report.copied_bytes) == (0, 0, 0)
     assert len(report.resumed) == len(report.files) == 3
     assert {path: path.stat().st_mtime_ns for path in folder.glob("model*")} == times
+
+
+def test_a_file_that_was_damaged_is_made_again(tmp_path: Path) -> None:
+    """Of a complete export a weight file of the right length and other bytes is written anew."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    consolidate(tmp_path / "run", max_file_bytes=20_000)
+    folder = tmp_path / "run" / "hf"
+    before = files_in(folder)
+    two = sorted(name for name in before if name.endswith(".safetensors"))[1]
+    (folder / two).write_bytes(before[two][:-1] + bytes([before[two][-1] ^ 1]))
+    report = consolidate(tmp_path / "run", max_file_bytes=20_000)
+    assert two not in report.resumed
+    assert len(report.resumed) == len(report.files) - 1
+    assert files_in(folder)[two] == before[two]
 
 
 def test_a_file_that_was_lost_or_cut_is_made_again(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ class _Check:
                     offset=min(size_bytes, file.size_bytes),
                     next_step=_REMEDY,
                 )
-            if self._deep and self._crc(path, file.size_bytes) != file.crc32c:
+            if self._deep and not self._is_sound(path, file):
                 raise IntegrityError(
                     f"{path} is damaged: it does not have the checksum {file.crc32c:08x} that it "
                     "was written with.",
@@ -216,27 +216,9 @@ class _Check:
         except CheckpointError as error:
             self._note(error, path)
 
-    def _crc(self, path: str, size_bytes: int) -> int:
-        step = self._options.part_bytes
-        starts = range(0, size_bytes, step)
-        crcs: dict[int, int] = {}
-
-        def take(start: int, view: memoryview) -> None:
-            crcs[start] = integrity.crc32c_of(view)
-
-        fetches = [
-            Fetch(
-                path=path,
-                start=start,
-                stop=min(start + step, size_bytes),
-                done=partial(take, start),
-                size_bytes=size_bytes,
-            )
-            for start in starts
-        ]
-        run_fetches(self._store, fetches, options=self._options, deadline=self._deadline)
-        lengths = [min(step, size_bytes - start) for start in starts]
-        return integrity.combine_many([crcs[start] for start in starts], lengths)
+    def _is_sound(self, path: str, file: FileRef) -> bool:
+        at = FileRef(path=path, size_bytes=file.size_bytes, crc32c=file.crc32c)
+        return has_checksum(self._store, at, options=self._options, deadline=self._deadline)
 
     def _note(self, error: CheckpointError, path: str) -> None:
         """Note damage and absence; a storage that does not answer is no finding."""
@@ -245,3 +227,29 @@ class _Check:
                 raise error
             error.next_step = _REMEDY
         self.problems.append((error, path))
+
+
+def has_checksum(
+    store: Store, file: FileRef, *, options: TransferOptions, deadline: Deadline
+) -> bool:
+    """Return whether a file of the length that `file` says has its CRC-32C; reads all of it."""
+    step = options.part_bytes
+    starts = range(0, file.size_bytes, step)
+    crcs: dict[int, int] = {}
+
+    def take(start: int, view: memoryview) -> None:
+        crcs[start] = integrity.crc32c_of(view)
+
+    fetches = [
+        Fetch(
+            path=file.path,
+            start=start,
+            stop=min(start + step, file.size_bytes),
+            done=partial(take, start),
+            size_bytes=file.size_bytes,
+        )
+        for start in starts
+    ]
+    run_fetches(store, fetches, options=options, deadline=deadline)
+    lengths = [min(step, file.size_bytes - start) for start in starts]
+    return integrity.combine_many([crcs[start] for start in starts], lengths) == file.crc32c

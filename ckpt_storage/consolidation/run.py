@@ -31,6 +31,7 @@ from ckpt_storage.transfer import Workers, bounded
 
 from .division import WriteRules, divide
 from .executors import RegionWriter
+from .exportcheck import has_checksum
 from .folder import ExportFolder, stale_exports
 from .job import ConsolidateJob, Ranks, transfer_options
 from .locality import Marks, Seen, check_seen, look, place_marks, remove_marks, source_files
@@ -116,14 +117,16 @@ class _Run:
     def run(self) -> ConsolidationReport:
         ranks = self._ranks
         source, whole, orders = self._agree()
-        plan = _left_over(with_suffix(whole, orders.suffix), orders.complete, self._rules())
+        self._begin("consolidate")
+        sound = self._sound(orders.complete)
+        plan = _left_over(with_suffix(whole, orders.suffix), sound, self._rules())
         own_bytes = sum(region.size_bytes for region in plan.regions_of(ranks.rank))
         self._begin("consolidate", own_bytes)
         source.renew(self._source_store, self._deadline)
         if self._folder is not None:
             self._folder.renew(self._target, plan, self._deadline)
         results: list[RankResult] = []
-        complete = dict(orders.complete)
+        complete = dict(sound)
         if plan.regions:
             results, more = self._work(source, plan, own_bytes)
             complete |= more
@@ -132,6 +135,28 @@ class _Run:
             report = pickle.dumps(self._publish(self._folder, source, plan, results, complete))
         answer: ConsolidationReport = pickle.loads(ranks.broadcast(report))  # noqa: S301  # our ranks
         return answer
+
+    def _sound(self, complete: Mapping[int, FileRef]) -> Mapping[int, FileRef]:
+        """Return those files of an earlier run that still have the bytes they were recorded with.
+
+        The ranks share the reading of them.
+        """
+        if not complete:
+            return complete
+        ranks = self._ranks
+        damaged = [
+            number
+            for number in sorted(complete)[ranks.rank :: ranks.world_size]
+            if not has_checksum(
+                self._target, complete[number], options=self._options, deadline=self._deadline
+            )
+        ]
+        told = ranks.gather(pickle.dumps(damaged))
+        found = {number for one in told for number in pickle.loads(one)}  # noqa: S301  # our ranks
+        found = pickle.loads(ranks.broadcast(pickle.dumps(found)))  # noqa: S301  # as above
+        for number in sorted(found):
+            log.warning("%s is damaged, and made again.", complete[number].path)
+        return {number: one for number, one in complete.items() if number not in found}
 
     # Before the work.
 
