@@ -24,7 +24,7 @@ from .options import RetryPolicy, Timeouts
 from .slotlog import CommitLog
 from .store import Location, open_store
 from .store.base import Store
-from .transfer import Workers, bounded
+from .workers import Workers, bounded
 
 _THREADS = 8
 log = logging.getLogger("ckpt_storage")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from . import layout
 from .deadline import Deadline
 from .errors import CheckpointError, FormatError, IntegrityError, StorageError
+from .fetching import run_fetches
 from .options import TransferOptions
 from .readplan import bytes_request, plan_reads
 from .regions import Box, covers_exactly
@@ -29,7 +30,6 @@ from .tensorfile import (
     parse_safetensors_header,
     parse_tensor_item,
 )
-from .transfer import run_fetches
 
 log = logging.getLogger("ckpt_storage")
 

@@ -36,6 +36,7 @@ from .errors import (
     InvalidInputError,
     StorageError,
 )
+from .fetching import run_fetches
 from .loads import LoadJob
 from .opening import open_source
 from .options import (
@@ -52,7 +53,7 @@ from .readplan import plan_reads
 from .source import Source, SourceFormat, TensorInfo
 from .store import Location, endpoint_of, open_store
 from .store.base import Store
-from .transfer import bounded, run_fetches
+from .workers import bounded
 
 log = logging.getLogger("ckpt_storage")
 

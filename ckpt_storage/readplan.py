@@ -2,7 +2,7 @@
 
 Pure planning over `source.Place` and `regions`, and the check and delivery of what arrives;
 knows no tensor library and no storage. Called by `reader`; the result is run by
-`transfer.run_fetches`.
+`fetching.run_fetches`.
 
 A region that is one byte run goes straight into its target, block by block verified there.
 Anything else is read in windows of at most one part and copied out by a handful of strided
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from .fetching import Fetch
 from .regions import (
     Box,
     WindowCopy,
@@ -26,7 +27,6 @@ from .regions import (
     window_copies,
 )
 from .source import Place
-from .transfer import Fetch
 
 Sink = Callable[[memoryview, Sequence[WindowCopy]], None]
 

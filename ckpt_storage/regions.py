@@ -1,6 +1,6 @@
 """Boxes in index space, whether they tile a tensor, and the byte runs they occupy.
 
-Knows integers only: no dtype, no file, no tensor. Called by `manifest`, `transfer`, `commit`
+Knows integers only: no dtype, no file, no tensor. Called by `manifest`, `filewriter`, `commit`
 and the readers. Offsets and sizes are in elements, positions in a payload in bytes; a payload
 holds the elements of one chunk in C order. A 0-dimensional box holds one element. All intervals
 are half open.

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from . import layout
 from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError, StorageError
+from .filewriter import ShardFileWriter, ShardTable
 from .hostbytes import check_plain, dtype_name, host_views
 from .manifest import RankManifest, ShardFile
 from .options import Progress, TransferOptions
@@ -24,7 +25,6 @@ from .progress import reporting
 from .store.base import Store
 from .tensorfile import DTYPES, PAYLOAD_ALIGN_BYTES, tensor_envelope
 from .tiedmemory import WrittenMemory
-from .transfer import ShardFileWriter, ShardTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

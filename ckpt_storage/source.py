@@ -26,7 +26,7 @@ from .options import TransferOptions
 from .regions import Box
 from .slots import SlotRecord
 from .store.base import Store
-from .transfer import Workers
+from .workers import Workers
 
 SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors"]
 

@@ -25,6 +25,7 @@ from .errors import (
     StorageError,
     UnsafeContentError,
 )
+from .fetching import Fetch, run_fetches
 from .manifest import Manifest, RankManifest, ShardFile
 from .opening import open_source
 from .options import LOCAL_READ_BYTES, RetryPolicy, Timeouts, TransferOptions
@@ -33,7 +34,7 @@ from .slots import SlotRecord
 from .source import CommittedSource, Place, Source, gone, read_manifest, read_rank_manifest
 from .store import Location, open_store
 from .store.base import Store
-from .transfer import Fetch, bounded, run_fetches
+from .workers import bounded
 
 _THREADS = 8
 _LOCAL_THREADS = 2

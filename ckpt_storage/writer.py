@@ -1,6 +1,6 @@
 """`CheckpointStorageWriter`: DCP's save calls become one save attempt.
 
-Knows DCP's `StorageWriter` contract as torch really calls it, and drives `transfer` and
+Knows DCP's `StorageWriter` contract as torch really calls it, and drives `shards` and
 `commit`. Every rank holds one; which methods run where is said at each. All state of a save
 belongs to the thread that runs it, so one writer may serve overlapping saves (`dcp.async_save`
 runs each in a thread of its own).
@@ -46,7 +46,7 @@ from .slots import SlotRecord
 from .store import Location, endpoint_of, open_store
 from .store.base import Store
 from .store.probe import probe_exclusive_create
-from .transfer import bounded
+from .workers import bounded
 
 log = logging.getLogger("ckpt_storage")
 

@@ -59,7 +59,7 @@ from ckpt_storage.store.retry import RetryStore
 from ckpt_storage.testing.faults import FaultStore, Rule
 from ckpt_storage.testing.ranks import RankPool
 from ckpt_storage.testing.s3server import S3Server
-from ckpt_storage.transfer import bounded
+from ckpt_storage.workers import bounded
 
 OPTIONS = TransferOptions(thread_count=3, part_bytes=64 * 1024, memory_limit_bytes=8 * MIB)
 

@@ -27,7 +27,9 @@ LAYERS = (
     # Storage. A folder is one layer: its modules may import one another, in no circle.
     "store",
     "deadline",
-    "transfer",
+    "workers",
+    "fetching",
+    "filewriter",
     # Protocol, without torch.
     "slotlog",
     "commit",

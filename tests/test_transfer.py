@@ -25,11 +25,12 @@ from ckpt_storage import (
 from ckpt_storage.agreement import Hello, check_agreement
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import RankMismatchError
+from ckpt_storage.fetching import Fetch, run_fetches
+from ckpt_storage.filewriter import part_bytes_for
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store import Location, endpoint_of
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.store.local import LocalStore
-from ckpt_storage.transfer import Fetch, part_bytes_for, run_fetches
 
 
 class SlowStore(LocalStore):

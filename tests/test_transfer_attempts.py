@@ -7,10 +7,10 @@ from commit_tools import CAS, DictStore, Disk
 
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import StorageError
+from ckpt_storage.fetching import Fetch, run_fetches
 from ckpt_storage.options import RetryPolicy, TransferOptions
 from ckpt_storage.store.base import Arrived
 from ckpt_storage.store.retry import RetryStore
-from ckpt_storage.transfer import Fetch, run_fetches
 
 
 class TwoFacedStore(DictStore):

@@ -24,7 +24,7 @@ from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.options import MIB, TransferOptions
 from ckpt_storage.source import Source
 from ckpt_storage.store.base import Capabilities, SharedUpload, Store, Upload
-from ckpt_storage.transfer import Workers, bounded
+from ckpt_storage.workers import Workers, bounded
 
 from .plan import ExportPlan, Region
 from .storagecopy import CopyPart, CopyRun, StreamPart, copy_runs, cut_region, streamed

@@ -15,10 +15,10 @@ from ckpt_storage import integrity
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.documents import FileRef
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
+from ckpt_storage.fetching import Fetch, run_fetches
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.slotlog import check_document, is_there, read_if_there
 from ckpt_storage.store.base import Store
-from ckpt_storage.transfer import Fetch, run_fetches
 
 from .records import DEFAULT_FOLDER, INDEX_NAME, NAMES_PATH, ExportRecord, IndexTag, export_path
 

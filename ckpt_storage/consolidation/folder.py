@@ -26,7 +26,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.slotlog import is_there, read_if_there, stamp
 from ckpt_storage.store.base import Entry, Store, Version
-from ckpt_storage.transfer import Workers
+from ckpt_storage.workers import Workers
 
 from .plan import ExportPlan, index_document
 from .records import (

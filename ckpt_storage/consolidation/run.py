@@ -27,7 +27,7 @@ from ckpt_storage.slots import SlotRecord
 from ckpt_storage.source import CommittedSource, Source, read_manifest
 from ckpt_storage.store import open_store
 from ckpt_storage.store.base import Store
-from ckpt_storage.transfer import Workers, bounded
+from ckpt_storage.workers import Workers, bounded
 
 from .division import WriteRules, divide
 from .executors import RegionWriter

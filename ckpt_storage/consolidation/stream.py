@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from ckpt_storage import integrity
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import FormatError, IntegrityError, StorageError
+from ckpt_storage.fetching import Fetch, run_fetches
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.readplan import Request, plan_reads
 from ckpt_storage.regions import WindowCopy
 from ckpt_storage.source import Place, Source, concerns
 from ckpt_storage.store.base import Store
-from ckpt_storage.transfer import Fetch, run_fetches
 
 from .cast import cast_into, check_cast
 from .plan import ExportPlan, Piece, PieceFinder, Region

@@ -17,7 +17,7 @@ from ckpt_storage.deadline import Deadline
 from ckpt_storage.documents import FileRef
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.store.base import PartReceipt, SharedUpload, Store, Upload
-from ckpt_storage.transfer import Workers
+from ckpt_storage.workers import Workers
 
 from .executors import Portion, RegionWriter
 from .folder import write_record

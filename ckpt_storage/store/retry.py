@@ -1,7 +1,7 @@
 """A wrapper that gives every operation of a store a deadline and repeats what may be repeated.
 
 Knows which operations are idempotent, what an error proves and how long to wait; knows no
-storage. Called by `open_store`, `commit` and `transfer`; waits in threads of `timed` where
+storage. Called by `open_store`, `commit` and `workers`; waits in threads of `timed` where
 the inner store cannot end its operations by itself.
 
 A thread that was given up may still end its call: a read then fills the target it was

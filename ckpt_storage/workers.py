@@ -1,0 +1,135 @@
+"""Threads that move bytes, and stores that end with their deadline.
+
+Knows threads, deadlines and stores' retry wrapper; knows no file and no format. Called by all that
+reads or writes in parallel. Threads are daemons with names: one that is stuck in the kernel is
+abandoned, never joined at exit.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from .deadline import Deadline
+from .errors import CheckpointError
+from .store.base import Store
+
+_GRACE_S = 10.0
+_REPORT_S = 1.0
+
+
+class Workers:
+    """A few daemon threads that run jobs in parallel; the first failure stops the rest.
+
+    Used as a context manager by one thread. `submit` blocks while `limit` jobs wait or run.
+    Leaving the block waits at most a grace period for running jobs when it is left by an
+    exception, and none are started any more.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        name: str,
+        deadline: Deadline,
+        limit: int | None = None,
+        grace_s: float = _GRACE_S,
+    ) -> None:
+        self._deadline = deadline
+        self._name = name
+        self._grace_s = grace_s
+        self._limit = limit or 2 * count
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._open_count = 0
+        self._failure: BaseException | None = None
+        self._cancelled = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
+            for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                if not self._cancelled:
+                    job()
+            except BaseException as error:  # noqa: BLE001  # handed to the submitting thread
+                with self._changed:
+                    self._failure = self._failure or error
+                    self._cancelled = True
+            finally:
+                del job
+                with self._changed:
+                    self._open_count -= 1
+                    self._changed.notify_all()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue `job`; raise the failure of an earlier one, or `PhaseTimeoutError`."""
+        self._wait(lambda: self._open_count < self._limit)
+        with self._changed:
+            self._open_count += 1
+        self._jobs.put(job)
+
+    def drain(self) -> None:
+        """Wait until every job has ended; raise the first failure, or `PhaseTimeoutError`."""
+        self._wait(lambda: self._open_count == 0)
+
+    def _join(self, end: float) -> None:
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        with self._changed:
+            while not ready() and self._failure is None:
+                if not self._changed.wait(min(1.0, self._deadline.remaining_s() + 0.001)):
+                    self._deadline.check(self._name)
+            if self._failure is not None:
+                raise self._failure
+        self._deadline.check(self._name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._cancelled = True
+        for _ in self._threads:
+            self._jobs.put(None)
+        begin = time.monotonic()
+        end = begin + max(1.0, min(self._grace_s, self._deadline.remaining_s()))
+        self._join(min(end, begin + _REPORT_S))
+        if isinstance(error, CheckpointError) and any(t.is_alive() for t in self._threads):
+            # Other ranks must not wait for what hangs here; and requests are given up now.
+            self._deadline.failed(error)
+        self._join(end)
+        stuck = [thread.name for thread in self._threads if thread.is_alive()]
+        if stuck and error is not None:
+            error.add_note(
+                f"{', '.join(stuck)} still runs: memory that was being filled or sent must not "
+                "be used again."
+            )
+
+
+def bounded(store: Store, deadline: Deadline, cancelled: Callable[[], bool] | None = None) -> Store:
+    """Return `store` with every operation, retries included, ending by `deadline`.
+
+    Once `cancelled` returns True no request is begun any more. Once what the deadline belongs to
+    has failed, those under way are given up as well.
+    """
+    narrow = getattr(store, "with_deadline", None)
+    if narrow is None:
+        return store
+    given_up = deadline.has_failed if deadline.is_watched else None
+    narrowed: Store = narrow(deadline.at_monotonic_s, cancelled, given_up)
+    return narrowed
