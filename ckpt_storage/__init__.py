@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .catalog import list_checkpoints
+    from .checkpoint import Checkpoint, diff, open_checkpoint
+    from .comparing import CheckpointDiff, ValueDiff
     from .consolidating import consolidate
     from .consolidation.options import ConsolidateOptions
     from .consolidation.report import ConsolidationReport
+    from .converting import ConvertReport, convert
+    from .copying import CopyReport, copy
+    from .doctor import Diagnosis, diagnose
     from .errors import (
         CheckpointError,
         CheckpointExistsError,
@@ -38,21 +43,30 @@ if TYPE_CHECKING:
     )
     from .handle import SaveHandle, SaveProgress, SaveState
     from .info import CheckpointInfo
+    from .lazytensor import LazyTensor
     from .loading import load
+    from .manager import CheckpointManager
     from .options import ProgressEvent, RetryPolicy, Timeouts
+    from .pruning import PruneReport
     from .reader import CheckpointStorageReader
+    from .restoring import Restored
+    from .retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan, PrunePlan
     from .saver import AsyncSaver, save_async
     from .saving import save
+    from .statistics import TensorStats
     from .verification import VerifyReport, verify
     from .writer import CheckpointStorageWriter
 
 __all__ = [
     "AsyncSaver",
+    "Checkpoint",
+    "CheckpointDiff",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointGoneError",
     "CheckpointInProgressError",
     "CheckpointInfo",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointStorageReader",
     "CheckpointStorageWriter",
@@ -61,26 +75,44 @@ __all__ = [
     "ConsolidateOptions",
     "ConsolidationError",
     "ConsolidationReport",
+    "ConvertReport",
+    "CopyReport",
+    "Diagnosis",
     "FormatError",
     "IntegrityError",
     "InvalidInputError",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLatest",
+    "KeepNewerThan",
+    "LazyTensor",
     "PhaseTimeoutError",
     "ProgressEvent",
+    "PrunePlan",
+    "PruneReport",
     "RankFailedError",
     "RankMismatchError",
+    "Restored",
     "RetryPolicy",
     "SaveCancelledError",
     "SaveHandle",
     "SaveProgress",
     "SaveState",
     "StorageError",
+    "TensorStats",
     "Timeouts",
     "UnsafeContentError",
     "UnsupportedByStoreError",
+    "ValueDiff",
     "VerifyReport",
     "consolidate",
+    "convert",
+    "copy",
+    "diagnose",
+    "diff",
     "list_checkpoints",
     "load",
+    "open_checkpoint",
     "save",
     "save_async",
     "verify",
@@ -90,11 +122,14 @@ __version__ = "0.1.0"
 
 _DEFINED_IN = {
     "AsyncSaver": "saver",
+    "Checkpoint": "checkpoint",
+    "CheckpointDiff": "comparing",
     "CheckpointError": "errors",
     "CheckpointExistsError": "errors",
     "CheckpointGoneError": "errors",
     "CheckpointInProgressError": "errors",
     "CheckpointInfo": "info",
+    "CheckpointManager": "manager",
     "CheckpointNotFoundError": "errors",
     "CheckpointStorageReader": "reader",
     "CheckpointStorageWriter": "writer",
@@ -103,26 +138,44 @@ _DEFINED_IN = {
     "ConsolidateOptions": "consolidation.options",
     "ConsolidationError": "errors",
     "ConsolidationReport": "consolidation.report",
+    "ConvertReport": "converting",
+    "CopyReport": "copying",
+    "Diagnosis": "doctor",
     "FormatError": "errors",
     "IntegrityError": "errors",
     "InvalidInputError": "errors",
+    "KeepBest": "retention",
+    "KeepEvery": "retention",
+    "KeepLatest": "retention",
+    "KeepNewerThan": "retention",
+    "LazyTensor": "lazytensor",
     "PhaseTimeoutError": "errors",
     "ProgressEvent": "options",
+    "PrunePlan": "retention",
+    "PruneReport": "pruning",
     "RankFailedError": "errors",
     "RankMismatchError": "errors",
+    "Restored": "restoring",
     "RetryPolicy": "options",
     "SaveCancelledError": "errors",
     "SaveHandle": "handle",
     "SaveProgress": "handle",
     "SaveState": "handle",
     "StorageError": "errors",
+    "TensorStats": "statistics",
     "Timeouts": "options",
     "UnsafeContentError": "errors",
     "UnsupportedByStoreError": "errors",
+    "ValueDiff": "comparing",
     "VerifyReport": "verification",
     "consolidate": "consolidating",
+    "convert": "converting",
+    "copy": "copying",
+    "diagnose": "doctor",
+    "diff": "checkpoint",
     "list_checkpoints": "catalog",
     "load": "loading",
+    "open_checkpoint": "checkpoint",
     "save": "saving",
     "save_async": "saver",
     "verify": "verification",

@@ -38,18 +38,25 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """The coordinator's answer to the hello with the same nonce."""
+    """The coordinator's answer to the hello with the same nonce.
+
+    `with_places` asks ranks to report where their items lie, for torch's own metadata.
+    """
 
     nonce: str
     rank: int
     world_size: int
     grant: Grant
+    with_places: bool = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         grant = self.grant
         previous = astuple(grant.previous) if grant.previous else None
         fields = (grant.save_id, grant.last_slot, previous, grant.exclusive)
-        return (_receive_granted, (self.nonce, self.rank, self.world_size, fields))
+        return (
+            _receive_granted,
+            (self.nonce, self.rank, self.world_size, fields, self.with_places),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +107,13 @@ def _receive_hello(nonce: str, rank: int, host: str, terms: dict[str, str]) -> H
     return hello
 
 
-def _receive_granted(nonce: str, rank: int, world_size: int, fields: tuple[Any, ...]) -> Granted:
+def _receive_granted(
+    nonce: str,
+    rank: int,
+    world_size: int,
+    fields: tuple[Any, ...],
+    with_places: bool,  # noqa: FBT001  # pickle's
+) -> Granted:
     save_id, last_slot, previous, exclusive = fields
     grant = Grant(
         save_id=save_id,
@@ -108,7 +121,9 @@ def _receive_granted(nonce: str, rank: int, world_size: int, fields: tuple[Any, 
         previous=HeadRef(slot=previous[0], save_id=previous[1]) if previous else None,
         exclusive=exclusive,
     )
-    granted = Granted(nonce=nonce, rank=rank, world_size=world_size, grant=grant)
+    granted = Granted(
+        nonce=nonce, rank=rank, world_size=world_size, grant=grant, with_places=with_places
+    )
     inbox().answers[nonce] = granted
     return granted
 

@@ -1,54 +1,30 @@
 """From rank reports to one manifest: the coordinator's check that a save is complete (I8).
 
 Knows documents, no torch; the only storage call is `check_files`' look at file lengths. Called
-by `writer` on the coordinator.
+by `committing` on the coordinator. Work grows with reports, tensors and different ways of cutting
+them; what grows with items is done on arrays.
 """
 
 from __future__ import annotations
 
 import itertools
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from . import integrity
-from .documents import FileRef
+from .columns import Columns
+from .coverage import find_tiling
 from .errors import CheckpointError, IntegrityError, RankFailedError, StorageError
-from .manifest import INLINE_LIMIT_BYTES, Manifest, RankManifest, TensorRecord
-from .regions import Box, covers_exactly, find_grid
+from .manifest import InlineRanks, Manifest, TensorRecord
+from .rankreport import RankReport
+from .regions import Box, Grid, covers_exactly, find_grid
+from .reporttable import Chunks, Planned, ReportTable, incomplete
 from .store.base import Store
+from .tensorlayout import fits
 from .tiednames import agreed_ties
 
-PlannerPath = tuple[str | int, ...]
+__all__ = ["assemble", "check_files", "check_reports", "read_report"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
-    """What a rank sends the coordinator: its manifest file, and that file's bytes, compressed."""
-
-    rank: int
-    ref: FileRef
-    packed: bytes
-
-    @classmethod
-    def of(cls, rank: int, path: str, document: bytes) -> RankReport:
-        """Return the report on `document`, which is stored at `path`."""
-        ref = FileRef(path=path, size_bytes=len(document), crc32c=integrity.crc32c_of(document))
-        return cls(rank=rank, ref=ref, packed=zlib.compress(document, 1))
-
-    def manifest(self) -> RankManifest:
-        """Return the rank manifest; raises `IntegrityError` if it did not arrive as it was sent."""
-        body = integrity.unseal(zlib.decompress(self.packed), path=self.ref.path)
-        return RankManifest.from_body(body, where=self.ref.path)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """What the global plan promises: tensors by FQN with their shapes, and blobs."""
-
-    tensors: Mapping[str, tuple[int, ...]]
-    blobs: frozenset[str]
-    planner_data: Mapping[str, PlannerPath] | None
+Layout = tuple[Grid | None, Sequence[tuple[Box, int]] | None]
 
 
 def read_report(result: Sequence[object]) -> RankReport | None:
@@ -89,8 +65,8 @@ def check_files(store: Store, manifest: Manifest) -> None:
 
 def check_reports(
     reports: Sequence[RankReport | None], *, save_id: str, world_size: int
-) -> list[RankManifest]:
-    """Return the rank manifests in order of rank.
+) -> list[RankReport]:
+    """Return the reports, which are of all ranks and of this save.
 
     Raises `RankFailedError` naming every rank that did not report, and `CheckpointError` for a
     report of another save or world.
@@ -104,26 +80,21 @@ def check_reports(
             phase="commit",
             next_step="Look at those ranks' logs; nothing was committed; save again.",
         )
-    manifests = []
-    for rank, report in enumerate(filter(None, reports)):
-        manifest = report.manifest()
-        if (manifest.save_id, manifest.rank, manifest.world_size) != (save_id, rank, world_size):
+    whole = [report for report in reports if report is not None]
+    for rank, report in enumerate(whole):
+        if (report.save_id, report.rank, report.world_size) != (save_id, rank, world_size):
             raise CheckpointError(
-                f"Rank {rank} reports rank {manifest.rank} of {manifest.world_size} and save "
-                f"{manifest.save_id}; this is save {save_id} of {world_size} ranks.",
+                f"Rank {rank} reports rank {report.rank} of {report.world_size} and save "
+                f"{report.save_id}; this is save {save_id} of {world_size} ranks.",
                 rank=rank,
                 phase="commit",
                 next_step="Nothing was committed; make sure one job saves to this id.",
             )
-        manifests.append(manifest)
-    return manifests
+    return whole
 
 
 def assemble(
-    manifests: Sequence[RankManifest],
-    reports: Sequence[RankReport],
-    planned: Planned,
-    settled_ties: Mapping[str, str],
+    reports: Sequence[RankReport], planned: Planned, settled_ties: Mapping[str, str]
 ) -> Manifest:
     """Return the manifest of the whole checkpoint, without `stock`.
 
@@ -134,126 +105,102 @@ def assemble(
     box that several ranks wrote (a planner that does not deduplicate replicas) counts once, for
     the lowest rank.
     """
-    boxes: dict[str, dict[Box, int]] = {fqn: {} for fqn in planned.tensors}
-    dtypes: dict[str, str] = {}
-    blobs: dict[str, int] = {}
-    for manifest in manifests:
-        for fqn, dtype, box in _items(manifest):
-            if box is None:
-                if fqn not in planned.blobs:
-                    raise _incomplete(
-                        f"Rank {manifest.rank} wrote {fqn}, which is not in the plan.", fqn
-                    )
-                blobs.setdefault(fqn, manifest.rank)
-                continue
-            if fqn not in boxes:
-                raise _incomplete(
-                    f"Rank {manifest.rank} wrote {fqn}, which is not in the plan.", fqn
-                )
-            boxes[fqn].setdefault(box, manifest.rank)
-            if dtypes.setdefault(fqn, dtype) != dtype:
-                raise _incomplete(
-                    f"Rank {manifest.rank} wrote {fqn} as {dtype}; others as {dtypes[fqn]}.", fqn
-                )
+    table = ReportTable.of(reports, planned)
     for fqn in planned.blobs:
-        if fqn not in blobs:
-            raise _incomplete(f"No rank wrote {fqn}, which is in the plan.", fqn)
-    tensors = {
-        fqn: _tensor(fqn, dtypes, planned.tensors[fqn], boxes[fqn]) for fqn in planned.tensors
-    }
-    inline = sum(report.ref.size_bytes for report in reports) < INLINE_LIMIT_BYTES
-    first = manifests[0]
+        if fqn not in table.blobs:
+            raise incomplete(f"No rank wrote {fqn}, which is in the plan.", fqn)
+    known: dict[tuple[tuple[int, ...], bytes], Layout] = {}
+    tensors: dict[str, TensorRecord] = {}
+    for number, (fqn, shape) in enumerate(planned.tensors.items()):
+        dtype = table.dtype(number)
+        if dtype is None:
+            raise incomplete(f"No rank wrote any chunk of {fqn}, which is in the plan.", fqn)
+        key = (shape, table.key(number))
+        layout = known.get(key)
+        if layout is None:
+            layout = known[key] = _layout(fqn, shape, table, table.chunks(number))
+        grid, chunks = layout
+        tensors[fqn] = TensorRecord(fqn=fqn, dtype=dtype, shape=shape, grid=grid, chunks=chunks)
+    first = reports[0]
     return Manifest(
         save_id=first.save_id,
         world_size=first.world_size,
         tensors=tensors,
-        blobs=blobs,
+        blobs=table.blobs,
         planner_data=planned.planner_data,
-        files=[(file.ref(), m.rank) for m in manifests for file in m.files],
+        files=[(ref, report.rank) for report in reports for ref in report.files],
         ranks=[report.ref for report in reports],
         stock=None,
-        inline_ranks=list(manifests) if inline else None,
-        ties=agreed_ties(manifests, tensors, settled_ties),
+        inline_ranks=_inlined(reports),
+        ties=agreed_ties(reports, tensors, settled_ties),
     )
 
 
-def _items(manifest: RankManifest) -> Iterator[tuple[str, str, Box | None]]:
-    for file in manifest.files:
-        items = file.items
-        for fqn, dtype, offsets, sizes in zip(
-            items.fqn, items.dtype, items.offsets, items.sizes, strict=True
-        ):
-            if offsets is None or sizes is None:
-                yield manifest.fqns[fqn], "", None
-            else:
-                yield manifest.fqns[fqn], manifest.dtypes[dtype], Box(tuple(offsets), tuple(sizes))
+def _inlined(reports: Sequence[RankReport]) -> InlineRanks | None:
+    """Return the documents of all ranks, None if one was too long to be sent."""
+    bodies = []
+    for report in reports:
+        document = report.read_document()
+        if document is None:
+            return None
+        bodies.append(integrity.unseal(document, path=report.ref.path))
+    return InlineRanks(bodies, Columns(reports[0].ref.path))
 
 
-def _tensor(
-    fqn: str, dtypes: Mapping[str, str], shape: tuple[int, ...], boxes: Mapping[Box, int]
-) -> TensorRecord:
-    if fqn not in dtypes:
-        raise _incomplete(f"No rank wrote any chunk of {fqn}, which is in the plan.", fqn)
+def _layout(fqn: str, shape: tuple[int, ...], table: ReportTable, chunks: Chunks) -> Layout:
+    """Return how chunks tile a tensor, after making sure that they do."""
+    if 0 not in shape and chunks.offsets is not None and chunks.sizes is not None:
+        solid = (chunks.sizes != 0).all(axis=1)
+        offsets, sizes, owners = chunks.offsets[solid], chunks.sizes[solid], chunks.owners[solid]
+        tiling = find_tiling(shape, offsets, sizes)
+        if tiling is not None and tiling.cuts is not None:
+            return tiling.grid(owners), None
+        if tiling is not None:
+            kept = Chunks(
+                owners=owners[tiling.kept],
+                offsets=offsets[tiling.kept],
+                sizes=sizes[tiling.kept],
+            )
+            return None, list(zip(table.boxes(kept), kept.owners.tolist(), strict=True))
+    held: dict[Box, int] = {}
+    for box, owner in zip(table.boxes(chunks), chunks.owners.tolist(), strict=True):
+        held.setdefault(box, owner)
+    return _checked(fqn, shape, held)
+
+
+def _checked(fqn: str, shape: tuple[int, ...], boxes: Mapping[Box, int]) -> Layout:
+    """Return the layout that boxes and their owners make; says exactly what is wrong if none."""
     empty = 0 in shape
     held = list(boxes) if empty else [box for box in boxes if not box.is_empty]
     owners = [boxes[box] for box in held]
+    for box, owner in boxes.items() if empty else ():
+        # As readers do, who refuse a manifest for it.
+        if min((*box.offsets, *box.sizes), default=0) < 0 or not fits(shape, [(box, owner)]):
+            raise incomplete(
+                f"Rank {owner} wrote {box} of {fqn}, whose shape is {list(shape)}.", fqn
+            )
     if not empty:
         coverage = covers_exactly(shape, held)
         if coverage.overlap is not None:
             a, b = coverage.overlap
-            raise _incomplete(
+            raise incomplete(
                 f"Chunks of {fqn} overlap: {held[a]} of rank {owners[a]} and {held[b]} of rank "
                 f"{owners[b]}.",
                 fqn,
             )
         if coverage.outside is not None:
-            raise _incomplete(
+            raise incomplete(
                 f"Rank {owners[coverage.outside]} wrote {held[coverage.outside]} of {fqn}, whose "
                 f"shape is {list(shape)}.",
                 fqn,
             )
         if not coverage.is_exact:
-            raise _incomplete(
+            raise incomplete(
                 f"The chunks of {fqn} leave a gap at {coverage.gap} of its shape {list(shape)}; "
                 f"ranks {sorted(set(owners))} wrote chunks of it.",
                 fqn,
             )
     grid = None if empty else find_grid(shape, held)
     if grid is None:
-        return TensorRecord(
-            fqn=fqn,
-            dtype=dtypes[fqn],
-            shape=shape,
-            chunks=list(zip(held, owners, strict=True)),
-        )
-    by_rank = type(grid)(grid.cuts, tuple(owners[i] for i in grid.owners))
-    return TensorRecord(fqn=fqn, dtype=dtypes[fqn], shape=shape, grid=by_rank)
-
-
-def _incomplete(what: str, fqn: str) -> IntegrityError:
-    return IntegrityError(
-        what,
-        fqn=fqn,
-        phase="commit",
-        next_step="Nothing was committed. Check the save planner and the sharding of this value.",
-    )
-
-
-def stock_entries(
-    manifests: Sequence[RankManifest],
-) -> Iterator[tuple[str, tuple[int, ...] | None, str, int, int]]:
-    """Yield (fqn, chunk offsets or None for a blob, path, start, length) of every item."""
-    for manifest, file in itertools.chain.from_iterable(
-        ((manifest, file) for file in manifest.files) for manifest in manifests
-    ):
-        items = file.items
-        for fqn, offsets, start, length in zip(
-            items.fqn, items.offsets, items.item_start, items.item_bytes, strict=True
-        ):
-            yield (
-                manifest.fqns[fqn],
-                None if offsets is None else tuple(offsets),
-                file.path,
-                start,
-                length,
-            )
+        return None, list(zip(held, owners, strict=True))
+    return Grid(grid.cuts, tuple(owners[i] for i in grid.owners)), None

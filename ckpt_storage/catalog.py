@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from . import layout, slotlog
+from . import slotlog
 from .deadline import Deadline
 from .errors import (
     CheckpointError,
@@ -22,6 +22,7 @@ from .errors import (
 from .info import CheckpointInfo
 from .options import RetryPolicy, Timeouts
 from .slotlog import CommitLog
+from .stockfooter import is_foreign
 from .store import Location, open_store
 from .store.base import Store
 from .workers import Workers, bounded
@@ -100,6 +101,6 @@ def _info(store: Store, location: Location, name: str) -> CheckpointInfo | None:
     head = found.head
     if head is not None:
         return CheckpointInfo.of(location.url, head, name=name)
-    if found.last is None and slotlog.is_there(store, layout.STOCK_METADATA):
+    if is_foreign(store, found):
         return CheckpointInfo(url=location.url, name=name, format="dcp")
     return None

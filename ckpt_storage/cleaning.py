@@ -14,9 +14,10 @@ from . import layout
 from .commit import take_slot
 from .deadline import Deadline
 from .options import RetryPolicy
-from .publishing import publish, read_footer
+from .publishing import publish
 from .slotlog import CommitLog, history, is_there, read_log, read_slot, stamp
 from .slots import SlotRecord
+from .stockfooter import read_footer
 from .store.base import Store
 
 log = logging.getLogger("ckpt_storage")
@@ -219,24 +220,35 @@ def _commits(store: Store, found: CommitLog) -> dict[str, SlotRecord]:
 
 
 def delete_checkpoint(
-    store: Store, *, exclusive: bool, deadline: Deadline, retry: RetryPolicy
-) -> None:
+    store: Store,
+    *,
+    exclusive: bool,
+    deadline: Deadline,
+    retry: RetryPolicy,
+    expected: str | None = None,
+) -> bool:
     """Delete a checkpoint: a deleted record in the next slot, `.metadata`, then all attempts.
 
     The slots stay as a tombstone: a paused saver that finds them fails with
     `CommitConflictError`. The record names the attempts that were there before it: only those
     are deleted, because their savers aim at the record's slot or an earlier one, while a saver
     that begins later aims behind it. Idempotent; cut at any point it leaves the old checkpoint
-    or none.
+    or none. With `expected` it is deleted only while that save is its head, or to end what was
+    begun; returns whether it is deleted. A `.metadata` that is not ours stays: another tool saved
+    under the name of a deleted one. Exports below it: see `consolidation.removal`.
     """
     while True:
-        doomed = {entry.path.split("/")[1] for entry in store.list(layout.SAVES)}
+        listed = {entry.path.split("/")[1] for entry in store.list(layout.SAVES)}
+        # What others keep in a folder of that name is no save of ours.
+        doomed = set(filter(layout.is_save_id, listed))
         found = read_log(store)
         if found.last is None and not doomed:
-            return
+            return False
         record = _tombstone(store, found)
         if record is not None:
             break
+        if expected is not None and (found.head is None or found.head.save_id != expected):
+            return False
         for known in (found.head, *history(store, found.head)) if found.head else ():
             if known.save_id is None or known.save_id in doomed:
                 break
@@ -246,7 +258,7 @@ def delete_checkpoint(
             slot=found.last_slot + 1,
             write_id=layout.new_write_id(),
             head=None,
-            fenced=tuple(sorted(filter(layout.is_save_id, doomed))),
+            fenced=tuple(sorted(doomed)),
             **stamp(),
         )
         holder = take_slot(store, record, exclusive=exclusive, deadline=deadline, retry=retry)
@@ -254,12 +266,13 @@ def delete_checkpoint(
             break
         deadline.check(f"Deleting {store.url}")
     named = read_footer(store)
-    if named is None or named.slot < record.slot:
+    if named is not None and named.slot < record.slot:
         store.delete([layout.STOCK_METADATA])
         # A saver that began after the record may have published between look and deletion.
         publish(store)
     for save_id in record.fenced:
         delete_attempt(store, save_id)
+    return True
 
 
 def _tombstone(store: Store, found: CommitLog) -> SlotRecord | None:

@@ -6,8 +6,10 @@ tensor and no process group. Only the coordinator calls it. Called by `writer` a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from . import integrity, layout
 from .deadline import Deadline
@@ -20,8 +22,9 @@ from .errors import (
     StorageError,
 )
 from .options import RetryPolicy
-from .slotlog import is_there, read_log, read_slot, stamp
+from .slotlog import read_log, read_slot, stamp
 from .slots import HeadRef, SlotRecord
+from .stockfooter import is_foreign
 from .store.base import Store
 
 # Errors that prove the storage did not do what was asked, however often one asks.
@@ -59,7 +62,7 @@ def begin(store: Store, *, overwrite: bool, probe: Callable[[Store], bool]) -> G
                 phase="plan",
                 next_step="Save to another id, or pass overwrite=True to replace it.",
             )
-        if found.last is None and is_there(store, layout.STOCK_METADATA):
+        if is_foreign(store, found):
             raise CheckpointExistsError(
                 f"{store.url} holds a checkpoint that another writer made (.metadata).",
                 path=store.url,
@@ -88,12 +91,15 @@ def commit(
     *,
     manifest: FileRef,
     stock: FileRef | None,
+    stock_entries: int | None = None,
     deadline: Deadline,
     retry: RetryPolicy,
+    user: Mapping[str, Any] = MappingProxyType({}),
 ) -> SlotRecord:
     """Take the next slot with a commit record: the instant at which the checkpoint exists.
 
-    Coordinator only, once all that `manifest` names is durable. Raises `CommitConflictError`
+    Coordinator only, once all that `manifest` names is durable; `user` goes into the record.
+    Raises `CommitConflictError`
     (another saver won, or this attempt was fenced: not committed), `StorageError` (the storage
     refused for good: not committed) or `CommitUnknownError` (it cannot be told).
     """
@@ -107,7 +113,9 @@ def commit(
             save_id=grant.save_id,
             manifest=manifest,
             stock=stock,
+            stock_entries=stock_entries,
             previous=grant.previous,
+            user=user,
             **stamp(),
         )
         holder = take_slot(store, record, exclusive=grant.exclusive, deadline=deadline, retry=retry)

@@ -12,20 +12,22 @@ import platform
 import socket
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
-from . import cleaning, commit, integrity, layout, publishing
+from . import cleaning, commit, integrity, layout, publishing, stockfooter
 from .assemble import assemble, check_files, check_reports, read_report
 from .commit import Grant
 from .deadline import Deadline
 from .documents import FileRef
-from .errors import CheckpointError
+from .errors import CheckpointError, IntegrityError
+from .manifest import Manifest
 from .options import RetryPolicy
 from .slots import SlotRecord
-from .stockwrite import planned_of, stock_metadata
+from .stockwrite import planned_of, stock_metadata, stock_note
 from .store.base import Store
 
 __all__ = ["commit_save"]
@@ -42,37 +44,62 @@ def commit_save(
     results: Sequence[Sequence[WriteResult]],
     storage_meta: StorageMeta,
     settled_ties: Mapping[str, str],
+    user: Mapping[str, Any],
     deadline: Deadline,
     retry: RetryPolicy,
 ) -> SlotRecord:
     """Check that all ranks wrote all of it, commit, publish `.metadata`; return the record.
 
-    `results[i]` is what rank i's `write_data` returned; `settled_ties` as for `assemble`. Raises
+    `results[i]` is what rank i's `write_data` returned; `settled_ties` as for `assemble`, `user` as
+    for `commit.commit`. Raises
     `IntegrityError`, `RankFailedError` (not committed), `CommitConflictError` (not committed),
     `CommitUnknownError`. What follows the commit cannot fail the save: it is logged, and repeated
     by the next save or load.
     """
     save_id = grant.save_id
-    reports = [read_report(result) for result in results]
-    manifests = check_reports(reports, save_id=save_id, world_size=world_size)
-    whole = [report for report in reports if report is not None]
-    manifest = assemble(manifests, whole, planned_of(metadata), settled_ties)
-    check_files(store, manifest)
-    stock_bytes = publishing.with_footer(
-        stock_metadata(metadata, manifests, manifest, storage_meta),
-        slot=grant.last_slot + 1,
-        save_id=save_id,
+    reports = check_reports(
+        [read_report(result) for result in results], save_id=save_id, world_size=world_size
     )
+    manifest = assemble(reports, planned_of(metadata), settled_ties)
+    check_files(store, manifest)
+    entry_count = sum(report.item_count for report in reports)
+    stock_entries: int | None
+    if all(report.places is not None for report in reports):
+        # 0 would say that it is a note.
+        stock_entries = entry_count or None
+        pickled = stock_metadata(metadata, reports, manifest, storage_meta)
+    else:
+        stock_entries = 0
+        pickled = stock_note(entry_count)
+        log.info(
+            "save %s to %s: .metadata for torch's own readers is left out; it would hold %d "
+            "entries (stock_metadata='always' writes it)",
+            save_id,
+            store.url,
+            entry_count,
+        )
+    stock_bytes = stockfooter.with_footer(pickled, slot=grant.last_slot + 1, save_id=save_id)
     stock = _put(store, layout.stock_copy_path(save_id), stock_bytes)
     manifest = dataclasses.replace(
         manifest,
         stock=stock,
+        stock_entries=stock_entries,
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         writer=_versions(),
     )
-    reference = _put(store, layout.manifest_path(save_id), integrity.seal(manifest.to_body()))
+    manifest_path = layout.manifest_path(save_id)
+    body = manifest.to_body()
+    _check_readable(body, manifest_path)
+    reference = _put(store, manifest_path, integrity.seal(body))
     record = commit.commit(
-        store, grant, manifest=reference, stock=stock, deadline=deadline, retry=retry
+        store,
+        grant,
+        manifest=reference,
+        stock=stock,
+        stock_entries=stock_entries,
+        deadline=deadline,
+        retry=retry,
+        user=user,
     )
     log.info("save %s to %s committed in slot %d", save_id, store.url, record.slot)
     _after_commit(store, grant, record, stock_bytes, deadline, retry)
@@ -90,11 +117,15 @@ def _after_commit(
     try:
         publishing.publish(store, own=record, own_stock=stock_bytes)
         if grant.previous is not None:
-            cleaning.free_superseded(store)
+            cleaning.free_superseded(store, known=record)
         # Looking for what crashed savers left takes a listing: free on a local disk only.
         if grant.previous is not None or store.capabilities.cheap_stat:
             cleaning.free_leftovers(
-                store, exclusive=grant.exclusive, deadline=deadline, retry=retry
+                store,
+                exclusive=grant.exclusive,
+                deadline=deadline,
+                retry=retry,
+                known=record,
             )
     except Exception as error:  # the save is committed, whatever this is
         log.warning(
@@ -103,6 +134,23 @@ def _after_commit(
             error,
             exc_info=not isinstance(error, CheckpointError),
         )
+
+
+def _check_readable(body: Mapping[str, Any], path: str) -> None:
+    """Raise `IntegrityError` if readers would refuse the manifest, before it counts.
+
+    Its `planner_data` was looked at when it was spelt, and takes most of a reader's time.
+    """
+    try:
+        Manifest.from_body({**body, "planner_data": None}, where=path)
+    except CheckpointError as error:
+        raise IntegrityError(
+            f"No reader would take the manifest of this save: {error}",
+            path=path,
+            phase="commit",
+            next_step="Nothing was committed. Check the save planner and the names and sharding "
+            "of all values; if they are sound, report this as a bug of ckpt_storage.",
+        ) from error
 
 
 def _put(store: Store, path: str, data: bytes) -> FileRef:

@@ -6,7 +6,9 @@ checkpoint.
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +17,18 @@ from functools import partial
 from .deadline import Deadline
 from .errors import CheckpointError
 from .options import TransferOptions
+from .pacing import Budget, Pacer
 from .store.base import Store
 from .workers import Workers, bounded
 
 _READ_GRACE_S = 330.0
+
+_BUDGET = Budget()
+"""Of this process's reads. Not that of its writes: one that waits for what it is to write holds
+memory already, and nobody may hold some and wait for more."""
+
+# A child of fork has none of its parent's transfers, and perhaps a lock that nobody holds.
+os.register_at_fork(after_in_child=_BUDGET.__init__)  # type: ignore[misc]  # of a plain object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +64,7 @@ class _Arrivals:
     def arrived(self, count: int) -> None:
         """Check what has arrived by now; `count` is the number of bytes from the start."""
         if count <= self._seen:
-            # Within an attempt the number grows: this is another one, and may bring other bytes.
+            # Each attempt begins with 0 and grows: this is another, and may bring other bytes.
             self._checked = 0
         self._seen = count
         self._check(count if count == len(self._view) else count - count % self._fetch.check_bytes)
@@ -80,60 +90,129 @@ def run_fetches(
     deadline: Deadline,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Do all reads, `thread_count` at a time, in the given order of start.
+    """Do all reads, at most `thread_count` at a time, in the given order of start.
 
-    Buffers take at most `memory_limit_bytes` in all. Raises the first failure; targets are then
-    undefined.
+    Where a request costs a round trip, how many are under way follows what the storage bears.
+    Buffers, and the answers that clients hold meanwhile, take at most `memory_limit_bytes` in
+    all of the process's reads. Raises the first failure; targets are then undefined.
     """
     if not fetches:
         return
-    given_up = threading.Event()
-    store = bounded(store, deadline, given_up.is_set)
-    largest = max((f.stop - f.start for f in fetches if f.target is None), default=0)
-    affordable = options.memory_limit_bytes // max(1, largest)
-    count = max(1, min(options.thread_count, len(fetches), affordable))
-    # One buffer per thread: fresh memory costs the kernel more than the copy out of it.
-    scratch = threading.local()
+    run = _Run(store, fetches, options=options, deadline=deadline, on_bytes=on_bytes)
+    try:
+        if run.is_alone:
+            run.in_this_thread(fetches)
+        else:
+            run.in_threads(fetches)
+    finally:
+        run.given_up.set()
 
-    def run(fetch: Fetch) -> None:
+
+class _Run:
+    """One call of `run_fetches`: its pace, its buffers and its share of the memory."""
+
+    def __init__(
+        self,
+        store: Store,
+        fetches: Sequence[Fetch],
+        *,
+        options: TransferOptions,
+        deadline: Deadline,
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        self.given_up = threading.Event()
+        self._is_remote = store.capabilities.is_remote
+        self._options = options
+        self._deadline = deadline
+        self._on_bytes = on_bytes
+        self._buffer_bytes = max((f.stop - f.start for f in fetches if f.target is None), default=0)
+        # Fresh memory costs the kernel more than the copy out of it: buffers are used again.
+        self._buffers: list[memoryview] = []
+        dearest = max(map(self._cost_bytes, fetches))
+        affordable = options.memory_limit_bytes // max(1, dearest)
+        most = max(1, min(options.thread_count, len(fetches), affordable))
+        # All at once: reads wait for the first byte, and a storage that has too many says so.
+        self._pacer = Pacer(most)
+        self._most = most
+        self._store = bounded(
+            store, deadline, self.given_up.is_set, throttled=self._pacer.slowed_down
+        )
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one read at a time is all there may be."""
+        return self._most == 1
+
+    def _cost_bytes(self, fetch: Fetch) -> int:
+        """Return the memory that a read takes beside its target: a buffer, a client's copy."""
+        buffer_bytes = self._buffer_bytes if fetch.target is None else 0
+        return buffer_bytes + (fetch.stop - fetch.start if self._is_remote else 0)
+
+    def in_this_thread(self, fetches: Sequence[Fetch]) -> None:
+        for fetch in fetches:
+            self._deadline.check(f"Reading {fetch.path}")
+            self._claim(fetch)
+            try:
+                self._read(fetch)
+            finally:
+                self._release(fetch)
+
+    def in_threads(self, fetches: Sequence[Fetch]) -> None:
+        # A read that still runs after a failure would write into targets that the caller may
+        # fill from elsewhere by then: wait for it, as long as one request may take.
+        workers = Workers(
+            self._most,
+            name=f"read from {self._store.url}",
+            deadline=self._deadline,
+            limit=self._pacer.limit,
+            grace_s=_READ_GRACE_S,
+        )
+        with workers, _setting(self.given_up):
+            for fetch in fetches:
+                self._claim(fetch)
+                workers.submit(partial(self._read, fetch), ended=partial(self._release, fetch))
+            workers.drain()
+
+    def _claim(self, fetch: Fetch) -> None:
+        cost_bytes = self._cost_bytes(fetch)
+        if cost_bytes:
+            limit_bytes = self._options.memory_limit_bytes
+            _BUDGET.acquire(cost_bytes, limit_bytes=limit_bytes, deadline=self._deadline)
+
+    def _release(self, fetch: Fetch) -> None:
+        cost_bytes = self._cost_bytes(fetch)
+        if cost_bytes:
+            _BUDGET.release(cost_bytes)
+
+    def _read(self, fetch: Fetch) -> None:
         length = fetch.stop - fetch.start
+        buffer = None
         view = fetch.target
         if view is None:
-            buffer = getattr(scratch, "buffer", None)
-            if buffer is None:
-                buffer = scratch.buffer = memoryview(bytearray(largest))
+            # One list operation is atomic: no lock.
+            try:
+                buffer = self._buffers.pop()
+            except IndexError:
+                buffer = memoryview(bytearray(self._buffer_bytes))
             view = buffer[:length]
-        arrivals = _Arrivals(fetch, view, given_up)
+        arrivals = _Arrivals(fetch, view, self.given_up)
         if length:
-            store.read_into(
+            begin_s = time.monotonic()
+            self._store.read_into(
                 fetch.path,
                 fetch.start,
                 view,
                 size_bytes=fetch.size_bytes,
                 arrived=arrivals.arrived if fetch.target is not None else None,
             )
+            self._pacer.succeeded(time.monotonic() - begin_s, length)
         arrivals.finish()
         fetch.done(view)
-        deadline.advanced(length)
-        on_bytes(length)
-
-    try:
-        if count == 1:
-            for fetch in fetches:
-                deadline.check(f"Reading {fetch.path}")
-                run(fetch)
-            return
-        # A read that still runs after a failure would write into targets that the caller may
-        # fill from elsewhere by then: wait for it, as long as one request may take.
-        workers = Workers(
-            count, name=f"read from {store.url}", deadline=deadline, grace_s=_READ_GRACE_S
-        )
-        with workers, _setting(given_up):
-            for fetch in fetches:
-                workers.submit(partial(run, fetch))
-            workers.drain()
-    finally:
-        given_up.set()
+        # Not after a failure: a request that was left behind may still fill the buffer.
+        if buffer is not None:
+            self._buffers.append(buffer)
+        self._deadline.advanced(length)
+        self._on_bytes(length)
 
 
 @contextmanager

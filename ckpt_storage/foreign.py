@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from . import layout
+from .costs import costs_for
 from .deadline import Deadline
 from .errors import CheckpointError, FormatError, IntegrityError, StorageError
 from .fetching import run_fetches
@@ -125,7 +126,11 @@ class StockSource:
                 if place.container == "torch_zip"
             }
             requests = [bytes_request(wanted[key][0], buffer) for key, buffer in buffers.items()]
-            fetches = plan_reads(requests, part_bytes=self.options.part_bytes)
+            fetches = plan_reads(
+                requests,
+                part_bytes=self.options.part_bytes,
+                costs=costs_for(is_remote=self.store.capabilities.is_remote),
+            )
             try:
                 run_fetches(self.store, fetches, options=self.options, deadline=self.deadline)
             except StorageError as error:
@@ -169,6 +174,11 @@ class StockSource:
         """Return where a chunk or blob lies."""
         return self._places[fqn, offsets]
 
+    def places(self, keys: Sequence[Key]) -> list[Place]:
+        """Return where chunks and blobs lie."""
+        self.require(keys)
+        return [self.place(*key) for key in keys]
+
     def explain_missing(self, place: Place) -> Exception:
         """Return the error for a file that is not there."""
         return _missing(self.store, place)
@@ -199,7 +209,7 @@ class SafetensorsSource:
     store: Store
     format: SourceFormat
     tensors: Mapping[str, TensorInfo]
-    places: Mapping[Key, Place]
+    held: Mapping[Key, Place]
     save_id: str | None = None
     blobs: frozenset[str] = frozenset()
     planner_data: Mapping[str, tuple[str | int, ...]] | None = None
@@ -214,7 +224,12 @@ class SafetensorsSource:
 
     def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
         """Return where a chunk or blob lies."""
-        return self.places[fqn, offsets]
+        return self.held[fqn, offsets]
+
+    def places(self, keys: Sequence[Key]) -> list[Place]:
+        """Return where chunks and blobs lie."""
+        self.require(keys)
+        return [self.place(*key) for key in keys]
 
     def explain_missing(self, place: Place) -> Exception:
         """Return the error for a file that is not there."""

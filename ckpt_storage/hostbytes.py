@@ -1,17 +1,25 @@
 """Tensors as host bytes: views where the memory can be used as it is, bounded copies elsewhere.
 
-Knows torch tensors; knows no file and no plan. Called by `writer`.
+Knows torch tensors; knows no file and no plan. Called by `shards`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Iterator
 
 import torch
 
+from .devicecopies import DeviceCopies
 from .errors import InvalidInputError
 
+__all__ = ["HostCopies", "check_plain", "dtype_name", "host_bytes"]
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype without the prefix, as the format spells it."""
     return str(dtype).removeprefix("torch.")
@@ -24,7 +32,7 @@ def check_plain(tensor: torch.Tensor, fqn: str) -> None:
         reason = f"its layout is {tensor.layout}"
     elif tensor.is_quantized:
         reason = "it is quantised"
-    elif tensor.device.type == "meta":
+    elif tensor.is_meta:
         reason = "it is on the meta device and has no data"
     if reason:
         raise InvalidInputError(
@@ -34,29 +42,62 @@ def check_plain(tensor: torch.Tensor, fqn: str) -> None:
         )
 
 
-def host_views(tensor: torch.Tensor, window_bytes: int) -> Iterator[memoryview]:
-    """Yield the elements of `tensor` in C order as consecutive byte views.
+def host_bytes(tensor: torch.Tensor) -> bytes:
+    """Return a copy of the elements of a small tensor in C order."""
+    if type(tensor) in _PLAIN and _is_as_stored(tensor):
+        # A view, an array and a buffer cost ten times this, which many small tensors feel.
+        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
+    plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    return bytes(_view(plain))
 
-    A contiguous CPU tensor is one view of its own memory, not copied, and must not change while
-    the view is in use. Anything else is copied window by window, each of at most `window_bytes`
-    (or one element), so memory stays bounded whatever the tensor's size.
+
+class HostCopies:
+    """Gives the elements of one tensor after the other as host memory; used by one thread.
+
+    All with the same `window_bytes`.
     """
-    tensor = tensor.detach()
-    if (
-        tensor.is_conj()
-        or tensor.is_neg()
-        or not (tensor.device.type == "cpu" and tensor.is_contiguous())
-    ):
-        for window in _windows(tensor, max(1, window_bytes // max(1, tensor.element_size()))):
+
+    def __init__(self) -> None:
+        self._device_copies: dict[torch.device, DeviceCopies] = {}
+
+    def views(self, tensor: torch.Tensor, window_bytes: int) -> Iterator[memoryview]:
+        """Yield the elements of `tensor` in C order as consecutive byte views.
+
+        A contiguous CPU tensor is one view of its own memory, not copied, and must not change
+        while the view is in use. Anything else is copied window by window, each of at most
+        `window_bytes` (or one element), so memory stays bounded whatever the tensor's size; from a
+        CUDA device the next window is copied while the one before is in use.
+        """
+        tensor = tensor.detach()
+        if _is_as_stored(tensor):
+            yield _view(tensor)
+            return
+        if tensor.device.type == "cuda":
+            copies = self._device_copies.get(tensor.device)
+            if copies is None:
+                copies = DeviceCopies(tensor.device, window_bytes)
+                self._device_copies[tensor.device] = copies
+            yield from copies.views(_windows(tensor, _count(tensor, copies.window_bytes)))
+            return
+        for window in _windows(tensor, _count(tensor, window_bytes)):
             yield _view(window.resolve_conj().resolve_neg().to("cpu").contiguous())
-    else:
-        yield _view(tensor)
+
+
+def _is_as_stored(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor is what is to be written."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not lazy
+
+
+def _count(tensor: torch.Tensor, window_bytes: int) -> int:
+    return max(1, window_bytes // max(1, tensor.element_size()))
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.reshape(-1).view(torch.uint8)
-    if flat.numel() == 0:
+    if tensor.numel() == 0:
         return memoryview(b"")
+    # Not `reshape`: it leaves the stride of a single element, which may be anything.
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
 
 

@@ -13,15 +13,15 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.stateful import Stateful
 
 from .coordination_torch import coordinator_of
 from .errors import CheckpointError
-from .frontdoor import exchange_plans, plain_state
+from .frontdoor import exchange_plans, is_stateful, plain_state
+from .loadplanner import OwnChunksLoadPlanner
 from .operation import Operation
 from .options import Engine, Progress, RetryPolicy, Timeouts
+from .peers import OperationSharers, peers_of
 from .reader import CheckpointStorageReader
 from .reports import as_checkpoint_errors, place_of
 
@@ -58,13 +58,13 @@ def load(  # the public surface, all keyword-only
         process_group: the ranks that load; default: the default group; without one, this process.
         timeout: seconds, `timedelta` or `Timeouts` (`plan` and `load` count); default an hour each.
         storage_options: passed to the fsspec file system.
-        planner: a DCP `LoadPlanner`; default `DefaultLoadPlanner()`.
+        planner: a DCP `LoadPlanner`; by default one that plans what `DefaultLoadPlanner()` does.
         progress: True: a bar on rank 0; or a callable that takes each `ProgressEvent`.
         verify: as for `CheckpointStorageReader`, like all that follow.
         thread_count: parallel reads per rank.
         memory_limit_bytes: ceiling of buffers per rank.
         engine: data plane.
-        shared_reads: "auto" or "never".
+        shared_reads: "auto" or "never", as for `CheckpointStorageReader`.
         unsafe_pickle: hand blobs to the planner without checking that unpickling runs no code.
         retry: how failed storage requests are repeated.
 
@@ -104,10 +104,11 @@ def load(  # the public surface, all keyword-only
         )
         operation.what = f"the load from {reader.checkpoint_id}"
         plain = plain_state(dict(sorted(state.items())))
-        _run(operation, reader, planner or DefaultLoadPlanner(), plain)
+        reader.attend(operation.phase, OperationSharers(operation, peers_of(coordinator)))
+        _run(operation, reader, planner or OwnChunksLoadPlanner(), plain)
         for key, value in plain.items():
             target = state[key]
-            if isinstance(target, Stateful):
+            if is_stateful(target):
                 target.load_state_dict(value)
             else:
                 state[key] = value
@@ -119,7 +120,6 @@ def _run(
     planner: LoadPlanner,
     state: dict[str, Any],
 ) -> None:
-    reader.attend(operation.phase)
     operation.meet(reader.terms())
     operation.phase("load")
     metadata = reader.read_metadata()

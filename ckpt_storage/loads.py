@@ -11,13 +11,17 @@ import io
 import math
 import threading
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from functools import cache
 
 import torch
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from .errors import FormatError, IntegrityError, InvalidInputError, StorageError
-from .readplan import Request, Sink, bytes_request
+from .readplan import Request, Sink, bytes_request, no_sink
 from .regions import Box, WindowCopy
+from .sharedreads import fits_units
+from .sharing import Key
 from .source import Place, Source, concerns
 from .tensorfile import DTYPES
 from .torchload import load_whole, scan_blob
@@ -26,33 +30,41 @@ from .torchload import load_whole, scan_blob
 class LoadJob:
     """The items of one load plan on this rank, from request to commit."""
 
-    def __init__(self, source: Source, planner: LoadPlanner, *, verify: bool) -> None:
+    def __init__(
+        self,
+        source: Source,
+        planner: LoadPlanner,
+        *,
+        verify: bool,
+        shared: AbstractSet[Key] = frozenset(),
+    ) -> None:
         self._source = source
         self._planner = planner
         self._verify = verify
         self.requests: list[Request] = []
+        self.shared: dict[Key, list[Request]] = {key: [] for key in shared}
         self._places: dict[str, list[Place]] = {}
         self._tensors: list[tuple[ReadItem, torch.Tensor]] = []
         self._blobs: list[tuple[ReadItem, bytearray, Place]] = []
         self._wholes: dict[tuple[str, int], tuple[Place, list[tuple[ReadItem, torch.Tensor]]]] = {}
-        self._sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
 
     def plan(self, items: Sequence[ReadItem]) -> None:
         """Turn read items into requests; resolves every target, reads no payload."""
         keys = [(item.storage_index.fqn, _offsets_of(item)) for item in items]
-        self._source.require(keys)
-        for item, (fqn, offsets) in zip(items, keys, strict=True):
-            place = self._source.place(fqn, offsets)
-            if not self._verify:
-                place = dataclasses.replace(place, crcs=None, block_bytes=1)
+        places = self._source.places(keys)
+        if not self._verify:
+            places = [dataclasses.replace(place, crcs=None, block_bytes=1) for place in places]
+        for item, (fqn, _), place in zip(items, keys, places, strict=True):
             self._places.setdefault(place.path, []).append(place)
             if item.type is LoadItemType.BYTE_IO:
                 buffer = bytearray(place.size_bytes)
                 self._blobs.append((item, buffer, place))
                 self.requests.append(bytes_request(place, buffer))
                 continue
-            target = self._planner.resolve_tensor(item).detach()
-            if target.size() != torch.Size(item.lengths):
+            target = self._planner.resolve_tensor(item)
+            if target.requires_grad:
+                target = target.detach()
+            if tuple(target.shape) != tuple(item.lengths):
                 raise InvalidInputError(
                     f"The planner gave a target of shape {list(target.size())} for "
                     f"{list(item.lengths)} elements of {fqn}.",
@@ -75,6 +87,17 @@ class LoadJob:
         for device in {target.device for _, target in self._tensors if target.is_cuda}:
             torch.cuda.synchronize(device)
 
+    def can_share(self) -> bool:
+        """Return whether the shared requests can be cut into units: their blocks must fit."""
+        places = [requests[0].place for requests in self.shared.values() if requests]
+        return len(places) == len(self.shared) and all(fits_units(place) for place in places)
+
+    def share_nothing(self) -> None:
+        """Make requests of this rank's own of those that were to be shared."""
+        for requests in self.shared.values():
+            self.requests.extend(requests)
+        self.shared.clear()
+
     def wholes(self) -> Iterator[Request]:
         """Yield, one at a time, the requests for items that only torch itself can read.
 
@@ -96,33 +119,37 @@ class LoadJob:
                 target.copy_(tensor)
 
     def _region(self, item: ReadItem, target: torch.Tensor, place: Place) -> None:
-        dtype_name = self._source.tensors[item.storage_index.fqn].dtype
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        item_bytes = DTYPES[dtype_name].item_bytes
-        sizes = self._chunk_sizes(item)
+        key = (item.storage_index.fqn, _offsets_of(item) or ())
+        info = self._source.tensors[key[0]]
+        dtype, item_bytes = _dtype(info.dtype)
+        sizes = tuple(item.lengths)
+        # A chunk as large as its tensor has its shape: nothing to look up for an unsharded one.
+        if sizes != info.shape or place.size_bytes != math.prod(sizes) * item_bytes:
+            sizes = self._chunk_sizes(item)
         if place.size_bytes != math.prod(sizes) * item_bytes:
             raise _contradiction(place, f"{place.size_bytes} bytes", sizes)
-        self.requests.append(
+        region = None
+        if any(item.storage_offsets) or tuple(item.lengths) != sizes:
+            region = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        memory = _direct_view(target, dtype)
+        self.shared.get(key, self.requests).append(
             Request(
                 place=place,
                 item_bytes=item_bytes,
                 chunk_sizes=sizes,
-                region=Box(tuple(item.storage_offsets), tuple(item.lengths)),
-                sink=_tensor_sink(target, dtype),
-                target=_direct_view(target, dtype),
+                region=region,
+                sink=no_sink if region is None and memory else _tensor_sink(target, dtype),
+                target=memory,
             )
         )
 
     def _chunk_sizes(self, item: ReadItem) -> tuple[int, ...]:
-        fqn = item.storage_index.fqn
-        info = self._source.tensors[fqn]
-        if fqn not in self._sizes:
-            self._sizes[fqn] = {box.offsets: box.sizes for box in reversed(info.boxes)}
+        info = self._source.tensors[item.storage_index.fqn]
         offsets = _offsets_of(item) or ()
-        sizes = self._sizes[fqn].get(offsets)
-        if sizes is None:  # pragma: no cover  # place() found the chunk by the same offsets
+        chunk = info.chunk_at(offsets)
+        if chunk is None:  # pragma: no cover  # places() found the chunk by the same offsets
             raise FormatError(f"{info.fqn} has no chunk at {offsets}.", next_step="Load again.")
-        return sizes
+        return chunk.sizes
 
     def explain(self, error: StorageError | IntegrityError) -> Exception:
         """Return `error` with what it means here: which tensor, which rank, gone or damaged."""
@@ -164,6 +191,23 @@ class LoadJob:
             self._planner.load_bytes(item, io.BytesIO(buffer))
 
 
+@cache
+def _dtype(name: str) -> tuple[torch.dtype, int]:
+    return getattr(torch, name), DTYPES[name].item_bytes
+
+
+def wanted_regions(plans: Sequence[LoadPlan]) -> dict[Key, list[tuple[int, Box]]]:
+    """Return for each chunk which ranks want which region of it, counted from its first element."""
+    wants: dict[Key, list[tuple[int, Box]]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            offsets = _offsets_of(item)
+            if offsets is not None:
+                region = Box(tuple(item.storage_offsets), tuple(item.lengths))
+                wants.setdefault((item.storage_index.fqn, offsets), []).append((rank, region))
+    return wants
+
+
 def _contradiction(place: Place, found: str, sizes: tuple[int, ...]) -> FormatError:
     return FormatError(
         f"{place.fqn} in {place.path} has {found}; the metadata says {list(sizes)} elements.",
@@ -188,7 +232,8 @@ def _direct_view(target: torch.Tensor, dtype: torch.dtype) -> memoryview | None:
         or target.is_neg()
     ):
         return None
-    flat = target.reshape(-1).view(torch.uint8)
+    # Where a dimension has one element, a contiguous tensor may have any stride there.
+    flat = target.as_strided((target.numel(),), (1,)).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
 
 

@@ -6,7 +6,9 @@ Knows the order in which to look and what to say when there is nothing to load. 
 
 from __future__ import annotations
 
-from . import layout, publishing, slotlog
+from typing import Literal
+
+from . import layout, slotlog, stockfooter
 from .deadline import Deadline
 from .errors import (
     CheckpointGoneError,
@@ -16,39 +18,61 @@ from .errors import (
     StorageError,
 )
 from .foreign import is_rank_local, open_safetensors, open_stock
+from .manifest import Manifest
+from .manifestcache import keep_manifest, known_manifest
 from .options import TransferOptions
 from .slotlog import CommitLog
+from .slots import SlotRecord
 from .source import CommittedSource, Source, read_manifest
 from .store.base import Store
 
 
-def open_source(store: Store, *, deadline: Deadline, options: TransferOptions) -> Source:
+def open_source(
+    store: Store,
+    *,
+    deadline: Deadline,
+    options: TransferOptions,
+    documents: Literal["read", "known"] = "read",
+) -> Source:
     """Return the checkpoint at the root of `store`, whatever wrote it.
 
     Costs two small reads and the manifest for one of ours; lists the folder only if it is not.
+    With "known" documents a manifest that this process has read before is not read again.
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
     `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
     """
     found = slotlog.read_log(store)
     if found.head is not None:
-        manifest = read_manifest(store, found.head)
+        manifest = _manifest(store, found.head, documents)
         return CommittedSource(store, found.head, manifest, deadline, options)
-    if found.last is None:
-        current = slotlog.read_if_there(store, layout.STOCK_METADATA)
-        if current is not None:
-            named = publishing.split_footer(current.data)[1]
-            if named is not None:
-                raise FormatError(
-                    f"{store.url} has .metadata of save {named.save_id} but no commits/ folder.",
-                    path=layout.COMMITS,
-                    next_step="Copy the whole checkpoint, commits/ included; torch's own readers "
-                    "can load it as it is, without checksums.",
-                )
+    current = slotlog.read_if_there(store, layout.STOCK_METADATA)
+    if current is not None:
+        named = stockfooter.split_footer(current.data)[1]
+        if named is None:
+            # Perhaps under the name of one of ours that was deleted: its slots stay.
             return open_stock(store, current.data, options=options, deadline=deadline)
+        if found.last is None:
+            raise FormatError(
+                f"{store.url} has .metadata of save {named.save_id} but no commits/ folder.",
+                path=layout.COMMITS,
+                next_step="Copy the whole checkpoint, commits/ included; torch's own readers "
+                "can load it as it is, without checksums.",
+            )
     names = _names(store)
     if any(name.endswith(".safetensors") for name in names) and found.last is None:
         return open_safetensors(store, names)
     raise _nothing(store, found, names)
+
+
+def _manifest(store: Store, head: SlotRecord, documents: Literal["read", "known"]) -> Manifest:
+    if documents == "known" and head.manifest is not None:
+        known = known_manifest(head.manifest)
+        if known is not None:
+            return known
+    manifest = read_manifest(store, head)
+    if head.manifest is not None:
+        keep_manifest(head.manifest, manifest)
+    return manifest
 
 
 def _names(store: Store) -> list[str]:

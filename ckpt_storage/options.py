@@ -42,7 +42,11 @@ REMOTE_THREADS = 8
 DEFAULT_MEMORY_LIMIT_BYTES = 256 * MIB
 """Ceiling of buffers that hold bytes in flight, per process."""
 
+STOCK_ENTRY_LIMIT = 200_000
+"""Items of all ranks up to which `.metadata` is written unasked: some 40 MB, read by every rank."""
+
 Engine = Literal["auto", "fsspec", "obstore"]
+StockMetadata = Literal["auto", "always", "never"]
 Phase = Literal["plan", "stage", "write", "commit", "consolidate", "load"]
 
 
@@ -180,7 +184,9 @@ class TransferOptions:
             thread_count = REMOTE_THREADS if is_remote else local_threads
         if part_bytes is None:
             part_bytes = DEFAULT_PART_BYTES if is_remote else local_part_bytes
-            part_bytes = int(min(part_bytes, max(memory // 2, DEFAULT_BLOCK_BYTES)))
+            # Twice: a client may join the views of a part.
+            share = memory // (2 * max(1, thread_count))
+            part_bytes = int(min(part_bytes, max(share, DEFAULT_BLOCK_BYTES)))
         return cls(thread_count=thread_count, part_bytes=part_bytes, memory_limit_bytes=memory)
 
 

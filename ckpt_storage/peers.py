@@ -11,9 +11,14 @@ another for ever; without, ranks outside the group would have to call it, too.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import math
 import os
 import pickle
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -21,27 +26,45 @@ import torch
 import torch.distributed as dist
 
 from .coordination import Coordinator
-from .coordination_torch import StoreBoard
+from .coordination_torch import StoreBoard, coordinator_of
 from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError, RankFailedError
 from .operation import Operation
+from .options import Timeouts
 from .store.timed import AbandonedError, TimedPool
 
-__all__ = ["Peers"]
+__all__ = ["DefaultGroupSharers", "OperationSharers", "Peers", "peers_of"]
+
+log = logging.getLogger("ckpt_storage")
 
 _T = TypeVar("_T")
 
+_WORD_S = 2.0
+"""Within this every live rank hears of a failure."""
+
+_JOIN_S = 60.0
+"""Where ranks cannot reach one another within this, each reads for itself."""
+
+
+_MEET_S = 20.0
+"""One that comes no more, as its planner failed under `dcp.load`, is not waited for any longer.
+
+All come from one collective of torch's; so whoever comes at all comes soon."""
+
 
 class Peers:
-    """Point-to-point messages between the ranks of a Coordinator; used by one thread at a time.
+    """Point-to-point messages between the ranks of a Coordinator.
 
-    All ranks `join` in the same operation before they send. Every wait ends by its deadline, and
+    All ranks `join` in the same operation before they send. Several threads may send and receive
+    at a time, if no two use one tag with one rank. Every wait ends by its deadline, and
     soon after the operation failed on another rank.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+        # Weakly: `peers_of` keeps one for as long as there is the Coordinator.
+        self._coordinator = weakref.ref(coordinator)
         self._group: dist.ProcessGroupGloo | None = None
+        self._was_lost = False
         self._key = ""
         self._pool = TimedPool("ckpt-storage peers")
 
@@ -50,15 +73,18 @@ class Peers:
         """What the present group is known by among its ranks; empty without one."""
         return self._key
 
-    def join(self, operation: Operation, deadline: Deadline) -> None:
+    def join(self, operation: Operation, deadline: Deadline, *, limit_s: float = math.inf) -> None:
         """Make the group if any rank has none; all ranks, as one step of `operation`.
+
+        Making it takes at most `limit_s` seconds.
 
         Raises `RankFailedError`, `PhaseTimeoutError`, `InvalidInputError` (a Coordinator whose
         ranks share no store).
         """
-        if self._coordinator.world_size == 1:
+        coordinator = self._coordinator()
+        if coordinator is None or coordinator.world_size == 1:
             return
-        board = self._coordinator.board
+        board = coordinator.board
         if not isinstance(board, StoreBoard):
             raise InvalidInputError(
                 "These ranks have no store over which they could find one another.",
@@ -74,8 +100,9 @@ class Peers:
             return
         self.drop()
         twin = board.twin()
-        rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        timeout = timedelta(seconds=max(1.0, deadline.remaining_s()))
+        rank, world_size = coordinator.rank, coordinator.world_size
+        seconds = max(1.0, min(limit_s, deadline.remaining_s()))
+        timeout = timedelta(seconds=seconds)
         self._group = self._run(
             lambda: dist.ProcessGroupGloo(
                 dist.PrefixStore(f"ckpt_storage/peers/{key}", twin.root()),
@@ -90,26 +117,54 @@ class Peers:
 
     def send(self, to: int, data: memoryview, tag: int, deadline: Deadline) -> None:
         """Send `data` to rank `to`, which receives it under the same `tag`."""
-        group, tensor = self._joined(), _tensor(data)
+        group, tensor = self._joined(deadline), _tensor(data)
         work: dist.Work = group.send([tensor], to, tag)  # type: ignore[attr-defined]  # a stub
         self._wait(work, deadline, f"Sending to rank {to}", to)
 
     def receive(self, source: int, into: memoryview, tag: int, deadline: Deadline) -> None:
         """Fill `into` (writable) with what rank `source` sends under `tag`, of that length."""
-        group, tensor = self._joined(), _tensor(into)
+        group, tensor = self._joined(deadline), _tensor(into)
         work: dist.Work = group.recv([tensor], source, tag)  # type: ignore[attr-defined]  # a stub
         self._wait(work, deadline, f"Receiving from {source}", source)
 
+    def receive_any(self, into: memoryview, tag: int, deadline: Deadline) -> int:
+        """Fill `into` (writable) with what any rank sends under `tag`; return which rank did."""
+        group, tensor = self._joined(deadline), _tensor(into)
+        work: dist.Work = group.recv_anysource([tensor], tag)  # type: ignore[attr-defined]  # a stub
+        self._wait(work, deadline, "Receiving from any rank", None)
+        source: int = work._source_rank()  # noqa: SLF001  # torch's own way, in dist.recv
+        return source
+
     def drop(self) -> None:
         """Forget the group; called after a failed operation, idempotent, never waits."""
+        self._group, self._key, self._was_lost = None, "", False
+
+    def _joined(self, deadline: Deadline) -> dist.ProcessGroupGloo:
+        group = self._group
+        if group is None and self._was_lost:
+            # Another thread found the group broken; what broke it is what is to be told.
+            self._hear(deadline, "Reaching the other ranks")
+            raise RankFailedError(
+                "The ranks' own gloo group broke.",
+                failures={},
+                phase=deadline.phase,
+                next_step="See what became of the other ranks.",
+            )
+        if group is None:
+            raise InvalidInputError("The ranks have not joined.", next_step="Call join first.")
+        return group
+
+    def _lose(self) -> None:
+        self._was_lost = True
         self._group, self._key = None, ""
 
-    def _joined(self) -> dist.ProcessGroupGloo:
-        if self._group is None:
-            raise InvalidInputError("The ranks have not joined.", next_step="Call join first.")
-        return self._group
+    def _hear(self, deadline: Deadline, what: str) -> None:
+        """Raise why the operation failed, if that is known soon: words are slower than sockets."""
+        if deadline.is_watched:
+            deadline.sleep(_WORD_S)
+        deadline.check(what)
 
-    def _wait(self, work: dist.Work, deadline: Deadline, what: str, rank: int) -> None:
+    def _wait(self, work: dist.Work, deadline: Deadline, what: str, rank: int | None) -> None:
         # One that times out in gloo itself breaks the group; the margin lets ours be first.
         limit = timedelta(seconds=deadline.remaining_s() + 60.0)
         self._run(lambda: work.wait(limit), deadline, what, rank)
@@ -126,15 +181,15 @@ class Peers:
                 cancelled=deadline.has_failed,
             )
         except AbandonedError:
-            self.drop()
+            self._lose()
             deadline.check(what)
             raise deadline.error(what) from None
         except CheckpointError:
             raise
         except Exception as error:
             # Torch raises RuntimeErrors of several kinds when a peer is gone.
-            self.drop()
-            deadline.check(what)
+            self._lose()
+            self._hear(deadline, what)
             raise RankFailedError(
                 f"{what} failed: {error}",
                 failures={} if rank is None else {rank: str(error)},
@@ -142,6 +197,132 @@ class Peers:
                 phase=deadline.phase,
                 next_step="See what became of that rank.",
             ) from error
+
+
+class OperationSharers:
+    """The ranks of an operation, as those that share reads: all join or none does."""
+
+    def __init__(self, operation: Operation, peers: Peers) -> None:
+        self._operation = operation
+        self._peers = peers
+
+    @contextmanager
+    def joined(
+        self,
+        can_share: bool,  # noqa: FBT001  # a vote
+        deadline: Deadline,
+    ) -> Iterator[tuple[Peers, Deadline] | None]:
+        """Give the messages between the ranks, None on all ranks if any cannot take part.
+
+        All ranks, as steps of the operation, whose deadline it is. Raises what that failed with.
+        """
+        operation = self._operation
+        try:
+            self._peers.join(operation, deadline, limit_s=_JOIN_S)
+        except CheckpointError as error:
+            failure = operation.failure()
+            if failure is not None:
+                raise failure from error
+            deadline.check("Joining the ranks that share reads")
+            log.warning("Each rank reads for itself: %s", error)
+            can_share = False
+        votes = operation.all_gather(b"yes" if can_share else b"no")
+        if set(votes) != {b"yes"}:
+            self._peers.drop()
+            yield None
+            return
+        try:
+            yield self._peers, deadline
+        except BaseException:
+            # What is under way between these ranks belongs to nobody now.
+            self._peers.drop()
+            raise
+
+
+class DefaultGroupSharers:
+    """The ranks of the default group, for a load that no operation surrounds (`dcp.load`)."""
+
+    def __init__(self, rank: int, what: str, timeouts: Timeouts) -> None:
+        self._rank = rank
+        self._what = what
+        self._timeouts = timeouts
+
+    @staticmethod
+    def are(world_size: int, rank: int) -> bool:
+        """Return whether a load of that many ranks, and this one's number in it, is of them."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return False
+        return (dist.get_world_size(), dist.get_rank()) == (world_size, rank)
+
+    @contextmanager
+    def joined(
+        self,
+        can_share: bool,  # noqa: FBT001  # a vote
+        deadline: Deadline,
+    ) -> Iterator[tuple[Peers, Deadline] | None]:
+        """Make an operation of the block; ranks that do not meet read for themselves."""
+        coordinator = coordinator_of(None, lane="reads")
+        timeouts = self._bounded(load_s=deadline.timeout_s)
+        with ExitStack() as stack:
+            operation = self._met(stack, coordinator, timeouts)
+            if operation is None:
+                deadline.check("Meeting the ranks that share reads")
+                yield None
+                return
+            can_share = can_share and coordinator.rank == self._rank
+            watched = operation.phase("load", deadline.remaining_s())
+            sharers = OperationSharers(operation, peers_of(coordinator))
+            with sharers.joined(can_share, watched) as found:
+                yield found
+                if found is not None:
+                    # Nobody leaves the operation while another may still need to hear from it.
+                    operation.all_gather(b"")
+
+    def absent(self, error: BaseException) -> None:
+        """Tell the others, who wait, that this rank failed with `error` and does not come."""
+        coordinator = coordinator_of(None, lane="reads")
+        try:
+            with coordinator.operation(self._what, timeouts=self._bounded()):
+                raise CheckpointError(  # noqa: TRY301  # what leaves the block is told
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        except CheckpointError as told:
+            log.debug("Told the ranks that share reads: %s", told)
+
+    def _bounded(self, load_s: float | None = None) -> Timeouts:
+        timeouts = self._timeouts
+        return dataclasses.replace(
+            timeouts, plan=min(_MEET_S, timeouts.plan), load=load_s or timeouts.load
+        )
+
+    def _met(
+        self, stack: ExitStack, coordinator: Coordinator, timeouts: Timeouts
+    ) -> Operation | None:
+        """Return the operation that all ranks have come to, entered in `stack`; None if not all."""
+        with ExitStack() as trial:
+            try:
+                operation = trial.enter_context(
+                    coordinator.operation(self._what, timeouts=timeouts)
+                )
+                operation.meet({})
+            except CheckpointError as error:
+                log.warning("Each rank reads for itself: %s", error)
+                with suppress(CheckpointError):
+                    trial.__exit__(type(error), error, error.__traceback__)
+                return None
+            stack.enter_context(trial.pop_all())
+            return operation
+
+
+_peers: weakref.WeakKeyDictionary[Coordinator, Peers] = weakref.WeakKeyDictionary()
+
+
+def peers_of(coordinator: Coordinator) -> Peers:
+    """Return the messages between the ranks of a Coordinator, the same each time."""
+    found = _peers.get(coordinator)
+    if found is None:
+        found = _peers[coordinator] = Peers(coordinator)
+    return found
 
 
 def _tensor(data: memoryview) -> torch.Tensor:

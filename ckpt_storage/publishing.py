@@ -7,7 +7,6 @@ crashed saver left undone, by `cleaning` and `opening`.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 
 from . import integrity, layout
@@ -18,57 +17,13 @@ from .errors import (
 )
 from .slotlog import check_document, read_if_there, read_log, stamp
 from .slots import HeadRef, SlotRecord
+from .stockfooter import read_footer, split_footer, with_footer
 from .store.base import Store, Version
 
 log = logging.getLogger("ckpt_storage")
 
-_FOOTER_MAGIC = b"CKPTSTO1"
-_FOOTER_TAIL_BYTES = 16
-_FOOTER_MOST_BYTES = 512
 _PUBLISH_ROUNDS = 20
 _PUBLISH_DOUBTS = 3
-
-
-def with_footer(pickled: bytes, *, slot: int, save_id: str) -> bytes:
-    """Return what is stored as `.metadata`: the pickle, then our footer."""
-    footer = json.dumps(
-        {"format": "ckpt_storage.stock/1", "slot": slot, "save_id": save_id},
-        separators=(",", ":"),
-    ).encode()
-    return pickled + footer + b"%08d" % len(footer) + _FOOTER_MAGIC
-
-
-def split_footer(data: bytes) -> tuple[bytes, HeadRef | None]:
-    """Return the pickle in a `.metadata` file, and what its footer names; None without a footer."""
-    if data[-8:] != _FOOTER_MAGIC or not data[-16:-8].isdigit():
-        return data, None
-    start = len(data) - _FOOTER_TAIL_BYTES - int(data[-16:-8])
-    if start < 0:
-        return data, None
-    try:
-        footer = json.loads(data[start:-_FOOTER_TAIL_BYTES])
-        reference = HeadRef(slot=int(footer["slot"]), save_id=str(footer["save_id"]))
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return data, None
-    return data[:start], reference
-
-
-def read_footer(store: Store) -> HeadRef | None:
-    """Return what the footer of `.metadata` names, None if it has none or is not there.
-
-    Two small requests, however large the pickle is.
-    """
-    try:
-        size_bytes = store.stat(layout.STOCK_METADATA).size_bytes
-        tail = bytearray(min(size_bytes, _FOOTER_MOST_BYTES))
-        store.read_into(layout.STOCK_METADATA, size_bytes - len(tail), memoryview(tail))
-    except IntegrityError:
-        return None  # replaced by a shorter one between the two requests
-    except StorageError as error:
-        if error.kind == "not-found":
-            return None
-        raise
-    return split_footer(bytes(tail))[1]
 
 
 def publish(store: Store, *, own: SlotRecord | None = None, own_stock: bytes | None = None) -> bool:

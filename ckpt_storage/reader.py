@@ -11,23 +11,20 @@ import dataclasses
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from . import agreement, publishing
 from .agreement import Hello
+from .costs import REMOTE_READ_BYTES, costs_for
 from .dcpborder import at_dcp_border
 from .deadline import Deadline
 from .errors import (
@@ -37,7 +34,8 @@ from .errors import (
     StorageError,
 )
 from .fetching import run_fetches
-from .loads import LoadJob
+from .lazychunks import metadata_of
+from .loads import LoadJob, wanted_regions
 from .opening import open_source
 from .options import (
     LOCAL_READ_BYTES,
@@ -48,16 +46,31 @@ from .options import (
     Timeouts,
     TransferOptions,
 )
+from .peers import DefaultGroupSharers
 from .progress import reporting
 from .readplan import plan_reads
-from .source import Source, SourceFormat, TensorInfo
+from .sharedreads import SharedReads, Sharers
+from .sharing import (
+    UNIT_BYTES,
+    Key,
+    ShareOrder,
+    arrived_order,
+    can_plan,
+    forget_orders,
+    plan_shares,
+)
+from .source import Source, SourceFormat
 from .store import Location, endpoint_of, open_store
 from .store.base import Store
+from .tensorfile import DTYPES
 from .workers import bounded
 
 log = logging.getLogger("ckpt_storage")
 
 _LOCAL_THREADS = 1
+
+_REMOTE_THREADS = 16
+"""At most: how many requests are under way follows what the storage bears."""
 
 
 class CheckpointStorageReader(StorageReader):
@@ -72,10 +85,13 @@ class CheckpointStorageReader(StorageReader):
             passed to `dcp.load`: that is joined to it; an absolute path or full URL replaces it.
         storage_options: passed to the fsspec file system (pandas' and Dask's word).
         verify: check every byte read against its checksum (checkpoints of ours have them).
-        thread_count: parallel reads per rank; default 1 on local disks, 8 elsewhere.
+        thread_count: parallel reads per rank; default 1 on local disks, up to 16 elsewhere.
         memory_limit_bytes: ceiling of buffers per rank.
         engine: data plane, see the guide.
-        shared_reads: "auto" or "never"; in this release every rank reads for itself either way.
+        shared_reads: "auto": from object storage, what several ranks need (replicated tensors,
+            most of a resharding) is read by one of them and sent to the others, where that
+            spares 64 MiB or more and is not too much to plan; "never": every rank reads for
+            itself. Not from paths: network mounts have the kernel's cache.
         unsafe_pickle: hand blobs to the planner without checking that unpickling them runs no
             code. Only for checkpoints from people you trust.
         timeout: seconds, `timedelta` or `Timeouts`; `load` bounds the reads of one rank.
@@ -113,11 +129,15 @@ class CheckpointStorageReader(StorageReader):
         self._memory_limit_bytes = memory_limit_bytes
         self._transfer_options(is_remote=True)  # refuses what cannot be
         self._engine: Engine = engine
+        self._shared_reads: Literal["auto", "never"] = shared_reads
         self._unsafe_pickle = unsafe_pickle
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry or RetryPolicy()
         self._progress = progress
         self._begin: Callable[[Phase], Deadline] = self._timed
+        self._sharers: Sharers | None = None
+        self._catching_up: threading.Thread | None = None
+        self._own_order: ShareOrder | None = None
         self._rank = 0
         self._is_coordinator = False
         self._store: Store | None = None
@@ -128,7 +148,8 @@ class CheckpointStorageReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         # Clients and phases belong to a process; the other side has its own.
-        state = {**self.__dict__, "_store": None, "_source": None}
+        dropped = ("_store", "_source", "_sharers", "_catching_up")
+        state = {**self.__dict__, **dict.fromkeys(dropped)}
         del state["_begin"]
         return state
 
@@ -139,12 +160,14 @@ class CheckpointStorageReader(StorageReader):
     def _timed(self, phase: Phase) -> Deadline:
         return Deadline(phase, getattr(self._timeouts, phase))
 
-    def attend(self, begin: Callable[[Phase], Deadline]) -> None:
+    def attend(self, begin: Callable[[Phase], Deadline], sharers: Sharers | None = None) -> None:
         """Let `begin` start the phases of the loads to come, in place of our own clock.
 
-        For the front doors, whose deadlines know of other ranks' failures.
+        For the front doors, whose deadlines know of other ranks' failures, and whose `sharers`
+        are ranks among which reads may be shared.
         """
         self._begin = begin
+        self._sharers = sharers
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -193,22 +216,7 @@ class CheckpointStorageReader(StorageReader):
         """
         self._source = None
         source = self._opened()
-        state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-            fqn: _tensor_metadata(info) for fqn, info in source.tensors.items()
-        }
-        state.update((fqn, BytesStorageMetadata()) for fqn in source.blobs)
-        planner_data = source.planner_data
-        return Metadata(
-            state_dict_metadata=state,
-            # Planners that build a state dict from metadata alone need a path for every entry.
-            planner_data={fqn: (fqn,) for fqn in state}
-            if planner_data is None
-            else dict(planner_data),
-            storage_data={},
-            storage_meta=StorageMeta(
-                checkpoint_id=self._location.url, save_id=source.save_id, modules=[]
-            ),
-        )
+        return metadata_of(source, url=self._location.url)
 
     def _opened(self) -> Source:
         if self._source is None:
@@ -228,14 +236,18 @@ class CheckpointStorageReader(StorageReader):
         return self._source
 
     def _transfer_options(self, *, is_remote: bool) -> TransferOptions:
-        return TransferOptions.for_storage(
+        options = TransferOptions.for_storage(
             is_remote=is_remote,
             local_threads=_LOCAL_THREADS,
             local_part_bytes=LOCAL_READ_BYTES,
-            thread_count=self._thread_count,
+            thread_count=_REMOTE_THREADS
+            if is_remote and self._thread_count is None
+            else self._thread_count,
             part_bytes=None,
             memory_limit_bytes=self._memory_limit_bytes,
         )
+        part_bytes = min(options.part_bytes, REMOTE_READ_BYTES)
+        return dataclasses.replace(options, part_bytes=part_bytes)
 
     @at_dcp_border
     def set_up_storage_reader(
@@ -250,17 +262,23 @@ class CheckpointStorageReader(StorageReader):
         self._rank = kwargs.get("rank") or 0
         source = self._opened()
         if is_coordinator and source.save_id is not None and self._store is not None:
-            deadline = self._begin("plan")
-            try:
-                publishing.roll_forward(bounded(self._store, deadline), source.save_id)
-            except CheckpointError as error:
-                # A reader may lack the right to write; the next saver publishes.
-                log.debug("%s: .metadata was not brought up to date: %s", self._store.url, error)
+            store, deadline = self._store, self._begin("plan")
+            catch_up = partial(_roll_forward, bounded(store, deadline), source.save_id)
+            if store.capabilities.is_remote:
+                # Two round trips at least, which no byte of the load has to wait for.
+                self._catching_up = threading.Thread(
+                    target=catch_up, name=f"publish {store.url}", daemon=True
+                )
+                self._catching_up.start()
+            else:
+                catch_up()
 
     @at_dcp_border
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Attach what this rank is about to read; all ranks."""
         agreement.clear_inbox()
+        forget_orders()
+        self._own_order = None
         return dataclasses.replace(plan, storage_data=self._hello())
 
     def _hello(self) -> Hello:
@@ -277,7 +295,29 @@ class CheckpointStorageReader(StorageReader):
         # Taken from the inbox: a planner need not keep what the plans carry.
         hellos = {**agreement.inbox().hellos, self._rank: self._hello()}
         agreement.check_agreement([hellos[rank] for rank in sorted(hellos)], phase="load")
-        return plans
+        orders = self._share_orders(plans)
+        if orders is None:
+            return plans
+        self._own_order = orders[self._rank]
+        return [
+            dataclasses.replace(plan, storage_data=order)
+            for plan, order in zip(plans, orders, strict=True)
+        ]
+
+    def _share_orders(self, plans: list[LoadPlan]) -> list[ShareOrder] | None:
+        """Return who reads what of that which several ranks need; None: each for itself."""
+        source, store = self._opened(), self._store
+        if (
+            self._shared_reads == "never"
+            or len(plans) == 1
+            or store is None
+            or not store.capabilities.is_remote
+            or source.format == "dcp"  # where payloads lie is known only to who reads their heads
+            or not (self._sharers or DefaultGroupSharers.are(len(plans), self._rank))
+            or not can_plan(sum(len(plan.items) for plan in plans))
+        ):
+            return None
+        return plan_shares(wanted_regions(plans), partial(_shape_of, source), world_size=len(plans))
 
     @at_dcp_border
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
@@ -293,26 +333,87 @@ class CheckpointStorageReader(StorageReader):
         deadline = self._begin("load")
         store = bounded(store, deadline)
         options = self._transfer_options(is_remote=store.capabilities.is_remote)
-        source.renew(store, deadline)
-        load = LoadJob(source, planner, verify=self._verify)
+        order = self._own_order or arrived_order(self._rank)
+        forget_orders()
+        self._own_order = None
+        load = LoadJob(
+            source,
+            planner,
+            verify=self._verify,
+            shared=frozenset() if order is None else order.keys,
+        )
         with deadline.governs(f"Loading from {store.url}", rank=self._rank):
-            self._read(load, plan, store, options, deadline)
+            with self._told_if_it_fails(order):
+                source.renew(store, deadline)
+                load.plan(plan.items)
+            if order is None:
+                self._read(load, store, options, deadline, None)
+            else:
+                self._read_together(load, order, options, deadline)
         load.commit(unsafe_pickle=self._unsafe_pickle)
+        catching_up, self._catching_up = self._catching_up, None
+        if catching_up is not None:
+            catching_up.join(deadline.remaining_s())
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future
 
+    @contextmanager
+    def _told_if_it_fails(self, order: ShareOrder | None) -> Iterator[None]:
+        """Keep ranks that are to share reads from waiting for this one, if it fails before."""
+        try:
+            yield
+        except Exception as error:
+            if order is not None and self._sharers is None:
+                self._default_sharers(order).absent(error)
+            raise
+
+    def _default_sharers(self, order: ShareOrder) -> DefaultGroupSharers:
+        return DefaultGroupSharers(
+            order.rank, f"the load from {self._location.url}", self._timeouts
+        )
+
+    def _read_together(
+        self, load: LoadJob, order: ShareOrder, options: TransferOptions, deadline: Deadline
+    ) -> None:
+        """Read what the coordinator's order says, and take what others read."""
+        sharers = self._sharers or self._default_sharers(order)
+        assert self._store is not None  # noqa: S101  # the caller looked
+        # A unit goes through one buffer, which must not be more than a part may be.
+        can_share = load.can_share() and options.part_bytes >= UNIT_BYTES
+        with sharers.joined(can_share, deadline) as found:
+            if found is None:
+                load.share_nothing()
+                self._read(load, bounded(self._store, deadline), options, deadline, None)
+                return
+            transport, watched = found
+            with watched.governs(f"Loading from {self._store.url}", rank=self._rank):
+                shared = SharedReads(order, load.shared, transport, watched)
+                self._read(load, bounded(self._store, watched), options, watched, shared)
+
     def _read(
         self,
         load: LoadJob,
-        plan: LoadPlan,
         store: Store,
         options: TransferOptions,
         deadline: Deadline,
+        shared: SharedReads | None,
     ) -> None:
-        load.plan(plan.items)
-        fetches = plan_reads(load.requests, part_bytes=options.part_bytes)
+        is_remote = store.capabilities.is_remote
+        costs = costs_for(is_remote=is_remote)
+        fetches = plan_reads(
+            load.requests,
+            part_bytes=options.part_bytes,
+            costs=costs,
+            stream_count=options.thread_count,
+            # A disk likes order; servers like to be asked for several things at a time.
+            turn=self._rank if is_remote else None,
+        )
+        if shared is not None:
+            # First what others wait for.
+            fetches[:0] = shared.fetches(part_bytes=options.part_bytes, costs=costs)
         total_bytes = sum(fetch.stop - fetch.start for fetch in fetches)
+        total_bytes += 0 if shared is None else shared.awaited_bytes
         deadline.expect(total_bytes)
         with reporting(
             self._progress,
@@ -323,7 +424,12 @@ class CheckpointStorageReader(StorageReader):
             with_bar=self._is_coordinator,
         ) as on_bytes:
             try:
-                run_fetches(store, fetches, options=options, deadline=deadline, on_bytes=on_bytes)
+                if shared is not None:
+                    shared.run(store, fetches, options=options, on_bytes=on_bytes)
+                else:
+                    run_fetches(
+                        store, fetches, options=options, deadline=deadline, on_bytes=on_bytes
+                    )
                 for request in load.wholes():
                     fetches = plan_reads([request], part_bytes=options.part_bytes)
                     run_fetches(
@@ -333,12 +439,18 @@ class CheckpointStorageReader(StorageReader):
                 raise load.explain(error) from error
 
 
-def _tensor_metadata(info: TensorInfo) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=getattr(torch, info.dtype)),
-        size=torch.Size(info.shape),
-        chunks=[
-            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-            for box in info.boxes
-        ],
-    )
+def _roll_forward(store: Store, save_id: str) -> None:
+    """Finish what a crashed saver left undone, where that is allowed."""
+    try:
+        publishing.roll_forward(store, save_id)
+    except CheckpointError as error:
+        # A reader may lack the right to write; the next saver publishes.
+        log.debug("%s: .metadata was not brought up to date: %s", store.url, error)
+
+
+def _shape_of(source: Source, key: Key) -> tuple[tuple[int, ...], int]:
+    info = source.tensors[key[0]]
+    chunk = info.chunk_at(key[1])
+    if chunk is None:
+        raise InvalidInputError(f"A plan asks for {key[0]} at {list(key[1])}, which is no chunk.")
+    return chunk.sizes, DTYPES[info.dtype].item_bytes

@@ -87,11 +87,12 @@ class Grid:
     """Chunks that tile a tensor as a cartesian grid.
 
     `cuts` has for each dimension the start offsets, ascending from 0; cell i, in C order, belongs
-    to `owners[i]`. The shape stands beside a grid, not in it, as in the manifest.
+    to `owners[i]`. The shape stands beside a grid, not in it, as in the manifest. What is regular
+    may be a `range`, which takes no memory however many cells there are.
     """
 
-    cuts: tuple[tuple[int, ...], ...]
-    owners: tuple[int, ...]
+    cuts: tuple[Sequence[int], ...]
+    owners: Sequence[int]
 
     def box(self, cell: int, shape: Sequence[int]) -> Box:
         """Return one cell of a tensor of `shape`, without making the others."""
@@ -110,6 +111,18 @@ class Grid:
         """Return all cells of a tensor of `shape`, in C order."""
         sizes = map(_cell_sizes, self.cuts, shape)
         return list(map(Box, itertools.product(*self.cuts), itertools.product(*sizes)))
+
+    def cell_at(self, offsets: Sequence[int]) -> int | None:
+        """Return the cell that begins at `offsets`, None if none does."""
+        if len(offsets) != len(self.cuts):
+            return None
+        cell = 0
+        for cuts, offset in zip(self.cuts, offsets, strict=True):
+            at = bisect_left(cuts, offset)
+            if at == len(cuts) or cuts[at] != offset:
+                return None
+            cell = cell * len(cuts) + at
+        return cell
 
     def intersecting(self, box: Box) -> list[int]:
         """Return the cells, ascending, that share elements with `box`, which lies in the shape.
@@ -437,7 +450,7 @@ def round_out(start: int, stop: int, block: int, total: int) -> tuple[int, int]:
     return (first, min(stop + -stop % block, total)) if start < stop else (first, first)
 
 
-def _cell_sizes(cuts: tuple[int, ...], size: int) -> tuple[int, ...]:
+def _cell_sizes(cuts: Sequence[int], size: int) -> tuple[int, ...]:
     return tuple(map(sub, (*cuts[1:], size), cuts))
 
 

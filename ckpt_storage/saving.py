@@ -16,8 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from .board import BoardError
 from .chaining import Chained, chained_job, consolidate_committed
@@ -29,14 +28,15 @@ from .errors import (
     CommitUnknownError,
     RankFailedError,
 )
-from .frontdoor import exchange_plans, plain_state, takes
+from .frontdoor import plain_state, takes
 from .info import CheckpointInfo
 from .operation import Operation
-from .options import Engine, Phase, Progress, RetryPolicy, Timeouts
+from .options import Engine, Phase, Progress, RetryPolicy, StockMetadata, Timeouts
+from .planexchange import PlanExchange
 from .reports import COORDINATOR, as_checkpoint_errors, place_of
 from .store import Location
 from .tiedmemory import StateMemory
-from .tiednames import Groups, candidate_ties, settled_ties
+from .tiednames import settled_ties
 from .writer import CheckpointStorageWriter
 
 __all__ = ["SaveOptions", "run_save", "save"]
@@ -54,7 +54,10 @@ _LOOK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """Everything a save is told besides state, place and ranks; as `CheckpointStorageWriter`."""
+    """Everything a save is told besides state, place and ranks; as `CheckpointStorageWriter`.
+
+    `user` goes into the commit record; what the coordinator has there counts.
+    """
 
     timeouts: Timeouts = field(default_factory=Timeouts)
     overwrite: bool = False
@@ -66,13 +69,15 @@ class SaveOptions:
     sync_files: bool = True
     engine: Engine = "auto"
     commit_url: str | None = None
+    stock_metadata: StockMetadata = "auto"
     retry: RetryPolicy | None = None
     progress: Progress = None
     consolidate: Chained = None
+    user: Mapping[str, Any] = field(default_factory=dict)
 
     def writer(self, url: str | os.PathLike[str]) -> CheckpointStorageWriter:
         """Return the writer that these options describe. Raises `InvalidInputError`."""
-        return CheckpointStorageWriter(
+        writer = CheckpointStorageWriter(
             url,
             storage_options=self.storage_options,
             overwrite=self.overwrite,
@@ -82,10 +87,13 @@ class SaveOptions:
             sync_files=self.sync_files,
             engine=self.engine,
             commit_url=self.commit_url,
+            stock_metadata=self.stock_metadata,
             timeout=self.timeouts,
             retry=self.retry,
             progress=self.progress,
         )
+        writer.annotate(self.user)
+        return writer
 
 
 def save(  # the public surface, all keyword-only
@@ -105,6 +113,7 @@ def save(  # the public surface, all keyword-only
     sync_files: bool = True,
     engine: Engine = "auto",
     commit_url: str | None = None,
+    stock_metadata: StockMetadata = "auto",
     retry: RetryPolicy | None = None,
 ) -> CheckpointInfo:
     """Save `state` as one checkpoint and return what was committed; all ranks of the group call.
@@ -125,7 +134,8 @@ def save(  # the public surface, all keyword-only
             ranks export the checkpoint as Hugging Face safetensors, as `ckpt_storage.consolidate`
             does; default output: `hf` below `url`. The returned `export` says where.
         storage_options: passed to the fsspec file system.
-        planner: a DCP `SavePlanner`; default `DefaultSavePlanner()`.
+        planner: a DCP `SavePlanner`; default `DefaultSavePlanner()`, whose plans are kept for later
+            saves of a state of the same structure.
         progress: True: a bar on rank 0; or a callable that takes each `ProgressEvent`.
         thread_count: as for `CheckpointStorageWriter`, like all that follow.
         part_bytes: bytes per upload request.
@@ -133,6 +143,7 @@ def save(  # the public surface, all keyword-only
         sync_files: make local files durable before they are referenced.
         engine: data plane.
         commit_url: where commit records go if not below `url`.
+        stock_metadata: whether torch's own readers are to find `.metadata`.
         retry: how failed storage requests are repeated.
 
     Raises:
@@ -159,6 +170,7 @@ def save(  # the public surface, all keyword-only
             sync_files=sync_files,
             engine=engine,
             commit_url=commit_url,
+            stock_metadata=stock_metadata,
             retry=retry,
             progress=progress,
         )
@@ -223,8 +235,7 @@ class _Save:
         self._writer = writer
         self._planner = options.planner or DefaultSavePlanner()
         self._timeouts = options.timeouts
-        self._metadata: Metadata | None = None
-        self._tied: list[Groups] = []
+        self._plans = PlanExchange(operation, writer, self._planner, keeps=options.planner is None)
         self._write = operation.phase("plan")
         writer.attend(self._begin)
 
@@ -305,14 +316,14 @@ class _Save:
         """
         operation, writer, planner = self._operation, self._writer, self._planner
         operation.phase("plan")
-        plan = self._local_plan(state)
+        self._set_up(state)
         memory = StateMemory(state)
-        plan, tied = exchange_plans(operation, (plan, memory.ties()), self._global_plan)
-        plan = planner.finish_plan(plan)
+        plan, tied = self._plans.run(memory.ties())
+        writer.note_candidates([name for group in tied for name in group])
         results = writer.write_data(plan, planner).wait()
         return pickle.dumps((results, memory.objections(tied)))
 
-    def _local_plan(self, state: dict[str, Any]) -> SavePlan:
+    def _set_up(self, state: dict[str, Any]) -> None:
         writer, planner, operation = self._writer, self._planner, self._operation
         meta = writer.storage_meta()
         if takes(planner.set_up_planner, "storage_meta"):
@@ -322,20 +333,13 @@ class _Save:
         else:
             planner.set_up_planner(state, operation.is_coordinator)  # type: ignore[arg-type]  # old
         writer.set_up_storage_writer(operation.is_coordinator, rank=operation.rank)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    def _global_plan(self, local: list[tuple[SavePlan, Groups]]) -> list[tuple[SavePlan, Groups]]:
-        self._tied = [tied for _, tied in local]
-        candidates = candidate_ties(self._tied)
-        plans, self._metadata = self._planner.create_global_plan([plan for plan, _ in local])
-        return [(plan, candidates) for plan in self._writer.prepare_global_plan(plans)]
 
     def _commit(self, gathered: list[bytes]) -> CheckpointInfo:
-        assert self._metadata is not None  # noqa: S101  # the planning step set it
+        assert self._plans.metadata is not None  # noqa: S101  # the planning step set it
         written = [pickle.loads(packed) for packed in gathered]  # noqa: S301  # our own ranks
-        self._writer.note_ties(settled_ties(self._tied, [against for _, against in written]))
+        self._writer.note_ties(settled_ties(self._plans.tied, [against for _, against in written]))
         results = [result for result, _ in written]
-        self._writer.finish(metadata=self._metadata, results=results)
+        self._writer.finish(metadata=self._plans.metadata, results=results)
         info = self._writer.committed
         assert info is not None  # noqa: S101  # finish sets it or raises
         return info

@@ -18,13 +18,15 @@ from . import layout
 from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError, StorageError
 from .filewriter import ShardFileWriter, ShardTable
-from .hostbytes import check_plain, dtype_name, host_views
+from .hostbytes import HostCopies, check_plain, dtype_name, host_bytes
 from .manifest import RankManifest, ShardFile
 from .options import Progress, TransferOptions
 from .progress import reporting
 from .store.base import Store
 from .tensorfile import DTYPES, PAYLOAD_ALIGN_BYTES, tensor_envelope
 from .tiedmemory import WrittenMemory
+
+_ZEROS = tuple(bytes(length) for length in range(PAYLOAD_ALIGN_BYTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +44,26 @@ class ShardJob:
 
 @dataclass(slots=True)
 class _Vocabulary:
-    """Strings that columns refer to by position, in order of first use."""
+    """Strings that columns refer to by position, in order of first use.
+
+    And boxes: equal ones are one object, as many thousand that live long keep Python's garbage
+    collector busy, which in a process with torch takes 0.2 s each time.
+    """
 
     fqns: dict[str, int] = field(default_factory=dict)
     dtypes: dict[str, int] = field(default_factory=dict)
+    boxes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+
+    def box(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first of all tuples that are equal to `values`."""
+        return self.boxes.setdefault(values, values)
 
 
 def _planned_bytes(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 0
     count: int = item.tensor_data.chunk.sizes.numel()
-    dtype = item.tensor_data.properties.dtype
-    return count * dtype.itemsize
+    return count * item.tensor_data.properties.dtype.itemsize
 
 
 def _chunk(item: WriteItem, data: object) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
@@ -106,10 +116,11 @@ def write_shards(store: Store, plan: SavePlan, planner: SavePlanner, job: ShardJ
                 on_bytes=on_bytes,
             )
             shard = _Shard(file, ShardTable(), vocabulary, memory)
+            what = f"Writing {path}"
             try:
                 for item in plan.items:
                     shard.write(item, planner)
-                    job.deadline.check(f"Writing {path}")
+                    job.deadline.check(what)
                 size_bytes, crc = file.finish()
             except BaseException as error:
                 try:
@@ -139,12 +150,13 @@ class _Shard:
     table: ShardTable
     vocabulary: _Vocabulary
     memory: WrittenMemory
+    copies: HostCopies = field(default_factory=HostCopies)
 
     def write(self, item: WriteItem, planner: SavePlanner) -> None:
         """Append one item."""
         fqn = item.index.fqn
         data = planner.resolve_data(item)
-        self.file.frame(b"\0" * (-self.file.position % PAYLOAD_ALIGN_BYTES))
+        self.file.frame(_ZEROS[-self.file.position % PAYLOAD_ALIGN_BYTES])
         fqns = self.vocabulary.fqns
         self.table.fqn.append(fqns.setdefault(fqn, len(fqns)))
         self.table.item_start.append(self.file.position)
@@ -160,7 +172,12 @@ class _Shard:
                 next_step="SavePlanner.resolve_data must return io.BytesIO for BYTE_IO items.",
             )
         table, start = self.table, self.file.position
-        length = self.file.payload([data.getbuffer()])
+        view = data.getbuffer()
+        length = view.nbytes
+        if length <= self.file.small_bytes:
+            self.file.small_payload(bytes(view))
+        else:
+            self.file.payload([view])
         table.dtype.append(-1)
         table.offsets.append(None)
         table.sizes.append(None)
@@ -181,16 +198,20 @@ class _Shard:
             )
         self.memory.add(fqn, offsets, tensor)
         envelope = tensor_envelope(dtype, sizes)
-        table, start = self.table, self.file.position
-        self.file.frame(envelope.head)
-        table.payload_start.append(self.file.position)
-        length = self.file.payload(host_views(tensor, self.file.part_bytes))
-        if length != envelope.payload_bytes:  # pragma: no cover  # a change while being saved
-            raise CheckpointError(f"{fqn} gave {length} bytes, not {envelope.payload_bytes}.")
-        self.file.frame(envelope.tail)
+        file, table, start = self.file, self.table, self.file.position
+        file.frame(envelope.head)
+        table.payload_start.append(file.position)
+        length = envelope.payload_bytes
+        if length <= file.small_bytes:
+            file.small_payload(host_bytes(tensor))
+        else:
+            file.payload(self.copies.views(tensor, file.part_bytes))
+        if file.position - table.payload_start[-1] != length:  # pragma: no cover  # see `_chunk`
+            raise CheckpointError(f"{fqn} did not give {length} bytes.")
+        file.frame(envelope.tail)
         dtypes = self.vocabulary.dtypes
         table.dtype.append(dtypes.setdefault(dtype, len(dtypes)))
-        table.offsets.append(offsets)
-        table.sizes.append(sizes)
-        table.item_bytes.append(self.file.position - start)
+        table.offsets.append(self.vocabulary.box(offsets))
+        table.sizes.append(self.vocabulary.box(sizes))
+        table.item_bytes.append(file.position - start)
         table.payload_bytes.append(length)

@@ -5,8 +5,8 @@ Knows `docs/format.md`, section "Commit slots"; does no I/O. Called by `commit` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from . import integrity, layout
@@ -28,7 +28,11 @@ class HeadRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRecord:
-    """One slot under `commits/` (`docs/format.md`, "Commit slots")."""
+    """One slot under `commits/` (`docs/format.md`, "Commit slots").
+
+    `stock_entries` is as in the manifest: 0 if torch's own readers find a note only.
+    `user` is what whoever saved wants to be told again by a list of checkpoints; plain JSON.
+    """
 
     type: Literal["commit", "fence", "deleted"]
     slot: int
@@ -37,8 +41,10 @@ class SlotRecord:
     save_id: str | None = None
     manifest: FileRef | None = None
     stock: FileRef | None = None
+    stock_entries: int | None = None
     previous: HeadRef | None = None
     fenced: Sequence[str] = ()
+    user: Mapping[str, Any] = field(default_factory=dict, hash=False)
     created_at: str = ""
     host: str = ""
     pid: int = 0
@@ -56,7 +62,11 @@ class SlotRecord:
             body["save_id"] = self.save_id
             body["manifest"] = self.manifest.as_json() if self.manifest else None
             body["stock"] = self.stock.as_json() if self.stock else None
+            if self.stock_entries is not None:
+                body["stock_entries"] = self.stock_entries
             body["previous"] = self.previous.as_json() if self.previous else None
+            if self.user:
+                body["user"] = dict(self.user)
         if self.type != "commit":
             body["fenced"] = list(self.fenced)
         body.update(created_at=self.created_at, host=self.host, pid=self.pid)
@@ -81,6 +91,7 @@ class SlotRecord:
             )
         if get.count("slot") != slot:
             get.fail(f"says that it is slot {body['slot']}; it was copied or renamed")
+        user = body.get("user")
         record = cls(
             type=kind,  # type: ignore[arg-type]  # checked above
             slot=slot,
@@ -89,8 +100,11 @@ class SlotRecord:
             save_id=get.string("save_id") if kind == "commit" else None,
             manifest=ref_from_json(body["manifest"], where) if body.get("manifest") else None,
             stock=ref_from_json(body["stock"], where) if body.get("stock") else None,
+            stock_entries=get.count("stock_entries") if "stock_entries" in body else None,
             previous=_head_from_json(body.get("previous"), where),
             fenced=tuple(get.strings("fenced")) if kind != "commit" else (),
+            # Whatever is in it, the checkpoint can be read.
+            user=user if kind == "commit" and isinstance(user, dict) else {},
             created_at=str(body.get("created_at", "")),
             host=str(body.get("host", "")),
             pid=get.count("pid") if "pid" in body else 0,

@@ -6,7 +6,8 @@ torch. Called by `catalog` and `reader`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
@@ -21,12 +22,16 @@ from .errors import (
     IntegrityError,
     StorageError,
 )
-from .manifest import Manifest, RankManifest, ShardFile, TensorRecord
+from .manifest import ItemTable, Manifest, RankManifest, TensorRecord
 from .options import TransferOptions
 from .regions import Box
 from .slots import SlotRecord
 from .store.base import Store
+from .tensorlayout import GridBoxes
 from .workers import Workers
+
+Key = tuple[str, tuple[int, ...] | None]
+"""FQN and offsets of a chunk; None for a blob."""
 
 SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors"]
 
@@ -85,12 +90,29 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """A tensor as far as it is known without reading it; `boxes` are its chunks."""
+    """A tensor as far as it is known without reading it; `boxes` are its chunks.
+
+    Of a regular sharding `boxes` makes each when it is asked for; `chunk_at` and `overlapping`
+    ask for those that are needed.
+    """
 
     fqn: str
     dtype: str
     shape: tuple[int, ...]
     boxes: Sequence[Box]
+
+    def chunk_at(self, offsets: tuple[int, ...]) -> Box | None:
+        """Return the chunk that begins at `offsets`, None if none does."""
+        if isinstance(self.boxes, GridBoxes):
+            cell = self.boxes.grid.cell_at(offsets)
+            return None if cell is None else self.boxes[cell]
+        return next((box for box in self.boxes if box.offsets == offsets), None)
+
+    def overlapping(self, box: Box) -> list[int]:
+        """Return the positions, ascending, of the chunks that share elements with `box`."""
+        if isinstance(self.boxes, GridBoxes):
+            return self.boxes.grid.intersecting(box)
+        return [at for at, chunk in enumerate(self.boxes) if chunk.intersect(box) is not None]
 
 
 class Source(Protocol):
@@ -125,8 +147,78 @@ class Source(Protocol):
     def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
         """Return where a chunk (or, with None, a blob) lies. `require` was called for it."""
 
+    def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> Sequence[Place]:
+        """Return where chunks and blobs lie; does what `require` does first."""
+
     def explain_missing(self, place: Place) -> Exception:
         """Return the error to raise when the file of `place` is not there."""
+
+
+class _Tensors(Mapping[str, TensorInfo]):
+    """What the manifest says of each tensor, made when it is asked for."""
+
+    def __init__(self, records: Mapping[str, TensorRecord]) -> None:
+        self._records = records
+        self._made: dict[str, TensorInfo] = {}
+
+    def __getitem__(self, fqn: str) -> TensorInfo:
+        found = self._made.get(fqn)
+        if found is None:
+            record = self._records[fqn]
+            found = self._made[fqn] = TensorInfo(
+                fqn=fqn,
+                dtype=record.dtype,
+                shape=record.shape,
+                boxes=[box for box, _ in record.chunks or ()]
+                if record.grid is None
+                else GridBoxes(record.grid, record.shape),
+            )
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self._records
+
+
+@dataclass(frozen=True, slots=True)
+class _RankIndex:
+    """The rank manifest of one rank, and where its items are in it."""
+
+    manifest: RankManifest
+    items: Mapping[Key, tuple[int, int]]
+    blocks: Sequence[memoryview]
+    block_starts: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, manifest: RankManifest) -> _RankIndex:
+        """Return the index; of chunks at one place the first counts that has elements."""
+        fqns = manifest.fqns
+        items: dict[Key, tuple[int, int]] = {}
+        for number, file in enumerate(manifest.files):
+            for item, (name, at) in enumerate(zip(file.items.fqn, file.items.offsets, strict=True)):
+                key = (fqns[name], None if at is None else tuple(at))
+                if key not in items or _is_first_solid(manifest, items[key], file.items, item):
+                    items[key] = number, item
+        return cls(
+            manifest,
+            items,
+            [memoryview(array("I", file.items.block_crcs)) for file in manifest.files],
+            [file.block_starts() for file in manifest.files],
+        )
+
+
+def _is_first_solid(
+    manifest: RankManifest, known: tuple[int, int], items: ItemTable, item: int
+) -> bool:
+    """Return whether an item has elements and the one that is known at its place has none."""
+    number, at = known
+    before, sizes = manifest.files[number].items.sizes[at], items.sizes[item]
+    return before is not None and sizes is not None and 0 in before and 0 not in sizes
 
 
 @dataclass(slots=True)
@@ -139,12 +231,13 @@ class CommittedSource:
     deadline: Deadline
     options: TransferOptions
     format: SourceFormat = "ckpt_storage"
-    _tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    _places: dict[int, dict[tuple[str, tuple[int, ...] | None], tuple[int, int]]] = field(
+    _tensors: _Tensors | None = None
+    _ranks: dict[int, RankManifest] = field(default_factory=dict)
+    _indexes: dict[int, _RankIndex] = field(default_factory=dict)
+    _found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[Box, int]] = field(
         default_factory=dict
     )
-    _ranks: dict[int, RankManifest] = field(default_factory=dict)
-    _block_starts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    _listed: dict[int, dict[tuple[int, ...], tuple[Box, int]]] = field(default_factory=dict)
 
     @property
     def save_id(self) -> str | None:
@@ -154,16 +247,8 @@ class CommittedSource:
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """All tensors by FQN, from the manifest."""
-        if not self._tensors:
-            self._tensors = {
-                tensor.fqn: TensorInfo(
-                    fqn=tensor.fqn,
-                    dtype=tensor.dtype,
-                    shape=tensor.shape,
-                    boxes=[box for box, _ in tensor.boxes()],
-                )
-                for tensor in self.manifest.tensors.values()
-            }
+        if self._tensors is None:
+            self._tensors = _Tensors(self.manifest.tensors)
         return self._tensors
 
     @property
@@ -201,11 +286,13 @@ class CommittedSource:
             self._ranks[rank] = found
         return found
 
-    def require(self, chunks: Iterable[tuple[str, tuple[int, ...] | None]]) -> None:
+    def require(self, chunks: Iterable[Key]) -> None:
         """Fetch the rank manifests that these chunks need, in parallel."""
-        if self.manifest.inline_ranks is not None:
-            return
-        needed = {self._owner(fqn, offsets) for fqn, offsets in chunks} - set(self._ranks)
+        if self.manifest.inline_ranks is None:
+            self._fetch_all({self._chunk(*key)[1] for key in chunks})
+
+    def _fetch_all(self, ranks: Iterable[int]) -> None:
+        needed = set(ranks).difference(self._ranks)
         count = min(self.options.thread_count, len(needed))
         if count:
             with Workers(count, name="read rank manifests", deadline=self.deadline) as workers:
@@ -220,72 +307,98 @@ class CommittedSource:
     def _fetch(self, rank: int) -> None:
         self.rank_manifest(rank)
 
-    def _owner(self, fqn: str, offsets: tuple[int, ...] | None) -> int:
+    def _chunk(self, fqn: str, offsets: tuple[int, ...] | None) -> tuple[Box | None, int]:
+        """Return the chunk at `offsets`, None for a blob, and the rank that wrote it."""
         if offsets is None:
-            return self.manifest.blobs[fqn]
-        return _chunk(self.manifest.tensors[fqn], offsets)[1]
+            return None, self.manifest.blobs[fqn]
+        tensor = self.manifest.tensors[fqn]
+        cut: object = tensor.chunks if tensor.grid is None else tensor.grid
+        # Tensors that are cut alike share one layout, and so what was found of it.
+        key = (id(cut), tensor.shape, offsets)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._find(tensor, offsets)
+        return found
+
+    def _find(self, tensor: TensorRecord, offsets: tuple[int, ...]) -> tuple[Box, int]:
+        grid = tensor.grid
+        found: tuple[Box, int] | None = None
+        if grid is None:
+            listed = self._listed.get(id(tensor.chunks))
+            if listed is None:
+                # Of equal offsets the first counts; so ascending would overwrite it.
+                pairs = {box.offsets: (box, rank) for box, rank in reversed(tensor.chunks or ())}
+                listed = self._listed[id(tensor.chunks)] = pairs
+            found = listed.get(offsets)
+        else:
+            cell = grid.cell_at(offsets)
+            if cell is not None:
+                found = grid.box(cell, tensor.shape), grid.owners[cell]
+        if found is None:
+            raise FormatError(
+                f"{tensor.fqn} has no chunk at {offsets}.",
+                next_step="Load with the metadata that belongs to this checkpoint.",
+            )
+        return found
 
     def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
         """Return where a chunk or blob lies. Raises `FormatError` if documents disagree."""
-        rank = self._owner(fqn, offsets)
-        manifest = self.rank_manifest(rank)
-        if rank not in self._places:
-            self._places[rank] = {
-                (manifest.fqns[name], None if at is None else tuple(at)): (number, item)
-                for number, file in enumerate(manifest.files)
-                for item, (name, at) in enumerate(
-                    zip(file.items.fqn, file.items.offsets, strict=True)
-                )
-            }
-        try:
-            number, item = self._places[rank][fqn, offsets]
-        except KeyError:
+        return self._place((fqn, offsets), *self._chunk(fqn, offsets))
+
+    def places(self, keys: Sequence[Key]) -> list[Place]:
+        """Return where chunks and blobs lie, after fetching what tells it, in parallel.
+
+        Raises as `place`.
+        """
+        chunks = [self._chunk(*key) for key in keys]
+        if self.manifest.inline_ranks is None:
+            self._fetch_all(rank for _, rank in chunks)
+        return [self._place(key, box, rank) for key, (box, rank) in zip(keys, chunks, strict=True)]
+
+    def _place(self, key: Key, box: Box | None, rank: int) -> Place:
+        index = self._indexes.get(rank)
+        if index is None:
+            index = self._indexes[rank] = _RankIndex.of(self.rank_manifest(rank))
+        at = index.items.get(key)
+        if at is None:
             raise FormatError(
-                f"The manifest says that rank {rank} wrote {fqn} at {offsets}; its rank manifest "
+                f"The manifest says that rank {rank} wrote {key[0]} at {key[1]}; its rank manifest "
                 "does not list that.",
                 path=self.manifest.ranks[rank].path,
                 rank=rank,
                 next_step=_RESTORE,
-            ) from None
-        file = manifest.files[number]
-        self._check_chunk(fqn, offsets, manifest, file, item)
-        starts = self._block_starts.get((rank, number))
-        if starts is None:
-            starts = self._block_starts[rank, number] = file.block_starts()
+            )
+        number, item = at
+        file = index.manifest.files[number]
+        items = file.items
+        if box is not None:
+            dtype, sizes = items.dtype[item], items.sizes[item]
+            found = index.manifest.dtypes[dtype] if dtype >= 0 else "blob"
+            if found != self.manifest.tensors[key[0]].dtype or sizes != box.sizes:
+                raise self._contradiction(key[0], box, found, sizes, rank)
+        starts = index.block_starts[number]
         return Place(
             path=file.path,
-            fqn=fqn,
-            start=file.items.payload_start[item],
-            size_bytes=file.items.payload_bytes[item],
+            fqn=key[0],
+            start=items.payload_start[item],
+            size_bytes=items.payload_bytes[item],
             file_bytes=file.size_bytes,
             rank=rank,
             block_bytes=file.block_bytes,
-            crcs=file.items.block_crcs[starts[item] : starts[item + 1]],
+            crcs=index.blocks[number][starts[item] : starts[item + 1]],
         )
 
-    def _check_chunk(
-        self,
-        fqn: str,
-        offsets: tuple[int, ...] | None,
-        manifest: RankManifest,
-        file: ShardFile,
-        item: int,
-    ) -> None:
-        """Raise `FormatError` if a chunk is not what the manifest says of it."""
-        if offsets is None:
-            return
-        tensor = self.manifest.tensors[fqn]
-        sizes, dtype = file.items.sizes[item], file.items.dtype[item]
-        box = _chunk(tensor, offsets)[0]
-        found = manifest.dtypes[dtype] if dtype >= 0 else "blob"
-        if found != tensor.dtype or tuple(sizes or ()) != box.sizes:
-            raise FormatError(
-                f"The manifest says that {fqn} has a {tensor.dtype} chunk of {list(box.sizes)} at "
-                f"{list(offsets)}; rank {manifest.rank} lists {found} of {list(sizes or ())}.",
-                path=self.manifest.ranks[manifest.rank].path,
-                rank=manifest.rank,
-                next_step=_RESTORE,
-            )
+    def _contradiction(
+        self, fqn: str, box: Box, found: str, sizes: Sequence[int] | None, rank: int
+    ) -> FormatError:
+        dtype = self.manifest.tensors[fqn].dtype
+        return FormatError(
+            f"The manifest says that {fqn} has a {dtype} chunk of {list(box.sizes)} at "
+            f"{list(box.offsets)}; rank {rank} lists {found} of {list(sizes or ())}.",
+            path=self.manifest.ranks[rank].path,
+            rank=rank,
+            next_step=_RESTORE,
+        )
 
     def explain_missing(self, place: Place) -> Exception:
         """Return `CheckpointGoneError` if the head has moved, else `IntegrityError`."""
@@ -297,20 +410,6 @@ class CommittedSource:
             offset=0,
             next_step=_RESTORE,
         )
-
-
-def _chunk(tensor: TensorRecord, offsets: tuple[int, ...]) -> tuple[Box, int]:
-    """Return the chunk at `offsets` and the rank that wrote it."""
-    if tensor.grid is not None:
-        cell = tensor.grid.intersecting(Box(offsets, tuple(1 for _ in offsets)))[0]
-        return tensor.grid.box(cell, tensor.shape), tensor.grid.owners[cell]
-    for box, rank in tensor.chunks or ():
-        if box.offsets == offsets:
-            return box, rank
-    raise FormatError(
-        f"{tensor.fqn} has no chunk at {offsets}.",
-        next_step="Load with the metadata that belongs to this checkpoint.",
-    )
 
 
 def concerns(error: CheckpointError, path: str) -> bool:

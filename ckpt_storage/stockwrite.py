@@ -1,28 +1,27 @@
 """What stock DCP readers need of a save of ours: torch's `Metadata`, pickled.
 
-Knows torch's metadata classes; does no I/O. Called by `writer` on the coordinator.
+Knows torch's metadata classes; does no I/O. Called by `committing` on the coordinator.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
 
-from .assemble import Planned, PlannerPath, stock_entries
 from .errors import InvalidInputError
-from .manifest import Manifest, RankManifest
+from .manifest import Manifest
+from .rankreport import RankReport
+from .reporttable import Planned, PlannerPath, items_of
+from .stockpickle import StockEntry, pickled
 
 log = logging.getLogger("ckpt_storage")
 
@@ -71,14 +70,15 @@ def _planner_paths(data: object) -> dict[str, PlannerPath] | None:
 
 def stock_metadata(
     metadata: Metadata,
-    manifests: Sequence[RankManifest],
+    reports: Sequence[RankReport],
     manifest: Manifest,
     storage_meta: StorageMeta | None,
 ) -> bytes:
     """Return the pickle that `FileSystemReader` and `FsspecReader` load as `.metadata`.
 
-    `metadata` is not changed: with plan caching it is shared with later saves. Its dtypes are
-    corrected to what was written, because a cached plan may be out of date.
+    Needs the places of all items in `reports`. `metadata` is not changed: with plan caching it is
+    shared with later saves. Its dtypes are corrected to what was written, because a cached plan
+    may be out of date.
     """
     state = dict(metadata.state_dict_metadata)
     for fqn, tensor in manifest.tensors.items():
@@ -87,15 +87,46 @@ def stock_metadata(
         if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != dtype:
             properties = dataclasses.replace(entry.properties, dtype=dtype)
             state[fqn] = dataclasses.replace(entry, properties=properties)
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for fqn, offsets, path, start, length in stock_entries(manifests):
-        index = MetadataIndex(fqn, None if offsets is None else torch.Size(offsets))
-        places.setdefault(index, _StorageInfo(path, start, length))
     changed = dataclasses.replace(
         metadata,
         state_dict_metadata=state,
-        storage_data=places,
         storage_meta=storage_meta,
         version=STOCK_VERSION,
     )
-    return pickle.dumps(changed)
+    return pickled(changed, entries_of(reports))
+
+
+def entries_of(reports: Sequence[RankReport]) -> Iterator[StockEntry]:
+    """Yield an entry an item of all ranks; those without elements last.
+
+    Of two at one place the first counts, and an empty one may stand where another begins.
+    """
+    empty: list[StockEntry] = []
+    for report in reports:
+        places = report.read_places()
+        if places is None:  # pragma: no cover  # the caller made sure
+            raise InvalidInputError(f"Rank {report.rank} did not say where its items lie.")
+        paths = [ref.path for ref in report.files]
+        columns = zip(items_of(report), *places.tolist(), strict=True)
+        for (fqn, box), file, start, length in columns:
+            if box is None:
+                yield StockEntry(fqn, None, paths[file], start, length)
+                continue
+            entry = StockEntry(fqn, box.offsets, paths[file], start, length)
+            if 0 in box.sizes:
+                empty.append(entry)
+            else:
+                yield entry
+    yield from empty
+
+
+def stock_note(entry_count: int) -> bytes:
+    """Return what takes the place of the pickle: `pickle.load` raises `ValueError` with its text.
+
+    The letter is pickle's opcode for a number in decimal, so that nothing is looked up or run.
+    """
+    text = (
+        f"this checkpoint has no .metadata for torch's own readers, because it would hold "
+        f"{entry_count} entries; load it with ckpt_storage.CheckpointStorageReader"
+    )
+    return b"F" + text.encode() + b"\n"

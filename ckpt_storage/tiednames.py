@@ -1,9 +1,9 @@
 """What ranks say about tensors that are the same memory, and the ties that follow for all.
 
-Knows FQNs and documents; knows no tensor and no storage. Called by `assemble` and, on the
+Knows FQNs and rank reports; knows no tensor and no storage. Called by `assemble` and, on the
 coordinator of a front door's save, by `saving`.
 
-Two sources: each rank's writer ties what it wrote (in its rank manifest), and each rank's front
+Two sources: each rank's writer ties what it wrote (in its report), and each rank's front
 door ties what lies in its state, also where the ranks divided the chunks of one tensor among
 them. Of names that any front door ties, the front doors decide; of all others, the writers.
 """
@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
-from .manifest import RankManifest, TensorRecord
+from .rankreport import RankReport
+from .shardtable import BoxKey
+from .tensorlayout import TensorRecord
 
 __all__ = ["Groups", "agreed_ties", "candidate_ties", "settled_ties"]
 
@@ -54,40 +56,42 @@ def settled_ties(views: Sequence[Groups], objections: Sequence[Sequence[Groups]]
 
 
 def agreed_ties(
-    manifests: Sequence[RankManifest],
+    reports: Sequence[RankReport],
     tensors: Mapping[str, TensorRecord],
     settled: Mapping[str, str],
 ) -> dict[str, str]:
     """Return alias -> target of what is the same memory on all ranks; no target is an alias.
 
-    `settled` is what the front doors made out, {} without them. A tie that only writers know
-    needs the word of every rank that wrote elements of either. All of them need equal dtype,
-    shape, chunks and checksums of chunks.
+    `settled` is what the front doors made out, {} without them; then all ranks knew the names of
+    it when they reported. A tie that only writers know needs the word of every rank that wrote
+    elements of either. All of them need equal dtype, shape, chunks and checksums of chunks.
     """
     roots = dict(settled) | {
         name: root
-        for name, root in _written_ties(manifests).items()
+        for name, root in _written_ties(reports).items()
         if name not in settled and root not in settled
     }
     tied = {root for name, root in roots.items() if name != root}
     names = {name for name, root in roots.items() if root in tied and name in tensors}
-    chunks = _chunks(manifests, names)
+    chunks = _chunks(reports, names)
     groups: dict[object, list[str]] = {}
     for name in filter(chunks.__contains__, roots):
         tensor = tensors[name]
-        same = (roots[name], tensor.dtype, tensor.shape, frozenset(chunks[name].items()))
-        groups.setdefault(same, []).append(name)
+        if len(chunks[name]) == tensor.chunk_count:
+            same = (roots[name], tensor.dtype, tensor.shape, frozenset(chunks[name].items()))
+            groups.setdefault(same, []).append(name)
     return {alias: group[0] for group in groups.values() for alias in group[1:]}
 
 
-def _written_ties(manifests: Sequence[RankManifest]) -> dict[str, str]:
-    views = [_groups_of(manifest.ties) for manifest in manifests]
+def _written_ties(reports: Sequence[RankReport]) -> dict[str, str]:
+    views = [_groups_of(report.ties) for report in reports]
     group_of = {name: n for n, group in enumerate(candidate_ties(views)) for name in group}
+    held = _Held(group_of)
     objections = []
-    for manifest in manifests if group_of else ():
+    for report in reports if group_of else ():
         classes: dict[int, dict[str, list[str]]] = {}
-        for name in _chunks([manifest], group_of):
-            root = manifest.ties.get(name, name)
+        for name in held.by(report):
+            root = report.ties.get(name, name)
             classes.setdefault(group_of[name], {}).setdefault(root, []).append(name)
         objections.append([tuple(map(tuple, groups.values())) for groups in classes.values()])
     return settled_ties(views, objections)
@@ -100,20 +104,38 @@ def _groups_of(ties: Mapping[str, str]) -> Groups:
     return tuple(map(tuple, groups.values()))
 
 
-def _chunks(
-    manifests: Sequence[RankManifest], names: Iterable[str]
-) -> dict[str, dict[tuple[Sequence[int], Sequence[int]], int]]:
+class _Held:
+    """Finds which of some names a rank wrote elements of; looks once at each pattern of items."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        self._items: dict[tuple[bytes, bytes], list[tuple[str, int]]] = {}
+
+    def by(self, report: RankReport) -> list[str]:
+        """Return the names in order of the rank's items."""
+        key = (report.vocabulary, report.pattern)
+        items = self._items.get(key)
+        if items is None:
+            fqns, _ = report.read_vocabulary()
+            wanted = {at: fqn for at, fqn in enumerate(fqns) if fqn in self._names}
+            fqn, _, box = report.read_pattern()
+            items = self._items[key] = [
+                (wanted[name], place)
+                for name, place in zip(fqn.tolist(), box.tolist(), strict=True)
+                if name in wanted and place >= 0
+            ]
+        empty = report.empty_boxes() if items else ()
+        return list(dict.fromkeys(name for name, place in items if not empty[place]))
+
+
+def _chunks(reports: Sequence[RankReport], names: Iterable[str]) -> dict[str, dict[BoxKey, int]]:
     """Return box -> checksum of every chunk with elements of the tensors `names`."""
-    found: dict[str, dict[tuple[Sequence[int], Sequence[int]], int]] = {}
+    found: dict[str, dict[BoxKey, int]] = {}
     wanted = frozenset(names)
-    for manifest in manifests if wanted else ():
-        at = {i: fqn for i, fqn in enumerate(manifest.fqns) if fqn in wanted}
-        for items in (file.items for file in manifest.files if at):
-            for number, position in enumerate(items.fqn):
-                offsets, sizes = items.offsets[number], items.sizes[number]
-                if position in at and offsets is not None and sizes is not None and all(sizes):
-                    boxes = found.setdefault(at[position], {})
-                    boxes.setdefault((tuple(offsets), tuple(sizes)), items.chunk_crcs[number])
+    for report in reports if wanted else ():
+        for name, box, crc in report.tied:
+            if name in wanted:
+                found.setdefault(name, {}).setdefault(box, crc)
     return found
 
 

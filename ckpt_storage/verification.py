@@ -6,16 +6,18 @@ the command line and the manager.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from . import integrity, layout, publishing, slotlog
+from . import integrity, layout, slotlog, stockfooter
 from .consolidation.exportcheck import ExportStatus, check_exports
 from .deadline import Deadline
+from .documents import FileRef
 from .errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -26,19 +28,25 @@ from .errors import (
     UnsafeContentError,
 )
 from .fetching import Fetch, run_fetches
-from .manifest import Manifest, RankManifest, ShardFile
+from .manifest import Manifest, RankManifest
 from .opening import open_source
-from .options import LOCAL_READ_BYTES, RetryPolicy, Timeouts, TransferOptions
+from .options import LOCAL_READ_BYTES, Progress, RetryPolicy, Timeouts, TransferOptions
+from .progress import reporting
 from .regions import covers_exactly
+from .shardspots import Shard, Span, fqn_at, grouped, spans_of, total_bytes_of
 from .slots import SlotRecord
 from .source import CommittedSource, Place, Source, gone, read_manifest, read_rank_manifest
+from .stalling import Stalling, stalling_deadline
 from .store import Location, open_store
 from .store.base import Store
-from .workers import bounded
+from .workers import Workers, bounded
 
 _THREADS = 8
 _LOCAL_THREADS = 2
-_WIDEST = 64 * 1024
+_BATCH_COUNT = 64
+_BATCH_BYTES = 4 << 30
+"""Files that are read at a time; what is known of their blocks is in memory meanwhile."""
+
 log = logging.getLogger("ckpt_storage")
 
 
@@ -84,6 +92,7 @@ def verify(  # the public surface, all keyword-only
     memory_limit_bytes: int | None = None,
     timeout: float | Timeouts | Any = None,  # noqa: ANN401  # timedelta too; Timeouts.of checks
     retry: RetryPolicy | None = None,
+    progress: Progress = None,
 ) -> VerifyReport:
     """Check a checkpoint and report everything that is wrong with it.
 
@@ -91,11 +100,14 @@ def verify(  # the public surface, all keyword-only
     documents and file lengths are checked. Checkpoints of other writers carry no checksums:
     there only that the files can be read. Any rank; not collective; changes nothing.
 
+    `timeout` (`Timeouts.load`) is how long nothing may arrive, however long the whole takes.
+    `progress`: True: a bar; or a callable that takes each `ProgressEvent`.
+
     Raises what opening raises if there is no checkpoint to check; damage is reported, not raised.
     """
     location = Location.of(url, storage_options)
     timeouts = Timeouts.of(timeout)
-    deadline = Deadline("load", timeouts.load)
+    deadline, watch = stalling_deadline("load", timeouts.load, f"Verifying {location.url}")
     store = bounded(open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()), deadline)
     options = TransferOptions.for_storage(
         is_remote=store.capabilities.is_remote,
@@ -105,15 +117,21 @@ def verify(  # the public surface, all keyword-only
         part_bytes=None,
         memory_limit_bytes=memory_limit_bytes,
     )
-    check = _Verification(store, options, deadline, deep=deep)
-    check.run()
-    while check.save_id is not None and check.problems:
-        # What was superseded and freed while it was being checked is not damaged.
-        if gone(store, check.save_id, location.url) is None:
-            break
-        deadline.check(f"Verifying {location.url}")
-        check = _Verification(store, options, deadline, deep=deep)
-        check.run()
+
+    def checked() -> _Verification:
+        one = _Verification(store, options, deadline, deep=deep)
+        with contextlib.ExitStack() as shown:
+            one.run(lambda total, save_id: _show(shown, watch, progress, total, save_id))
+        return one
+
+    with deadline.governs(f"Verifying {location.url}"):
+        check = checked()
+        while check.save_id is not None and check.problems:
+            # What was superseded and freed while it was being checked is not damaged.
+            if gone(store, check.save_id, location.url) is None:
+                break
+            deadline.check(f"Verifying {location.url}")
+            check = checked()
     return VerifyReport(
         url=location.url,
         format=check.format,
@@ -123,6 +141,31 @@ def verify(  # the public surface, all keyword-only
         checked_bytes=check.checked_bytes,
         exports=check.exports,
     )
+
+
+def _show(
+    shown: contextlib.ExitStack,
+    watch: Stalling,
+    progress: Progress,
+    total_bytes: int,
+    save_id: str | None,
+) -> None:
+    """Report what arrives from now on, until `shown` is closed."""
+    watch.on_bytes = shown.enter_context(
+        reporting(
+            progress,
+            phase="load",
+            rank=0,
+            total_bytes=total_bytes,
+            save_id=save_id,
+            with_bar=True,
+        )
+    )
+    shown.callback(setattr, watch, "on_bytes", _nothing)
+
+
+def _nothing(_: int) -> None:
+    pass
 
 
 class _Verification:
@@ -141,13 +184,17 @@ class _Verification:
         self.file_count = 0
         self.checked_bytes = 0
         self.exports: Sequence[ExportStatus] = ()
+        self._listed: dict[int, dict[str, FileRef]] = {}
 
-    def run(self) -> None:
-        """Check whatever is there. Raises what opening raises if there is nothing to check."""
+    def run(self, begins: Callable[[int, str | None], None]) -> None:
+        """Check whatever is there. Raises what opening raises if there is nothing to check.
+
+        `begins` is called with the bytes to read, once they are known, and the save id.
+        """
         try:
             found = slotlog.read_log(self.store)
             if found.head is not None:
-                self.committed(found.head)
+                self.committed(found.head, begins)
             else:
                 self.foreign(open_source(self.store, deadline=self.deadline, options=self.options))
         except (IntegrityError, InvalidInputError, FormatError, UnsafeContentError) as error:
@@ -190,14 +237,18 @@ class _Verification:
             )
         )
 
-    def committed(self, head: SlotRecord) -> None:
+    def committed(self, head: SlotRecord, begins: Callable[[int, str | None], None]) -> None:
         """Check a checkpoint of ours: documents first, then every shard file."""
         self.format, self.save_id = "ckpt_storage", head.save_id
         manifest = read_manifest(self.store, head)
+        if self.deep:
+            begins(sum(file.size_bytes for file, _ in manifest.files), self.save_id)
         self.file_count += 1
         self._check_markers(manifest.save_id)
         self._check_coverage(head, manifest)
-        sound = True
+        for ref, owner in manifest.files:
+            self._listed.setdefault(owner, {})[ref.path] = ref
+        sound, waiting = True, list[Shard]()
         for rank, reference in enumerate(manifest.ranks):
             self.file_count += 1
             try:
@@ -210,9 +261,11 @@ class _Verification:
                     continue
                 # The inlined copy still tells what the files must hold.
                 document = manifest.inline_ranks[rank]
-            for file in document.files:
-                self.file_count += 1
-                self._check_file(rank, document, file)
+            waiting += [Shard(rank, document, file) for file in document.files]
+            if len(waiting) >= _BATCH_COUNT or total_bytes_of(waiting) >= _BATCH_BYTES:
+                self._check_files(waiting)
+                waiting = []
+        self._check_files(waiting)
         if sound:
             source = CommittedSource(self.store, head, manifest, self.deadline, self.options)
             self._check_places(source)
@@ -239,9 +292,9 @@ class _Verification:
             self._note_or_raise(error, path=manifest.stock.path)
             return
         current = slotlog.read_if_there(self.store, layout.STOCK_METADATA)
-        named = publishing.split_footer(current.data)[1] if current else None
-        pickled = publishing.split_footer(copy)[0]
-        expected = publishing.with_footer(pickled, slot=head.slot, save_id=manifest.save_id)
+        named = stockfooter.split_footer(current.data)[1] if current else None
+        pickled = stockfooter.split_footer(copy)[0]
+        expected = stockfooter.with_footer(pickled, slot=head.slot, save_id=manifest.save_id)
         if current is None:
             what = ".metadata is missing; torch's own readers find no checkpoint."
             step = "Load it once with the right to write, or save again: either publishes it."
@@ -270,9 +323,14 @@ class _Verification:
 
     def _check_coverage(self, head: SlotRecord, manifest: Manifest) -> None:
         """Check that chunks hold every element once; where they form a grid they do."""
+        exact: dict[tuple[int, tuple[int, ...]], bool] = {}
         for tensor in manifest.tensors.values():
-            boxes = [box for box, _ in tensor.chunks or ()]
-            if boxes and not covers_exactly(tensor.shape, boxes).is_exact:
+            # Tensors that are cut alike share one list.
+            key = (id(tensor.chunks), tensor.shape)
+            if key not in exact:
+                boxes = [box for box, _ in tensor.chunks or ()]
+                exact[key] = not boxes or covers_exactly(tensor.shape, boxes).is_exact
+            if not exact[key]:
                 self.note(
                     IntegrityError(
                         f"The chunks of {tensor.fqn} do not cover its shape {list(tensor.shape)} "
@@ -300,7 +358,7 @@ class _Verification:
 
     def _check_rank(self, manifest: Manifest, rank: int, document: RankManifest) -> None:
         reference = manifest.ranks[rank]
-        listed = {ref.path: ref for ref, owner in manifest.files if owner == rank}
+        listed = self._listed.get(rank, {})
         held = {file.path: file.ref() for file in document.files}
         inlined = document if manifest.inline_ranks is None else manifest.inline_ranks[rank]
         if (
@@ -316,64 +374,116 @@ class _Verification:
                 next_step="Restore the file from a copy, or load another checkpoint.",
             )
 
-    def _check_file(self, rank: int, document: RankManifest, file: ShardFile) -> None:
-        try:
-            size_bytes = self.store.stat(file.path).size_bytes
-        except StorageError as error:
-            self._note_or_raise(error, rank, file.path)
-            return
-        if size_bytes != file.size_bytes:
-            end = min(size_bytes, file.size_bytes)
-            self.note(
-                IntegrityError(
-                    f"{file.path} has {size_bytes} bytes; {file.size_bytes} were written.",
-                    path=file.path,
-                    rank=rank,
-                    offset=end,
-                    fqn=_fqn_at(document, file, end),
-                    next_step="Restore the file from a copy, or load another checkpoint.",
-                )
-            )
+    def _check_files(self, shards: Sequence[Shard]) -> None:
+        """Check files together, so that small ones cost no round trip each."""
+        self.file_count += len(shards)
+        begin = len(self.problems)
+        there = self._of_known_size(shards)
         if self.deep:
+            measured = len(self.problems)
             try:
-                self._read_file(rank, document, file, size_bytes)
-            except CheckpointError as error:
-                self._note_or_raise(error, rank, file.path)
+                self._read_files(there)
+            except CheckpointError:
+                # One of them went away, or will not be read: each for itself, to say which.
+                del self.problems[measured:]
+                for shard, size_bytes in there:
+                    self._read_alone(shard, size_bytes)
+        order = {shard.file.path: at for at, shard in enumerate(shards)}
+        self.problems[begin:] = sorted(
+            self.problems[begin:],
+            key=lambda one: (order.get(one.file or "", len(order)), one.offset or 0),
+        )
 
-    def _read_file(
-        self, rank: int, document: RankManifest, file: ShardFile, size_bytes: int
-    ) -> None:
-        spans = [span for span in _spans(rank, document, file) if span.stop <= size_bytes]
+    def _of_known_size(self, shards: Sequence[Shard]) -> list[tuple[Shard, int]]:
+        """Return the files that are there, in order, with their lengths; note what is wrong."""
+        sizes: dict[str, int | CheckpointError] = {}
+
+        def look(path: str) -> None:
+            try:
+                sizes[path] = self.store.stat(path).size_bytes
+            except StorageError as error:
+                sizes[path] = error
+
+        paths = [shard.file.path for shard in shards]
+        count = min(self.options.thread_count, len(paths))
+        if self.store.capabilities.is_remote and count > 1:
+            with Workers(count, name="look for files", deadline=self.deadline) as workers:
+                for path in paths:
+                    workers.submit(partial(look, path))
+                workers.drain()
+        else:
+            for path in paths:
+                look(path)
+        there: list[tuple[Shard, int]] = []
+        for shard in shards:
+            file, found = shard.file, sizes[shard.file.path]
+            if isinstance(found, CheckpointError):
+                self._note_or_raise(found, shard.rank, file.path)
+                continue
+            there.append((shard, found))
+            if found != file.size_bytes:
+                end = min(found, file.size_bytes)
+                self.note(
+                    IntegrityError(
+                        f"{file.path} has {found} bytes; {file.size_bytes} were written.",
+                        path=file.path,
+                        rank=shard.rank,
+                        offset=end,
+                        fqn=fqn_at(shard.document, file, end),
+                        next_step="Restore the file from a copy, or load another checkpoint.",
+                    )
+                )
+        return there
+
+    def _read_alone(self, shard: Shard, size_bytes: int) -> None:
+        try:
+            self._read_files([(shard, size_bytes)])
+        except CheckpointError as error:
+            self._note_or_raise(error, shard.rank, shard.file.path)
+
+    def _read_files(self, files: Sequence[tuple[Shard, int]]) -> None:
+        part_bytes = self.options.part_bytes
         fetches = [
             Fetch(
-                path=file.path,
+                path=shard.file.path,
                 start=group[0].start,
                 stop=group[-1].stop,
                 done=partial(self._check_spans, group),
             )
-            for group in _grouped(spans, self.options.part_bytes)
+            for shard, size_bytes in files
+            for group in grouped(
+                [span for span in spans_of(shard, part_bytes) if span.stop <= size_bytes],
+                part_bytes,
+            )
         ]
         run_fetches(self.store, fetches, options=self.options, deadline=self.deadline)
         self.checked_bytes += sum(fetch.stop - fetch.start for fetch in fetches)
 
-    def _check_spans(self, group: Sequence[_Span], view: memoryview) -> None:
+    def _check_spans(self, group: Sequence[Span], view: memoryview) -> None:
         base = group[0].start
         for span in group:
-            place = span.place
-            try:
-                place.check(view[span.start - base : span.stop - base], span.start - place.start)
-            except IntegrityError as error:
-                self.note(
-                    IntegrityError(
-                        f"{place.path} is damaged: {span.what} at byte {error.offset} does not "
-                        "have the checksum it was written with.",
-                        fqn=place.fqn or None,
-                        offset=error.offset,
-                        path=place.path,
-                        rank=place.rank,
-                        next_step=error.next_step,
-                    )
-                )
+            place, at = span.place, span.start
+            while at < span.stop:
+                try:
+                    place.check(view[at - base : span.stop - base], at - place.start)
+                except IntegrityError as error:
+                    self._note_block(span, error)
+                    at = (error.offset or span.stop) + place.block_bytes
+                else:
+                    break
+
+    def _note_block(self, span: Span, error: IntegrityError) -> None:
+        self.note(
+            IntegrityError(
+                f"{span.place.path} is damaged: {span.what} at byte {error.offset} does not "
+                "have the checksum it was written with.",
+                fqn=span.place.fqn or None,
+                offset=error.offset,
+                path=span.place.path,
+                rank=span.place.rank,
+                next_step=error.next_step,
+            )
+        )
 
     def foreign(self, source: Source) -> None:
         """Check that what another writer left can be read; it carries no checksums."""
@@ -423,73 +533,6 @@ def _missing_of(source: Source, place: Place) -> CheckpointError:
     return error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Span:
-    """Bytes `[start, stop)` of a file that are checked together, and what to call them."""
-
-    place: Place
-    start: int
-    stop: int
-    what: str
-
-
-def _spans(rank: int, document: RankManifest, file: ShardFile) -> list[_Span]:
-    """Return frames and payloads of a file in order; large payloads in several spans of blocks."""
-    items = file.items
-    starts = file.block_starts()
-    spans: list[_Span] = []
-    for index, (start, stop) in enumerate(file.frames()):
-        # A frame is the end of one item and the beginning of the next; the last has no next.
-        fqn = document.fqns[items.fqn[min(index, len(items) - 1)]] if len(items) else ""
-        frame = Place(
-            path=file.path,
-            fqn=fqn,
-            start=start,
-            size_bytes=stop - start,
-            rank=rank,
-            block_bytes=max(1, stop - start),
-            crcs=(items.frame_crcs[index],),
-        )
-        what = f"what surrounds the bytes of {fqn}" if fqn else "the content"
-        spans.append(_Span(place=frame, start=start, stop=stop, what=what))
-        if index == len(items):
-            break
-        place = Place(
-            path=file.path,
-            fqn=document.fqns[items.fqn[index]],
-            start=items.payload_start[index],
-            size_bytes=items.payload_bytes[index],
-            rank=rank,
-            block_bytes=file.block_bytes,
-            crcs=items.block_crcs[starts[index] : starts[index + 1]],
-        )
-        step = max(1, _WIDEST // file.block_bytes) * file.block_bytes
-        end = place.start + place.size_bytes
-        spans.extend(
-            _Span(place=place, start=at, stop=min(at + step, end), what=f"a block of {place.fqn}")
-            for at in range(place.start, end, step)
-        )
-    return spans
-
-
-def _grouped(spans: Sequence[_Span], part_bytes: int) -> list[list[_Span]]:
-    groups: list[list[_Span]] = []
-    for span in spans:
-        if groups and span.stop - groups[-1][0].start <= part_bytes:
-            groups[-1].append(span)
-        else:
-            groups.append([span])
-    return groups
-
-
 def _first_difference(found: bytes, expected: bytes) -> int:
     pairs = enumerate(zip(found, expected, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(found), len(expected)))
-
-
-def _fqn_at(document: RankManifest, file: ShardFile, offset: int) -> str | None:
-    items = file.items
-    for index in range(len(items) - 1, -1, -1):
-        if items.item_start[index] <= offset:
-            return document.fqns[items.fqn[index]]
-    return None

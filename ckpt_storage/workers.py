@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from .deadline import Deadline
 from .errors import CheckpointError
@@ -22,10 +22,22 @@ _GRACE_S = 10.0
 _REPORT_S = 1.0
 
 
+def _nothing() -> None:
+    pass
+
+
+class _Job(NamedTuple):
+    """What a thread is to do, and what is due once it has, or never will."""
+
+    run: Callable[[], None]
+    ended: Callable[[], None]
+
+
 class Workers:
     """A few daemon threads that run jobs in parallel; the first failure stops the rest.
 
-    Used as a context manager by one thread. `submit` blocks while `limit` jobs wait or run.
+    Used as a context manager by one thread. `submit` blocks while `limit` jobs wait or run; the
+    limit may change meanwhile.
     Leaving the block waits at most a grace period for running jobs when it is left by an
     exception, and none are started any more.
     """
@@ -36,14 +48,15 @@ class Workers:
         *,
         name: str,
         deadline: Deadline,
-        limit: int | None = None,
+        limit: int | Callable[[], int] | None = None,
         grace_s: float = _GRACE_S,
     ) -> None:
         self._deadline = deadline
         self._name = name
         self._grace_s = grace_s
-        self._limit = limit or 2 * count
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        most = limit or 2 * count
+        self._limit = most if callable(most) else lambda: most
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._open_count = 0
         self._failure: BaseException | None = None
@@ -58,8 +71,11 @@ class Workers:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                if not self._cancelled:
-                    job()
+                try:
+                    if not self._cancelled:
+                        job.run()
+                finally:
+                    job.ended()
             except BaseException as error:  # noqa: BLE001  # handed to the submitting thread
                 with self._changed:
                     self._failure = self._failure or error
@@ -70,12 +86,19 @@ class Workers:
                     self._open_count -= 1
                     self._changed.notify_all()
 
-    def submit(self, job: Callable[[], None]) -> None:
-        """Queue `job`; raise the failure of an earlier one, or `PhaseTimeoutError`."""
-        self._wait(lambda: self._open_count < self._limit)
+    def submit(self, job: Callable[[], None], *, ended: Callable[[], None] = _nothing) -> None:
+        """Queue `job`; raise the failure of an earlier one, or `PhaseTimeoutError`.
+
+        `ended` is called once, after `job` or in its place where it is not run any more.
+        """
+        try:
+            self._wait(lambda: self._open_count < self._limit())
+        except BaseException:
+            ended()
+            raise
         with self._changed:
             self._open_count += 1
-        self._jobs.put(job)
+        self._jobs.put(_Job(job, ended))
 
     def drain(self) -> None:
         """Wait until every job has ended; raise the first failure, or `PhaseTimeoutError`."""
@@ -121,15 +144,22 @@ class Workers:
             )
 
 
-def bounded(store: Store, deadline: Deadline, cancelled: Callable[[], bool] | None = None) -> Store:
+def bounded(
+    store: Store,
+    deadline: Deadline,
+    cancelled: Callable[[], bool] | None = None,
+    *,
+    throttled: Callable[[], None] | None = None,
+) -> Store:
     """Return `store` with every operation, retries included, ending by `deadline`.
 
     Once `cancelled` returns True no request is begun any more. Once what the deadline belongs to
-    has failed, those under way are given up as well.
+    has failed, those under way are given up as well. `throttled` is called whenever the storage
+    asked for fewer requests.
     """
     narrow = getattr(store, "with_deadline", None)
     if narrow is None:
         return store
     given_up = deadline.has_failed if deadline.is_watched else None
-    narrowed: Store = narrow(deadline.at_monotonic_s, cancelled, given_up)
+    narrowed: Store = narrow(deadline.at_monotonic_s, cancelled, given_up, throttled)
     return narrowed

@@ -25,21 +25,24 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from . import agreement, commit, integrity, layout
 from .agreement import Granted, Hello, Refused
-from .assemble import RankReport
 from .committing import commit_save
 from .dcpborder import at_dcp_border
 from .deadline import Deadline
+from .documents import FileRef
 from .errors import CheckpointError, InvalidInputError
 from .info import CheckpointInfo
 from .options import (
     LOCAL_WRITE_BYTES,
+    STOCK_ENTRY_LIMIT,
     Engine,
     Phase,
     Progress,
     RetryPolicy,
+    StockMetadata,
     Timeouts,
     TransferOptions,
 )
+from .rankreport import RankReport
 from .shards import ShardJob, write_shards
 from .slotlog import read_log
 from .slots import SlotRecord
@@ -63,6 +66,8 @@ class _Save:
     answer: Granted | Refused | None = None
     store: Store | None = None
     settled_ties: Mapping[str, str] = field(default_factory=dict)
+    candidates: Sequence[str] = ()
+    item_count: int = 0
 
 
 class CheckpointStorageWriter(StorageWriter):
@@ -85,6 +90,9 @@ class CheckpointStorageWriter(StorageWriter):
         engine: data plane, see the guide.
         commit_url: where commit records go if not below `path`: for mounts without rename or
             exclusive create, the native URL of the same place.
+        stock_metadata: whether `.metadata`, by which torch's own readers load, is written; it has
+            some 200 bytes for each item of each rank. "auto": up to 200,000 items. Without it a
+            note lies in its place, and `CheckpointInfo.stock_metadata` is False.
         process_group: if given, the save is refused unless it runs over exactly this many ranks.
         timeout: seconds, `timedelta` or `Timeouts`. Bounds this library's own work; under
             `dcp.save` torch's collectives keep the timeout of the group that they run on.
@@ -107,6 +115,7 @@ class CheckpointStorageWriter(StorageWriter):
         sync_files: bool = True,
         engine: Engine = "auto",
         commit_url: str | None = None,
+        stock_metadata: StockMetadata = "auto",
         process_group: dist.ProcessGroup | None = None,
         timeout: float | Timeouts | Any = None,  # timedelta too; Timeouts.of checks
         retry: RetryPolicy | None = None,
@@ -122,12 +131,19 @@ class CheckpointStorageWriter(StorageWriter):
         self._transfer_options(is_remote=True)  # refuses what cannot be, now and on every rank
         self._engine: Engine = engine
         self._commit_base = Location.of(commit_url, storage_options) if commit_url else None
+        if stock_metadata not in {"auto", "always", "never"}:
+            raise InvalidInputError(
+                f"stock_metadata is {stock_metadata!r}.",
+                next_step="Give 'auto', 'always' or 'never'.",
+            )
+        self._stock_metadata: StockMetadata = stock_metadata
         self._process_group = process_group
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry or RetryPolicy()
         self._progress = progress
         self._threads = threading.local()
         self._begin_phase: Callable[[Phase], Deadline] = self._timed
+        self._user: Mapping[str, Any] = {}
 
     def _timed(self, phase: Phase) -> Deadline:
         return Deadline(phase, getattr(self._timeouts, phase))
@@ -138,6 +154,13 @@ class CheckpointStorageWriter(StorageWriter):
         For the front doors, whose deadlines know of other ranks' failures.
         """
         self._begin_phase = begin
+
+    def annotate(self, user: Mapping[str, Any]) -> None:
+        """Put `user` into the commit records of the saves to come; plain JSON.
+
+        For the front doors; what counts is what the coordinator says.
+        """
+        self._user = user
 
     def _transfer_options(self, *, is_remote: bool) -> TransferOptions:
         return TransferOptions.for_storage(
@@ -252,6 +275,7 @@ class CheckpointStorageWriter(StorageWriter):
             "overwrite": str(self._overwrite),
             "sync_files": str(self._sync_files),
             "the storage's endpoint": endpoint_of(location),
+            "stock_metadata": self._stock_metadata,
             "commit_url": self._commit_base.normalised if self._commit_base else "None",
             "the version of ckpt_storage": __version__,
         }
@@ -274,8 +298,16 @@ class CheckpointStorageWriter(StorageWriter):
         except CheckpointError as error:
             answers = [Refused(nonce=nonce, error=error) for nonce in nonces]
         else:
+            planned_count = sum(len(plan.items) for plan in plans)
+            with_places = self._is_stock_wanted(max(planned_count, save.item_count))
             answers = [
-                Granted(nonce=nonce, rank=rank, world_size=len(plans), grant=grant)
+                Granted(
+                    nonce=nonce,
+                    rank=rank,
+                    world_size=len(plans),
+                    grant=grant,
+                    with_places=with_places,
+                )
                 for rank, nonce in enumerate(nonces)
             ]
         save.answer = answers[save.rank]
@@ -283,6 +315,12 @@ class CheckpointStorageWriter(StorageWriter):
             dataclasses.replace(plan, storage_data=answer)
             for plan, answer in zip(plans, answers, strict=True)
         ]
+
+    def _is_stock_wanted(self, item_count: int) -> bool:
+        """Return whether `.metadata` is to be written; plans that a planner dropped count as 0."""
+        if self._stock_metadata == "auto":
+            return item_count <= STOCK_ENTRY_LIMIT
+        return self._stock_metadata == "always"
 
     def _grant(self, save: _Save, hellos: Sequence[Hello]) -> commit.Grant:
         self._check_world(len(hellos))
@@ -411,7 +449,14 @@ class CheckpointStorageWriter(StorageWriter):
             document = integrity.seal(manifest.to_body())
             path = layout.rank_manifest_path(manifest.save_id, save.rank)
             store.write(path, document)
-        report = RankReport.of(save.rank, path, document)
+        ref = FileRef(path=path, size_bytes=len(document), crc32c=integrity.crc32c_of(document))
+        report = RankReport.of(
+            manifest,
+            ref,
+            document,
+            with_places=granted.with_places,
+            candidates=save.candidates,
+        )
         result = WriteResult(
             index=MetadataIndex(f"ckpt_storage.rank.{save.rank}"),
             size_in_bytes=sum(file.size_bytes for file in manifest.files),
@@ -422,6 +467,20 @@ class CheckpointStorageWriter(StorageWriter):
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result([result])
         return future
+
+    def note_item_count(self, item_count: int) -> None:
+        """Take how many items all ranks write, for the `prepare_global_plan` to come.
+
+        For the front doors, whose plans may be known from the save before; coordinator only.
+        """
+        self._save().item_count = item_count
+
+    def note_candidates(self, names: Sequence[str]) -> None:
+        """Take the names that the ranks' states may tie, for the `write_data` to come; all ranks.
+
+        For the front doors: of these the coordinator gets the checksums of chunks.
+        """
+        self._save().candidates = names
 
     def note_ties(self, settled: Mapping[str, str]) -> None:
         """Take what the ranks' states say of ties, for the `finish` to come; coordinator only.
@@ -451,6 +510,7 @@ class CheckpointStorageWriter(StorageWriter):
                 results=results,
                 storage_meta=self._storage_meta(),
                 settled_ties=save.settled_ties,
+                user=self._user,
                 deadline=deadline,
                 retry=self._retry,
             )

@@ -45,7 +45,7 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ckpt_storage import AsyncSaver, SaveHandle, consolidate, list_checkpoints, load
+from ckpt_storage import AsyncSaver, CheckpointManager, SaveHandle, consolidate, load
 
 TEXT_FILE = Path(__file__).parent / "data" / "alice.txt"
 
@@ -161,7 +161,7 @@ class FatalPlanner(DefaultSavePlanner):
     """Kills the training process as on a lost machine, half-way through the writing of a save.
 
     A planner hands out what a rank has to write, one item after another. It may do so in a worker
-    process: `victim_pid` is the one that trains.
+    process, which is lost with the machine: `victim_pid` is the one that trains.
     """
 
     def __init__(self, victim_pid: int) -> None:
@@ -180,6 +180,7 @@ class FatalPlanner(DefaultSavePlanner):
         self.left_count -= 1
         if self.left_count == 0:
             os.kill(self.victim_pid, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().resolve_data(write_item)
 
 
@@ -187,9 +188,9 @@ def newest_checkpoint(url: str, storage_options: dict[str, Any]) -> str | None:
     """Return the URL of the newest committed checkpoint; all ranks call this and agree."""
     # One rank looks and tells the others: another rank may look a moment later and see more.
     found: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        infos = list_checkpoints(url, storage_options=storage_options)
-        found = [infos[-1].url if infos else None]
+    with CheckpointManager(url, storage_options=storage_options) as manager:
+        info = manager.latest() if dist.get_rank() == 0 else None
+        found = [None if info is None else info.url]
     dist.broadcast_object_list(found)
     return found[0]
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 import crc32c
 import pytest
 
-from ckpt_storage import cleaning, commit, publishing, slotlog
+from ckpt_storage import cleaning, commit, publishing, slotlog, stockfooter
 from ckpt_storage.commit import Grant
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.documents import FileRef
@@ -304,7 +304,7 @@ def written(store: Store, grant: Grant) -> Attempt:
     store.write(shard, b"shard of " + grant.save_id.encode())
     store.write(rank, b"rank manifest")
     pickled = pickle.dumps({"save": grant.save_id})
-    stock_bytes = publishing.with_footer(pickled, slot=grant.last_slot + 1, save_id=grant.save_id)
+    stock_bytes = stockfooter.with_footer(pickled, slot=grant.last_slot + 1, save_id=grant.save_id)
     store.write(stock_path, stock_bytes)
     text = b"manifest of " + grant.save_id.encode()
     store.write(manifest, text)

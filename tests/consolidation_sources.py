@@ -39,6 +39,10 @@ class MemorySource:
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Nothing to renew."""
 
+    def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> list[Place]:
+        """Return the places of several chunks."""
+        return [self.place(fqn, offsets) for fqn, offsets in keys]
+
     def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
         """Return a place with checksums, if the bytes are known."""
         data = self.payloads.get((fqn, offsets or ()), b"")

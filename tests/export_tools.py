@@ -53,7 +53,7 @@ class ArraySource:
     """A `Source` of arrays; chunk i of a tensor lies in the file of rank i modulo their number."""
 
     tensors: Mapping[str, TensorInfo]
-    places: Mapping[tuple[str, tuple[int, ...] | None], Place]
+    known: Mapping[tuple[str, tuple[int, ...] | None], Place]
     format: SourceFormat = "ckpt_storage"
     save_id: str | None = "a" * 8
     blobs: frozenset[str] = frozenset()
@@ -67,10 +67,14 @@ class ArraySource:
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Do nothing."""
 
+    def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> list[Place]:
+        """Return the places of several chunks."""
+        return [self.place(fqn, offsets) for fqn, offsets in keys]
+
     def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
         """Return a place that `require` was called for."""
         assert (fqn, offsets) in self.required
-        return self.places[fqn, offsets]
+        return self.known[fqn, offsets]
 
     def explain_missing(self, place: Place) -> Exception:
         """Return the error that a shard is missing."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from ckpt_storage.options import RetryPolicy, Timeouts
+from ckpt_storage.options import Engine, RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store, Upload
 from ckpt_storage.store.remote import RemoteStore
@@ -28,9 +29,32 @@ def options_of(server: S3Server) -> dict[str, Any]:
     }
 
 
+_engine: list[Engine] = ["fsspec"]
+
+
+@contextmanager
+def served_by(engine: Engine) -> Iterator[None]:
+    """Let `plain` and `retrying` open stores of one data plane until the block ends."""
+    _engine.append(engine)
+    try:
+        yield
+    finally:
+        _engine.pop()
+
+
+def engine_now() -> Engine:
+    """Return the data plane of `served_by`."""
+    return _engine[-1]
+
+
 def plain(server: S3Server, url: str = "s3://bkt/run", request_timeout_s: float = 20) -> Store:
     """Return a store without retries."""
-    return RemoteStore(Location.of(url, options_of(server)), request_timeout_s=request_timeout_s)
+    return RemoteStore(
+        Location.of(url, options_of(server)),
+        request_timeout_s=request_timeout_s,
+        engine=engine_now(),
+        policy=POLICY,
+    )
 
 
 def retrying(server: S3Server, *, request_timeout_s: float = 20) -> Store:
@@ -38,6 +62,7 @@ def retrying(server: S3Server, *, request_timeout_s: float = 20) -> Store:
     return open_store(
         "s3://bkt/run",
         storage_options=options_of(server),
+        engine=engine_now(),
         timeouts=Timeouts(request=request_timeout_s),
         retry=POLICY,
     )

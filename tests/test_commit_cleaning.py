@@ -28,7 +28,7 @@ from commit_tools import (
     seen,
 )
 
-from ckpt_storage import cleaning, publishing
+from ckpt_storage import cleaning, publishing, stockfooter
 from ckpt_storage.errors import (
     CommitConflictError,
 )
@@ -91,8 +91,8 @@ def test_what_metadata_names_is_not_freed_before_it_names_the_head(store: DictSt
 def test_what_metadata_names_is_not_freed_whatever_its_footer_says(store: DictStore) -> None:
     """A footer with a slot that there is not keeps `.metadata` as it is, and its save."""
     ids = [saved(store) for _ in range(3)]
-    pickled, _ = publishing.split_footer(store.disk.files[f"saves/{ids[0]}/stock.metadata"])
-    store.disk.put(".metadata", publishing.with_footer(pickled, slot=99, save_id=ids[0]))
+    pickled, _ = stockfooter.split_footer(store.disk.files[f"saves/{ids[0]}/stock.metadata"])
+    store.disk.put(".metadata", stockfooter.with_footer(pickled, slot=99, save_id=ids[0]))
     assert cleaning.free_superseded(store, keep_previous=0) == [ids[1]]
     assert is_whole(store.disk.files, ids[0])
 
@@ -352,9 +352,12 @@ def test_open_uploads_of_a_dead_attempt_are_aborted() -> None:
         store = open_store("s3://bkt/run", storage_options=server.storage_options)
         head = saved(store)
         dead, alive = begun(store), begun(store)
+        # Held, since an upload that nobody holds any more is aborted at once by some clients.
+        uploads = []
         for grant in (dead, alive):
             upload = store.start_upload(files_of(grant.save_id)[0], part_bytes=5 << 20)
             upload.write_part(0, 0, [memoryview(bytes(5 << 20))], last=False)
+            uploads.append(upload)
         assert server.stats().open_uploads == 2
         fenced(store, dead.save_id)
         cleaning.delete_attempt(store, dead.save_id)

@@ -256,14 +256,14 @@ def test_disks_copy_only_what_can_share_blocks(tmp_path: Path) -> None:
     found = {tensor.fqn: tensor.start for tensor in plan.files[0].tensors}
     data = store.read("saves/s/rank-0")
     for fqn, off_by in (("a", 0), ("b", 64)):
-        place = source.places[fqn, (0,)]
+        place = source.known[fqn, (0,)]
         start = found[fqn] % 4096 + off_by
         payload = data[place.start : place.start + place.size_bytes]
         store.write(f"saves/s/{fqn}", bytes(start) + payload)
         moved = dataclasses.replace(
             place, path=f"saves/s/{fqn}", start=start, file_bytes=start + len(payload)
         )
-        source.places = {**source.places, (fqn, (0,)): moved}
+        source.known = {**source.known, (fqn, (0,)): moved}
     files, (portion,) = exported(plan, source, store, copies="auto")
     check(files, plan, state)
     assert portion.copied_bytes == 2 << 20
@@ -349,7 +349,7 @@ def test_damage_of_copied_bytes_is_found_without_reading_them(s3: S3Server) -> N
     """S3's checksum of a copied part differs from the manifest's: an error with tensor and rank."""
     store = s3_store(s3)
     source = saved(store, s3_state(), block_bytes=65536)
-    flip(store, source.places["a", (2, 0)], 5_000_000)
+    flip(store, source.known["a", (2, 0)], 5_000_000)
     with pytest.raises(IntegrityError) as caught:
         exported(s3_plan(source, 1), source, store, copies="always", options=S3_OPTIONS)
     assert (caught.value.fqn, caught.value.rank) == ("a", 1)
@@ -368,7 +368,7 @@ def flip(store: Store, place: Place, byte: int) -> None:
 def test_a_flipped_byte_is_found(store: Store, fqn: str, copies: Copies) -> None:
     """Damage of any chunk is an error that names file, tensor and rank."""
     source = saved(store, big_rows())
-    place = next(place for key, place in source.places.items() if key[0] == fqn)
+    place = next(place for key, place in source.known.items() if key[0] == fqn)
     flip(store, place, 100_000)
     with pytest.raises(IntegrityError) as caught:
         exported(plan_of(source, world_size=2), source, store, copies=copies)
@@ -464,7 +464,7 @@ def test_a_failure_ends_those_that_wait_for_their_turn(tmp_path: Path) -> None:
     """Where parts go in order, the failure of one is raised at once, not at the deadline."""
     store = Sequential(str(tmp_path / "run"))
     source = saved(store, big_rows())
-    place = source.places["columns", (0, 0)]
+    place = source.known["columns", (0, 0)]
     flip(store, place, 10)
     plan = plan_of(source, share=False)
     with pytest.raises(IntegrityError) as caught:
@@ -586,9 +586,9 @@ def test_what_only_torch_can_read_is_refused(store: Store) -> None:
     """An item whose payload was not found inside its zip is named, with what to do."""
     source = saved(store, big_rows())
     key = ("one", (0,))
-    places = dict(source.places)
+    places = dict(source.known)
     places[key] = dataclasses.replace(places[key], container="torch_zip")
-    source.places = places
+    source.known = places
     plan = plan_of(source)
     upload = store.start_shared_upload("hf/x", part_bytes=1)
     with pytest.raises(FormatError, match=r"one in saves/s/rank-0 .* only torch.load reads"):

@@ -282,7 +282,9 @@ class OddError(CheckpointError):
 @pytest.mark.parametrize("at", ["early", "gather"])
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
-    "kind", [OddError, lambda: ValueError(threading.Lock()), KeyboardInterrupt], ids=str
+    "kind",
+    [OddError, lambda: ValueError(threading.Lock()), KeyboardInterrupt],
+    ids=["no-pickle", "no-pickle-inside", "interrupt"],
 )
 def test_errors_that_do_not_pickle_reach_all(
     kind: Callable[[], BaseException], who: int, at: str

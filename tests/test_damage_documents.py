@@ -1,4 +1,4 @@
-"""Documents that somebody crafted: sound by their checksums, wrong in what they say.
+"""Documents of version 1 that somebody crafted: sound by their checksums, wrong in what they say.
 
 Every change is sealed again, and the checksums in the documents above it are made to fit, so that
 only what is said can be judged. Nothing outside the checkpoint is opened, and nothing but the
@@ -19,7 +19,7 @@ import dcp_cases
 import pytest
 import torch
 from crc32c import crc32c
-from damage_cases import Checkpoint, body_of, load_failure, save_uninlined
+from damage_cases import Checkpoint, body_of, load_failure, save_uninlined, to_version_1
 from dcp_cases import same, zeros_like
 
 from ckpt_storage import (
@@ -47,6 +47,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("crafted")
     dcp_cases.save(STATE, folder / "inlined")
     save_uninlined(STATE, folder / "fetched")
+    for path in folder.iterdir():
+        to_version_1(Checkpoint(path))
     return {path.name: path for path in folder.iterdir()}
 
 
@@ -109,7 +111,7 @@ def test_unknown_keys_are_ignored(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("version", [2, 10, 999_999_999])
+@pytest.mark.parametrize("version", [3, 10, 999_999_999])
 def test_an_unknown_major_version_is_refused_by_name(
     checkpoint: Checkpoint, kind: str, version: int
 ) -> None:

@@ -21,11 +21,14 @@ from ckpt_storage import errors
 
 PUBLIC = [
     "AsyncSaver",
+    "Checkpoint",
+    "CheckpointDiff",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointGoneError",
     "CheckpointInProgressError",
     "CheckpointInfo",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointStorageReader",
     "CheckpointStorageWriter",
@@ -34,26 +37,44 @@ PUBLIC = [
     "ConsolidateOptions",
     "ConsolidationError",
     "ConsolidationReport",
+    "ConvertReport",
+    "CopyReport",
+    "Diagnosis",
     "FormatError",
     "IntegrityError",
     "InvalidInputError",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLatest",
+    "KeepNewerThan",
+    "LazyTensor",
     "PhaseTimeoutError",
     "ProgressEvent",
+    "PrunePlan",
+    "PruneReport",
     "RankFailedError",
     "RankMismatchError",
+    "Restored",
     "RetryPolicy",
     "SaveCancelledError",
     "SaveHandle",
     "SaveProgress",
     "SaveState",
     "StorageError",
+    "TensorStats",
     "Timeouts",
     "UnsafeContentError",
     "UnsupportedByStoreError",
+    "ValueDiff",
     "VerifyReport",
     "consolidate",
+    "convert",
+    "copy",
+    "diagnose",
+    "diff",
     "list_checkpoints",
     "load",
+    "open_checkpoint",
     "save",
     "save_async",
     "verify",
@@ -84,6 +105,7 @@ ERRORS: dict[str, tuple[str, type[Exception]]] = {
 HEAVY = ("fsspec", "numpy", "s3fs", "torch")
 NEEDS_TORCH = (
     "AsyncSaver",
+    "CheckpointManager",
     "CheckpointStorageReader",
     "CheckpointStorageWriter",
     "load",
@@ -95,7 +117,8 @@ NEEDS_TORCH = (
 def error_classes() -> list[type[errors.CheckpointError]]:
     """Return the whole tree of errors, wherever in the package a class is defined."""
     for module in pkgutil.walk_packages(ckpt_storage.__path__, "ckpt_storage."):
-        if not module.name.startswith("ckpt_storage.testing"):
+        # Integrations need the frameworks that they integrate; they define no error.
+        if not module.name.startswith(("ckpt_storage.testing", "ckpt_storage.integrations")):
             importlib.import_module(module.name)
     found, left = [], [errors.CheckpointError]
     while left:

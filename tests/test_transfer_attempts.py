@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import crc32c
+import pytest
 from commit_tools import CAS, DictStore, Disk
 
 from ckpt_storage.deadline import Deadline
@@ -40,9 +41,31 @@ class TwoFacedStore(DictStore):
             arrived(len(target))
 
 
-def test_a_piece_that_is_read_again_is_checked_again() -> None:
+class GrowingStore(TwoFacedStore):
+    """Its second read reports more at first than the one that broke off had reported."""
+
+    def read_into(
+        self,
+        path: str,
+        start: int,
+        target: memoryview,
+        *,
+        size_bytes: int | None = None,
+        arrived: Arrived | None = None,
+    ) -> None:
+        """Fill, and report a larger piece at each attempt, as a network does."""
+
+        def in_steps(count: int) -> None:
+            if arrived is not None:
+                arrived(count if self.attempt_count == 2 else count // 2)
+
+        super().read_into(path, start, target, size_bytes=size_bytes, arrived=in_steps)
+
+
+@pytest.mark.parametrize("kind", [TwoFacedStore, GrowingStore])
+def test_a_piece_that_is_read_again_is_checked_again(kind: type[TwoFacedStore]) -> None:
     """The bytes that stay in the target are those of the last attempt, and all of them count."""
-    store = TwoFacedStore(Disk(), CAS)
+    store = kind(Disk(), CAS)
     block = bytes(range(256))
     store.write("x", block * 8)
     wrong: list[int] = []

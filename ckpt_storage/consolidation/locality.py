@@ -60,7 +60,7 @@ def source_files(source: Source) -> list[str]:
     if isinstance(source, StockSource):
         return sorted({item.relative_path for item in source.metadata.items.values()})
     if isinstance(source, SafetensorsSource):
-        return sorted({place.path for place in source.places.values()})
+        return sorted({place.path for place in source.held.values()})
     return []
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_storage import integrity
+from ckpt_storage.costs import costs_for
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import FormatError, IntegrityError, StorageError
 from ckpt_storage.fetching import Fetch, run_fetches
@@ -105,7 +106,11 @@ class WindowReader:
         window[: len(header)] = header
         pieces = self.pieces_of(file, start, stop)
         requests = [self._request(piece, window, start) for piece in pieces]
-        fetches = plan_reads(requests, part_bytes=self._read_bytes)
+        fetches = plan_reads(
+            requests,
+            part_bytes=self._read_bytes,
+            costs=costs_for(is_remote=self._store.capabilities.is_remote),
+        )
         return self._run(fetches, scratch, [request.place for request in requests])
 
     def verify(self, place: Place, start: int, stop: int, scratch: memoryview) -> int:

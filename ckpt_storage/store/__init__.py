@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import Engine, RetryPolicy, Timeouts
@@ -46,18 +46,16 @@ def open_store(  # all but the first are named
     """Return the store at a path or URL, with deadlines and retries around it.
 
     Nothing is asked of the storage yet. Commit objects go to `commit_location` if it is given
-    (see `split`). `sync_files=False` leaves out fsync on local paths.
+    (see `split`). `sync_files=False` leaves out fsync on local paths. `engine` is the data
+    plane of remote ones: "auto" takes obstore where it is installed and every option means the same
+    to it, else fsspec, and logs which and why.
     With a `Location`, `storage_options` must not be given again. Raises
     `InvalidInputError`.
     """
-    if engine == "obstore":
+    if engine not in get_args(Engine):
         raise InvalidInputError(
-            "This release reaches storages through fsspec only; engine='obstore' comes with a "
-            "later one.",
-            next_step="Leave engine='auto'.",
+            f"engine is {engine!r}.", next_step="Give 'auto', 'fsspec' or 'obstore'."
         )
-    if engine not in {"auto", "fsspec"}:
-        raise InvalidInputError(f"engine is {engine!r}.", next_step="Give 'auto' or 'fsspec'.")
     if isinstance(url, Location):
         if storage_options is not None:
             raise InvalidInputError(
@@ -71,7 +69,13 @@ def open_store(  # all but the first are named
     from .retry import RetryStore  # noqa: PLC0415  # stores load when one is opened
 
     store: Store = RetryStore(
-        _plain_store(location, sync_files=sync_files, request_timeout_s=request_timeout_s),
+        _plain_store(
+            location,
+            sync_files=sync_files,
+            request_timeout_s=request_timeout_s,
+            engine=engine,
+            policy=retry,
+        ),
         policy=retry,
         request_timeout_s=request_timeout_s,
     )
@@ -85,11 +89,18 @@ def open_store(  # all but the first are named
     return store
 
 
-def _plain_store(location: Location, *, sync_files: bool, request_timeout_s: float) -> Store:
+def _plain_store(
+    location: Location,
+    *,
+    sync_files: bool,
+    request_timeout_s: float,
+    engine: Engine,
+    policy: RetryPolicy | None,
+) -> Store:
     if location.is_local:
         from .local import LocalStore  # noqa: PLC0415  # stores load when one is opened
 
         return LocalStore(location.target, sync_files=sync_files)
     from .remote import RemoteStore  # noqa: PLC0415  # stores load when one is opened
 
-    return RemoteStore(location, request_timeout_s=request_timeout_s)
+    return RemoteStore(location, request_timeout_s=request_timeout_s, engine=engine, policy=policy)

@@ -24,6 +24,7 @@ __all__ = [
     "PartReceipt",
     "SharedUpload",
     "Stat",
+    "Stoppable",
     "Store",
     "Upload",
     "Version",
@@ -159,7 +160,7 @@ class CopySource:
 
 
 Arrived = Callable[[int], None]
-"""Takes the number of bytes that a read has filled so far."""
+"""Takes the number of bytes that an attempt to read has filled so far; 0 begins an attempt."""
 
 
 class Upload(Protocol):
@@ -187,6 +188,18 @@ class Upload(Protocol):
 
     def abort(self) -> None:
         """Discard everything sent; idempotent; leaves no open upload and no temporary file."""
+
+
+@runtime_checkable
+class Stoppable(Protocol):
+    """An upload whose threads may wait in `write_part` for something that only its end brings."""
+
+    def stop(self) -> None:
+        """Give the upload up before `abort`: who waits in `write_part` is let go, with an error.
+
+        Sends nothing, waits for nothing and raises nothing; idempotent. Changes nothing once the
+        object is complete.
+        """
 
 
 @runtime_checkable
@@ -287,8 +300,9 @@ class Store(Protocol):
         length with the answer and it differs, or the bytes end early,
         `IntegrityError` is raised. `arrived` may be called, never concurrently, with the
         number of bytes of `target` that are filled so far, so that they can be checked
-        while they are in the processor's cache; a smaller number than before means that an
-        attempt began anew. What it raises ends the read.
+        while they are in the processor's cache. Whoever tries again, a store or a wrapper, calls
+        it with 0 before each attempt: what was filled before is to be filled, and checked,
+        anew. Within an attempt the numbers grow. What it raises ends the read.
         """
 
     def stat(self, path: str) -> Stat:

@@ -22,7 +22,7 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError
 from .location import Location, missing_backend
 from .redaction import Scrubber
 
-__all__ = ["Client", "ForeignFs", "endpoint_of", "known_client_count"]
+__all__ = ["Client", "ForeignFs", "endpoint_of", "frozen", "known_client_count"]
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Client:
             # container@account; the file system depends on the account only.
             authority = authority.partition("@")[2]
         place = "" if location.protocol in _ONE_FOR_ALL else authority
-        self._key = (location.protocol, place, _frozen(self._options))
+        self._key = (location.protocol, place, frozen(self._options))
         self.endpoint = endpoint_of(location, options)
 
     def __repr__(self) -> str:
@@ -116,9 +116,11 @@ class Client:
         return str(fsspec.core.strip_protocol(self._location.target)).rstrip("/")
 
     def refresh(self) -> None:
-        """Build the file system anew, so that credentials are looked up again."""
+        """Build the file system anew if it was built, so that credentials are looked up again."""
+        key = (os.getpid(), self._key)
         with _lock():
-            self._keep((os.getpid(), self._key))
+            if key in _BUILT:
+                self._keep(key)
 
     def run(self, operation: Callable[[ForeignFs], Coroutine[Any, Any, T]]) -> T:
         """Run one request of an asynchronous file system on its loop, until the deadline.
@@ -196,12 +198,12 @@ def endpoint_of(location: Location, options: Mapping[str, Any]) -> str:
     return location.path.partition("/")[0]
 
 
-def _frozen(value: object) -> Hashable:
+def frozen(value: object) -> Hashable:
     """Return a key that is equal for equal options; objects count by identity."""
     if isinstance(value, Mapping):
-        return tuple(sorted((str(key), _frozen(item)) for key, item in value.items()))
+        return tuple(sorted((str(key), frozen(item)) for key, item in value.items()))
     if isinstance(value, list | tuple):
-        return tuple(_frozen(item) for item in value)
+        return tuple(frozen(item) for item in value)
     if isinstance(value, str | bytes | int | float | bool | None):
         return type(value).__name__, repr(value)
     return type(value).__name__, f"{id(value):x}"

@@ -8,6 +8,7 @@ The client's own retries are off: `retry` is the one layer that repeats. Called 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,11 @@ from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.options import MIB
 
 from .base import Capabilities, Entry, Stat, Version
+from .bodies import is_private_path
 from .clients import Client, ForeignFs
 from .dialect_s3_requests import S3Requests, code_of
 from .dialect_s3_shared import S3SharedUpload
-from .dialect_s3_upload import S3Upload, abort_one
+from .dialect_s3_upload import S3Upload, abort_one, abort_unseen
 from .mapping import HttpFailure
 from .tickets import decode_ticket
 
@@ -69,7 +71,8 @@ def client_options(options: Mapping[str, Any], request_timeout_s: float) -> dict
     """Return s3fs's options with timeouts, one attempt and room for parallel requests.
 
     What the user set stays. Checksums are computed and checked only where S3 requires it:
-    other servers refuse the headers, and every byte is verified by our own CRCs.
+    other servers refuse the headers, and every byte is verified by our own CRCs. Bodies are
+    signed where somebody could change them on the way.
     """
     ours = {
         "connect_timeout": min(_CONNECT_TIMEOUT_S, request_timeout_s),
@@ -79,11 +82,23 @@ def client_options(options: Mapping[str, Any], request_timeout_s: float) -> dict
         "response_checksum_validation": "when_required",
         "retries": {"total_max_attempts": 1, "mode": "standard"},
     }
+    theirs = options.get("config_kwargs") or {}
+    signing = {"payload_signing_enabled": not _is_private(options)}
     return {
         **options,
-        "config_kwargs": {**ours, **(options.get("config_kwargs") or {})},
+        "config_kwargs": {**ours, **theirs, "s3": {**signing, **(theirs.get("s3") or {})}},
         "use_listings_cache": False,
     }
+
+
+def _is_private(options: Mapping[str, Any]) -> bool:
+    """Return whether requests go by TLS or stay on this machine, as far as one can tell."""
+    inner = options.get("client_kwargs") or {}
+    named = [options.get("endpoint_url"), inner.get("endpoint_url")]
+    named += [os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")]
+    endpoint = next((url for url in named if url), None)
+    uses_tls = options.get("use_ssl", True) and inner.get("use_ssl", True)
+    return is_private_path(endpoint) and bool(uses_tls or endpoint)
 
 
 class S3Dialect:
@@ -250,6 +265,10 @@ class S3Dialect:
         for key, upload_id in open_uploads:
             abort_one(self._requests, key, upload_id)
         return len(open_uploads)
+
+    def abort_all(self, path: str) -> None:
+        """Abort every open upload of this very object."""
+        abort_unseen(self._requests, self._requests.key(path), None)
 
     def now_s(self, probe_path: str) -> float:
         """PutObject and HeadObject: the time that the server gives, exact to a second."""

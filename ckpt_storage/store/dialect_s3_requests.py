@@ -6,12 +6,12 @@ checkpoint and no sequence of requests. Called by `dialect_s3` and `dialect_s3_u
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
 from ckpt_storage.errors import UnsupportedByStoreError
 
+from .bodies import ViewsBody
 from .clients import Client, ForeignFs
 
 __all__ = ["S3Requests", "code_of"]
@@ -53,8 +53,8 @@ class S3Requests:
             )
         body = arguments.get("Body")
         if isinstance(body, bytes):
-            # As a file, because aiohttp warns of large bytes; it shares them and copies nothing.
-            arguments["Body"] = io.BytesIO(body)
+            # In pieces, because aiohttp warns of large bytes.
+            arguments["Body"] = ViewsBody([memoryview(body)])
         extra = {**fs.s3_additional_kwargs, **fs.req_kw}
         accepted = {key: value for key, value in extra.items() if key in known}
         answer: Mapping[str, Any] = await getattr(client, method)(

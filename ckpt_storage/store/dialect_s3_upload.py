@@ -11,10 +11,9 @@ import os
 import threading
 from collections.abc import Sequence
 
-from ckpt_storage.errors import StorageError
-
+from .bodies import ViewsBody
 from .dialect_s3_requests import S3Requests, code_of
-from .parts import PartList, SentPart, ended, joined, wrong_length
+from .parts import PartList, SentPart, ended, gone, joined, wrong_length
 
 __all__ = ["WRITE_ID", "S3Upload", "abort_one", "abort_unseen", "confirm", "found_bytes"]
 
@@ -51,9 +50,8 @@ class S3Upload:
         """UploadPart, after CreateMultipartUpload for the first one."""
         if self._state != "open":
             raise ended(self._shown)
-        data = joined(buffers)
         if last and number == 0:
-            self._only_part = data
+            self._only_part = joined(buffers)
             return
         upload_id = self._begun()
         try:
@@ -62,13 +60,14 @@ class S3Upload:
                 Key=self._key,
                 UploadId=upload_id,
                 PartNumber=number + 1,
-                Body=data,
+                Body=ViewsBody(buffers),
             )
         finally:
             if self._state == "aborted":
                 # S3 may keep a part that arrives while its upload is being aborted.
                 abort_one(self._requests, self._key, upload_id)
-        part = SentPart(offset=offset, size_bytes=len(data), receipt=str(answer["ETag"]))
+        size_bytes = sum(view.nbytes for view in buffers)
+        part = SentPart(offset=offset, size_bytes=size_bytes, receipt=str(answer["ETag"]))
         self._parts.add(number, part)
 
     def complete(self, total_bytes: int) -> None:
@@ -174,14 +173,7 @@ def confirm(
     length = found_bytes(requests, key, write_id, unmarked_is_ours=unmarked_is_ours)
     if length == total_bytes:
         return
-    shown = f"s3://{requests.bucket}/{key}"
-    found = "nothing" if length is None else f"{length} bytes"
-    raise StorageError(
-        f"The upload of {shown} is gone, and {found} of ours lies under its name "
-        f"instead of {total_bytes} bytes.",
-        path=shown,
-        next_step="Save again; look for a lifecycle rule that aborts uploads early.",
-    )
+    raise gone(f"s3://{requests.bucket}/{key}", length, total_bytes)
 
 
 def found_bytes(

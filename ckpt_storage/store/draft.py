@@ -17,11 +17,14 @@ from collections.abc import Iterator, Sequence
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 
-from .posix import Posix
+from .posix import BLOCK_BYTES, Posix, is_unsupported
 
 __all__ = ["Draft", "is_draft_name", "sync_folder"]
 
 _DRAFT_NAME = re.compile(r"\..+\.tmp-[0-9a-f]{16}", re.DOTALL)
+
+# What is written in one go and is shorter is left to the kernel: a call costs more than it brings.
+_WRITE_BACK_BYTES = 1 << 20
 
 # A file name has 255 bytes on most file systems: 50 characters are at most 200 of them,
 # which leaves room for the dots and the random part.
@@ -30,6 +33,8 @@ _KEPT_NAME_CHARS = 50
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 _NO_EXCLUSIVE_RENAME = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+
+_STAT_BLOCK_BYTES = 512
 
 
 def is_draft_name(name: str) -> bool:
@@ -50,9 +55,9 @@ def sync_folder(posix: Posix, path: str) -> None:
 class Draft:
     """An open temporary file beside its target.
 
-    The owner calls `write` and `copy` any number of times (from several threads), `seal` once,
-    one of `publish` and `publish_new`, and `discard` if anything failed. A process that joined
-    another's file by its `name` calls `write` and `copy`, then `hand_over` or `leave`.
+    The owner may `reserve`, calls `write` and `copy` any number of times (from several threads),
+    `seal` once, one of `publish` and `publish_new`, and `discard` if anything failed. A process
+    that joined another's file by its `name` calls `write` and `copy`, then `hand_over` or `leave`.
     """
 
     def __init__(self, posix: Posix, target: str, *, sync: bool, name: str | None = None) -> None:
@@ -68,9 +73,15 @@ class Draft:
         self.name = name or f".{target_name[:_KEPT_NAME_CHARS]}.tmp-{random}"
         self._path = f"{self._folder}/{self.name}"
         self._lock = threading.Lock()
+        # Of the descriptor; the last of them closes it once the file has ended.
+        self._user_count = 0
         self._writer_count = 0
+        self._is_reserving = False
         self._ended = False
         self._identity: tuple[int, int] | None = None
+        self._reserved_bytes = 0
+        self._sealed_bytes: int | None = None
+        self._writes_back = sync
         if name is not None:
             self._fd: int | None = posix.open_write(self._path)
             return
@@ -89,6 +100,78 @@ class Draft:
         """
         with self._writing() as fd:
             self._posix.pwritev_all(fd, buffers, offset)
+            if self._writes_back:
+                self._write_back(fd, offset, offset + sum(view.nbytes for view in buffers))
+
+    def reserve(self, total_bytes: int) -> None:
+        """Take the blocks for `total_bytes` now, where the file system can.
+
+        A file of many extents that grow is slower to write, and one that does not fit is better
+        refused before hours than after. What is not used is given back by `seal`, which does not
+        wait for a call that still runs; while one does, another changes nothing.
+
+        Raises `OSError` only if the bytes will not fit: with EDQUOT, or with ENOSPC where the file
+        system says the same of what is free.
+        """
+        # Blocks that are set aside would be more than compressed content takes.
+        if not total_bytes or self._posix.may_compress(self._folder):
+            return
+        with self._lock:
+            fd = self._open_fd()
+            if self._is_reserving:
+                return
+            self._is_reserving = True
+            self._user_count += 1
+            self._reserved_bytes = max(self._reserved_bytes, total_bytes)
+        try:
+            self._posix.allocate(fd, total_bytes)
+        except OSError as error:
+            if error.errno == errno.EDQUOT:
+                raise
+            if error.errno == errno.ENOSPC and not self._fits(fd, total_bytes):
+                raise
+        finally:
+            self._end_reserving(fd)
+
+    def _fits(self, fd: int, total_bytes: int) -> bool:
+        """Return whether a file of `total_bytes` may fit, with the blocks that it has."""
+        try:
+            own_bytes = self._posix.fstat(fd).st_blocks * _STAT_BLOCK_BYTES
+            return self._posix.free_bytes(self._folder) + own_bytes >= total_bytes
+        except OSError:
+            # Nobody knows; a write will tell.
+            return True
+
+    def _end_reserving(self, fd: int) -> None:
+        """Give back what came too late for `seal` to do so; such a file is only given its length.
+
+        Its length was checked by then, so that nothing is added to it.
+        """
+        sealed_bytes = self._sealed_bytes
+        with contextlib.suppress(OSError):
+            if sealed_bytes is not None and self._reserved_bytes > sealed_bytes:
+                self._posix.truncate(fd, sealed_bytes)
+        with self._lock:
+            self._is_reserving = False
+        with contextlib.suppress(OSError):
+            self._let_go()
+
+    def _write_back(self, fd: int, start: int, end: int) -> None:
+        """Begin to write a range to the disk, so that the `fsync` to come has less to wait for."""
+        # Not O_DIRECT: through aligned buffers it took 1.5 times as long on a virtual machine's
+        # disk, also with four writes at a time.
+        # A block of which more will be written is not sent twice.
+        start, end = start - start % BLOCK_BYTES, end - end % BLOCK_BYTES
+        if end - start < _WRITE_BACK_BYTES:
+            return
+        try:
+            self._posix.start_write_back(fd, start, end - start)
+        except OSError as error:
+            if error.errno == errno.EINTR:
+                return
+            if not is_unsupported(error):
+                raise
+            self._writes_back = False
 
     def copy(
         self, source_path: str, source_start: int, length: int, offset: int
@@ -111,14 +194,16 @@ class Draft:
     def _writing(self) -> Iterator[int]:
         """Count a writer in and out, and give it the descriptor."""
         with self._lock:
-            if self._ended or self._fd is None:
-                raise OSError(errno.EBADF, "the file is no longer open for writing")
-            fd = self._fd
+            fd = self._open_fd()
+            self._user_count += 1
             self._writer_count += 1
         try:
             yield fd
         finally:
-            self._leave()
+            with self._lock:
+                self._writer_count -= 1
+            with contextlib.suppress(OSError):
+                self._let_go()
 
     def sync(self) -> None:
         """Make what was written so far durable; the file stays open.
@@ -137,19 +222,18 @@ class Draft:
         """
         fd = self._end()
         try:
-            if self._sync:
-                self._posix.fsync(fd)
+            self._sync_content(fd)
         except BaseException:
             with contextlib.suppress(OSError):
-                self._posix.close(fd)
+                self._let_go()
             raise
-        self._posix.close(fd)
+        self._let_go()
 
     def leave(self) -> None:
         """Write no more, and leave the file to its owner; idempotent."""
         with self._lock:
             self._ended = True
-            fd = None if self._writer_count else self._take_fd()
+            fd = None if self._user_count else self._take_fd()
         if fd is not None:
             with contextlib.suppress(OSError):
                 self._posix.close(fd)
@@ -172,13 +256,16 @@ class Draft:
                 if by_several:
                     self._posix.close(self._posix.open_read(self._path))
                 self._check_length(fd, total_bytes)
-                if self._sync:
-                    self._posix.fsync(fd)
+                # Before blocks are given back: a reservation that ends later does that itself.
+                self._sealed_bytes = total_bytes
+                if self._reserved_bytes > total_bytes:
+                    self._posix.truncate(fd, total_bytes)
+                self._sync_content(fd)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    self._posix.close(fd)
+                    self._let_go()
                 raise
-            self._posix.close(fd)
+            self._let_go()
         except BaseException:
             with contextlib.suppress(OSError):
                 self.discard()
@@ -232,8 +319,13 @@ class Draft:
         with contextlib.suppress(FileNotFoundError):
             self._posix.unlink(self._path)
 
+    def _sync_content(self, fd: int) -> None:
+        # Whoever closes it later tells nobody of writes that only closing reports as failed.
+        if self._sync or self._user_count > 1:
+            self._posix.fsync(fd)
+
     def _end(self) -> int:
-        """Take no more writers, and return the descriptor, which is the caller's now."""
+        """Take no more writers, and return the descriptor; the caller is the last but `_let_go`."""
         with self._lock:
             if self._writer_count:
                 raise StorageError(
@@ -242,20 +334,24 @@ class Draft:
                     path=self._target,
                     next_step="Abort it and save again.",
                 )
-            fd = self._take_fd()
+            fd = self._open_fd()
+            self._user_count += 1
             self._ended = True
-        if fd is None:
-            raise OSError(errno.EBADF, "the file is no longer open for writing")
         return fd
 
-    def _leave(self) -> None:
-        """Count a writer out; the last one after `discard` closes the file."""
+    def _let_go(self) -> None:
+        """Count a user of the descriptor out; the last one, once the file has ended, closes it."""
         with self._lock:
-            self._writer_count -= 1
-            fd = self._take_fd() if self._ended and not self._writer_count else None
+            self._user_count -= 1
+            fd = self._take_fd() if self._ended and not self._user_count else None
         if fd is not None:
-            with contextlib.suppress(OSError):
-                self._posix.close(fd)
+            self._posix.close(fd)
+
+    def _open_fd(self) -> int:
+        """Return the descriptor. Raises `OSError` once the file has ended; under the lock."""
+        if self._ended or self._fd is None:
+            raise OSError(errno.EBADF, "the file is no longer open for writing")
+        return self._fd
 
     def _take_fd(self) -> int | None:
         fd, self._fd = self._fd, None

@@ -148,6 +148,9 @@ class LocalStore:
                     next_step="The file is damaged or not the one that was saved.",
                 )
             count, step = 0, target.nbytes if arrived is None else _PIECE_BYTES
+            if arrived is not None:
+                # A file that was replaced meanwhile is opened and read once more.
+                arrived(0)
             while count < target.nbytes:
                 piece = target[count : count + step]
                 taken = self._posix.preadv_all(fd, [piece], start + count)

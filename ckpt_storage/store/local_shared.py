@@ -62,6 +62,12 @@ class LocalSharedUpload:
         """Return the name of the temporary file."""
         return encode_ticket(TICKET_KIND, self._path, {TICKET_FIELD: self._draft.name})
 
+    def reserve(self, total_bytes: int) -> None:
+        """Take the space for `total_bytes` now, so that a full disk is told before any is sent."""
+        self._parts.check_open()
+        with self._border(f"reservation of {total_bytes} bytes"):
+            self._draft.reserve(total_bytes)
+
     def write_part(
         self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
     ) -> None:

@@ -39,6 +39,11 @@ class LocalUpload:
         # One `complete` or `abort` at a time: a repeated one waits for the one before it.
         self._lock = threading.Lock()
 
+    def reserve(self, total_bytes: int) -> None:
+        """Take the space for `total_bytes` now, so that a full disk is told before any is sent."""
+        with self._border(f"reservation of {total_bytes} bytes"):
+            self._draft.reserve(total_bytes)
+
     def write_part(
         self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
     ) -> None:

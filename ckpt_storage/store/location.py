@@ -95,6 +95,7 @@ class Location:
             target = _file_url_path(rest)
         else:
             _check_scheme(protocol, given, rest)
+            _check_options(protocol, given, options)
             target = f"{protocol}://{_checked_rest(protocol, rest)}"
         return cls(protocol=protocol, target=target, storage_options=options)
 
@@ -322,6 +323,17 @@ def _check_scheme(protocol: str, given: str, rest: str) -> None:
     module = known[protocol].partition(":")[0].split(".")[0]
     if module and importlib.util.find_spec(module) is None:
         raise missing_backend(protocol, module)
+
+
+def _check_options(protocol: str, given: str, options: Mapping[str, Any]) -> None:
+    """Refuse an option that fsspec would take for the scheme, in the place of the URL's."""
+    meant = options.get("protocol", given)
+    if not isinstance(meant, str) or _SPELT_ALIKE.get(meant.lower(), meant.lower()) != protocol:
+        raise InvalidInputError(
+            f"storage_options has 'protocol': {meant!r}, and the URL begins with {given}://.",
+            next_step="Leave the option out: the URL names the storage. A server that is to be "
+            "reached over plain HTTP is named by its address, with http://.",
+        )
 
 
 def missing_backend(protocol: str, package: str) -> InvalidInputError:

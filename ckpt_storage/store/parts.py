@@ -18,6 +18,7 @@ __all__ = [
     "SentPart",
     "SharedParts",
     "ended",
+    "gone",
     "joined",
     "not_the_owner",
     "whole_object",
@@ -138,6 +139,17 @@ def wrong_length(shown: str, found_bytes: int, total_bytes: int) -> StorageError
         "it was not made visible.",
         path=shown,
         next_step="Save again.",
+    )
+
+
+def gone(shown: str, found_bytes: int | None, total_bytes: int) -> StorageError:
+    """Return the error that an upload vanished, and `found_bytes` of ours bear the name."""
+    found = "nothing" if found_bytes is None else f"{found_bytes} bytes"
+    return StorageError(
+        f"The upload of {shown} is gone, and {found} of ours lies under its name "
+        f"instead of {total_bytes} bytes.",
+        path=shown,
+        next_step="Save again; look for a lifecycle rule that aborts uploads early.",
     )
 
 

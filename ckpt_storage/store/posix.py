@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-__all__ = ["BLOCK_BYTES", "Posix", "as_bytes"]
+__all__ = ["BLOCK_BYTES", "Posix", "as_bytes", "is_unsupported"]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
@@ -26,10 +27,75 @@ BLOCK_BYTES = 4096
 """The block that file systems share between files: a page, as they all have by default."""
 
 _AT_FDCWD = -100
+_KEEP_SIZE = 1
+_SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
 
-# Magic numbers of btrfs, XFS and bcachefs (linux/magic.h).
-_SHARING_FILE_SYSTEMS = frozenset({0x9123683E, 0x58465342, 0xCA451A4E})
+# Magic numbers (linux/magic.h; that of ZFS is its own).
+_BCACHEFS, _BTRFS, _F2FS = 0xCA451A4E, 0x9123683E, 0xF2F52010
+_XFS, _ZFS = 0x58465342, 0x2FC12FC1
+_SHARING_FILE_SYSTEMS = frozenset({_BCACHEFS, _BTRFS, _XFS})
+_COMPRESSING_FILE_SYSTEMS = frozenset({_BCACHEFS, _BTRFS, _F2FS, _ZFS})
+
+_MOST_INTERRUPTIONS = 10
+"""How often a call is begun anew: a timer's signals may come faster than a long one ends."""
+
+
+_UNSUPPORTED = frozenset(
+    {
+        errno.EINVAL,
+        errno.ENODEV,
+        errno.ENOSYS,
+        errno.ENOTSUP,
+        errno.EOPNOTSUPP,
+        errno.EPERM,
+        errno.ESPIPE,
+    }
+)
+
+
+def is_unsupported(error: OSError) -> bool:
+    """Return whether `error` only says that a file system or kernel does not know a call."""
+    return error.errno in _UNSUPPORTED
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., int]:
+    """Return a function of the C library; while it runs, other Python threads do too.
+
+    Raises `OSError` with ENOSYS where there is none.
+    """
+    try:
+        found: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except AttributeError:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+    return found
+
+
+def _checked(call: Callable[..., int], *arguments: object) -> None:
+    """Call, and again if a signal came between, as Python's own calls do. Raises `OSError`.
+
+    Raises EINTR where signals keep coming.
+    """
+    number = 0
+    for _ in range(1 + _MOST_INTERRUPTIONS):
+        if not call(*arguments):
+            return
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            break
+    raise OSError(number, os.strerror(number))
+
+
+def _file_system(path: str) -> int | None:
+    """Return the magic number of the file system that `path` lies on, None if it is not told."""
+    # The kernel's struct is smaller; its first field is a long that names the file system.
+    buffer = ctypes.create_string_buffer(512)
+    try:
+        failed = _function("statfs")(ctypes.c_char_p(os.fsencode(path)), buffer)
+    except OSError:
+        return None
+    return None if failed else ctypes.c_ulong.from_buffer(buffer).value & 0xFFFFFFFF
 
 
 def as_bytes(view: memoryview) -> memoryview:
@@ -155,6 +221,29 @@ class Posix:
                 total += count
         return total
 
+    def allocate(self, fd: int, length: int) -> None:
+        """Give an open file the blocks of its first `length` bytes; it gets no longer by it.
+
+        Raises ENOSPC or EDQUOT where there are not as many, and what `is_unsupported` knows where
+        the file system cannot say.
+        """
+        # Not posix_fallocate: the C library imitates it by writing, and it changes the length.
+        call = _function("fallocate")
+        _checked(call, fd, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(length))
+
+    def start_write_back(self, fd: int, offset: int, length: int) -> None:
+        """Let the kernel begin to write a range to the disk; promises nothing.
+
+        An error of writing back is still reported by the next `fsync`: only waiting takes it away.
+        """
+        call = _function("sync_file_range")
+        flags = ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
+        _checked(call, fd, ctypes.c_int64(offset), ctypes.c_int64(length), flags)
+
+    def truncate(self, fd: int, length: int) -> None:
+        """Set an open file's length; gives back blocks that were allocated behind it."""
+        os.ftruncate(fd, length)
+
     def fstat(self, fd: int) -> os.stat_result:
         """Return what is known of an open file."""
         return os.fstat(fd)
@@ -177,9 +266,10 @@ class Posix:
         Raises `OSError` with EEXIST if the name is taken, ENOSYS where the C library has
         no such call, EINVAL where the file system has not.
         """
-        call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-        if call is None:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), source, None, target)
+        try:
+            call = _function("renameat2")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, source, None, target) from None
         result = call(
             ctypes.c_int(_AT_FDCWD),
             ctypes.c_char_p(os.fsencode(source)),
@@ -230,12 +320,14 @@ class Posix:
 
     def shares_blocks(self, path: str) -> bool:
         """Return whether `path` lies on a file system on which a copy may share its blocks."""
-        # The kernel's struct is smaller; its first field is a long that names the file system.
-        buffer = ctypes.create_string_buffer(512)
-        call = getattr(ctypes.CDLL(None, use_errno=True), "statfs", None)
-        if call is None or call(ctypes.c_char_p(os.fsencode(path)), buffer):
-            return False
-        return ctypes.c_long.from_buffer(buffer).value in _SHARING_FILE_SYSTEMS
+        return _file_system(path) in _SHARING_FILE_SYSTEMS
+
+    def may_compress(self, path: str) -> bool:
+        """Return whether `path` lies on a file system where content may take less than its length.
+
+        Blocks that were allocated there take their whole length, and are not compressed later.
+        """
+        return _file_system(path) in _COMPRESSING_FILE_SYSTEMS
 
     def free_bytes(self, path: str) -> int:
         """Return the bytes an unprivileged user may still write where `path` lies (statvfs)."""

@@ -1,14 +1,14 @@
-"""The store on anything that fsspec reaches: one thin body over a dialect for each family.
+"""The store on anything that fsspec or obstore reaches: one thin body over a dialect for each.
 
 Knows paths below a root, which errors mean what to a caller, and which dialect speaks to
-which file system; knows no request of any storage. Called by `open_store`.
+which client; knows no request of any storage. Called by `open_store`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 from ckpt_storage.errors import (
     CheckpointError,
@@ -17,6 +17,7 @@ from ckpt_storage.errors import (
     StorageError,
     UnsupportedByStoreError,
 )
+from ckpt_storage.options import Engine, RetryPolicy
 
 from .base import (
     Arrived,
@@ -30,9 +31,14 @@ from .base import (
     Version,
 )
 from .clients import Client, ForeignFs
+from .engine import obstore_client
 from .location import Location
 from .mapping import Operation, map_error
+from .obstore_client import is_cut_off
 from .remote_upload import RemoteSharedUpload, RemoteUpload
+
+if TYPE_CHECKING:
+    from .dialect_obstore import ObstoreDialect
 
 __all__ = ["Dialect", "RemoteStore", "SharedDialect"]
 
@@ -107,18 +113,53 @@ class SharedDialect(Dialect, Protocol):
 
 
 class RemoteStore:
-    """A `Store` over an fsspec file system.
+    """A `Store` over an fsspec file system or a store of obstore's, as `engine` chooses.
 
-    Clients are built per process (see `clients`), so a child of fork may go on using it; it
-    is not pickled: open it again from `Location`. Makes one attempt per call; deadlines of
-    file systems that have none, and retries, are added by `retry`.
+    Clients are built per process (see `clients`), so a child of fork may go on using it, by
+    fsspec if need be; it is not pickled: open it again from `Location`. Makes one attempt per
+    call; deadlines of file systems that have none, and retries, are added by `retry`. `policy` is
+    for what obstore repeats inside an upload.
     """
 
-    def __init__(self, location: Location, *, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        location: Location,
+        *,
+        request_timeout_s: float,
+        engine: Engine = "fsspec",
+        policy: RetryPolicy | None = None,
+    ) -> None:
         self._location = location
         options = _client_options(location, request_timeout_s)
         self._client = Client(location, options, request_timeout_s=request_timeout_s)
-        self._dialect = _dialect_for(self._client)
+        self._plain: Dialect | None = None
+        self._fast: ObstoreDialect | None = None
+        fast = obstore_client(
+            location, engine=engine, request_timeout_s=request_timeout_s, policy=policy
+        )
+        if fast is None:
+            self._through_fsspec()
+        else:
+            from .dialect_obstore import ObstoreDialect  # noqa: PLC0415  # one plane is loaded
+
+            self._fast = ObstoreDialect(fast, self._through_fsspec)
+
+    @property
+    def _dialect(self) -> Dialect:
+        """The plane that serves this process: obstore's threads do not outlive a fork."""
+        if self._fast is None or is_cut_off():
+            return self._through_fsspec()
+        return self._fast
+
+    def _through_fsspec(self) -> Dialect:
+        if self._plain is None:
+            self._plain = _dialect_for(self._client)
+        return self._plain
+
+    @property
+    def engine(self) -> str:
+        """The data plane that serves this process: "fsspec" or "obstore"."""
+        return "obstore" if self._dialect is self._fast else "fsspec"
 
     def __repr__(self) -> str:
         return f"RemoteStore({self.url!r})"
@@ -315,6 +356,8 @@ class RemoteStore:
     def refresh(self) -> None:
         """Build this process's client anew, so that credentials are looked up again."""
         self._client.refresh()
+        if self._fast is not None:
+            self._fast.refresh()
 
     def close(self) -> None:
         """Do nothing: clients are shared by all stores of this process with these options."""

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from ckpt_storage.errors import StorageError
 
-from .base import CopySource, Existing, PartReceipt, SharedUpload, Upload
+from .base import CopySource, Existing, PartReceipt, SharedUpload, Stoppable, Upload
 
 __all__ = ["Border", "RemoteSharedUpload", "RemoteUpload"]
 
@@ -37,14 +37,28 @@ class RemoteUpload:
         self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
     ) -> None:
         """Send one part; nothing reads the buffers after the return."""
-        self._border(
+        self._run(
             f"write of part {number}",
             lambda: self._inner.write_part(number, offset, buffers, last=last),
         )
 
     def complete(self, total_bytes: int) -> None:
         """Make the object visible; idempotent, and right about an answer that was lost."""
-        self._border("completion", lambda: self._inner.complete(total_bytes))
+        self._run("completion", lambda: self._inner.complete(total_bytes))
+
+    def _run(self, name: str, call: Callable[[], None]) -> None:
+        """Run a step; what fails for good is not worth repeating, whatever it failed of."""
+        try:
+            self._border(name, call)
+        except StorageError as error:
+            if getattr(self._inner, "is_over", False):
+                error.retryable = False
+            raise
+
+    def stop(self) -> None:
+        """Let go whoever waits to send a part, where the dialect has such waiting."""
+        if isinstance(self._inner, Stoppable):
+            self._inner.stop()
 
     def abort(self) -> None:
         """Discard everything sent; idempotent."""

@@ -89,6 +89,10 @@ def _never() -> bool:
     return False
 
 
+def _unheard() -> None:
+    pass
+
+
 class RetryStore:
     """A `Store` around another, with deadlines and retries.
 
@@ -122,6 +126,7 @@ class RetryStore:
         self._is_view = False
         self._cancelled: Callable[[], bool] = _never
         self._given_up: Callable[[], bool] = _never
+        self._throttled: Callable[[], None] = _unheard
 
     def __repr__(self) -> str:
         return f"RetryStore({self._inner!r})"
@@ -141,12 +146,14 @@ class RetryStore:
         at_monotonic_s: float,
         cancelled: Callable[[], bool] | None = None,
         given_up: Callable[[], bool] | None = None,
+        throttled: Callable[[], None] | None = None,
     ) -> RetryStore:
         """Return this store with every operation ending by a moment of the `clock`.
 
         It shares the inner store, the threads and a nearer deadline of this one; closing
         it does nothing. Once `cancelled` or `given_up` returns True no attempt is begun any
         more; once `given_up` does, those under way are left behind as if their time were up.
+        `throttled` is called after every answer that asks for fewer requests.
         """
         view = copy.copy(self)
         known = self._deadline_s
@@ -155,6 +162,7 @@ class RetryStore:
         view._is_view = True  # noqa: SLF001  # the same class
         view._cancelled = cancelled or self._cancelled  # noqa: SLF001  # the same class
         view._given_up = given_up or self._given_up  # noqa: SLF001  # the same class
+        view._throttled = throttled or self._throttled  # noqa: SLF001  # the same class
         return view
 
     def cleaning_up(self) -> RetryStore:
@@ -188,14 +196,13 @@ class RetryStore:
         arrived: Arrived | None = None,
     ) -> None:
         """Fill `target`, repeated if need be; not to be used again after kind "timeout"."""
-        self.run(
-            "read",
-            path,
-            lambda: self._inner.read_into(
-                path, start, target, size_bytes=size_bytes, arrived=arrived
-            ),
-            repeat="unless-abandoned",
-        )
+
+        def attempt() -> None:
+            if arrived is not None:
+                arrived(0)
+            self._inner.read_into(path, start, target, size_bytes=size_bytes, arrived=arrived)
+
+        self.run("read", path, attempt, repeat="unless-abandoned")
 
     def stat(self, path: str) -> Stat:
         """Return size and time, repeated if need be."""
@@ -319,6 +326,8 @@ class RetryStore:
                 return self._once(call, what, extra_s=extra_s, repeat=repeat, late=late)
             except StorageError as error:
                 failure = error
+            if failure.kind == "throttled":
+                self._throttled()
             if failure.kind == "credentials" and failure.retryable and may_refresh:
                 may_refresh = False
                 self._refresh(refreshed)

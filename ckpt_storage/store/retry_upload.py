@@ -11,7 +11,8 @@ from typing import Literal, Protocol, TypeVar
 
 from ckpt_storage.errors import CheckpointError, StorageError
 
-from .base import CopySource, Existing, PartReceipt, SharedUpload, Upload
+from .base import CopySource, Existing, PartReceipt, SharedUpload, Stoppable, Upload
+from .reserving import Reserving
 from .timed import AbandonedError
 
 __all__ = ["SYNC_BYTES_PER_S", "Repeat", "RetrySharedUpload", "RetryUpload", "Runner"]
@@ -27,6 +28,13 @@ Repeat = Literal["always", "unless-abandoned", "if-nothing-done"]
 
 SYNC_BYTES_PER_S = 20e6
 """Slowest disk that completing an upload waits for: a spinning disk shared by a few jobs."""
+
+
+_RESERVE_BYTES_PER_S = 1e9
+"""Slowest reservation that is waited for: a slower one writes zeros, and nothing is gained by it.
+
+Little is lost by going on without one, and what it takes is taken from the phase's time.
+"""
 
 
 class Runner(Protocol):
@@ -63,6 +71,26 @@ class RetryUpload:
         self._sent_bytes = 0
         # Most uploads take a part again; one that appends to a stream says that it does not.
         self._repeatable = bool(getattr(inner, "repeatable", True))
+
+    def reserve(self, total_bytes: int) -> None:
+        """Take space where the storage can; in one attempt, without which the upload goes on.
+
+        Only that there is no space is raised.
+        """
+        inner = self._inner
+        if not isinstance(inner, Reserving):
+            return
+        try:
+            self._store.run(
+                f"reservation of {total_bytes} bytes",
+                self._path,
+                lambda: inner.reserve(total_bytes),
+                repeat="if-nothing-done",
+                extra_s=total_bytes / _RESERVE_BYTES_PER_S,
+            )
+        except StorageError as error:
+            if error.kind == "no-space":
+                raise
 
     def write_part(
         self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
@@ -102,6 +130,11 @@ class RetryUpload:
             lambda: self._inner.complete(total_bytes),
             extra_s=total_bytes / SYNC_BYTES_PER_S,
         )
+
+    def stop(self) -> None:
+        """Let go whoever waits to send a part, where the upload has such waiting."""
+        if isinstance(self._inner, Stoppable):
+            self._inner.stop()
 
     def abort(self) -> None:
         """Discard what was sent, also after the phase's deadline, within `CLEAN_UP_S` seconds."""

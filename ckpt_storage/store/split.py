@@ -68,10 +68,11 @@ class SplitStore:
         at_monotonic_s: float,
         cancelled: Callable[[], bool] | None = None,
         given_up: Callable[[], bool] | None = None,
+        throttled: Callable[[], None] | None = None,
     ) -> SplitStore:
         """Return this store with both parts ending by a moment of `time.monotonic`."""
         narrowed = [
-            part.with_deadline(at_monotonic_s, cancelled, given_up)
+            part.with_deadline(at_monotonic_s, cancelled, given_up, throttled)
             if hasattr(part, "with_deadline")
             else part
             for part in (self._data, self._commits)

@@ -96,6 +96,22 @@ class FaultPosix(Posix):
             lambda: copied(max(1, length // 2)),
         )
 
+    def allocate(self, fd: int, length: int) -> None:
+        """Take space for a file."""
+        self._play("allocate", self._path_of(fd), lambda: self._inner.allocate(fd, length))
+
+    def start_write_back(self, fd: int, offset: int, length: int) -> None:
+        """Begin to write to the disk."""
+        self._play(
+            "start_write_back",
+            self._path_of(fd),
+            lambda: self._inner.start_write_back(fd, offset, length),
+        )
+
+    def truncate(self, fd: int, length: int) -> None:
+        """Set a file's length."""
+        self._play("truncate", self._path_of(fd), lambda: self._inner.truncate(fd, length))
+
     def fstat(self, fd: int) -> os.stat_result:
         """Return what is known of an open file."""
         return self._play("fstat", self._path_of(fd), lambda: self._inner.fstat(fd))

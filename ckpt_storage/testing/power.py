@@ -74,6 +74,11 @@ class PowerCutPosix(Posix):
         self._soil(fd)
         return super().copy_file_range(source_fd, source_offset, fd, offset, length)
 
+    def truncate(self, fd: int, length: int) -> None:
+        """Set a length that is not durable."""
+        self._soil(fd)
+        super().truncate(fd, length)
+
     def fsync(self, fd: int) -> None:
         """Make content durable, but no name."""
         super().fsync(fd)

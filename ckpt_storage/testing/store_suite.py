@@ -165,6 +165,45 @@ class StoreSuite(UploadFacts, SharedUploadFacts):
         with pytest.raises(IntegrityError):
             store.read_into("saves/a/x", 0, target, size_bytes=size_bytes)
 
+    def test_bytes_that_are_reported_have_arrived(self, store: Store) -> None:
+        """An attempt to read begins with 0, if it is told of at all, and what is told is there."""
+        data = pattern(3 << 20)
+        store.write("saves/a/x", data)
+        target = bytearray(len(data) - 7)
+        told: list[int] = []
+
+        def arrived(count: int) -> None:
+            told.append(count)
+            assert target[:count] == data[7 : 7 + count]
+
+        store.read_into("saves/a/x", 7, memoryview(target), size_bytes=len(data), arrived=arrived)
+        assert target == data[7:]
+        assert told[:1] in ([], [0])
+        # None of them is about an attempt before the last: this storage had no reason for more.
+        assert told == sorted(told)
+        assert all(count <= len(target) for count in told)
+
+    def test_what_the_reports_of_a_read_raise_ends_it(self, store: Store) -> None:
+        """Bytes that prove wrong while they arrive are not read to the end, nor again."""
+        store.write("saves/a/x", pattern(3 << 20))
+        told: list[int] = []
+
+        def arrived(count: int) -> None:
+            told.append(count)
+            if count:
+                raise IntegrityError("wrong", path="saves/a/x", offset=0)
+
+        def read() -> None:
+            target = memoryview(bytearray(3 << 20))
+            store.read_into("saves/a/x", 0, target, arrived=arrived)
+
+        try:
+            read()
+        except IntegrityError:
+            assert sum(count > 0 for count in told) == 1
+        else:
+            assert not any(told)
+
     def test_create_is_refused_where_something_is(self, store: Store, other: Store) -> None:
         """The first create stays as it is and the second is told "exists"."""
         if not store.capabilities.exclusive_create:

@@ -1,0 +1,196 @@
+"""Savers and loaders to compare with: stock torch and the AWS connector, where they can serve.
+
+Knows how others are called, and torch's planner with no storage behind it. Called by `scenarios`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+
+from ckpt_storage.store import Location
+
+from .workload import State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Another writer and reader for DCP, made for a folder's path or URL."""
+
+    name: str
+    writer: Callable[[str], StorageWriter]
+    reader: Callable[[str], StorageReader]
+
+    def save(self, state: State, folder: Location) -> None:
+        """Save; all ranks."""
+        dcp.save(dict(state), storage_writer=self.writer(folder.target))
+
+    def load(self, state: State, folder: Location) -> None:
+        """Load in place; all ranks."""
+        dcp.load(dict(state), storage_reader=self.reader(folder.target))
+
+    def load_alone(self, fqn: str, target: torch.Tensor, folder: Location) -> None:
+        """Load one whole tensor on this rank alone."""
+        dcp.load({fqn: target}, storage_reader=self.reader(folder.target), no_dist=True)
+
+
+def peers_for(location: Location) -> list[Peer]:
+    """Return the peers that reach this storage, installed ones only."""
+    if location.is_local:
+        return [_TORCH_FILES, _TORCH_SAFETENSORS]
+    connector = _aws_connector(location) if location.protocol == "s3" else None
+    return [_torch_fsspec(location), *([connector] if connector else [])]
+
+
+_TORCH_FILES = Peer(
+    name="torch FileSystem", writer=dcp.FileSystemWriter, reader=dcp.FileSystemReader
+)
+
+_TORCH_SAFETENSORS = Peer(
+    name="torch safetensors",
+    writer=partial(dcp.HuggingFaceStorageWriter, save_distributed=True),
+    reader=dcp.HuggingFaceStorageReader,
+)
+
+
+def _torch_fsspec(location: Location) -> Peer:
+    from torch.distributed.checkpoint._fsspec_filesystem import (  # noqa: PLC0415  # its only place
+        FsspecReader,
+        FsspecWriter,
+    )
+
+    options = dict(location.storage_options)
+    return Peer(
+        name="torch Fsspec",
+        writer=partial(FsspecWriter, **options),
+        reader=partial(FsspecReader, **options),
+    )
+
+
+def _aws_connector(location: Location) -> Peer | None:
+    try:
+        from s3torchconnector import S3ClientConfig  # noqa: PLC0415  # an optional package
+        from s3torchconnector.dcp import (  # noqa: PLC0415  # an optional package
+            S3StorageReader,
+            S3StorageWriter,
+        )
+    except ImportError:
+        return None
+    options = location.storage_options
+    inner: Mapping[str, Any] = options.get("client_kwargs", {})
+    region = inner.get("region_name") or "us-east-1"
+    config: dict[str, Any] = {
+        "endpoint": inner.get("endpoint_url") or options.get("endpoint_url"),
+        "s3client_config": S3ClientConfig(force_path_style=True),
+    }
+    # It takes credentials from nowhere else; this process does nothing but measure.
+    for name, option in (("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret")):
+        if options.get(option):
+            os.environ[name] = options[option]
+    return Peer(
+        name="AWS connector",
+        writer=lambda folder: S3StorageWriter(region, folder, **config),
+        reader=lambda folder: S3StorageReader(region, folder, **config),
+    )
+
+
+class NullWriter(StorageWriter):
+    """Stores nothing: what `dcp.save` costs with it is torch's planner and its collectives."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001  # torch's signature
+        """Do nothing."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans."""
+        return plans
+
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        """Take the data from the planner, as any writer must."""
+        for item in plan.items:
+            planner.resolve_data(item)
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result([])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Do nothing."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Take any."""
+        return bool(checkpoint_id)
+
+
+class NullReader(StorageReader):
+    """Reads nothing: what `dcp.load` costs with it is torch's planner and its collectives.
+
+    `metadata` is what another reader found.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing."""
+
+    def read_metadata(self) -> Metadata:
+        """Return what was given."""
+        return self._metadata
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: FBT001  # torch's signature
+        *args: Any,  # noqa: ANN401  # torch's signature
+        **kwargs: Any,  # noqa: ANN401  # torch's signature
+    ) -> None:
+        """Do nothing."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Resolve and commit every target, as any reader must."""
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO())
+            else:
+                planner.commit_tensor(item, planner.resolve_tensor(item).detach())
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Take any."""
+        return bool(checkpoint_id)

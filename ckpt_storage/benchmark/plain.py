@@ -1,0 +1,289 @@
+"""The floor of a storage: its bytes moved by the plainest fast code, with no format around them.
+
+A local disk gets one write and one fsync a file, and reads into place. S3 gets the Rust client of
+`obstore`, whatever else fsspec's file system. Knows no checkpoint. Called by `scenarios`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckpt_storage.store import Location
+
+_PART_BYTES = 16 << 20
+_PIECE_BYTES = 1 << 20
+_AT_ONCE = 8
+_IO_VECTORS = 1024
+
+
+class Plain(Protocol):
+    """Whole files on one storage; paths are relative to its folder."""
+
+    name: str
+
+    def put(self, path: str, views: Sequence[memoryview]) -> None:
+        """Write a file of consecutive views, durable as far as the storage promises it."""
+
+    def get(self, path: str, views: Sequence[memoryview], start: int = 0) -> None:
+        """Fill the views with consecutive bytes from `start` on."""
+
+    def whole(self, path: str, size_bytes: int) -> memoryview:
+        """Return a whole file, mapped or read into a buffer that the next call uses again."""
+
+    def through(self, source: str, output: str) -> None:
+        """Read a whole file piece by piece and write it again, durable."""
+
+    def clear(self, folder: str) -> None:
+        """Remove a folder that may be absent."""
+
+
+class PlainDisk:
+    """Files on a local disk or mount."""
+
+    name = "floor: write, fsync"
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root)
+
+    def put(self, path: str, views: Sequence[memoryview]) -> None:
+        """Write and fsync one file."""
+        target = self._root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            if len(views) > _IO_VECTORS:
+                for at in range(0, len(views), _IO_VECTORS):
+                    os.writev(descriptor, views[at : at + _IO_VECTORS])
+            else:
+                for view in views:
+                    os.write(descriptor, view)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def get(self, path: str, views: Sequence[memoryview], start: int = 0) -> None:
+        """Read into place."""
+        descriptor = os.open(self._root / path, os.O_RDONLY)
+        try:
+            for at in range(0, len(views), _IO_VECTORS):
+                start += os.preadv(descriptor, views[at : at + _IO_VECTORS], start)
+        finally:
+            os.close(descriptor)
+
+    def whole(self, path: str, size_bytes: int) -> memoryview:
+        """Map a file; privately writable, as torch wants it."""
+        with (self._root / path).open("rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), size_bytes, access=mmap.ACCESS_COPY))
+
+    def through(self, source: str, output: str) -> None:
+        """Read and write a file by way of one small buffer."""
+        target = self._root / output
+        target.parent.mkdir(parents=True, exist_ok=True)
+        buffer = memoryview(bytearray(_PIECE_BYTES))
+        with (self._root / source).open("rb", 0) as reader, target.open("wb", 0) as writer:
+            while count := reader.readinto(buffer):
+                writer.write(buffer[:count])
+            os.fsync(writer.fileno())
+
+    def clear(self, folder: str) -> None:
+        """Remove a folder."""
+        shutil.rmtree(self._root / folder, ignore_errors=True)
+
+    def forget_cached(self) -> None:
+        """Ask the kernel to drop what it caches of all files below the root."""
+        for path in self._root.rglob("*"):
+            if path.is_file():
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
+
+
+class PlainObstore:
+    """Objects on S3 through the Rust client, parts and ranges eight at a time."""
+
+    name = "floor: obstore"
+
+    def __init__(self, location: Location) -> None:
+        from obstore.store import S3Store  # noqa: PLC0415  # an optional package
+
+        self._buffer = bytearray()
+        self._rest = PlainFsspec(location)
+        options = location.storage_options
+        inner: Mapping[str, Any] = options.get("client_kwargs", {})
+        bucket, _, prefix = location.target.partition("://")[2].partition("/")
+        endpoint = inner.get("endpoint_url") or options.get("endpoint_url")
+        config: dict[str, Any] = {
+            "access_key_id": options.get("key"),
+            "secret_access_key": options.get("secret"),
+            "session_token": options.get("token"),
+            "endpoint": endpoint,
+            "region": inner.get("region_name"),
+            "unsigned_payload": True,
+        }
+        known = {key: value for key, value in config.items() if value is not None}
+        is_plain = str(endpoint or "").startswith("http://")
+        self._store = S3Store(
+            bucket,
+            prefix=prefix or None,
+            client_options={"allow_http": is_plain, "timeout": "600s"},
+            **known,
+        )
+
+    def put(self, path: str, views: Sequence[memoryview]) -> None:
+        """Upload in parts."""
+        import obstore  # noqa: PLC0415  # an optional package
+
+        pieces = (
+            view[at : at + _PART_BYTES] for view in views for at in range(0, len(view), _PART_BYTES)
+        )
+        obstore.put(
+            self._store,
+            path,
+            pieces,
+            use_multipart=True,
+            chunk_size=_PART_BYTES,
+            max_concurrency=_AT_ONCE,
+        )
+
+    def get(self, path: str, views: Sequence[memoryview], start: int = 0) -> None:
+        """Read ranges and copy them into place."""
+        import obstore  # noqa: PLC0415  # an optional package
+
+        def fetch(begin: int, length: int) -> memoryview:
+            return memoryview(obstore.get_range(self._store, path, start=begin, length=length))
+
+        _in_parallel(fetch, views, start)
+
+    def whole(self, path: str, size_bytes: int) -> memoryview:
+        """Read a file into the buffer."""
+        self._buffer = _at_least(self._buffer, size_bytes)
+        view = memoryview(self._buffer)[:size_bytes]
+        self.get(path, [view])
+        return view
+
+    def through(self, source: str, output: str) -> None:
+        """Read ranges and upload each as it comes."""
+        import obstore  # noqa: PLC0415  # an optional package
+
+        total_bytes = int(obstore.head(self._store, source)["size"])
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            starts = range(0, total_bytes, _PART_BYTES)
+            pieces = threads.map(
+                lambda start: obstore.get_range(
+                    self._store,
+                    source,
+                    start=start,
+                    end=min(start + _PART_BYTES, total_bytes),
+                ),
+                starts,
+            )
+            obstore.put(
+                self._store,
+                output,
+                pieces,
+                use_multipart=True,
+                chunk_size=_PART_BYTES,
+                max_concurrency=_AT_ONCE,
+            )
+
+    def clear(self, folder: str) -> None:
+        """Remove a folder."""
+        self._rest.clear(folder)
+
+
+class PlainFsspec:
+    """Files on anything that fsspec reaches."""
+
+    name = "floor: fsspec"
+
+    def __init__(self, location: Location) -> None:
+        import fsspec.core  # noqa: PLC0415  # local benchmarks need none
+
+        self._buffer = bytearray()
+
+        self._fs, self._root = fsspec.core.url_to_fs(location.target, **location.storage_options)
+
+    def put(self, path: str, views: Sequence[memoryview]) -> None:
+        """Put one file."""
+        target = f"{self._root}/{path}"
+        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self._fs.pipe_file(target, b"".join(views))
+
+    def get(self, path: str, views: Sequence[memoryview], start: int = 0) -> None:
+        """Read ranges and copy them into place."""
+
+        def fetch(begin: int, length: int) -> memoryview:
+            target = f"{self._root}/{path}"
+            return memoryview(self._fs.cat_file(target, start=begin, end=begin + length))
+
+        _in_parallel(fetch, views, start)
+
+    def whole(self, path: str, size_bytes: int) -> memoryview:
+        """Read a file into the buffer."""
+        self._buffer = _at_least(self._buffer, size_bytes)
+        view = memoryview(self._buffer)[:size_bytes]
+        self.get(path, [view])
+        return view
+
+    def through(self, source: str, output: str) -> None:
+        """Read a whole file and put it again."""
+        data = self._fs.cat_file(f"{self._root}/{source}")
+        self.put(output, [memoryview(data)])
+
+    def clear(self, folder: str) -> None:
+        """Remove a folder."""
+        target = f"{self._root}/{folder}".rstrip("/")
+        self._fs.invalidate_cache()
+        if self._fs.exists(target):
+            self._fs.rm(target, recursive=True)
+
+
+def _in_parallel(
+    fetch: Callable[[int, int], memoryview], views: Sequence[memoryview], start: int
+) -> None:
+    """Fill consecutive views by ranges of at most one part, small views by one range together."""
+
+    def fill(pieces: Sequence[memoryview], begin: int) -> None:
+        found, at = fetch(begin, sum(map(len, pieces))), 0
+        for piece in pieces:
+            piece[:] = found[at : at + len(piece)]
+            at += len(piece)
+
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        running: list[Future[None]] = []
+        group: list[memoryview] = []
+        group_bytes = 0
+        for view in views:
+            for at in range(0, len(view), _PART_BYTES):
+                piece = view[at : at + _PART_BYTES]
+                if group and group_bytes + len(piece) > _PART_BYTES:
+                    running.append(threads.submit(fill, group, start))
+                    start, group, group_bytes = start + group_bytes, [], 0
+                group.append(piece)
+                group_bytes += len(piece)
+        running.append(threads.submit(fill, group, start))
+        for each in running:
+            each.result()
+
+
+def _at_least(buffer: bytearray, size_bytes: int) -> bytearray:
+    return buffer if len(buffer) >= size_bytes else bytearray(size_bytes)
+
+
+def plain_storage(location: Location) -> Plain:
+    """Return the floor of the storage at `location`."""
+    if location.is_local:
+        return PlainDisk(location.target)
+    if location.protocol == "s3":
+        try:
+            return PlainObstore(location)
+        except ImportError:
+            pass
+    return PlainFsspec(location)

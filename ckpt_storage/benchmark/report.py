@@ -1,0 +1,154 @@
+"""Comparisons as rows, as JSON and as a picture.
+
+Knows figures only. Called by `run` on rank 0 and by the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+from ckpt_storage.errors import InvalidInputError
+
+from .compare import Comparison
+from .meter import Summary
+
+COLUMNS = (
+    "who",
+    "median s",
+    "min",
+    "max",
+    "x floor",
+    "GB/s",
+    "CPU s",
+    "extra MiB",
+    "requests",
+    "sent MB",
+    "received MB",
+)
+
+_MIB = 1 << 20
+
+
+def rows_of(comparison: Comparison) -> list[list[str]]:
+    """Return one row of `COLUMNS` for each contender, as text."""
+    return [_row(comparison, name, each) for name, each in comparison.summaries.items()]
+
+
+def _row(comparison: Comparison, name: str, summary: Summary) -> list[str]:
+    net_s = comparison.net_s(name)
+    is_part = name == comparison.deducted
+    return [
+        name,
+        f"{summary.median_s:.4f}",
+        f"{summary.min_s:.4f}",
+        f"{summary.max_s:.4f}",
+        "" if is_part else f"{comparison.ratio(name):.2f}",
+        "" if is_part or net_s <= 0 else f"{comparison.moved_bytes / net_s / 1e9:.2f}",
+        f"{summary.cpu_s:.2f}",
+        _shown(summary.extra_bytes, _MIB),
+        _shown(summary.request_count, 1),
+        _shown(summary.sent_bytes, 1e6),
+        _shown(summary.received_bytes, 1e6),
+    ]
+
+
+def _shown(value: int | None, unit: float) -> str:
+    return "" if value is None else f"{value / unit:.0f}"
+
+
+def heading(facts: Mapping[str, Any]) -> str:
+    """Return one line that says what the figures are of; `facts` as `run_bench` returns them."""
+    latency = f", {facts['latency_s'] * 1e3:.0f} ms added a request" if facts["latency_s"] else ""
+    return (
+        f"{facts['storage']}{latency}; {facts['rank_count']} ranks, {facts['run_count']} runs, "
+        f"{facts['processor_count']} processors, load {facts['load_average']:.1f}, "
+        f"torch {facts['torch']}, Python {facts['python']}"
+    )
+
+
+def as_json_body(comparisons: Sequence[Comparison], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `--json` prints: `facts` of the run and all figures under `comparisons`."""
+    return {
+        **facts,
+        "comparisons": [
+            {
+                "what": comparison.what,
+                "moved_bytes": comparison.moved_bytes,
+                "floor": comparison.floor,
+                "deducted": comparison.deducted,
+                "contenders": {
+                    name: {**asdict(summary), "floor_ratio": comparison.ratio(name)}
+                    for name, summary in comparison.summaries.items()
+                },
+            }
+            for comparison in comparisons
+        ],
+    }
+
+
+def check_plot(path: str) -> None:
+    """Raise `InvalidInputError` if nothing can be drawn to `path`, before minutes are spent."""
+    if Path(path).suffix not in {".png", ".svg"}:
+        raise InvalidInputError(
+            f"{path} is neither PNG nor SVG.", next_step="End the name in .png or .svg."
+        )
+    if util.find_spec("matplotlib") is None:
+        raise InvalidInputError(
+            "A plot needs matplotlib, which is not installed.",
+            next_step="pip install matplotlib, or leave --plot out.",
+        )
+
+
+def plot(comparisons: Sequence[Comparison], path: str, title: str) -> None:
+    """Draw medians with their spread as bars, one panel a comparison; PNG or SVG by the name.
+
+    Raises as `check_plot`.
+    """
+    check_plot(path)
+    from matplotlib.figure import Figure  # noqa: PLC0415  # an optional package
+
+    heights = [len(comparison.summaries) * 0.34 + 0.6 for comparison in comparisons]
+    figure = Figure(figsize=(8, sum(heights) + 0.8), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    panels = figure.subplots(
+        len(comparisons), 1, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )[:, 0]
+    for panel, comparison in zip(panels, comparisons, strict=True):
+        names = list(comparison.summaries)
+        medians = [comparison.summaries[name].median_s for name in names]
+        below = [m - comparison.summaries[n].min_s for n, m in zip(names, medians, strict=True)]
+        above = [comparison.summaries[n].max_s - m for n, m in zip(names, medians, strict=True)]
+        bars = panel.barh(
+            names,
+            medians,
+            xerr=[below, above],
+            color=[_colour(name, comparison) for name in names],
+            ecolor="#555555",
+            capsize=2,
+        )
+        labels = [
+            f"{median:.3g} s" + ("" if name == comparison.deducted else _times(comparison, name))
+            for name, median in zip(names, medians, strict=True)
+        ]
+        panel.bar_label(bars, labels, padding=6, fontsize=8)
+        panel.invert_yaxis()
+        panel.margins(x=0.25)
+        panel.set_title(comparison.what, loc="left", fontsize=9)
+        panel.tick_params(labelsize=8)
+        panel.spines[["top", "right"]].set_visible(b=False)
+    panels[-1].set_xlabel("seconds, median with minimum and maximum", fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def _times(comparison: Comparison, name: str) -> str:
+    return f"  ({comparison.ratio(name):.2f} x floor)"
+
+
+def _colour(name: str, comparison: Comparison) -> str:
+    if name == comparison.floor:
+        return "#9e9e9e"
+    return "#1f77b4" if name.startswith("ckpt_storage") else "#d8a24a"

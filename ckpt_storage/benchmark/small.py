@@ -1,0 +1,118 @@
+"""Many small tensors, where planning and bookkeeping are all there is.
+
+Knows our plug-ins and front doors, torch's planner and the peers. Called by `scenarios`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from ckpt_storage.loading import load
+from ckpt_storage.reader import CheckpointStorageReader
+from ckpt_storage.saving import save
+from ckpt_storage.writer import CheckpointStorageWriter
+
+from .bench import PLANNER, Bench, get_own, put_own
+from .compare import Comparison, Contender
+from .peers import NullReader, NullWriter
+from .workload import check_same, small_state, state_bytes, zeroed
+
+
+def measure_small_save(bench: Bench) -> Comparison:
+    """Measure a save of many small tensors; ratios are without torch's planner."""
+    state = small_state(bench.settings.small_count, filled=True)
+
+    def clear() -> None:
+        bench.clear("small")
+
+    at = bench.root.join("small")
+    options = bench.options(bench.settings.engines[0])
+    contenders = [
+        Contender(name=PLANNER, run=lambda: dcp.save(dict(state), storage_writer=NullWriter())),
+        Contender(
+            name=bench.plain.name,
+            run=functools.partial(put_own, bench, state, "small"),
+            after=clear,
+        ),
+        Contender(
+            name="ckpt_storage, dcp.save",
+            run=lambda: dcp.save(
+                dict(state), storage_writer=CheckpointStorageWriter(at.target, **options)
+            ),
+            after=clear,
+        ),
+        Contender(
+            name="ckpt_storage.save", run=lambda: save(state, at.target, **options), after=clear
+        ),
+        *(
+            Contender(name=peer.name, run=functools.partial(peer.save, state, at), after=clear)
+            for peer in bench.peers
+        ),
+    ]
+    return bench.compare(
+        f"save of {len(state)} small tensors",
+        state_bytes(state),
+        contenders,
+        floor=bench.plain.name,
+        deducted=PLANNER,
+        whole=frozenset({"ckpt_storage.save"}),
+    )
+
+
+def measure_small_load(bench: Bench) -> Comparison:
+    """Measure a load of many small tensors; ratios are without torch's planner."""
+    state = small_state(bench.settings.small_count, filled=True)
+    target = small_state(bench.settings.small_count, filled=False)
+    at = bench.root.join("small-ours")
+    options = bench.options(bench.settings.engines[0])
+    save(state, at.target, **options)
+    put_own(bench, state, "small-floor")
+    peers = bench.peers
+    for number, peer in enumerate(peers):
+        peer.save(state, bench.root.join(f"small-{number}"))
+    dist.barrier()
+    metadata = CheckpointStorageReader(at.target, **options).read_metadata()
+
+    def checked(name: str) -> None:
+        check_same(target, state, name)
+        zeroed(target)
+
+    def contender(name: str, run: Callable[[], object]) -> Contender:
+        return Contender(name=name, run=run, after=functools.partial(checked, name))
+
+    floor = bench.plain.name.replace("write, fsync", "read into place")
+    contenders = [
+        Contender(
+            name=PLANNER,
+            run=lambda: dcp.load(dict(target), storage_reader=NullReader(metadata)),
+        ),
+        contender(floor, functools.partial(get_own, bench, target, "small-floor")),
+        contender(
+            "ckpt_storage, dcp.load",
+            lambda: dcp.load(
+                dict(target), storage_reader=CheckpointStorageReader(at.target, **options)
+            ),
+        ),
+        contender("ckpt_storage.load", lambda: load(target, at.target, **options)),
+        *(
+            contender(
+                peer.name, functools.partial(peer.load, target, bench.root.join(f"small-{number}"))
+            )
+            for number, peer in enumerate(peers)
+        ),
+    ]
+    found = bench.compare(
+        f"load of {len(state)} small tensors",
+        state_bytes(state),
+        contenders,
+        floor=floor,
+        deducted=PLANNER,
+        whole=frozenset({"ckpt_storage.load"}),
+    )
+    for folder in ("small-ours", "small-floor", *(f"small-{n}" for n in range(len(peers)))):
+        bench.clear(folder)
+    return found

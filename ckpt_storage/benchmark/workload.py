@@ -1,0 +1,114 @@
+"""States to save and load: Llama shapes in bfloat16, sharded over ranks, and many small tensors.
+
+Knows tensors and meshes; knows no storage. Called by `scenarios` on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+State = dict[str, DTensor]
+
+_WIDTH, _HIDDEN, _WORDS = 2048, 5632, 32_000
+_LAYER_SHAPES = {
+    "wq": (_WIDTH, _WIDTH),
+    "wk": (_WIDTH, _WIDTH),
+    "wv": (_WIDTH, _WIDTH),
+    "wo": (_WIDTH, _WIDTH),
+    "w1": (_HIDDEN, _WIDTH),
+    "w2": (_WIDTH, _HIDDEN),
+    "w3": (_HIDDEN, _WIDTH),
+}
+_ITEM_BYTES = 2
+_SMALL_BYTES = 4096
+_SMALL_ITEM_BYTES = 4
+_LEAST_WIDTH = 64
+_DIMENSIONS = {"rows": 0, "columns": 1}
+
+
+def _shapes(gib: float) -> dict[str, tuple[int, int]]:
+    """Return the shapes of a model of about `gib` GiB: small ones are narrower, too."""
+    wanted = gib * 2**30 / _ITEM_BYTES
+    narrower = 1
+    while 2 * _WORDS * _WIDTH / narrower**2 > wanted and narrower < _WIDTH // _LEAST_WIDTH:
+        narrower *= 2
+    layer = {name: (a // narrower, b // narrower) for name, (a, b) in _LAYER_SHAPES.items()}
+    first = (_WORDS // narrower, _WIDTH // narrower)
+    layer_elements = sum(rows * columns for rows, columns in layer.values())
+    layer_count = max(1, round((wanted - first[0] * first[1]) / layer_elements))
+    shapes = {
+        f"layers.{i}.{name}": shape for i in range(layer_count) for name, shape in layer.items()
+    }
+    return {**shapes, "embedding": first}
+
+
+def llama_state(gib: float, sharding: Literal["rows", "columns"], *, filled: bool) -> State:
+    """Return this rank's part of a model of about `gib` GiB; zeros unless `filled`.
+
+    Values depend on the element's place alone, so that every sharding is of one model.
+    """
+    rank, rank_count = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (rank_count,))
+    dimension = _DIMENSIONS[sharding]
+    state = {}
+    for number, (name, shape) in enumerate(_shapes(gib).items()):
+        sizes = list(shape)
+        sizes[dimension] //= rank_count
+        local = torch.zeros(sizes, dtype=torch.bfloat16)
+        if filled:
+            _fill(local, number, [rank * sizes[at] * (at == dimension) for at in range(2)])
+        state[name] = DTensor.from_local(local, mesh, [Shard(dimension)], run_check=False)
+    return state
+
+
+def _fill(local: torch.Tensor, number: int, starts: list[int]) -> None:
+    """Set each element to a value that its number, row and column decide."""
+    rows = torch.arange(starts[0], starts[0] + local.shape[0], dtype=torch.int32)[:, None]
+    columns = torch.arange(starts[1], starts[1] + local.shape[1], dtype=torch.int32)[None]
+    # Any odd factors do; the values need only differ among neighbours, rows and tensors.
+    mixed = (rows * 7919 + columns * 104_729 + number * 31).remainder_(251)
+    local.copy_(mixed)
+
+
+def small_state(count: int, *, filled: bool) -> State:
+    """Return `count` float32 tensors of which each rank holds 4 KiB."""
+    rank_count = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (rank_count,))
+    state = {}
+    for number in range(count):
+        local = torch.zeros(_SMALL_BYTES // _SMALL_ITEM_BYTES)
+        if filled:
+            local += torch.arange(number, number + local.numel())
+        name = f"optimizer.state.{number}.exp_avg"
+        state[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    return state
+
+
+def zeroed(state: Mapping[str, DTensor]) -> None:
+    """Set this rank's part of every tensor to zero."""
+    for tensor in state.values():
+        tensor.to_local().zero_()
+
+
+def check_same(state: Mapping[str, DTensor], expected: Mapping[str, DTensor], who: str) -> None:
+    """Raise `RuntimeError` unless this rank holds equal values in both."""
+    for name, tensor in expected.items():
+        if not torch.equal(state[name].to_local(), tensor.to_local()):
+            raise RuntimeError(f"{who} loaded other values of {name} than were saved")
+
+
+def own_views(state: Mapping[str, DTensor]) -> list[memoryview]:
+    """Return this rank's bytes, one writable view a tensor."""
+    flats = (tensor.to_local().reshape(-1).view(torch.uint8) for tensor in state.values())
+    return [memoryview(flat.numpy()) for flat in flats]  # type: ignore[arg-type]  # numpy 2 on 3.11
+
+
+def state_bytes(state: Mapping[str, DTensor]) -> int:
+    """Return the bytes of all ranks together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())

@@ -1,0 +1,167 @@
+"""When to save: every so many steps or seconds, or on notice; the same answer on every rank.
+
+Knows steps, clocks, notices and how ranks meet; knows no storage and imports no torch. Called by
+`manager`, by every rank, once a step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from .coordination import Coordinator
+from .errors import InvalidInputError
+from .operation import Operation
+from .options import Timeouts
+from .preemption import Notices
+
+__all__ = ["Cadence"]
+
+_LOOK_S = 1.0
+"""How often ranks meet, in seconds, if steps are shorter; a notice leaves half a minute or so."""
+
+_MOST_STEPS = 16
+"""So that ranks meet soon again when steps become long for the first time."""
+
+_MOST_S = 5.0
+"""How long the steps up to the next meeting may take, were each as long as the longest known."""
+
+_FORGET = 0.9
+"""How much of the longest step is still believed after a meeting without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Word:
+    """What the coordinator decided: for all, and until when nobody needs to ask again."""
+
+    is_due: bool
+    preempted: str | None
+    next_step: int
+
+
+class Cadence:
+    """Answers, at each step, whether to save. Every rank asks at the same steps.
+
+    A multiple of `every_steps` is due on each rank by itself. For the rest the coordinator's clock
+    and the notices of all ranks decide: ranks meet about once a second, and at each step where
+    steps are longer, so that a step costs no message as a rule. The next meeting is a step that all
+    agreed on before, as no rank may go to one alone; so it is chosen for steps as long as the
+    longest of late. One process alone looks at every step, and asks the hook as often as others
+    meet.
+
+    At the first step all ranks meet in any case: `terms`, what each was made with, must be alike.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        notices: Notices,
+        *,
+        every_steps: int | None,
+        every_s: float | None,
+        timeouts: Timeouts,
+        terms: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if every_steps is not None and (type(every_steps) is not int or every_steps < 1):
+            raise InvalidInputError(
+                f"every_steps is {every_steps!r}.", next_step="Give a whole number of 1 or more."
+            )
+        self._coordinator = coordinator
+        self._notices = notices
+        self._every_steps = every_steps
+        self._every_s = every_s
+        self._timeouts = timeouts
+        self._terms = {
+            **(terms or {}),
+            "every_steps": str(every_steps),
+            "every_s": str(every_s),
+            "signals or preemption": "given" if notices.are_asked_for else "not given",
+        }
+        self._has_met = coordinator.world_size == 1
+        self._clock = clock
+        self._saved_s = clock()
+        self._asked_step: int | None = None
+        self._answer = False
+        self._met_step = 0
+        self._met_s = self._saved_s
+        self._asked_s: float | None = None
+        self._longest_s = 0.0
+        self._next_step = 0
+        self.preempted: str | None = None
+
+    def saved(self) -> None:
+        """Note that a save begins now: the seconds count anew."""
+        self._saved_s = self._clock()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save at `step`; collective at first, and where time or notices count.
+
+        The same for a step that is asked for again. Raises `RankMismatchError` if ranks ask for
+        different steps, or were made with different arguments, `PhaseTimeoutError`,
+        `RankFailedError`.
+        """
+        if step == self._asked_step:
+            return self._answer
+        if self._asked_s is not None:
+            self._longest_s = max(self._longest_s, self._clock() - self._asked_s)
+        if self._asked_step is None or step < self._asked_step:
+            self._next_step = step  # training began anew, perhaps from a checkpoint
+        self._asked_step = step
+        every = self._every_steps
+        self._answer = every is not None and step > 0 and step % every == 0
+        asks = self._every_s is not None or self._notices.are_asked_for
+        is_alone = self._coordinator.world_size == 1
+        if (asks and (is_alone or step >= self._next_step)) or not self._has_met:
+            word = self._meet(step)
+            self._answer = self._answer or word.is_due
+            self.preempted = word.preempted
+            self._next_step = word.next_step
+        self._asked_s = self._clock()
+        return self._answer
+
+    def _meet(self, step: int) -> _Word:
+        is_time = step >= self._next_step
+        notice = self._notices.given(asks_hook=is_time) or ""
+        if self._coordinator.world_size == 1:
+            return self._decide(step, [notice], is_time=is_time)
+        what = f"the look whether to save at step {step}"
+        with self._coordinator.operation(what, timeouts=self._timeouts) as operation:
+            terms = {} if self._has_met else self._terms
+            operation.meet({"the step": str(step), **terms})
+            word = self._agree(operation, step, notice)
+        self._has_met = True
+        return word
+
+    def _agree(self, operation: Operation, step: int, notice: str) -> _Word:
+        notices = [text.decode() for text in operation.gather(notice.encode())]
+        packed = b""
+        if operation.is_coordinator:
+            word = self._decide(step, notices, is_time=True)
+            packed = json.dumps([word.is_due, word.preempted, word.next_step]).encode()
+        is_due, preempted, next_step = json.loads(operation.broadcast(packed))
+        return _Word(is_due=is_due, preempted=preempted, next_step=next_step)
+
+    def _decide(self, step: int, notices: list[str], *, is_time: bool) -> _Word:
+        """Decide for all; on the coordinator, whose clock and earlier words these are."""
+        now_s = self._clock()
+        is_late = self._every_s is not None and now_s - self._saved_s >= self._every_s
+        first = next((f"{text} on rank {rank}" for rank, text in enumerate(notices) if text), None)
+        is_news = first is not None and self.preempted is None
+        return _Word(
+            is_due=is_late or is_news,
+            preempted=self.preempted or first,
+            next_step=step + self._steps_to_next(step, now_s) if is_time else self._next_step,
+        )
+
+    def _steps_to_next(self, step: int, now_s: float) -> int:
+        """Return after how many steps to meet again, and note that ranks meet now."""
+        gap = max(step - self._met_step, 1)
+        step_s = max((now_s - self._met_s) / gap, 1e-9)
+        self._met_step, self._met_s = step, now_s
+        self._longest_s = max(self._longest_s * _FORGET, step_s)
+        # At most twice the last gap: the first steps are slow, and one must not judge by them.
+        most = min(2 * gap, _MOST_STEPS, int(_MOST_S / self._longest_s))
+        return max(1, min(int(_LOOK_S / step_s), most))

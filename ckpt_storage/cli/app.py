@@ -1,0 +1,207 @@
+"""The group of all commands: which there are, and how a call ends.
+
+Knows exit codes, errors and signals; each command is imported when it is called, so that none
+pays for what another needs. Called by `main`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module, util
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from ckpt_storage import __version__
+from ckpt_storage.errors import CheckpointError, IntegrityError
+from ckpt_storage.store.redaction import Scrubber
+
+from .exits import BROKEN_PIPE, COULD_NOT_RUN, FOUND, INTERRUPTED, SOUND
+from .interrupts import InterruptedRunError, leave_at_once, run_interruptibly
+
+__all__ = ["app"]
+
+_NAME = "ckpt-storage"
+
+_COMMANDS = {
+    "ls": "ls",
+    "show": "show",
+    "tree": "tree",
+    "cat": "cat",
+    "stats": "stats",
+    "verify": "verify",
+    "diff": "diff",
+    "cp": "cp",
+    "convert": "convert",
+    "consolidate": "consolidate",
+    "prune": "prune",
+    "doctor": "doctor",
+    "bench": "bench",
+}
+"""Each command, in the order of the help, and the module here that defines it."""
+
+
+class _PipedError(Exception):
+    """Whoever read the output does so no more."""
+
+
+class App(click.Group):
+    """A group whose commands are imported when they are called, and whose calls end one way."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the commands that are there."""
+        del ctx
+        return [name for name, module in _COMMANDS.items() if _is_there(module)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command; None for a name that is none."""
+        del ctx
+        module = _COMMANDS.get(cmd_name)
+        if module is None or not _is_there(module):
+            return None
+        command: click.Command = getattr(import_module(f"{__package__}.{module}"), module)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401  # click's
+        """Run a command; what it returns is the exit code."""
+        try:
+            code = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError as error:
+            raise _PipedError from error
+        return code
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,  # noqa: FBT001, FBT002  # click's signature
+        **extra: Any,  # noqa: ANN401  # click's
+    ) -> Any:  # noqa: ANN401  # click's
+        """Run and exit; the code says how it ended (`docs/cli.md`)."""
+        given = list(sys.argv[1:] if args is None else args)
+        code = self._ended(given, prog_name or _NAME, complete_var, extra)
+        if standalone_mode:
+            _leave(code)
+        return code
+
+    def _ended(
+        self, given: list[str], prog_name: str, complete_var: str | None, extra: dict[str, Any]
+    ) -> int:
+        """Return the exit code of one call, with its error printed in one line."""
+
+        def command() -> int:
+            code = run(given, prog_name, complete_var, standalone_mode=False, **extra)
+            return code if isinstance(code, int) else SOUND
+
+        run = super().main
+        try:
+            return run_interruptibly(command)
+        except InterruptedRunError as error:
+            _say("interrupted.")
+            if error.is_running:
+                leave_at_once(INTERRUPTED)
+            return INTERRUPTED
+        except (click.Abort, KeyboardInterrupt):
+            _say("interrupted.")
+            return INTERRUPTED
+        except _PipedError:
+            # What is still in the buffer has nowhere to go.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return BROKEN_PIPE
+        except Exception as error:  # noqa: BLE001  # the last border; --debug shows what it was
+            return _told(error, given)
+
+
+def _told(error: Exception, given: Sequence[str]) -> int:
+    """Print what went wrong, without what was given in confidence; return the exit code."""
+    scrub = Scrubber(_confided(given))
+    is_debug = "--debug" in given
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return COULD_NOT_RUN
+    if isinstance(error, click.ClickException):
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        hint = f" Try '{context.command_path} --help'." if context is not None else ""
+        _say(scrub(f"{error.format_message()}{hint}"))
+        return COULD_NOT_RUN
+    if is_debug:
+        sys.stderr.write(scrub("".join(traceback.format_exception(error))))
+    if isinstance(error, CheckpointError):
+        _say(scrub(str(error)))
+        return FOUND if isinstance(error, IntegrityError) else COULD_NOT_RUN
+    hint = "" if is_debug else " Run it again with --debug and report what that prints."
+    _say(scrub(f"unexpected {type(error).__name__}: {str(error).rstrip('.')}.{hint}"))
+    return COULD_NOT_RUN
+
+
+def _is_there(module: str) -> bool:
+    return util.find_spec(f"{__package__}.{module}") is not None
+
+
+def _confided(given: Sequence[str]) -> dict[str, object]:
+    """Return what was given as storage options: on the command line, as JSON there, in files."""
+    values: list[object] = []
+    inner: list[object] = []
+    for before, word in zip(["", *given], given, strict=False):
+        option, equals, rest = word.partition("=")
+        is_joined = bool(equals) and option.startswith("--")
+        name, value = (option, rest) if is_joined else (before, word)
+        if name.endswith("storage-option"):
+            text = value.partition("=")[2]
+            values.append(text)
+            inner.append(_parsed(text))
+        elif name.endswith("storage-options-file"):
+            with contextlib.suppress(OSError, ValueError):
+                inner.append(_parsed(Path(value).read_text(encoding="utf-8")))
+    return {"secrets": values, "options": _as_texts(inner)}
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _as_texts(value: object) -> object:
+    """Return JSON with its numbers as texts: a password may be one."""
+    if isinstance(value, dict):
+        return {key: _as_texts(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_as_texts(one) for one in value]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else value
+
+
+def _say(message: str) -> None:
+    """Print one line on standard error."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{_NAME}: {' '.join(message.split())}\n")
+
+
+def _leave(code: int) -> NoReturn:
+    sys.exit(code)
+
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.command(cls=App, context_settings=_CONTEXT)
+@click.version_option(__version__, prog_name=_NAME)
+def app() -> None:
+    """Look at, check, copy and tidy checkpoints of PyTorch on any storage.
+
+    A URL is a local path or anything that fsspec reaches, such as s3://bucket/run/step-1000.
+
+    Exit codes: 0 sound or equal, 1 damage or a difference was found, 2 could not run, 130
+    interrupted.
+    """

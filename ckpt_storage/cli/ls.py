@@ -1,0 +1,97 @@
+"""`ckpt-storage ls ROOT`: the committed checkpoints below a root.
+
+Called by `app`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import output
+from .exits import SOUND
+from .options import common, json_option, storage_options, url_argument
+
+__all__ = ["ls"]
+
+
+@click.command(short_help="Committed checkpoints below a root.")
+@url_argument("root")
+@json_option
+@storage_options(of="ROOT")
+@common
+def ls(
+    root: str, *, as_json: bool, storage_options: dict[str, Any] | None, timeout: float | None
+) -> int:
+    """List the committed checkpoints directly below ROOT, oldest first.
+
+    What is still being saved, or died half-way, is not listed: it is no checkpoint. A root that
+    does not exist is an error; on object storage that is one below which nothing lies.
+    """
+    from ckpt_storage.catalog import list_checkpoints  # noqa: PLC0415  # called, not imported
+
+    infos = list_checkpoints(root, storage_options=storage_options, timeout=timeout)
+    if not infos:
+        _check_there(root, storage_options, timeout)
+    if as_json:
+        output.emit(
+            "ls",
+            checkpoints=[
+                {
+                    "name": info.name,
+                    "url": info.url,
+                    "format": info.format,
+                    "step": info.step,
+                    "metrics": info.metrics,
+                    "save_id": info.save_id,
+                    "slot": info.slot,
+                    "created_at": info.created_at,
+                }
+                for info in infos
+            ],
+        )
+        return SOUND
+    if not infos:
+        click.echo("No committed checkpoint.", err=True)
+        return SOUND
+    with_metrics = any(info.metrics for info in infos)
+    head = ["name", "step", "created", "format", "save id"]
+    rows = [
+        [info.name, info.step, info.created_at or "", info.format, info.save_id or ""]
+        for info in infos
+    ]
+    if with_metrics:
+        head.append("metrics")
+        for row, info in zip(rows, infos, strict=True):
+            row.append(", ".join(f"{name} {value:g}" for name, value in info.metrics.items()))
+    output.table(head, rows, right="step")
+    return SOUND
+
+
+def _check_there(root: str, options: dict[str, Any] | None, timeout: float | None) -> None:
+    """Raise `CheckpointNotFoundError` if the root does not exist."""
+    from ckpt_storage.errors import CheckpointNotFoundError, StorageError  # noqa: PLC0415  # called
+    from ckpt_storage.options import Timeouts  # noqa: PLC0415  # as above
+    from ckpt_storage.store import Location, open_store  # noqa: PLC0415  # as above
+
+    location = Location.of(root, options)
+    if location.is_local:
+        is_there = Path(location.target).is_dir()
+    else:
+        try:
+            # An object storage has no empty folders.
+            store = open_store(location, timeouts=Timeouts.of(timeout))
+            is_there = bool(store.list("", recursive=False))
+        except StorageError as error:
+            if error.kind != "not-found":
+                raise
+            is_there = False
+    if not is_there:
+        raise CheckpointNotFoundError(
+            f"{location.url} does not exist.",
+            path=location.url,
+            phase="load",
+            next_step="Check the path, the bucket and the storage options.",
+        )

@@ -1,0 +1,240 @@
+"""The options that commands share, and what their texts mean.
+
+Knows click and nothing of checkpoints; imports no storage. Called by the commands.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+__all__ = [
+    "byte_count",
+    "common",
+    "complete_fqn",
+    "duration_s",
+    "fqn_argument",
+    "json_option",
+    "memory_option",
+    "parse_slice",
+    "storage_options",
+    "url_argument",
+]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_TEXT_KEYS = re.compile(
+    r"account|auth|conn|cred|key|name|pass|pin|project|pwd|sas|secret|sig|token|user",
+    re.IGNORECASE,
+)
+"""Options whose values are text, whatever they look like."""
+
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw]?)")
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_NUMBER = r"\s*(-?[0-9]{1,18})?\s*"
+_PART = re.compile(rf"{_NUMBER}(?::{_NUMBER}(?::{_NUMBER})?)?")
+
+
+def common(command: Command) -> Command:
+    """Add what every command has: `--timeout` and `--debug`."""
+    for option in (
+        click.option(
+            "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
+        ),
+        click.option(
+            "--timeout",
+            metavar="SECONDS",
+            callback=_duration,
+            help="Give up after so long; 90, 30m, 2h. Default an hour. cp, convert and verify: "
+            "once nothing has moved for so long.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def storage_options(name: str = "storage", *, of: str = "the URL") -> Callable[[Command], Command]:
+    """Add `--<name>-option` and `--<name>-options-file`; the command gets `<name>_options`."""
+    spelt = name.replace("_", "-")
+
+    def add(command: Command) -> Command:
+        one = click.option(
+            f"--{spelt}-option",
+            f"{name}_options",
+            multiple=True,
+            metavar="KEY=VALUE",
+            callback=_pairs,
+            help=f"Passed to the file system of {of}; may be repeated, and KEY may be nested: "
+            "client_kwargs.endpoint_url=http://host. Others see your command line: for secrets "
+            f"use --{spelt}-options-file or the environment.",
+        )
+        file = click.option(
+            f"--{spelt}-options-file",
+            f"{name}_options_file",
+            type=click.Path(exists=True, dir_okay=False),
+            expose_value=False,
+            is_eager=True,
+            callback=_from_file,
+            help=f"A JSON object of options for {of}.",
+        )
+        decorated: Command = one(file(command))
+        return decorated
+
+    return add
+
+
+def json_option(command: Command) -> Command:
+    """Add `--json`; the command gets `as_json`."""
+    option = click.option(
+        "--json", "as_json", is_flag=True, help="Print one JSON object with documented keys."
+    )
+    decorated: Command = option(command)
+    return decorated
+
+
+def memory_option(command: Command) -> Command:
+    """Add `--memory-limit`; the command gets `memory_limit_bytes`."""
+    option = click.option(
+        "--memory-limit",
+        "memory_limit_bytes",
+        metavar="BYTES",
+        callback=_bytes,
+        help="Ceiling of buffers, such as 512MiB. Default 256MiB.",
+    )
+    decorated: Command = option(command)
+    return decorated
+
+
+def url_argument(name: str = "url", *, required: bool = True) -> Callable[[Command], Command]:
+    """Add an argument that is a URL or a path; shells complete paths."""
+    return click.argument(name, type=click.Path(), required=required)
+
+
+def complete_fqn(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names in a local checkpoint that begin so; nothing is asked of a network."""
+    del param
+    url = str(ctx.params.get("url") or "")
+    if not url or "://" in url:
+        return []
+    try:
+        from ckpt_storage.checkpoint import open_checkpoint  # noqa: PLC0415  # only when asked
+
+        with open_checkpoint(url, timeout=5) as checkpoint:
+            return [fqn for fqn in checkpoint if fqn.startswith(incomplete)]
+    except Exception:  # noqa: BLE001  # a shell that completes wants no error
+        return []
+
+
+def fqn_argument(*, required: bool = True) -> Callable[[Command], Command]:
+    """Add the argument FQN."""
+    return click.argument("fqn", required=required, shell_complete=complete_fqn)
+
+
+def duration_s(text: str) -> float:
+    """Return a length of time in seconds: "90", "1.5h", "7d". Raises `ValueError`."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is no length of time; write 90, 30m, 2h or 7d")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_slice(text: str) -> tuple[Any, ...]:
+    """Return the index that a text such as "0:8,128:256" or "..., -1" means.
+
+    Raises `click.BadParameter`.
+    """
+    found: list[Any] = []
+    for part in text.strip().strip("[]").split(","):
+        if part.strip() == "...":
+            found.append(...)
+            continue
+        match = _PART.fullmatch(part)
+        if match is None or not part.strip():
+            raise click.BadParameter(f"{text!r:.80} is no index; write '0:8,128:256' or '...,3'.")
+        numbers = [None if group is None else int(group) for group in match.groups()]
+        if numbers[2] == 0:
+            raise click.BadParameter(f"{text!r} has a step of 0.")
+        found.append(slice(*numbers) if ":" in part else numbers[0])
+    return tuple(found)
+
+
+def _duration(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    del ctx, param
+    if value is None:
+        return None
+    try:
+        return duration_s(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def byte_count(text: str, option: str) -> int:
+    """Return a positive number of bytes: "4096", "512MiB". Raises an error of usage."""
+    from ckpt_storage.consolidation.options import parse_bytes  # noqa: PLC0415  # only when given
+
+    count = parse_bytes(text, option=option)
+    if count < 1:
+        raise click.BadParameter(f"{text!r:.80} is no size; give 1 or more.", param_hint=option)
+    return count
+
+
+def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    del ctx
+    if value is None:
+        return None
+    return byte_count(value, str(param.opts[0]))
+
+
+def _from_file(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    if value is None:
+        return
+    try:
+        found = json.loads(Path(value).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        # Not the parser's words: they may quote a secret.
+        raise click.BadParameter(f"{value} is no JSON file.") from error
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"{value} holds no JSON object.")
+    ctx.meta[f"ckpt_storage.{param.name}"] = found
+
+
+def _pairs(
+    ctx: click.Context, param: click.Parameter, values: Iterable[str]
+) -> dict[str, Any] | None:
+    """Return the options that pairs and a file spell; None if there are none of them."""
+    options: dict[str, Any] = dict(ctx.meta.get(f"ckpt_storage.{param.name}_file", {}))
+    for pair in values:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            # The text itself may be a secret.
+            raise click.BadParameter("write KEY=VALUE.", ctx=ctx, param=param)
+        *outer, last = key.split(".")
+        inner = options
+        for name in outer:
+            inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise click.BadParameter(f"{name!r} in {key!r} holds no options.")
+        inner[last] = _value(last, text)
+    return options or None
+
+
+def _value(key: str, text: str) -> object:
+    """Return what a text on the command line means to a file system."""
+    if text[:1] in {"{", "[", '"'}:
+        try:
+            found: object = json.loads(text)
+        except ValueError:
+            return text
+        return found
+    if _TEXT_KEYS.search(key):
+        return text
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    return int(text) if _INTEGER.fullmatch(text) else text

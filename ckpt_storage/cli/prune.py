@@ -1,0 +1,168 @@
+"""`ckpt-storage prune ROOT`: delete what no policy keeps.
+
+Called by `app`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from . import output
+from .exits import FOUND, SOUND
+from .options import common, duration_s, json_option, storage_options, url_argument
+
+if TYPE_CHECKING:
+    from ckpt_storage.pruning import PruneReport
+    from ckpt_storage.retention import Decision, Policy
+
+__all__ = ["prune"]
+
+
+@click.command(short_help="Delete what no policy keeps.")
+@url_argument("root")
+@click.option("--keep-latest", type=click.IntRange(min=1), metavar="N", help="The N newest.")
+@click.option(
+    "--keep-every", type=click.IntRange(min=1), metavar="N", help="Steps that N divides, for good."
+)
+@click.option(
+    "--keep-best",
+    multiple=True,
+    metavar="METRIC:min|max[:N]",
+    help="The N best by a recorded metric, smallest or largest; by default one.",
+)
+@click.option("--keep-newer-than", metavar="AGE", help="Younger ones: 12h, 7d.")
+@click.option(
+    "--min-age",
+    metavar="AGE",
+    default="0",
+    help="Delete nothing that was committed less than AGE ago; by default nothing is too young. A "
+    "job that still reads an older checkpoint loses it: keep several, such as --keep-latest 3.",
+)
+@click.option("--names", metavar="TEMPLATE", help="How steps are spelt; default 'step-{step:08d}'.")
+@click.option("--yes", is_flag=True, help="Delete. Without it, only the plan is shown.")
+@json_option
+@storage_options(of="ROOT")
+@common
+def prune(  # one parameter for each option
+    root: str,
+    *,
+    keep_latest: int | None,
+    keep_every: int | None,
+    keep_best: tuple[str, ...],
+    keep_newer_than: str | None,
+    min_age: str,
+    names: str | None,
+    yes: bool,
+    as_json: bool,
+    storage_options: dict[str, Any] | None,
+    timeout: float | None,
+) -> int:
+    """Show, or with --yes delete, the checkpoints below ROOT that no --keep option keeps.
+
+    The newest sound one is always kept, by step and by time; folders of other tools, and links,
+    are never touched. Ages go by the storage's clock, for which a probe is written and removed,
+    also without --yes; where that is not allowed the latest commit stands for now, and more is
+    kept.
+    """
+    from ckpt_storage.pruning import prune_checkpoints  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.stepnames import DEFAULT_TEMPLATE  # noqa: PLC0415  # as above
+
+    policies = _policies(keep_latest, keep_every, keep_best, keep_newer_than)
+    if not policies:
+        raise click.UsageError("Say what to keep, such as --keep-latest 3.")
+    report = prune_checkpoints(
+        root,
+        policies,
+        names=names or DEFAULT_TEMPLATE,
+        dry_run=not yes,
+        min_age=_age(min_age, "--min-age"),
+        storage_options=storage_options,
+        timeout=timeout,
+    )
+    if as_json:
+        output.emit("prune", **_as_data(report))
+    else:
+        _print(report)
+    return FOUND if report.failed else SOUND
+
+
+def _age(text: str, option: str) -> float:
+    try:
+        return duration_s(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=option) from error
+
+
+def _policies(
+    latest: int | None, every: int | None, best: tuple[str, ...], newer_than: str | None
+) -> list[Policy]:
+    from ckpt_storage.retention import (  # noqa: PLC0415  # called, not imported
+        KeepBest,
+        KeepEvery,
+        KeepLatest,
+        KeepNewerThan,
+    )
+
+    found: list[Policy] = []
+    if latest is not None:
+        found.append(KeepLatest(latest))
+    if every is not None:
+        found.append(KeepEvery(every))
+    for text in best:
+        metric, mode, count = _best(text)
+        found.append(KeepBest(metric, mode, count))
+    if newer_than is not None:
+        found.append(KeepNewerThan(_age(newer_than, "--keep-newer-than")))
+    return found
+
+
+def _best(text: str) -> tuple[str, Literal["min", "max"], int]:
+    metric, _, rest = text.partition(":")
+    mode, _, count = rest.partition(":")
+    if not metric or mode not in {"min", "max"} or not (count or "1").isdigit():
+        raise click.BadParameter(
+            f"{text!r}: write METRIC:min, METRIC:max or METRIC:min:3.", param_hint="--keep-best"
+        )
+    return metric, "max" if mode == "max" else "min", int(count or 1)
+
+
+def _as_data(report: PruneReport) -> dict[str, object]:
+    def told(decisions: tuple[Decision, ...]) -> list[dict[str, object]]:
+        return [{"name": one.name, "step": one.step, "reasons": one.reasons} for one in decisions]
+
+    plan = report.plan
+    return {
+        "is_dry_run": report.is_dry_run,
+        "kept": told(plan.kept),
+        "planned": told(plan.deleted),
+        "leftovers": plan.leftovers,
+        "deleted": report.deleted,
+        "freed": report.freed,
+        "skipped": report.skipped,
+        "failed": report.failed,
+    }
+
+
+def _print(report: PruneReport) -> None:
+    plan = report.plan
+    rows = [
+        *((one.name, one.step, "keep", "; ".join(one.reasons)) for one in plan.kept),
+        *((one.name, one.step, "delete", "; ".join(one.reasons)) for one in plan.deleted),
+        *((name, None, "free", "nothing is committed here") for name in plan.leftovers),
+    ]
+    if rows:
+        output.table(("name", "step", "", "why"), rows, right="step")
+    for what, reasons in (("Skipped", report.skipped), ("Failed", report.failed)):
+        for name, why in reasons.items():
+            output.line(f"{what} {name}: {why}")
+    if report.is_dry_run:
+        count = len(plan.deleted)
+        output.line(
+            f"{count} checkpoint{'s' if count != 1 else ''} would be deleted; --yes does it."
+            if count
+            else "Nothing would be deleted."
+        )
+    else:
+        output.line(f"{len(report.deleted)} deleted, {len(report.freed)} dead attempts freed.")

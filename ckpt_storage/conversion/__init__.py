@@ -1,0 +1,4 @@
+"""The formats that `convert` reads and writes, one module each.
+
+Knows nothing itself. Called by `converting`.
+"""

@@ -1,0 +1,205 @@
+"""Lightning's checkpoints in this package's storage: a `CheckpointIO`, and a sharded strategy.
+
+Knows Lightning's two seams. `Trainer(plugins=[CheckpointStorageIO()])` serves every strategy that
+saves through a `CheckpointIO`: rank 0 holds the whole checkpoint and saves it, all ranks load.
+`CheckpointStorageStrategy` is for FSDP2 and tensor parallelism: Lightning's own
+`ModelParallelStrategy` asks no `CheckpointIO`; here each rank saves and loads its own shards.
+Called by Lightning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ckpt_storage.coordination import solo
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.loading import load
+from ckpt_storage.options import Timeouts
+from ckpt_storage.saving import SaveOptions, run_save, save
+
+from .packing import OUTLINE, pack, unpack
+from .removing import remove
+from .whole import WholePlanner
+
+__all__ = ["CheckpointStorageIO", "CheckpointStorageStrategy"]
+
+_Path = str | os.PathLike[str]
+_Timeout = float | timedelta | Timeouts | None
+
+_SHARDED = ("state_dict.", "optimizer_")
+
+
+class CheckpointStorageIO(CheckpointIO):
+    """Saves and loads Lightning's checkpoints; give it to `Trainer(plugins=[...])`.
+
+    Tensors go into the checkpoint under their own names (`state_dict.layer.weight`), so that
+    `consolidate`, `verify` and stock DCP work on it. A path that holds a checkpoint is replaced in
+    one step. For strategies where rank 0 saves for all: one device, DDP.
+
+    Args:
+        storage_options: passed to the fsspec file system; those of a call win.
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase.
+
+    """
+
+    def __init__(
+        self, *, storage_options: Mapping[str, Any] | None = None, timeout: _Timeout = None
+    ) -> None:
+        super().__init__()
+        self._storage_options = dict(storage_options or {})
+        self._timeouts = Timeouts.of(timeout)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: _Path, storage_options: object = None
+    ) -> None:
+        """Save `checkpoint` at `path`; Lightning calls this on rank 0 only.
+
+        Raises as `ckpt_storage.save`.
+        """
+        options = SaveOptions(
+            timeouts=self._timeouts,
+            overwrite=True,
+            storage_options=_merged(self._storage_options, storage_options) or None,
+        )
+        run_save(solo(), lambda: pack(checkpoint), path, lambda: options)
+
+    def load_checkpoint(
+        self,
+        path: _Path,
+        map_location: object = None,
+        weights_only: bool | None = None,  # noqa: FBT001  # Lightning's signature
+    ) -> dict[str, Any]:
+        """Return the checkpoint at `path`, its tensors on the CPU; Lightning calls all ranks.
+
+        `weights_only=False` trusts whoever wrote it with objects of any class. Raises as
+        `ckpt_storage.load`, and `InvalidInputError` for a `map_location` that is not the CPU.
+        """
+        if map_location is not None and str(map_location) != "cpu":
+            raise InvalidInputError(
+                f"map_location is {map_location!r}.",
+                next_step="Leave it out: Lightning moves what it loads to its devices.",
+            )
+        planner = WholePlanner()
+        load(
+            {},
+            path,
+            planner=planner,
+            storage_options=self._storage_options or None,
+            timeout=self._timeouts,
+            unsafe_pickle=weights_only is False,
+        )
+        return unpack(planner.loaded, planner.loaded.get(OUTLINE))
+
+    def remove_checkpoint(self, path: _Path) -> None:
+        """Delete the checkpoint at `path`, its commit first; nothing there is no error.
+
+        Raises `StorageError`, `PhaseTimeoutError`.
+        """
+        remove(path, storage_options=self._storage_options or None, timeouts=self._timeouts)
+
+
+class CheckpointStorageStrategy(ModelParallelStrategy):
+    """`ModelParallelStrategy` whose ranks save and load their own shards; `Trainer(strategy=...)`.
+
+    Loads on another number of ranks and with another sharding. Arguments as for
+    `ModelParallelStrategy`, and
+
+    Args:
+        storage_options: passed to the fsspec file system.
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase.
+
+    """
+
+    def __init__(
+        self,
+        *args: Any,  # noqa: ANN401  # ModelParallelStrategy's
+        storage_options: Mapping[str, Any] | None = None,
+        timeout: _Timeout = None,
+        **kwargs: Any,  # noqa: ANN401  # as above
+    ) -> None:
+        super().__init__(*args, **{**kwargs, "save_distributed_checkpoint": True})
+        self._storage_options = dict(storage_options or {})
+        self._timeouts = Timeouts.of(timeout)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _Path, storage_options: object = None
+    ) -> None:
+        """Save at rank 0's `filepath`; all ranks call. Raises as `ckpt_storage.save`."""
+        rest = {k: v for k, v in checkpoint.items() if k not in {"state_dict", "optimizer_states"}}
+        state = pack(rest)
+        state["state_dict"] = checkpoint["state_dict"]
+        for number, values in enumerate(checkpoint.get("optimizer_states", [])):
+            state[_optimizer(number)] = values
+        save(
+            state,
+            self.broadcast(os.fspath(filepath)),
+            overwrite=True,
+            storage_options=_merged(self._storage_options, storage_options) or None,
+            timeout=self._timeouts,
+        )
+
+    def load_checkpoint(
+        self,
+        checkpoint_path: _Path,
+        weights_only: bool | None = None,  # noqa: FBT001  # Lightning's signature
+    ) -> dict[str, Any]:
+        """Load model and optimizers in place and return the rest; all ranks call.
+
+        Optimizers are left alone where there are none yet (`validate`, `predict`). Raises as
+        `ckpt_storage.load`.
+        """
+        module = self.lightning_module
+        assert self.model is not None  # noqa: S101  # Lightning sets both before
+        assert module is not None  # noqa: S101  # as above
+        state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
+        for number, optimizer in enumerate(self.optimizers):
+            state[_optimizer(number)] = get_optimizer_state_dict(self.model, optimizer)
+        planner = WholePlanner(wanted=lambda fqn: not fqn.startswith(_SHARDED))
+        load(
+            state,
+            self.broadcast(os.fspath(checkpoint_path)),
+            planner=planner,
+            storage_options=self._storage_options or None,
+            timeout=self._timeouts,
+            unsafe_pickle=weights_only is False,
+        )
+        options = StateDictOptions(strict=module.strict_loading)
+        set_model_state_dict(self.model, state["state_dict"], options=options)
+        for number, optimizer in enumerate(self.optimizers):
+            set_optimizer_state_dict(self.model, optimizer, state[_optimizer(number)])
+        return unpack(planner.loaded, planner.loaded.get(OUTLINE))
+
+    def remove_checkpoint(self, filepath: _Path) -> None:
+        """Delete the checkpoint at `filepath`, its commit first, on rank 0.
+
+        Raises `StorageError`, `PhaseTimeoutError`.
+        """
+        if self.is_global_zero:
+            remove(filepath, storage_options=self._storage_options or None, timeouts=self._timeouts)
+
+
+def _optimizer(number: int) -> str:
+    return f"optimizer_{number}"
+
+
+def _merged(own: Mapping[str, Any], given: object) -> dict[str, Any]:
+    if given is None:
+        return dict(own)
+    if not isinstance(given, Mapping):
+        raise InvalidInputError(
+            f"storage_options is a {type(given).__name__}.", next_step="Give a mapping."
+        )
+    return {**own, **given}

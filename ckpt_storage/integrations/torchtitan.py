@@ -1,0 +1,193 @@
+"""torchtitan's checkpointer over this package's storage: a `CheckpointManager` of its own kind.
+
+Knows torchtitan's contract (`BaseCheckpointManager`, since 0.3): its trainer builds whatever
+`Config` stands in `Trainer.Config.checkpoint`. When to save, what to save and the last, model-only
+step stay torchtitan's; how states reach storage and come back is ours. Called by torchtitan.
+
+Its own checkpointer takes neither a storage writer nor a reader, so this is a subclass that
+replaces the methods which call DCP. Hugging Face files (`last_save_in_hf`, `initial_load_in_hf`)
+stay with it as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torchtitan.components.checkpointer import CheckpointManager as TitanManager
+
+from ckpt_storage.errors import CheckpointError
+from ckpt_storage.loading import load
+from ckpt_storage.manager import CheckpointManager
+from ckpt_storage.options import Timeouts
+from ckpt_storage.retention import KeepLatest
+from ckpt_storage.saver import Mode
+
+from .newest import newest_checkpoint
+
+__all__ = ["CheckpointStorageManager"]
+
+_MODES: dict[str, Mode] = {"async": "thread", "async_with_pinned_mem": "process"}
+
+
+class CheckpointStorageManager(TitanManager):
+    """torchtitan's checkpoint manager with our commits; use its `Config` in a trainer's config.
+
+    `folder` may be any URL. `async_mode` "async" saves in a thread, "async_with_pinned_mem" in a
+    worker process of each rank. `keep_latest_k` counts committed checkpoints only. Without a
+    `load_step`, the newest `step-<number>` that is whole is loaded; a damaged one is passed over
+    with a warning.
+
+    Set `storage_options` on a subclass rather than in a configuration, which torchtitan logs.
+    """
+
+    storage_options: ClassVar[Mapping[str, Any] | None] = None
+    save_future: Any
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TitanManager.Config):
+        """torchtitan's settings, and ours."""
+
+        timeout_s: float = 3600.0
+        """Seconds that one phase of a save or load may take."""
+
+    def __init__(self, config: Config, **kwargs: Any) -> None:  # noqa: ANN401  # torchtitan's
+        keep = KeepLatest(config.keep_latest_k) if config.keep_latest_k > 0 else None
+        # Its own thread that deletes would remove folders without regard to commits. The
+        # configuration is a copy that `build` made.
+        config.keep_latest_k = 0
+        super().__init__(config, **kwargs)
+        if not self.enable:
+            return
+        self._timeouts = Timeouts.of(config.timeout_s)
+        self._is_async = config.async_mode in _MODES
+        self._manager = CheckpointManager(
+            self.folder,
+            keep=keep,
+            names="step-{step}",
+            storage_options=self.storage_options,
+            timeout=self._timeouts,
+            mode=_MODES.get(config.async_mode, "thread"),
+        )
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: Any,  # noqa: ANN401  # torchtitan's enum
+        enable_garbage_collection: bool = False,  # noqa: FBT001, FBT002  # torchtitan's signature
+        to_hf: bool = False,  # noqa: FBT001, FBT002  # as above
+    ) -> object:
+        """Save `state_dict` and wait. Raises as `ckpt_storage.save`."""
+        if to_hf:
+            return super().dcp_save(
+                state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
+            )
+        # A run that resumed from an earlier step comes to this one again.
+        step = int(checkpoint_id.rpartition("-")[2])
+        self._manager.save(step, state_dict, overwrite=True)
+        return None
+
+    def dcp_load(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        from_hf: bool,  # noqa: FBT001  # torchtitan's signature
+        from_quantized: bool,  # noqa: FBT001  # as above
+    ) -> None:
+        """Load into `state_dict` and the model. Raises as `ckpt_storage.load`."""
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        load(
+            state_dict,
+            checkpoint_id,
+            timeout=self._timeouts,
+            storage_options=self.storage_options,
+        )
+        # The model's tensors stand at the top of the state, beside everything else.
+        self.states["model"].load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002
+        if not self._should_save(curr_step, last_step):
+            return False
+        self.maybe_wait_for_saving()
+        if last_step:
+            self._save_last_step(curr_step)
+        elif self._is_async:
+            self.save_future = self._manager.save_async(
+                curr_step,
+                self._flattened_model_states_sd(),
+                overwrite=True,
+                block_until_staged=False,
+            )
+        else:
+            self._manager.save(curr_step, self._flattened_model_states_sd(), overwrite=True)
+        return True
+
+    def _maybe_wait_for_staging(self) -> None:
+        if self.save_future is not None:
+            self.save_future.wait_staged()
+
+    def _wait_for_saving(self) -> None:
+        try:
+            self.save_future.result()
+        finally:
+            self.save_future = None
+
+    @torch.no_grad()
+    def _load(self, step: int = -1) -> bool:
+        if step != -1:
+            self._load_step(step)
+            return True
+        return self._resume() or self._load_initial()
+
+    def _load_step(self, step: int) -> None:
+        # As torchtitan has it, step 0 is the seed, the model alone.
+        states = self._states_to_load(step == 0)
+        self.dcp_load(states, self._manager.url_of(step), from_hf=False, from_quantized=False)
+
+    def _resume(self) -> bool:
+        """Load the newest that is whole; all ranks load the same one. False if there is none."""
+        if self._newest_step() == 0:
+            self._load_step(0)
+            return True
+        states = self._states_to_load(model_only=False)
+        try:
+            restored = self._manager.restore(states)
+        except CheckpointError:
+            # Having passed over what is damaged, it may have come to the seed.
+            if self._newest_step() != 0:
+                raise
+            self._load_step(0)
+            return True
+        if restored is None:
+            return False
+        self.states["model"].load_state_dict(states)
+        return True
+
+    def _newest_step(self) -> int | None:
+        newest = newest_checkpoint(self._manager, timeouts=self._timeouts)
+        return None if newest is None else newest.step
+
+    def _load_initial(self) -> bool:
+        url = self.initial_load_path
+        if self.initial_load_in_hf and not url:
+            url = self.sd_adapter.hf_assets_path
+        if not url:
+            return False
+        self.dcp_load(
+            self._states_to_load(self.initial_load_model_only),
+            url,
+            self.initial_load_in_hf,
+            self.initial_load_in_hf_quantized,
+        )
+        return True
+
+    def _close(self) -> None:
+        if hasattr(self, "_manager"):
+            self._manager.close()
+        super()._close()

@@ -1,0 +1,257 @@
+"""Checkpoints of the Hugging Face `Trainer` in this package's storage: a `TrainerCallback`.
+
+Knows the Trainer's events and what it reads when it resumes. The Trainer decides when to save, by
+its own arguments; the callback saves instead of it, in the background, each rank its own part.
+Called by the Trainer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import random
+import tempfile
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ckpt_storage.errors import IntegrityError
+from ckpt_storage.loading import load
+from ckpt_storage.manager import CheckpointManager
+from ckpt_storage.options import Timeouts
+from ckpt_storage.restoring import Check
+from ckpt_storage.retention import Keep
+from ckpt_storage.saver import Mode
+
+from .whole import WholePlanner
+
+__all__ = ["CheckpointStorageCallback"]
+
+_TRAINER, _RNG = "trainer", "rng"
+
+
+class CheckpointStorageCallback(TrainerCallback):
+    """Saves and resumes a `Trainer` below a URL; give it to `Trainer(callbacks=[...])`.
+
+    Whenever the Trainer would save (`save_strategy` "steps" or "epoch"), the callback saves model,
+    optimizer, scheduler, random states and `TrainerState` as `step-<number>` below `url`, and the
+    Trainer writes nothing itself. To resume, pass `resume_folder()` to `Trainer.train`. Every rank
+    makes one, after its process group is there (`TrainingArguments` sees to that).
+
+    Not held: the scaler of fp16 training. Not supported: `load_best_model_at_end`, DeepSpeed, and
+    resuming with the Trainer's own FSDP (it insists on reading the model from files of its own).
+
+    Args:
+        url: where checkpoints go; the same on every rank.
+        keep: what to keep, as for `CheckpointManager`; default: everything.
+        storage_options: passed to the fsspec file system.
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase.
+        mode: "thread" or "process", as for `AsyncSaver`.
+
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        keep: Keep | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        timeout: float | timedelta | Timeouts | None = None,
+        mode: Mode = "thread",
+    ) -> None:
+        self._timeouts = Timeouts.of(timeout)
+        self._storage_options = storage_options
+        self._manager = CheckpointManager(
+            url, keep=keep, storage_options=storage_options, timeout=self._timeouts, mode=mode
+        )
+        self._saved_step = -1
+        self._resumed_url: str | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._quiet = _ModelComesLater()
+
+    def resume_folder(self, *, check: Check = "deep") -> str | None:
+        """Return what to pass as `resume_from_checkpoint`; all ranks call, None: a fresh start.
+
+        A temporary folder with the few kilobytes from which the Trainer learns its step and its
+        random states. Model, optimizer and scheduler are loaded when training begins; by then the
+        Trainer has found its place in the data and cannot go back. So every byte of the checkpoint
+        is checked here already, on the coordinator, and a damaged one is passed over for the one
+        before it, with a warning. `check="read"` leaves that out: a damaged model then ends the
+        run when training begins. Raises as `CheckpointManager.restore`.
+        """
+        own = f"{_RNG}.{_rank()}"
+        planner = WholePlanner(wanted=lambda fqn: fqn in {_TRAINER, own})
+        restored = self._manager.restore({}, check=check, planner=planner)
+        if restored is None:
+            return None
+        self._resumed_url = restored.info.url
+        self._drop_folder()
+        self._folder = tempfile.TemporaryDirectory(prefix="ckpt-storage-resume-")
+        folder = Path(self._folder.name)
+        (folder / "trainer_state.json").write_text(planner.loaded[_TRAINER], encoding="utf-8")
+        save_file({}, folder / "model.safetensors")
+        if own in planner.loaded:
+            is_one = not dist.is_initialized() or dist.get_world_size() == 1
+            name = "rng_state.pth" if is_one else f"rng_state_{_rank()}.pth"
+            torch.save(_as_trainer_keeps_it(planner.loaded[own]), folder / name)
+        self._quiet.begin()
+        return str(folder)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,  # noqa: ARG002  # the Trainer's signature, as below
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Load model, optimizer and scheduler where `resume_folder` said so.
+
+        Raises as `ckpt_storage.load`.
+        """
+        self._quiet.end()
+        if self._resumed_url is None:
+            return
+        target = _state_of(kwargs)
+        try:
+            load(
+                target,
+                self._resumed_url,
+                storage_options=self._storage_options,
+                timeout=self._timeouts,
+            )
+        except IntegrityError as error:
+            error.add_note(
+                "The Trainer has chosen its place in the data already. Start again with "
+                "resume_folder(check='deep'), which passes over what is damaged."
+            )
+            raise
+        set_state_dict(
+            kwargs["model"],
+            _bare(kwargs["optimizer"]),
+            model_state_dict=target["model"],
+            optim_state_dict=target["optimizer"],
+        )
+        kwargs["lr_scheduler"].load_state_dict(target["lr_scheduler"])
+        self._saved_step = state.global_step
+        self._resumed_url = None
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> TrainerControl:
+        """Begin a save if the Trainer is about to make one."""
+        return self._save_instead(state, control, kwargs)
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> TrainerControl:
+        """Begin a save if the Trainer is about to make one."""
+        return self._save_instead(state, control, kwargs)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,  # noqa: ARG002
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ANN401, ARG002
+    ) -> None:
+        """Wait until every save has ended. Raises why one failed."""
+        self._drop_folder()
+        self._manager.wait()
+
+    def close(self) -> None:
+        """Wait for saves and free their memory; the callback is of no use afterwards."""
+        self._drop_folder()
+        self._quiet.end()
+        self._manager.close()
+
+    def _save_instead(
+        self, state: TrainerState, control: TrainerControl, kwargs: Mapping[str, Any]
+    ) -> TrainerControl:
+        if not control.should_save:
+            return control
+        control.should_save = False
+        if state.global_step != self._saved_step:
+            self._saved_step = state.global_step
+            self._manager.save_async(
+                state.global_step,
+                {
+                    **_state_of(kwargs),
+                    _TRAINER: json.dumps(dataclasses.asdict(state), sort_keys=True),
+                    _RNG: {str(_rank()): _random_states()},
+                },
+                # A run that was resumed from an earlier step comes here again.
+                overwrite=True,
+            )
+        return control
+
+    def _drop_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+class _ModelComesLater(logging.Filter):
+    """Keeps back the Trainer's warning that the folder it resumes from lacks the model."""
+
+    def begin(self) -> None:
+        logging.getLogger("transformers.trainer").addFilter(self)
+
+    def end(self) -> None:
+        logging.getLogger("transformers.trainer").removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("There were missing keys in the checkpoint")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:  # noqa: ANN401  # accelerate's wrapper
+    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def _state_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    model, optimizer = get_state_dict(kwargs["model"], _bare(kwargs["optimizer"]))
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "lr_scheduler": kwargs["lr_scheduler"].state_dict(),
+    }
+
+
+def _random_states() -> tuple[object, ...]:
+    # A tuple is one value to DCP, whatever is in it. Arrays would need trust to be loaded again.
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002  # the generator that Trainer restores
+    cuda: object = None
+    if torch.cuda.is_available():
+        is_one = not dist.is_initialized()
+        cuda = torch.cuda.get_rng_state() if is_one else tuple(torch.cuda.get_rng_state_all())
+    numpy = (kind, tuple(int(key) for key in keys), *rest)
+    return (random.getstate(), numpy, torch.get_rng_state(), cuda)
+
+
+def _as_trainer_keeps_it(states: tuple[Any, ...]) -> dict[str, Any]:
+    python, (kind, keys, *rest), cpu, cuda = states
+    numpy = (kind, np.array(keys, dtype=np.uint32), *rest)
+    found = {"python": python, "numpy": numpy, "cpu": cpu}
+    return found if cuda is None else {**found, "cuda": cuda}

@@ -1,0 +1,511 @@
+"""`CheckpointManager`: when to save, under which name, what to keep, where to resume.
+
+Knows the front doors and the rooms that decide and clean up; decides nothing about storage itself.
+Called by training loops, on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+
+from .cadence import Cadence
+from .census import Census
+from .chaining import Chained
+from .claims import Claims
+from .coordination_torch import coordinator_of, drop_lane
+from .deadline import Deadline
+from .errors import CheckpointError, InvalidInputError
+from .handle import SaveHandle
+from .housekeeper import Housekeeper
+from .info import CheckpointInfo, user_record
+from .loading import load
+from .options import Engine, Progress, RetryPolicy, Timeouts
+from .preemption import Notices
+from .pruneplan import Soundness
+from .pruning import Pruner, PruneReport
+from .restoring import Check, Restored, Restorer
+from .retention import Keep, seconds_of
+from .saver import AsyncSaver, Mode, OnError
+from .saving import SaveOptions
+from .stepnames import DEFAULT_TEMPLATE, StepNames
+from .stepsaving import StepSaver
+from .store import Location
+
+__all__ = ["CheckpointManager", "Pruning"]
+
+Pruning = Literal["background", "manual"]
+
+_CLOSE_S = 60.0
+
+log = logging.getLogger("ckpt_storage")
+
+
+class CheckpointManager:
+    """Keeps house below one root; a context manager. Every rank makes one with equal arguments.
+
+    Each checkpoint is a folder of the root, named after its step. Folders with other names, and
+    what other tools wrote, are left alone. After a save the coordinator deletes in the background
+    what no policy keeps: never the newest sound checkpoint, never one that this manager saves or
+    loads. One manager a root is meant to delete; more do no harm.
+
+    Args:
+        root_url: folder or URL that holds the checkpoints; the same on every rank.
+        keep: policies, combined by `|` or in a sequence; None: nothing is ever deleted.
+        names: template of the folders' names.
+        every_steps: `should_save` at each multiple.
+        every_s: `should_save` when so many seconds (or `timedelta`) have passed since the last
+            save began, by the coordinator's clock.
+        signals: such as `signal.SIGTERM`: `should_save` once any rank gets one. A handler that
+            was there is called as well; without one the signal no longer ends the process.
+        preemption: called now and then on each rank, on a thread of its own, so it takes part in
+            nothing collective; once it returns something true anywhere, `should_save`. One that
+            hangs is not waited for.
+        pruning: "background": on the coordinator, after each save. "manual": by `prune` only.
+        min_age: seconds or `timedelta` for which nothing is deleted after its commit, by the
+            storage's clock. By default nothing is too young: a job that reads an older checkpoint
+            is given time by `keep`, such as `KeepLatest(3)`.
+        process_group: the ranks; default: the default group; without one, this process.
+        storage_options: passed to the fsspec file system.
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase.
+        retry: how failed storage requests are repeated.
+        mode: of the `AsyncSaver` that `save_async` uses, made by its first call.
+        max_pending: background saves that may be in flight.
+        on_error: "raise": a background save that failed is raised by the next `save_async` or
+            `close`; "warn": it is logged.
+
+    Raises:
+        InvalidInputError: for arguments that cannot be.
+
+    """
+
+    def __init__(
+        self,
+        root_url: str | os.PathLike[str],
+        *,
+        keep: Keep | None = None,
+        names: str = DEFAULT_TEMPLATE,
+        every_steps: int | None = None,
+        every_s: float | timedelta | None = None,
+        signals: Sequence[int] = (),
+        preemption: Callable[[], object] | None = None,
+        pruning: Pruning = "background",
+        min_age: float | timedelta = 0.0,
+        process_group: dist.ProcessGroup | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        timeout: float | timedelta | Timeouts | None = None,
+        retry: RetryPolicy | None = None,
+        mode: Mode = "process",
+        max_pending: int = 1,
+        on_error: OnError = "raise",
+    ) -> None:
+        if pruning not in {"background", "manual"}:
+            raise InvalidInputError(
+                f"pruning is {pruning!r}.", next_step="Give 'background' or 'manual'."
+            )
+        self._location = Location.of(root_url, storage_options)
+        self._names = StepNames(names)
+        self._timeouts = Timeouts.of(timeout)
+        self._retry = retry
+        self._process_group = process_group
+        self._pruning: Pruning = pruning
+        self._census = Census(self._location, self._names, timeouts=self._timeouts, retry=retry)
+        self._claims = Claims()
+        self._soundness = Soundness()
+        self._pruner: Pruner | None = None
+        if keep is not None:
+            self._pruner = Pruner(
+                self._census,
+                keep,
+                min_age_s=seconds_of(min_age, what="min_age"),
+                retry=retry,
+                claims=self._claims,
+                soundness=self._soundness,
+            )
+        self._saves = StepSaver(
+            self._census,
+            self._claims,
+            process_group,
+            make_saver=lambda: AsyncSaver(
+                process_group,
+                mode=mode,
+                timeout=self._timeouts,
+                max_pending=max_pending,
+                on_error=on_error,
+            ),
+            committed=self._note,
+            ended=self._wake,
+        )
+        self._lane = _lane_of(process_group)
+        self._coordinator = coordinator_of(process_group, lane=self._lane)
+        self._notices = Notices(signals, preemption)
+        self._closed = False
+        self._highest_saved = -1
+        self._has_looked_above = False
+        try:
+            self._cadence = Cadence(
+                self._coordinator,
+                self._notices,
+                every_steps=every_steps,
+                every_s=None if every_s is None else seconds_of(every_s, what="every_s"),
+                timeouts=self._timeouts,
+                terms={
+                    "the root's URL": self._location.normalised,
+                    "the names of steps": self._names.template,
+                },
+            )
+        except CheckpointError:
+            self._notices.close()
+            raise
+        self._housekeeper = Housekeeper(
+            self._prune_now,
+            name=f"ckpt-storage prune {self._location.url}",
+            timeout_s=self._timeouts.commit,
+        )
+
+    def __repr__(self) -> str:
+        return f"<CheckpointManager {self.url!r}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except CheckpointError as failure:
+            error.add_note(f"Closing the manager failed too: {failure}")
+
+    @property
+    def url(self) -> str:
+        """The root, without credentials."""
+        return self._location.url
+
+    def url_of(self, step: int) -> str:
+        """Return the URL of the checkpoint of a step, whether it is there or not.
+
+        Raises `InvalidInputError` for what is no step.
+        """
+        return self._location.child(self._names.name_of(step)).url
+
+    # When.
+
+    def should_save(self, step: int) -> bool:
+        """Return whether to save at `step`: the same on every rank; all ask at the same steps.
+
+        At the first call ranks meet, and compare what their managers were made with. Later on
+        multiples of `every_steps` cost nothing; for the rest ranks meet about once a second.
+        Raises `RankMismatchError`, `RankFailedError`, `PhaseTimeoutError`.
+        """
+        self._check_open()
+        self._names.name_of(step)
+        return self._cadence.is_due(step)
+
+    @property
+    def preempted(self) -> str | None:
+        """What notice `should_save` answered, and on which rank; None if there was none yet.
+
+        The same on every rank: once the save is made, end the loop.
+        """
+        return self._cadence.preempted
+
+    # Save.
+
+    def save(  # the public surface, all keyword-only
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        consolidate: Chained = None,
+        planner: SavePlanner | None = None,
+        progress: Progress = None,
+        thread_count: int | None = None,
+        part_bytes: int | None = None,
+        memory_limit_bytes: int | None = None,
+        sync_files: bool = True,
+        engine: Engine = "auto",
+    ) -> CheckpointInfo:
+        """Save `state` as the checkpoint of `step` and return what was committed; all ranks call.
+
+        `metrics` maps names to numbers; those of the coordinator are kept with the commit, for
+        `KeepBest` and for `all`. The rest, and what is raised, as for `ckpt_storage.save`.
+        """
+        self._check_open()
+        options = SaveOptions(
+            timeouts=self._timeouts,
+            overwrite=overwrite,
+            consolidate=consolidate,
+            storage_options=self._location.storage_options,
+            planner=planner,
+            thread_count=thread_count,
+            part_bytes=part_bytes,
+            memory_limit_bytes=memory_limit_bytes,
+            sync_files=sync_files,
+            engine=engine,
+            retry=self._retry,
+            progress=progress,
+            user=user_record(step, metrics or {}),
+        )
+        self._cadence.saved()
+        return self._saves.save(self._names.name_of(step), state, options)
+
+    def save_async(  # the public surface, all keyword-only
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        consolidate: Chained = None,
+        planner: SavePlanner | None = None,
+        progress: Progress = None,
+        thread_count: int | None = None,
+        part_bytes: int | None = None,
+        memory_limit_bytes: int | None = None,
+        sync_files: bool = True,
+        engine: Engine = "auto",
+        block_until_staged: bool = True,
+    ) -> SaveHandle:
+        """Begin to save `state` as the checkpoint of `step`; all ranks call.
+
+        As `save`, in the background, as `AsyncSaver.save` does it.
+        """
+        self._check_open()
+        options = SaveOptions(
+            timeouts=self._timeouts,
+            overwrite=overwrite,
+            consolidate=consolidate,
+            storage_options=self._location.storage_options,
+            planner=planner,
+            thread_count=thread_count,
+            part_bytes=part_bytes,
+            memory_limit_bytes=memory_limit_bytes,
+            sync_files=sync_files,
+            engine=engine,
+            retry=self._retry,
+            progress=progress,
+            user=user_record(step, metrics or {}),
+        )
+        self._cadence.saved()
+        return self._saves.begin(
+            self._names.name_of(step), state, options, block_until_staged=block_until_staged
+        )
+
+    @property
+    def saver(self) -> AsyncSaver:
+        """The saver behind `save_async`, made when it is first asked for; see its `step_guard`."""
+        self._check_open()
+        return self._saves.saver
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every background save has ended; as `AsyncSaver.wait`."""
+        self._saves.wait(timeout)
+
+    # What is there.
+
+    def all(self) -> list[CheckpointInfo]:
+        """Return all committed checkpoints, oldest first; any rank, not collective.
+
+        Those of other names, or of other tools, come first; `step` is None for other names. Costs
+        a listing, and two reads for each that is new to this process, one for each other.
+        Raises `StorageError`, `PhaseTimeoutError`.
+        """
+        return self._census.all(Deadline("load", self._timeouts.load))
+
+    def latest(self) -> CheckpointInfo | None:
+        """Return the committed checkpoint of the highest step; any rank, not collective.
+
+        None if there is none. It is the one that `restore` would try first: those that are known to
+        be damaged do not count, and one that this release cannot read is an error. Costs a listing
+        and two reads as a rule, however many checkpoints there are.
+        Raises `StorageError`, `PhaseTimeoutError`, `FormatError`.
+        """
+        deadline = Deadline("load", self._timeouts.load)
+        return self._census.newest(deadline, besides=self._soundness.damaged)
+
+    def restore(
+        self,
+        state: MutableMapping[str, Any],
+        *,
+        check: Check = "read",
+        planner: LoadPlanner | None = None,
+        progress: Progress = None,
+        thread_count: int | None = None,
+        memory_limit_bytes: int | None = None,
+        unsafe_pickle: bool = False,
+    ) -> Restored | None:
+        """Load the committed checkpoint of the highest step that is whole; all ranks call.
+
+        Returns None if nothing was ever committed. All ranks load the same one. What is loaded is
+        checked on its way, with `check="deep"` every byte of the checkpoint before it; one that is
+        damaged or was deleted meanwhile is skipped for the one before it, with a warning, and
+        named in the result. The rest as for `ckpt_storage.load`.
+
+        Raises:
+            CheckpointError: on every live rank. `IntegrityError` if there are checkpoints and none
+                can be loaded; what `ckpt_storage.load` raises that is no fault of a checkpoint.
+
+        """
+        self._check_open()
+        if check not in {"read", "deep"}:
+            raise InvalidInputError(f"check is {check!r}.", next_step="Give 'read' or 'deep'.")
+
+        def load_one(info: CheckpointInfo) -> None:
+            load(
+                state,
+                self._location.child(info.name).target,
+                process_group=self._process_group,
+                timeout=self._timeouts,
+                storage_options=self._location.storage_options,
+                planner=planner,
+                progress=progress,
+                thread_count=thread_count,
+                memory_limit_bytes=memory_limit_bytes,
+                unsafe_pickle=unsafe_pickle,
+                retry=self._retry,
+            )
+
+        return Restorer(
+            self._coordinator,
+            self._census,
+            self._claims,
+            self._soundness,
+            check=check,
+            timeouts=self._timeouts,
+            retry=self._retry,
+        ).run(load_one)
+
+    # What to keep.
+
+    def prune(self, *, dry_run: bool = False) -> PruneReport | None:
+        """Delete what no policy keeps, now; on the coordinator; others return None at once.
+
+        `dry_run` only plans: the report's plan has a reason for every checkpoint. Not collective.
+        Raises `InvalidInputError` without policies, `StorageError`, `PhaseTimeoutError`.
+        """
+        self._check_open()
+        if self._pruner is None:
+            raise InvalidInputError(
+                "This manager has no policy of retention.",
+                next_step="Pass keep=, such as keep=KeepLatest(3).",
+            )
+        if not self._coordinator.is_coordinator:
+            return None
+        return self._pruner.prune(Deadline("commit", self._timeouts.commit), dry_run=dry_run)
+
+    def sweep(self) -> PruneReport | None:
+        """Free what saves that died a day ago left beside later ones; as `prune`, but slower.
+
+        Deletes no checkpoint. Costs a few requests for each, so it is for now and then.
+        """
+        self._check_open()
+        if self._pruner is None or not self._coordinator.is_coordinator:
+            return None
+        return self._pruner.sweep(Deadline("commit", self._timeouts.commit))
+
+    @property
+    def last_prune(self) -> PruneReport | None:
+        """What the last prune of this manager did; None before there was one."""
+        return None if self._pruner is None else self._pruner.last
+
+    def wait_pruned(self, timeout: float | None = None) -> bool:
+        """Wait until the prune after the last save has ended; return whether it has."""
+        return self._housekeeper.wait(self._timeouts.commit if timeout is None else timeout)
+
+    def _prune_now(self, deadline: Deadline) -> None:
+        if not self._has_looked_above:
+            self._has_looked_above = True
+            try:
+                self._look_above(deadline)
+            except CheckpointError as error:  # what is saved and pruned does not depend on it
+                log.info("%s: what lies above was not looked at: %s", self.url, error)
+        if self._pruner is not None and self._pruning == "background":
+            self._pruner.prune(deadline)
+
+    def _look_above(self, deadline: Deadline) -> None:
+        """Warn if what is resumed from is above what is saved: training went back, or anew."""
+        newest = self._census.newest(deadline, besides=self._soundness.damaged)
+        step, saved = newest.step if newest is not None else None, self._highest_saved
+        if newest is not None and step is not None and step > saved:
+            log.warning(
+                "Step %d was saved below step %d of %s. restore() and latest() go by step, so they "
+                "still choose step %d, and KeepLatest counts the higher ones. If those are given "
+                "up, move their folders out of %s or delete them; or save to another root.",
+                saved,
+                step,
+                newest.url,
+                step,
+                self.url,
+            )
+
+    def _note(self, name: str, save_id: str | None) -> None:
+        """Note a commit of this manager."""
+        # Every file was looked at before the commit.
+        self._soundness.found_sound(name, save_id)
+        self._highest_saved = max(self._highest_saved, self._names.step_of(name) or 0)
+        if self._pruner is not None:
+            # Its step may be lower than those of a run that was given up.
+            self._pruner.protect(name, "it is what this manager saved last")
+
+    def _wake(self) -> None:
+        prunes = self._pruner is not None and self._pruning == "background"
+        if (prunes or not self._has_looked_above) and self._coordinator.is_coordinator:
+            self._housekeeper.wake()
+
+    # The end.
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for all saves as `wait`, then for pruning; put signal handlers back. Idempotent.
+
+        A prune that does not end within `timeout` seconds (default: a minute) is stopped; that is
+        safe at any point. Raises what `AsyncSaver.close` raises.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._saves.close(timeout)
+        finally:
+            try:
+                self._housekeeper.close(_CLOSE_S if timeout is None else timeout)
+                self._notices.close()
+            finally:
+                drop_lane(self._process_group, self._lane)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidInputError("The CheckpointManager is closed.", next_step="Make a new one.")
+
+
+_lane_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _lane_of(process_group: dist.ProcessGroup | None) -> str:
+    """Return a lane that no other manager of the group uses; ranks make them in the same order."""
+    group = process_group
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
+        return "manager"
+    with _lock:
+        number = _lane_counts[group] = _lane_counts.get(group, 0) + 1
+    return f"manager-{number}"

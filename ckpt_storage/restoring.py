@@ -1,0 +1,298 @@
+"""Resuming: the newest checkpoint that can be loaded whole, the same one on every rank.
+
+Knows a census, ranks, and which errors mean that a checkpoint is of no use; how one is loaded it is
+told. Imports no torch. Called by `manager` on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .census import Census, Sight, damage_of
+from .claims import Claims
+from .coordination import Coordinator
+from .deadline import Deadline
+from .errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointInProgressError,
+    CheckpointNotFoundError,
+    IntegrityError,
+    RankFailedError,
+)
+from .info import CheckpointInfo
+from .options import RetryPolicy, Timeouts
+from .pruneplan import Soundness
+from .reports import travelling
+from .verification import verify
+
+__all__ = ["Check", "Restored", "Restorer", "SkippedCheckpoint"]
+
+log = logging.getLogger("ckpt_storage")
+
+Check = Literal["read", "deep"]
+"""read: what is loaded is checked on its way. deep: every byte of it is, before it is loaded."""
+
+_MOST_AGAIN = 5
+"""How often a checkpoint may be saved anew while it is loaded."""
+
+_USELESS = (
+    CheckpointGoneError,
+    CheckpointInProgressError,
+    CheckpointNotFoundError,
+    IntegrityError,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedCheckpoint:
+    """A committed checkpoint that could not be loaded, and why.
+
+    `save_id` is None if its commit record could not be read, or another tool wrote it.
+    """
+
+    name: str
+    url: str
+    reason: str
+    save_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What was loaded, and what was newer but of no use, newest first."""
+
+    info: CheckpointInfo
+    step: int
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What the coordinator chose; `info` is None if nothing is left to choose.
+
+    `damaged` are those of `skipped` that are damaged, each with what is wrong: news to other ranks.
+    """
+
+    info: CheckpointInfo | None
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+    damaged: tuple[tuple[CheckpointInfo, str], ...] = ()
+
+
+class Restorer:
+    """One restore on one rank: chooses, loads and falls back, together with the others."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        census: Census,
+        claims: Claims,
+        soundness: Soundness,
+        *,
+        check: Check,
+        timeouts: Timeouts,
+        retry: RetryPolicy | None,
+    ) -> None:
+        self._coordinator = coordinator
+        self._census = census
+        self._claims = claims
+        self._soundness = soundness
+        self._check: Check = check
+        self._timeouts = timeouts
+        self._retry = retry
+        self._tried: set[str] = set()
+        self._again_count = 0
+        self._release: Callable[[], None] = lambda: None
+
+    def run(self, load: Callable[[CheckpointInfo], None]) -> Restored | None:
+        """Load the newest that can be; return None if nothing was ever committed.
+
+        `load` loads one, on all ranks, and raises on all of them. Raises `IntegrityError` if
+        there are committed ones and none can be loaded: training must not begin anew unnoticed;
+        and what `load` raises that is no fault of the checkpoint.
+        """
+        skipped: list[SkippedCheckpoint] = []
+        try:
+            while True:
+                choice = self._choose()
+                skipped += choice.skipped
+                if choice.info is None:
+                    break
+                reason, is_same = self._try(load, choice.info)
+                if reason is not None:
+                    skipped.append(self._skip(choice.info, reason))
+                elif is_same:
+                    self._soundness.found_sound(choice.info.name, choice.info.save_id)
+                    return self._restored(choice.info, skipped)
+                else:
+                    self._again(choice.info)
+        finally:
+            self._release()
+        if skipped:
+            raise self._none_left(skipped)
+        return None
+
+    def _restored(self, info: CheckpointInfo, skipped: list[SkippedCheckpoint]) -> Restored:
+        if skipped and self._coordinator.is_coordinator:
+            log.warning(
+                "Resumed from %s, which is not the newest: %s",
+                info.url,
+                "; ".join(f"{one.name} could not be loaded ({one.reason})" for one in skipped),
+            )
+        return Restored(info=info, step=info.step or 0, skipped=tuple(skipped))
+
+    def _again(self, info: CheckpointInfo) -> None:
+        """Let a checkpoint be chosen once more: which save of it was loaded is not known."""
+        self._again_count += 1
+        if self._again_count > _MOST_AGAIN:
+            raise CheckpointInProgressError(
+                f"{info.url} was saved anew {self._again_count} times while it was loaded.",
+                path=info.url,
+                phase="load",
+                next_step="Find out which job overwrites it, and restore when it has ended.",
+            )
+        log.info("%s was saved anew while it was loaded; it is loaded again", info.url)
+        self._tried.discard(info.name)
+
+    def _none_left(self, skipped: Sequence[SkippedCheckpoint]) -> IntegrityError:
+        first = skipped[0]
+        return IntegrityError(
+            f"None of the {len(skipped)} committed checkpoints below {self._census.location.url} "
+            f"can be loaded. {first.name}: {first.reason}",
+            path=self._census.location.url,
+            phase="load",
+            next_step="Run verify on them, and restore one from a copy; an empty root begins anew.",
+        )
+
+    def _choose(self) -> _Choice:
+        """Let the coordinator choose the next one; its word reaches all ranks."""
+        self._release()
+        self._release = lambda: None
+        what = f"the choice of a checkpoint below {self._census.location.url}"
+        with self._coordinator.operation(what, timeouts=self._timeouts) as operation:
+            operation.meet(
+                {
+                    "the root's URL": self._census.location.normalised,
+                    "the names of steps": self._census.names.template,
+                    "check": self._check,
+                }
+            )
+            deadline = operation.phase("load")
+            packed = b""
+            if operation.is_coordinator:
+                packed = pickle.dumps(self._next(deadline))
+            choice: _Choice = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our ranks
+        if not self._coordinator.is_coordinator:
+            for info, why in choice.damaged:
+                self._soundness.found_damaged(info, why)
+        return choice
+
+    def _next(self, deadline: Deadline) -> _Choice:
+        """Return the newest that was not tried yet and seems to be of use, and keep it in use."""
+        skipped: list[SkippedCheckpoint] = []
+        damaged: list[tuple[CheckpointInfo, str]] = []
+
+        def choice_of(info: CheckpointInfo | None) -> _Choice:
+            return _Choice(info=info, skipped=tuple(skipped), damaged=tuple(damaged))
+
+        for sight in self._census.downwards(deadline):
+            if sight.name in self._tried:
+                continue
+            self._tried.add(sight.name)
+            if sight.info is None:
+                skipped += self._unreadable(sight)
+                continue
+            self._release = self._claims.take(
+                sight.name, "it is being loaded", timeout_s=deadline.remaining_s()
+            )
+            # Only now is it safe from our own pruner.
+            info = self._census.look_at(sight.name, deadline).info
+            problem = None if info is None else self._problem(info, deadline)
+            if info is not None and problem is None:
+                return choice_of(info)
+            if info is not None and problem is not None:
+                skipped.append(self._skip(info, problem))
+                if isinstance(problem, IntegrityError):
+                    damaged.append((info, str(problem)))
+            self._release()
+        return choice_of(None)
+
+    def _unreadable(self, sight: Sight) -> list[SkippedCheckpoint]:
+        damage = damage_of(sight)
+        if damage is None:
+            return []
+        url = self._census.location.child(sight.name).url
+        return [SkippedCheckpoint(name=sight.name, url=url, reason=str(damage))]
+
+    def _problem(self, info: CheckpointInfo, deadline: Deadline) -> CheckpointError | None:
+        """Return what is wrong with a checkpoint, as far as that is to be known before loading."""
+        if self._check == "read" or self._soundness.is_known(info):
+            return None
+        location = self._census.location.child(info.name)
+        try:
+            report = verify(
+                location.target,
+                storage_options=location.storage_options,
+                timeout=max(deadline.remaining_s(), 0.001),
+                retry=self._retry,
+            )
+        except _USELESS as error:
+            return error
+        if report.ok:
+            return None
+        problem = report.problems[0]
+        return IntegrityError(problem.message, path=problem.file, next_step=problem.next_step)
+
+    def _try(
+        self, load: Callable[[CheckpointInfo], None], info: CheckpointInfo
+    ) -> tuple[CheckpointError | None, bool]:
+        """Load; return on all ranks why the checkpoint is of no use to them, None if it is.
+
+        Also whether it was this save all the while: one loads by name, and a save id never comes
+        back, so what was there before and is there afterwards was loaded. Raises what is no fault
+        of the checkpoint.
+        """
+        error: CheckpointError | None = None
+        try:
+            load(info)
+        except CheckpointError as failure:
+            error = failure
+        # One rank may have failed in what others ended well: all say how it went.
+        what = f"the outcome of loading {info.url}"
+        with self._coordinator.operation(what, timeouts=self._timeouts) as operation:
+            operation.meet({"the checkpoint": str(info.save_id or info.name)})
+            packed = pickle.dumps(None if error is None else travelling(error))
+            told = operation.all_gather(packed)
+            errors = [pickle.loads(one) for one in told]  # noqa: S301  # our own ranks
+            now = b""
+            if operation.is_coordinator:
+                deadline = operation.phase("load")
+                now = pickle.dumps(not any(errors) and self._is_still(info, deadline))
+            is_same: bool = pickle.loads(operation.broadcast(now))  # noqa: S301  # our own ranks
+        found: list[CheckpointError] = [one for one in errors if one is not None]
+        # A rank that was told of another's failure while it read says only that.
+        causes = [one for one in found if not _is_echo(one)] or found
+        grave = next((one for one in causes if not isinstance(one, _USELESS)), None)
+        if grave is not None:
+            is_own = error is not None and not isinstance(error, _USELESS) and not _is_echo(error)
+            raise error if error is not None and is_own else grave
+        return (causes[0] if causes else None), is_same
+
+    def _is_still(self, info: CheckpointInfo, deadline: Deadline) -> bool:
+        now = self._census.look_at(info.name, deadline).info
+        return now is not None and now.save_id == info.save_id
+
+    def _skip(self, info: CheckpointInfo, error: CheckpointError) -> SkippedCheckpoint:
+        if isinstance(error, IntegrityError):
+            self._soundness.found_damaged(info, str(error))
+        return SkippedCheckpoint(
+            name=info.name, url=info.url, reason=str(error), save_id=info.save_id
+        )
+
+
+def _is_echo(error: CheckpointError) -> bool:
+    """Return whether this is the news of another rank's failure, which that rank tells itself."""
+    return isinstance(error, RankFailedError) and not error.is_silent

@@ -1,0 +1,260 @@
+"""Reads that ranks share: each fetches its part of what several need, and sends it on.
+
+Knows requests, units and messages between ranks; knows no tensor and no planner. Called by
+`reader` for a load whose coordinator planned shares (`sharing`).
+
+A message is three transfers under consecutive tags: how many units and bytes; which unit lies
+where; the bytes as they are in the file. One thread of each rank takes messages as they come, from
+anyone, and waits for nothing else: it sends nothing, and delivering needs no other rank. So no
+order of sending can tie ranks up. What it takes is held to the checkpoint's own checksums (I9),
+where there are any and the reader verifies. Without, as with the safetensors of others, messages
+are checked for form alone, and a bit turned on the way is TCP's to find.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from .costs import ReadCosts
+from .deadline import Deadline
+from .errors import CheckpointError
+from .fetching import Fetch, run_fetches
+from .options import TransferOptions
+from .readplan import Request, Span, deliver, plan_spans
+from .sharing import UNIT_BYTES, Key, ShareOrder, Unit
+from .source import Place
+from .store.base import Store
+
+__all__ = ["SharedReads", "Sharers", "Transport", "fits_units"]
+
+log = logging.getLogger("ckpt_storage")
+
+_TAG = 11
+_WORDS = 3
+"""Whole numbers of the first transfer: units, bytes, and the sender's rank as it knows itself."""
+
+_JOIN_S = 30.0
+
+
+class Transport(Protocol):
+    """Messages between the ranks of a load; every wait ends by the deadline."""
+
+    def send(self, to: int, data: memoryview, tag: int, deadline: Deadline) -> None:
+        """Send `data` to rank `to`."""
+
+    def receive(self, source: int, into: memoryview, tag: int, deadline: Deadline) -> None:
+        """Fill `into` with what rank `source` sends under `tag`."""
+
+    def receive_any(self, into: memoryview, tag: int, deadline: Deadline) -> int:
+        """Fill `into` with what any rank sends under `tag`; return which."""
+
+
+class Sharers(Protocol):
+    """Ranks that may share reads; all of them ask in the same load."""
+
+    def joined(
+        self,
+        can_share: bool,  # noqa: FBT001  # a vote
+        deadline: Deadline,
+    ) -> AbstractContextManager[tuple[Transport, Deadline] | None]:
+        """Reach one another for the time of a block, in which reads have that deadline.
+
+        It knows of other ranks' failures. None on all ranks if any cannot take part.
+        """
+
+
+def fits_units(place: Place) -> bool:
+    """Return whether no block of the chunk lies in two units."""
+    return UNIT_BYTES % place.block_bytes == 0
+
+
+class SharedReads:
+    """One rank's part of the shared reads of one load.
+
+    `requests` has what this rank wants, by chunk; those of the order's chunks are served here
+    and by nobody else.
+    """
+
+    def __init__(
+        self,
+        order: ShareOrder,
+        requests: Mapping[Key, Sequence[Request]],
+        transport: Transport,
+        deadline: Deadline,
+    ) -> None:
+        self._rank = order.rank
+        self._requests = requests
+        self._transport = transport
+        self._deadline = deadline
+        self._failures: list[BaseException] = []
+        self._spans: dict[int, Span] = {}
+        self._awaited: dict[int, Unit] = {}
+        self._receivers: dict[int, tuple[int, ...]] = {}
+        self._own: list[Span] = []
+        self._keys: dict[int, Key] = {}
+        others: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for unit in order.units:
+            self._keys[unit.number] = unit.key
+            span = Span(
+                place=requests[unit.key][0].place,
+                start=unit.start,
+                stop=unit.stop,
+                token=unit.number,
+            )
+            self._spans[unit.number] = span
+            if unit.owner == order.rank:
+                self._own.append(span)
+                if unit.ranks not in others:
+                    others[unit.ranks] = tuple(r for r in unit.ranks if r != order.rank)
+                self._receivers[unit.number] = others[unit.ranks]
+            else:
+                self._awaited[unit.number] = unit
+        ranks = {rank for receivers in self._receivers.values() for rank in receivers}
+        self._lanes = {rank: threading.Lock() for rank in ranks}
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that this rank reads, gaps aside."""
+        return sum(span.stop - span.start for span in self._own)
+
+    @property
+    def awaited_bytes(self) -> int:
+        """Bytes that others send to this rank."""
+        return sum(self._spans[n].stop - self._spans[n].start for n in self._awaited)
+
+    def fetches(self, *, part_bytes: int, costs: ReadCosts) -> list[Fetch]:
+        """Return the reads of what this rank owns; each is delivered and sent on when it came."""
+        groups: dict[tuple[int, ...], list[Span]] = {}
+        for span in self._own:
+            groups.setdefault(self._receivers[span.token], []).append(span)
+        return [
+            fetch
+            for spans in groups.values()
+            for fetch in plan_spans(spans, self._take, part_bytes=part_bytes, costs=costs)
+        ]
+
+    def run(
+        self,
+        store: Store,
+        fetches: Sequence[Fetch],
+        *,
+        options: TransferOptions,
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        """Do `fetches`, and take what others send, until both are complete.
+
+        Raises the first failure, here or of the operation that the deadline belongs to, whatever
+        its kind, after the other ranks were told; no thread of this rank writes into a target
+        then, unless the error says so.
+        """
+        receiver = threading.Thread(
+            target=self._receive,
+            args=(on_bytes,),
+            name=f"shared reads of rank {self._rank}",
+            daemon=True,
+        )
+        receiver.start()
+        try:
+            run_fetches(store, fetches, options=options, deadline=self._deadline, on_bytes=on_bytes)
+            # Each of its waits ends by the deadline, or soon after the operation failed.
+            receiver.join()
+        except BaseException as error:
+            self._fail(error)
+            receiver.join(_JOIN_S)
+            if receiver.is_alive():
+                log.warning("%s has not ended yet; it writes into no target.", receiver.name)
+            if self._failures[0] is not error:
+                raise self._failures[0] from error
+            raise
+        if self._failures:
+            raise self._failures[0]
+
+    def _receive(self, on_bytes: Callable[[int], None]) -> None:
+        try:
+            self._receive_all(on_bytes)
+        except BaseException as error:  # noqa: BLE001  # raised by the caller's thread
+            # Ends the reads of this rank, too: it waits for nobody's bytes any more.
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Note why this rank gives up, in either thread, and tell the others at once."""
+        self._failures.append(error)
+        if not isinstance(error, CheckpointError):
+            error = CheckpointError(
+                f"{type(error).__name__}: {error}",
+                rank=self._rank,
+                phase=self._deadline.phase,
+                next_step="See the log of that rank.",
+            )
+        self._deadline.failed(error)
+
+    def _take(self, members: Sequence[tuple[int, Span]], view: memoryview) -> None:
+        """Deliver verified bytes to this rank's own targets, and send them to who waits."""
+        for at, span in members:
+            self._deliver(span, view[at : at + span.stop - span.start])
+        table = array("q", [word for at, span in members for word in (span.token, at)])
+        head = array("q", [len(members), len(view), self._rank])
+        for rank in self._receivers[members[0][1].token]:
+            # One message to a rank at a time: its three transfers must not mix with another's.
+            with self._turn(rank):
+                for tag, data in enumerate((memoryview(head), memoryview(table), view), _TAG):
+                    self._transport.send(rank, data.cast("B"), tag, self._deadline)
+
+    @contextmanager
+    def _turn(self, rank: int) -> Iterator[None]:
+        lane = self._lanes[rank]
+        while not lane.acquire(timeout=0.2):
+            self._deadline.check(f"Sending to rank {rank}")
+        try:
+            yield
+        finally:
+            lane.release()
+
+    def _receive_all(self, on_bytes: Callable[[int], None]) -> None:
+        body = memoryview(bytearray(0))
+        head = array("q", [0] * _WORDS)
+        while self._awaited:
+            source = self._transport.receive_any(memoryview(head).cast("B"), _TAG, self._deadline)
+            count, length, rank = head
+            if rank != source or not 0 < count <= len(self._awaited) or length <= 0:
+                raise self._nonsense(source)
+            table = array("q", [0] * (2 * count))
+            into = memoryview(table).cast("B")
+            self._transport.receive(source, into, _TAG + 1, self._deadline)
+            if length > len(body):
+                body = memoryview(bytearray(length))
+            self._transport.receive(source, body[:length], _TAG + 2, self._deadline)
+            for number, at in zip(table[::2], table[1::2], strict=True):
+                unit = self._awaited.pop(number, None)
+                if unit is None or unit.owner != source:
+                    raise self._nonsense(source)
+                span = self._spans[number]
+                stop = at + span.stop - span.start
+                if at < 0 or stop > length:
+                    raise self._nonsense(source)
+                part = body[at:stop]
+                span.place.check(part, span.start)
+                self._deliver(span, part)
+                self._deadline.advanced(len(part))
+                on_bytes(len(part))
+
+    def _deliver(self, span: Span, part: memoryview) -> None:
+        key = self._keys[span.token]
+        for request in self._requests[key]:
+            if self._failures:
+                # The caller may use the targets again, though this thread came back late.
+                raise CheckpointError(f"The load of rank {self._rank} was given up.")
+            deliver(request, span.start, part)
+
+    def _nonsense(self, source: int) -> CheckpointError:
+        return CheckpointError(
+            f"Rank {source} sent rank {self._rank} what it was not to send.",
+            rank=source,
+            phase="load",
+            next_step="Check that all ranks run one version; or pass shared_reads='never'.",
+        )

@@ -1,0 +1,101 @@
+"""Checkpoints of all four formats to open, made on two ranks by whoever defines the format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import dcp_cases
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_cases import seeded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+FORMATS = ("ckpt_storage", "dcp", "dcp_safetensors", "safetensors")
+
+WEIGHTS: dict[str, torch.Tensor] = {
+    "model.rows": seeded(1, 301, 37),
+    "model.columns": seeded(2, 64, 129, dtype=torch.bfloat16),
+    "model.cube": seeded(3, 6, 10, 14, dtype=torch.int32),
+    "model.bytes": seeded(4, 1000, dtype=torch.uint8),
+}
+"""In all formats; cut by rows, by columns, in the middle, by bytes."""
+
+CUTS = {"model.rows": 0, "model.columns": 1, "model.cube": 1, "model.bytes": 0}
+
+EXTRAS: dict[str, torch.Tensor] = {
+    "scalar": torch.tensor(3.5),
+    "empty": torch.empty(0, 3),
+    "mask": torch.arange(7) % 3 == 0,
+    "complex": seeded(5, 5, 4, dtype=torch.complex64),
+    "wide": seeded(6, 3, 4, dtype=torch.complex128),
+    "eighth": torch.linspace(-3, 3, 50).to(torch.float8_e4m3fn),
+    "turned": seeded(7, 9, 8).t(),
+}
+"""Only where DCP stores items: whole, on one rank."""
+
+OBJECTS: dict[str, Any] = {
+    "step": 1000,
+    "note": "hello",
+    "tags": {"a", "b"},
+    "groups": [{"lr": 0.5}, {"lr": 0.25}],
+}
+
+
+def sharded() -> dict[str, Any]:
+    """Return this rank's part of `WEIGHTS`."""
+    mesh = init_device_mesh("cpu", (2,))
+    return {
+        name: distribute_tensor(tensor, mesh, [Shard(CUTS[name])], src_data_rank=None)
+        for name, tensor in WEIGHTS.items()
+    }
+
+
+def save_all(_rank: int, folder: Path) -> None:
+    """Save the state in every format that ranks save, each into a folder of its name."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: PLC0415  # prints
+
+    state = sharded() | EXTRAS | OBJECTS
+    dcp_cases.save(state, folder / "ckpt_storage" / "step-1000")
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "dcp" / "step-1000"))
+    writer = HuggingFaceStorageWriter(
+        str(folder / "dcp_safetensors" / "step-1000"), save_distributed=True
+    )
+    dcp.save(sharded(), storage_writer=writer)
+
+
+def save_on_four(_rank: int, path: Path) -> None:
+    """Save a tensor in four chunks of three rows."""
+    mesh = init_device_mesh("cpu", (4,))
+    tensor = distribute_tensor(torch.arange(36).reshape(12, 3), mesh, [Shard(0)])
+    dcp_cases.save({"rows": tensor}, path)
+
+
+def save_hugging_face(folder: Path) -> None:
+    """Save `WEIGHTS` as a Hugging Face folder of two weight files and an index."""
+    path = folder / "safetensors" / "step-1000"
+    path.mkdir(parents=True)
+    names = sorted(WEIGHTS)
+    weight_map = {}
+    for number, some in enumerate((names[:2], names[2:]), start=1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        safetensors.torch.save_file({name: WEIGHTS[name] for name in some}, path / file)
+        weight_map.update(dict.fromkeys(some, file))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def numpy_of(tensor: torch.Tensor) -> Any:
+    """Return a tensor as numpy has it, types of ml_dtypes by way of their bytes."""
+    import ml_dtypes  # noqa: PLC0415  # an extra
+
+    plain = tensor.contiguous()
+    if tensor.dtype in {torch.bfloat16, torch.float8_e4m3fn}:
+        name = str(tensor.dtype).removeprefix("torch.")
+        raw = plain.view(torch.uint8).numpy() if tensor.dtype.itemsize == 1 else None
+        raw = plain.view(torch.int16).numpy() if raw is None else raw
+        return raw.view(getattr(ml_dtypes, name))
+    return plain.numpy()

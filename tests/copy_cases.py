@@ -1,0 +1,101 @@
+"""What the tests of `copy` share: a checkpoint of several files, and an oracle of bytes.
+
+The oracle reads files and slots with `json` alone; it never calls the package.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpt_storage import CheckpointStorageWriter
+from ckpt_storage.options import RetryPolicy
+
+QUICK = RetryPolicy(attempt_count=2, first_delay_s=0.0, max_delay_s=0.0)
+
+SIZES = ((300, 128), (64, 7), (), (0, 3))
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    """Return tensors of several shapes and a blob, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    state: dict[str, Any] = {
+        f"t{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(SIZES)
+    }
+    state["nested"] = {"step": seed, "flags": torch.arange(9) > 4}
+    return state
+
+
+def save(state: dict[str, Any], url: str | Path, **options: Any) -> None:
+    """Save with our writer in this process."""
+    options = {"sync_files": False} | options
+    writer = CheckpointStorageWriter(url, **options)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+def saved_stock(state: dict[str, Any], folder: Path) -> None:
+    """Save with torch's own writer, in two files."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+def load_stock(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Load into a copy of `state` with torch's own reader."""
+    found: dict[str, Any] = _blank(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return found
+
+
+def _blank(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: _blank(one) for key, one in value.items()}
+    return None
+
+
+def same(left: Any, right: Any) -> bool:
+    """Return whether two states are equal bit by bit."""
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    return bool(left == right)
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Return content by path, temporary files left out."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and ".tmp-" not in path.name
+    }
+
+
+def save_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return what belongs to save attempts, but the markers that each root has of its own."""
+    markers = ("begun.json", "published.json")
+    return {
+        path: data
+        for path, data in files.items()
+        if path.startswith("saves/") and not path.endswith(markers)
+    }
+
+
+def head_of(files: Mapping[str, bytes]) -> str | None:
+    """Return the save id that the highest slot names, None if there is none."""
+    slots = sorted(path for path in files if path.startswith("commits/"))
+    if not slots:
+        return None
+    head = json.loads(files[slots[-1]])["body"]["head"]
+    return str(head["save_id"]) if head else None

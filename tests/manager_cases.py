@@ -1,0 +1,177 @@
+"""States for tests of the manager, and how a checkpoint of one is damaged; jobs of ranks.
+
+Functions here run in the processes of a `RankPool`, so they are importable and take plain values.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_storage.errors import CheckpointError
+from ckpt_storage.manager import CheckpointManager
+from ckpt_storage.restoring import Restored
+from ckpt_storage.retention import KeepLatest
+
+MARK = bytes(range(64))
+"""Bytes of the saved tensor that one finds in the shard file."""
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """Return the state of a step."""
+    return {
+        "w": torch.full((16,), float(step)),
+        "mark": torch.frombuffer(bytearray(MARK), dtype=torch.uint8),
+        "step": step,
+    }
+
+
+def blank() -> dict[str, Any]:
+    """Return what a state is loaded into."""
+    return {"w": torch.zeros(16), "mark": torch.zeros(64, dtype=torch.uint8), "step": -1}
+
+
+def step_in(state: dict[str, Any]) -> int:
+    """Return which step a state is of; fails for a mixture."""
+    step = int(state["step"])
+    assert torch.equal(state["w"], torch.full((16,), float(step)))
+    assert bytes(state["mark"].numpy()) == MARK
+    return step
+
+
+def damage(folder: Path) -> None:
+    """Flip one bit of the tensor in every shard file below a folder."""
+    count = 0
+    for path in folder.glob("saves/*/*.distcp"):
+        data = bytearray(path.read_bytes())
+        at = data.find(MARK)
+        if at >= 0:
+            data[at + 7] ^= 4
+            path.write_bytes(data)
+            count += 1
+    assert count
+
+
+def names_in(root: Path) -> list[str]:
+    """Return the folders of the root in which something besides slots is."""
+    return sorted(
+        path.name
+        for path in root.iterdir()
+        if any(file.is_file() and file.parent.name != "commits" for file in path.rglob("*"))
+    )
+
+
+def restore(manager: CheckpointManager, **options: Any) -> Restored:
+    """Restore into a new state and check that it is of the step that is told."""
+    state = blank()
+    found = manager.restore(state, **options)
+    assert found is not None
+    assert step_in(state) == found.step
+    return found
+
+
+def train(rank: int, root: str, steps: int) -> list[str]:
+    """Save on all ranks, prune, restore; return what is left and which was restored."""
+    with CheckpointManager(root, keep=KeepLatest(2), timeout=60, mode="thread") as manager:
+        for step in range(1, steps):
+            manager.save(step, state_of(step), metrics={"loss": rank}, sync_files=False)
+        handle = manager.save_async(steps, state_of(steps), sync_files=False)
+        handle.result(60)
+        assert manager.wait_pruned(60)
+        assert (manager.prune() is None) == (rank != 0)
+        found = restore(manager)
+        infos = manager.all()
+        assert infos[0].metrics in ({"loss": 0.0}, {})
+        return [*(info.name for info in infos), found.info.save_id or ""]
+
+
+def resume(rank: int, root: str) -> tuple[int, list[str], bool]:
+    """Restore; return the step, what was skipped, and whether this rank logged a warning."""
+    warned: list[str] = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warned.append(record.getMessage())
+
+    log = logging.getLogger("ckpt_storage")
+    keeper = Keeper(logging.WARNING)
+    log.addHandler(keeper)
+    try:
+        with CheckpointManager(root, timeout=60) as manager:
+            found = restore(manager)
+    finally:
+        log.removeHandler(keeper)
+    del rank
+    said = any("Resumed from" in text for text in warned)
+    return found.step, [one.name for one in found.skipped], said
+
+
+def resume_alone(rank: int, root: str, others: str) -> str:
+    """Restore from roots that differ on one rank; return the error."""
+    with CheckpointManager(others if rank == 1 else root, timeout=20) as manager:
+        try:
+            manager.restore(blank())
+        except CheckpointError as error:
+            return type(error).__name__
+    return "nothing was raised"
+
+
+def decide(rank: int, root: str, noticed: int, steps: int) -> tuple[list[int], str | None, bool]:
+    """Ask at each step, with a signal on one rank only; return when to save, and why."""
+    taken: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _frame: taken.append(number))
+    try:
+        with CheckpointManager(
+            root, every_steps=10, signals=(signal.SIGUSR1,), timeout=60
+        ) as manager:
+            saves = []
+            for step in range(1, steps):
+                if step == 5 and rank == noticed:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                if manager.should_save(step):
+                    saves.append(step)
+            preempted = manager.preempted
+        handler = signal.getsignal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert callable(handler)
+    return saves, preempted, bool(taken)
+
+
+def decide_apart(rank: int, root: str) -> str:
+    """Ask at different steps on each rank; return the error."""
+    with CheckpointManager(root, every_s=0.0, timeout=20) as manager:
+        try:
+            manager.should_save(5 + rank)
+        except CheckpointError as error:
+            return type(error).__name__
+    return "nothing was raised"
+
+
+def resume_deep(rank: int, root: str) -> tuple[int, int | None, list[str | None]]:
+    """Restore after checking all; return the step, that of `latest`, and the ids skipped."""
+    del rank
+    with CheckpointManager(root, timeout=60) as manager:
+        found = restore(manager, check="deep")
+        latest = manager.latest()
+    ids = [one.save_id for one in found.skipped]
+    return found.step, None if latest is None else latest.step, ids
+
+
+def decide_unlike(rank: int, root: str, what: str) -> str:
+    """Ask when to save with an argument that rank 1 alone has; return the error."""
+    options: dict[str, Any] = {"every_steps": 3}
+    if rank == 1:
+        given = {"preemption": lambda: False, "every_steps": 4, "every_s": 9.0, "names": "s{step}"}
+        options[what] = given[what]
+    with CheckpointManager(root, timeout=20, **options) as manager:
+        try:
+            manager.should_save(1)
+        except CheckpointError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing was raised"

@@ -1,0 +1,158 @@
+"""The benchmark: what it computes from measurements, and one small run of every scenario."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from ckpt_storage.benchmark.compare import Comparison
+from ckpt_storage.benchmark.meter import Measurement, Summary
+from ckpt_storage.benchmark.report import COLUMNS, as_json_body, check_plot, plot, rows_of
+from ckpt_storage.benchmark.settings import SCENARIOS, BenchSettings
+from ckpt_storage.cli.app import app
+from ckpt_storage.errors import InvalidInputError
+
+_FACTS = {
+    "storage": "file",
+    "latency_s": 0.0,
+    "rank_count": 2,
+    "run_count": 3,
+    "processor_count": 2,
+    "load_average": 0.5,
+    "torch": "2",
+    "python": "3",
+}
+
+
+def _measured(seconds: float, requests: int | None = None) -> Measurement:
+    return Measurement(
+        seconds=seconds, cpu_s=seconds / 2, extra_bytes=1 << 20, request_count=requests
+    )
+
+
+def _comparison(**changes: object) -> Comparison:
+    runs: Mapping[str, list[float]] = {
+        "planner": [1.0, 1.0, 1.0],
+        "floor": [2.0, 1.5, 9.0],
+        "ours": [5.0, 7.0, 4.0],
+        "whole": [3.0, 3.0, 3.0],
+    }
+    summaries = {
+        name: Summary.of([_measured(each) for each in seconds]) for name, seconds in runs.items()
+    }
+    arguments = {"what": "save", "moved_bytes": 10**9, "floor": "floor", "summaries": summaries}
+    return Comparison(**{**arguments, **changes})  # type: ignore[arg-type]  # a test's defaults
+
+
+def test_a_summary_has_median_and_extremes() -> None:
+    """A summary holds the median and both extremes, so that one outlier moves one figure."""
+    summary = Summary.of([_measured(3.0), _measured(1.0), _measured(10.0, requests=7)])
+    assert (summary.median_s, summary.min_s, summary.max_s) == (3.0, 1.0, 10.0)
+    assert (summary.request_count, summary.sent_bytes) == (7, None)
+
+
+def test_ratios_are_of_medians_to_the_floor() -> None:
+    """A ratio is a contender's median over the floor's."""
+    assert _comparison().ratio("ours") == pytest.approx(5.0 / 2.0)
+    assert _comparison().ratio("floor") == 1.0
+
+
+def test_what_is_deducted_is_taken_off_those_that_contain_it() -> None:
+    """The planner's time comes off the others, but not off the floor or what plans by itself."""
+    found = _comparison(deducted="planner", whole=frozenset({"whole"}))
+    assert found.net_s("ours") == pytest.approx(4.0)
+    assert found.net_s("whole") == pytest.approx(3.0)
+    assert found.net_s("floor") == pytest.approx(2.0)
+
+
+def test_rows_leave_out_what_was_not_measured() -> None:
+    """A figure that the storage does not tell is an empty cell, not a zero."""
+    row = dict(zip(COLUMNS, rows_of(_comparison())[2], strict=True))
+    assert row["who"] == "ours"
+    assert row["x floor"] == "2.50"
+    assert row["requests"] == ""
+    assert row["extra MiB"] == "1"
+
+
+def test_json_has_every_figure() -> None:
+    """The JSON body holds the facts of the run and each contender's figures and ratio."""
+    body = json.loads(json.dumps(as_json_body([_comparison()], _FACTS)))
+    assert body["rank_count"] == 2
+    ours = body["comparisons"][0]["contenders"]["ours"]
+    assert (ours["median_s"], ours["floor_ratio"]) == (5.0, 2.5)
+
+
+@pytest.mark.parametrize("name", ["figures.svg", "figures.png"])
+def test_a_plot_is_a_picture_of_its_kind(tmp_path: Path, name: str) -> None:
+    """`plot` writes SVG or PNG, by the ending of the name."""
+    pytest.importorskip("matplotlib")
+    plot([_comparison(), _comparison(deducted="planner")], str(tmp_path / name), "a run")
+    head = (tmp_path / name).read_bytes()[:100]
+    assert head.startswith(b"\x89PNG") if name.endswith("png") else b"<?xml" in head
+
+
+def test_a_plot_of_another_kind_is_refused_before_measuring() -> None:
+    """A name that says neither PNG nor SVG is refused with what to write."""
+    with pytest.raises(InvalidInputError, match=r"\.png or \.svg"):
+        check_plot("figures.pdf")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scenarios": ("save", "fly")},
+        {"rank_count": 0},
+        {"gib": 0.0},
+        {"run_count": 0},
+        {"latency_s": -1.0},
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
+    """Settings that cannot be measured raise `InvalidInputError` before a rank starts."""
+    with pytest.raises(InvalidInputError):
+        BenchSettings(url="/tmp", **wrong)  # type: ignore[arg-type]  # wrong on purpose  # noqa: S108
+
+
+def test_the_command_knows_all_scenarios() -> None:
+    """The command line offers exactly the scenarios that can be measured."""
+    help_text = CliRunner().invoke(app, ["bench", "--help"]).output
+    assert all(name in help_text for name in SCENARIOS)
+
+
+def test_either_a_url_or_a_served_storage() -> None:
+    """Neither or both of URL and --serve is an error in the arguments, exit code 2."""
+    for arguments in ([], ["/x", "--serve"], ["/x", "--latency-ms", "5"]):
+        assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 2
+
+
+@pytest.mark.timeout(600)
+def test_every_scenario_runs_on_a_disk(tmp_path: Path) -> None:
+    """All scenarios with all peers on a small state: each has its floor, and nothing is left."""
+    arguments = ["bench", str(tmp_path), "--json", "--peers", "--runs", "1", "--gib", "0.004"]
+    ended = CliRunner().invoke(app, [*arguments, "--small", "20"])
+    assert ended.exit_code == 0, ended.output
+    body = json.loads(ended.output[ended.output.index("{\n") :])
+    assert len(body["comparisons"]) == len(SCENARIOS)
+    for comparison in body["comparisons"]:
+        assert comparison["contenders"][comparison["floor"]]["floor_ratio"] == 1.0
+        assert any(name.startswith("ckpt_storage") for name in comparison["contenders"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(600)
+def test_served_storage_counts_requests() -> None:
+    """On the bench's own S3 server a save's requests and bytes are known, those of all ranks."""
+    arguments = ["bench", "--serve", "--json", "--runs", "1", "--gib", "0.004"]
+    ended = CliRunner().invoke(app, [*arguments, "--scenario", "save", "--scenario", "load"])
+    assert ended.exit_code == 0, ended.output
+    body = json.loads(ended.output[ended.output.index("{\n") :])
+    for comparison, direction in zip(
+        body["comparisons"], ("sent_bytes", "received_bytes"), strict=True
+    ):
+        ours = comparison["contenders"]["ckpt_storage"]
+        assert ours["request_count"] > 0
+        assert ours[direction] >= comparison["moved_bytes"]

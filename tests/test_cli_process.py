@@ -1,0 +1,197 @@
+"""The command line as a process: pipes, signals, missing packages, torchrun, shells."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_tools import make_run, process
+from safetensors.torch import load_file
+
+from ckpt_storage.testing.s3server import FaultRule, S3Server
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three checkpoints; not to be changed."""
+    return make_run(tmp_path_factory.mktemp("cli") / "run")
+
+
+@pytest.fixture
+def last(run: Path) -> Path:
+    """The newest checkpoint."""
+    return run / "step-00001100"
+
+
+def python(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a few lines of Python."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_looking_imports_no_torch(run: Path, last: Path) -> None:
+    """Neither ls, show, tree, verify nor the help; nor cat, stats and cp of plain tensors."""
+    code = (
+        "import sys\n"
+        "from ckpt_storage.cli.app import app\n"
+        "run, last, other = sys.argv[1:]\n"
+        "for line in (['--help'], ['ls', run], ['show', last], ['show', last, 'model.w'],\n"
+        "             ['tree', last], ['verify', last], ['cat', last, 'model.w'],\n"
+        "             ['stats', last, 'model.w'], ['cp', last, other], ['doctor', other + '-x'],\n"
+        "             ['prune', run, '--keep-latest', '9']):\n"
+        "    code = app(line, standalone_mode=False)\n"
+        "    assert code == 0, (line, code)\n"
+        "    assert 'torch' not in sys.modules, line\n"
+    )
+    result = python(code, run, last, run.parent / "copied")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("package", ["click", "rich"])
+def test_a_missing_package_is_one_line_that_names_the_extra(package: str) -> None:
+    """And exit code 2."""
+    code = (
+        "import sys\n"
+        "sys.modules[sys.argv[1]] = None\n"
+        "sys.argv = ['ckpt-storage', 'ls', '/tmp']\n"
+        "from ckpt_storage.cli import main\n"
+        "main()\n"
+    )
+    result = python(code, package)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "ckpt-storage[cli]" in result.stderr
+    assert package in result.stderr
+
+
+def test_exit_codes_reach_the_shell(run: Path, last: Path) -> None:
+    """0, 1 and 2."""
+    assert process("verify", last).returncode == 0
+    assert process("diff", last, run / "step-00000900", "--no-values").returncode == 0
+    assert process("show", run / "nothing").returncode == 2
+
+
+def test_a_reader_that_leaves_is_no_error(run: Path) -> None:
+    """As in `ckpt-storage ls ... | head`: no traceback, and the code of SIGPIPE."""
+    command = [sys.executable, "-m", "ckpt_storage", "ls", str(run)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as started:
+        assert started.stdout is not None
+        assert started.stderr is not None
+        started.stdout.close()
+        errors = started.stderr.read()
+        assert started.wait(60) == 141
+    assert errors == ""
+
+
+@pytest.fixture
+def server() -> Iterator[S3Server]:
+    """An S3 server with a bucket."""
+    with S3Server() as running:
+        running.create_bucket("bkt")
+        yield running
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "doctor"])
+def test_an_interrupt_ends_it_at_once(server: S3Server, command: str, tmp_path: Path) -> None:
+    """While the storage hangs: one line, exit code 130."""
+    options = tmp_path / "options.json"
+    options.write_text(json.dumps(server.storage_options))
+    server.faults([FaultRule(times=0, action="hang")])
+    line = [sys.executable, "-m", "ckpt_storage", command, "s3://bkt/x"]
+    with subprocess.Popen(
+        [*line, "--storage-options-file", str(options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as started:
+        server.wait_for(lambda requests: len(requests) > 0, timeout_s=60)
+        started.send_signal(signal.SIGINT)
+        output, errors = started.communicate(timeout=30)
+        assert started.returncode == 130, errors
+    assert output == ""
+    assert errors.strip() == "ckpt-storage: interrupted."
+
+
+@pytest.mark.parametrize("command", ["cp", "verify", "stats"])
+def test_a_bar_is_drawn_on_a_terminal_only(last: Path, tmp_path: Path, command: str) -> None:
+    """Standard error decides."""
+    after: dict[str, list[str]] = {"cp": [str(tmp_path / "a")], "stats": ["model.w"]}
+    more = after.get(command, [])
+    plain = process(command, last, *more)
+    assert (plain.returncode, plain.stderr) == (0, "")
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    again = [str(tmp_path / "b")] if command == "cp" else more
+    line = [sys.executable, "-m", "ckpt_storage", command, str(last), *again]
+    result = subprocess.run(
+        line, check=False, stdout=subprocess.PIPE, stderr=theirs, timeout=60, text=True
+    )
+    os.close(theirs)
+    drawn = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert result.returncode == 0
+    assert ("write" if command == "cp" else "load") in drawn
+    assert "%" in drawn
+
+
+def test_torchrun_shares_the_work(last: Path, tmp_path: Path) -> None:
+    """Two ranks write one export, and only one of them prints."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [
+            *line,
+            *("-m", "ckpt_storage", "consolidate", str(last), str(tmp_path / "out"), "--json"),
+            *("--include", "model.*"),
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    body = json.loads(result.stdout)
+    assert body["tensor_count"] == 3
+    assert len(load_file(tmp_path / "out" / "model.safetensors")) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("ckpt-storage ver", "plain,verify"),
+        ("ckpt-storage verify ", "file,"),
+        ("ckpt-storage show {last} model.", "plain,model.w"),
+        ("ckpt-storage verify --sha", "plain,--shallow"),
+    ],
+)
+def test_shells_complete(words: str, expected: str, last: Path) -> None:
+    """Commands, options, paths, and names in a local checkpoint."""
+    text = words.format(last=last)
+    environment = {
+        "_CKPT_STORAGE_COMPLETE": "bash_complete",
+        "COMP_WORDS": text,
+        "COMP_CWORD": str(len(text.split(" ")) - 1),
+    }
+    result = process(env=environment)
+    assert expected in result.stdout.splitlines() or any(
+        line.startswith(expected) for line in result.stdout.splitlines()
+    ), result.stdout
+    script = process(env={"_CKPT_STORAGE_COMPLETE": "zsh_source"})
+    assert "ckpt-storage" in script.stdout

@@ -1,0 +1,229 @@
+"""Credentials the ways docs/object-storage.md lists them, against the emulators.
+
+Each way runs in a process of its own, with an environment that has nothing else: what the page says
+must be enough, and a save without it must fail.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration_tools import EXAMPLES, ROOT
+from servers import AZURE_KEY, Running
+
+import ckpt_storage
+
+ROUND_TRIP = """
+import json, sys
+import torch
+import ckpt_storage
+url, options = json.loads(sys.argv[1])
+state = {"x": torch.arange(8.0), "step": 3}
+try:
+    ckpt_storage.save(state, url, storage_options=options or None, timeout=30)
+    target = {"x": torch.zeros(8), "step": 0}
+    ckpt_storage.load(target, url, storage_options=options or None, timeout=30)
+except ckpt_storage.StorageError as error:
+    print("kind", error.kind, "text", error)
+    sys.exit(3)
+assert torch.equal(target["x"], state["x"])
+assert target["step"] == 3
+"""
+PLAIN = {
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    "NO_GCE_CHECK": "true",
+    "NO_PROXY": "127.0.0.1,localhost",
+    "OMP_NUM_THREADS": "1",
+    "PATH": "/usr/bin:/bin",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+def round_trip(
+    url: str, options: Mapping[str, Any], environment: Mapping[str, str], home: Path
+) -> subprocess.CompletedProcess[str]:
+    """Save and load once in a process with `environment` and nothing of ours."""
+    return subprocess.run(
+        [sys.executable, "-c", ROUND_TRIP, json.dumps([url, options])],
+        env={**PLAIN, "HOME": str(home), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+S3_KEY = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test-secret-of-moto"}
+
+
+@pytest.mark.parametrize("way", ["options", "environment", "profile-option", "profile-environment"])
+def test_s3(moto_server: Running, moto_root: Running, tmp_path: Path, way: str) -> None:
+    """A key in options or environment, and a profile named by either, reach an S3 server."""
+    url = f"{moto_root.url}/step-1"
+    (tmp_path / "config").write_text(
+        f"[profile training]\nregion = us-east-1\nendpoint_url = {moto_server.url}\n"
+    )
+    (tmp_path / "credentials").write_text(
+        "[training]\naws_access_key_id = test\naws_secret_access_key = test-secret-of-moto\n"
+    )
+    files = {
+        "AWS_CONFIG_FILE": str(tmp_path / "config"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
+    }
+    options: dict[str, Any] = {}
+    environment: dict[str, str] = {}
+    if way == "options":
+        options = {"key": "test", "secret": "test-secret-of-moto", "endpoint_url": moto_server.url}
+        options["client_kwargs"] = {"region_name": "us-east-1"}
+    elif way == "environment":
+        environment = {
+            **S3_KEY,
+            "AWS_ENDPOINT_URL": moto_server.url,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+    elif way == "profile-option":
+        options, environment = {"profile": "training"}, files
+    else:
+        environment = {**files, "AWS_PROFILE": "training"}
+    done = round_trip(url, options, environment, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_s3_without_credentials(moto_server: Running, moto_root: Running, tmp_path: Path) -> None:
+    """Without any, the error says that credentials are what is missing."""
+    url = f"{moto_root.url}/step-1"
+    environment = {"AWS_ENDPOINT_URL": moto_server.url, "AWS_DEFAULT_REGION": "us-east-1"}
+    done = round_trip(url, {}, environment, tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.startswith("kind credentials"), done.stdout
+
+
+@pytest.mark.parametrize("way", ["options", "environment"])
+def test_gcs(gcs_server: Running, gcs_root: Running, tmp_path: Path, way: str) -> None:
+    """An emulator is named by options or by the environment."""
+    url = f"{gcs_root.url}/step-1"
+    options: dict[str, Any] = {"token": "anon", "project": "test"}
+    environment = {}
+    if way == "options":
+        options["endpoint_url"] = gcs_server.url
+    else:
+        environment["STORAGE_EMULATOR_HOST"] = gcs_server.url
+    done = round_trip(url, options, environment, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("way", ["options", "environment"])
+def test_azure(azure_root: Running, tmp_path: Path, way: str) -> None:
+    """A connection string in options or environment reaches Azure.
+
+    The other ways of adlfs speak https to accounts only, which no emulator has here.
+    """
+    connection = azure_root.storage_options["connection_string"]
+    options: dict[str, Any] = {}
+    environment = {}
+    if way == "options":
+        options = {"connection_string": connection}
+    else:
+        environment = {"AZURE_STORAGE_CONNECTION_STRING": connection}
+    done = round_trip(f"{azure_root.url}/step-1", options, environment, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def example(
+    url: str, options: Mapping[str, str], environment: Mapping[str, str], home: Path
+) -> tuple[int, str]:
+    """Run the example with `environment` and nothing of ours; return its code and its output."""
+    words = [f"{key}={value}" for key, value in options.items()]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "credentials.py"), url, *words],
+        env={**PLAIN, "HOME": str(home), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert "test-secret-of-moto" not in output
+    assert AZURE_KEY not in output
+    return done.returncode, output
+
+
+def test_the_example_on_s3(moto_server: Running, moto_root: Running, tmp_path: Path) -> None:
+    """A secret comes from a variable, not from the command line; a profile is enough; none is not.
+
+    What is printed without credentials says so, and what is printed at all holds no secret.
+    """
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "config").write_text(
+        f"[profile training]\nregion = us-east-1\nendpoint_url = {moto_server.url}\n"
+        "aws_access_key_id = test\naws_secret_access_key = test-secret-of-moto\n"
+    )
+    ways: list[tuple[dict[str, str], dict[str, str]]] = [
+        (
+            {"key": "env:MY_KEY", "secret": "env:MY_SECRET", "endpoint_url": moto_server.url},
+            {"MY_KEY": "test", "MY_SECRET": "test-secret-of-moto"},
+        ),
+        ({"profile": "training"}, {}),
+        ({}, {"AWS_PROFILE": "training"}),
+        ({}, {**S3_KEY, "AWS_ENDPOINT_URL": moto_server.url, "AWS_DEFAULT_REGION": "us-east-1"}),
+    ]
+    for options, environment in ways:
+        code, output = example(moto_root.url, options, environment, tmp_path)
+        assert code == 0, output
+        assert f"saved {moto_root.url}/step-3 and loaded the same" in output
+    code, output = example(moto_root.url, {"endpoint_url": moto_server.url}, {}, tmp_path)
+    assert code == 1
+    assert output.startswith("credentials: none were found"), output
+    code, output = example(moto_root.url, {"secret": "env:MY_SECRET"}, {}, tmp_path)
+    assert (code, output) == (1, "secret: the environment has no MY_SECRET\n")
+
+
+def test_the_example_on_gcs(gcs_server: Running, gcs_root: Running, tmp_path: Path) -> None:
+    """An emulator of Google Cloud Storage, by options and by the environment."""
+    plain = {"token": "anon", "project": "test"}
+    for options, environment in (
+        ({**plain, "endpoint_url": gcs_server.url}, {}),
+        (plain, {"STORAGE_EMULATOR_HOST": gcs_server.url}),
+    ):
+        code, output = example(gcs_root.url, options, environment, tmp_path)
+        assert code == 0, output
+        assert f"saved {gcs_root.url}/step-3 and loaded the same" in output
+
+
+def test_the_example_on_azure(azure_root: Running, tmp_path: Path) -> None:
+    """A connection string, by an option that names a variable and by the environment."""
+    connection = azure_root.storage_options["connection_string"]
+    for options, environment in (
+        ({"connection_string": "env:MY_CONNECTION"}, {"MY_CONNECTION": connection}),
+        ({}, {"AZURE_STORAGE_CONNECTION_STRING": connection}),
+    ):
+        code, output = example(azure_root.url, options, environment, tmp_path)
+        assert code == 0, output
+        assert f"saved {azure_root.url}/step-3 and loaded the same" in output
+
+
+@pytest.mark.parametrize("url", ["az://container/run", "s3://bucket/run", "gs://bucket/run"])
+def test_an_option_cannot_change_the_scheme(url: str) -> None:
+    """`protocol` among the options, which fsspec would follow instead of the URL, is named."""
+    for protocol in ("http", 80):
+        with pytest.raises(ckpt_storage.InvalidInputError, match="'protocol'"):
+            ckpt_storage.list_checkpoints(url, storage_options={"protocol": protocol})
+
+
+def test_the_page_names_what_was_tested() -> None:
+    """Every option and variable used above stands on the page."""
+    page = (ROOT / "docs" / "object-storage.md").read_text(encoding="utf-8")
+    source = Path(__file__).read_text(encoding="utf-8")
+    used = set(re.findall(r"\"((?:AWS|AZURE_STORAGE|STORAGE)_[A-Z_]+)\"", source))
+    used -= {"AWS_EC2_METADATA_DISABLED"}
+    assert [name for name in sorted(used) if name not in page] == []
+    for option in ("profile", "endpoint_url", "connection_string", "token", "key", "secret"):
+        assert f'"{option}"' in page

@@ -1,0 +1,147 @@
+"""Nests of values as packed states, and deleting for a framework."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckpt_storage
+from ckpt_storage import FormatError
+from ckpt_storage.integrations.packing import OUTLINE, pack, unpack
+from ckpt_storage.integrations.removing import remove
+from ckpt_storage.integrations.whole import WholePlanner
+from ckpt_storage.options import Timeouts
+
+_LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.text(max_size=5),
+    st.builds(torch.tensor, st.lists(st.integers(0, 9), min_size=1, max_size=3)),
+)
+_KEYS = st.one_of(st.integers(0, 3), st.sampled_from(["a", "b", "a.b", "state_dict", ""]))
+_NESTS = st.recursive(
+    _LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(_KEYS, inner, max_size=3),
+        st.dictionaries(_KEYS, inner, max_size=3).map(OrderedDict),
+    ),
+    max_leaves=12,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two nests are equal, classes and tensors included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        keys = [(type(key), key) for key in one]
+        return keys == [(type(key), key) for key in other] and all(
+            same(one[key], other[key]) for key in one
+        )
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def through_storage(values: dict[str, Any], url: Path, *, unsafe_pickle: bool = False) -> object:
+    """Save, load and unpack `values`."""
+    ckpt_storage.save(pack(values), url)
+    planner = WholePlanner()
+    ckpt_storage.load({}, url, planner=planner, unsafe_pickle=unsafe_pickle)
+    return unpack(planner.loaded, planner.loaded.get(OUTLINE))
+
+
+@given(st.dictionaries(st.sampled_from(["a", "b", "a.b", "c"]), _NESTS, max_size=4))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_unpacking_gives_what_was_packed(values: dict[str, Any]) -> None:
+    """Classes of containers, keys that are no text, order and every tensor come back."""
+    state = pack(values)
+    flat = {
+        f"{head}.{name}": tensor
+        for head, part in state.items()
+        if head != OUTLINE
+        for name, tensor in part.items()
+    }
+    assert same(unpack(flat, state[OUTLINE]), values)
+
+
+def test_a_packed_state_survives_a_checkpoint(tmp_path: Path) -> None:
+    """What a framework hands over comes back from storage as it was."""
+    values = {
+        "state_dict": OrderedDict([("net.weight", torch.rand(3, 2)), ("net.bias", torch.rand(3))]),
+        "optimizer_states": [
+            {"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": [{"lr": 0.1}]}
+        ],
+        "a.b": torch.tensor(1),
+        "a": {"b": torch.tensor(2)},
+        "epoch": 3,
+        "loops": {"fit": (1, None, "x")},
+    }
+    assert same(through_storage(values, tmp_path / "one"), values)
+
+
+def test_tensors_have_names_of_their_own(tmp_path: Path) -> None:
+    """Another reader finds the weights under the keys that lead to them."""
+    weight = torch.rand(3, 2)
+    ckpt_storage.save(pack({"state_dict": {"net.weight": weight}, "epoch": 1}), tmp_path / "one")
+    found = {"state_dict.net.weight": torch.zeros(3, 2)}
+    ckpt_storage.load(found, tmp_path / "one")
+    assert torch.equal(found["state_dict.net.weight"], weight)
+
+
+def test_keys_that_spell_one_name_are_told_apart(tmp_path: Path) -> None:
+    """A key with a dot, and two keys that it spells, keep their own tensors."""
+    values = {"x": {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}}}
+    assert same(through_storage(values, tmp_path / "one"), values)
+
+
+def test_objects_of_other_classes_need_trust(tmp_path: Path) -> None:
+    """What would run code on loading is refused, and loads if whoever wrote it is trusted."""
+    with pytest.raises(ckpt_storage.UnsafeContentError, match="pathlib"):
+        through_storage({"where": Path("x")}, tmp_path / "one")
+    assert through_storage({"where": Path("x")}, tmp_path / "two", unsafe_pickle=True) == {
+        "where": Path("x")
+    }
+
+
+def test_only_what_is_wanted_is_loaded(tmp_path: Path) -> None:
+    """Targets are filled; of the rest, what is not wanted is not read."""
+    ckpt_storage.save({"a": torch.ones(2), "b": torch.ones(3), "c": 5, "d": 6}, tmp_path / "one")
+    target = {"a": torch.zeros(2)}
+    planner = WholePlanner(wanted=lambda fqn: fqn in {"b", "c"})
+    ckpt_storage.load(target, tmp_path / "one", planner=planner)
+    assert torch.equal(target["a"], torch.ones(2))
+    assert sorted(planner.loaded) == ["a", "b", "c"]
+    assert torch.equal(planner.loaded["b"], torch.ones(3))
+    assert planner.loaded["c"] == 5
+
+
+@pytest.mark.parametrize(
+    "outline", [None, ("dict",), ("dict", ((1,),)), ("tensor", "none"), ("value", 1)]
+)
+def test_a_checkpoint_of_another_kind_is_refused(outline: object) -> None:
+    """A checkpoint without an outline, or with a broken one, is an error and no guess."""
+    with pytest.raises(FormatError):
+        unpack({}, outline)
+
+
+def test_removing_is_final_and_idempotent(tmp_path: Path) -> None:
+    """A removed checkpoint is not listed, and removing it again changes nothing."""
+    for name in ("one", "two"):
+        ckpt_storage.save({"x": torch.rand(2)}, tmp_path / name)
+    for _ in range(2):
+        remove(tmp_path / "one", storage_options=None, timeouts=Timeouts())
+        assert [info.name for info in ckpt_storage.list_checkpoints(tmp_path)] == ["two"]
+    remove(tmp_path / "never", storage_options=None, timeouts=Timeouts())
+    assert not list(tmp_path.glob("one/saves/*"))

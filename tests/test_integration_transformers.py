@@ -1,0 +1,103 @@
+"""The Hugging Face Trainer over our storage: interrupted and resumed, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from integration_tools import EXAMPLES, ROOT, finish, need, torchrun
+
+import ckpt_storage
+
+need("accelerate")
+
+SCRIPT = str(EXAMPLES / "trainer_resume.py")
+
+DAMAGED = """
+import functools, json, pathlib, sys
+import torch.distributed as dist
+import trainer_resume
+from transformers import TrainerCallback
+from ckpt_storage import KeepLatest
+from ckpt_storage.integrations.transformers import CheckpointStorageCallback
+
+url, out, keep = json.loads(sys.argv[1])
+if keep:
+    trainer_resume.CheckpointStorageCallback = functools.partial(
+        CheckpointStorageCallback, keep=KeepLatest(keep)
+    )
+whole = trainer_resume.train(url, out, interrupt_at=7)
+rank = dist.get_rank() if dist.is_initialized() else 0
+if rank == 0:
+    # Each shard holds parameters of its rank; of the last bytes some are a tensor's.
+    for shard in pathlib.Path(url, "step-00000006").glob("saves/*/*.distcp"):
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+if dist.is_initialized():
+    dist.barrier()
+resumed = trainer_resume.train(url, out)
+print(json.dumps([rank, min(resumed), all(whole[n] == resumed[n] for n in (4, 5, 6, 7))]))
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_interrupted_training_resumes_bit_for_bit(tmp_path: Path, ranks: int) -> None:
+    """In the middle of an epoch, with dropout, each later loss is that of an undisturbed run."""
+    url = str(tmp_path / "checkpoints")
+    command = [sys.executable, SCRIPT, url] if ranks == 1 else torchrun(SCRIPT, url, ranks=ranks)
+    code, output = finish(command, tmp_path)
+    assert code == 0, output
+    assert "interrupted at step 5" in output
+    assert "resumed after step 3" in output
+    assert "losses are bit-identical to those of the whole run" in output
+    assert "committed: step-00000003, step-00000006, step-00000008" in output
+    assert "the Trainer's own checkpoints: none" in output
+    assert "missing keys" not in output
+    for info in ckpt_storage.list_checkpoints(f"{url}/run"):
+        assert ckpt_storage.verify(info.url).ok
+    rng = {f"rng.{rank}" for rank in range(ranks)}
+    reader = ckpt_storage.CheckpointStorageReader(f"{url}/run/step-00000008")
+    names = set(reader.read_metadata().state_dict_metadata)
+    assert {name for name in names if name.startswith("rng.")} == rng
+
+
+def damaged_run(tmp_path: Path, *, ranks: int, keep: int) -> tuple[list[str], str]:
+    """Train to step 7, damage the model of step 6, train again; return what is committed."""
+    script = tmp_path / "job.py"
+    script.write_text(DAMAGED, encoding="utf-8")
+    url = str(tmp_path / "run")
+    job = json.dumps([url, str(tmp_path / "out"), keep])
+    command = [sys.executable, str(script), job]
+    if ranks > 1:
+        command = torchrun(str(script), job, ranks=ranks)
+    environment = {"PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
+    code, output = finish(command, tmp_path, environment)
+    assert code == 0, output
+    return [info.name for info in ckpt_storage.list_checkpoints(url)], output
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """Two ranks resume from the one before, bit for bit, say so, and commit the damaged step anew.
+
+    Only the model's bytes are damaged: what the Trainer reads first is whole.
+    """
+    names, output = damaged_run(tmp_path, ranks=2, keep=0)
+    for rank in (0, 1):
+        assert json.dumps([rank, 4, True]) in output, output
+    assert "which is not the newest: step-00000006 could not be loaded" in output
+    assert names == ["step-00000003", "step-00000006", "step-00000008"]
+    for name in names:
+        assert ckpt_storage.verify(tmp_path / "run" / name).ok
+
+
+def test_retention_keeps_what_a_resumed_run_needs(tmp_path: Path) -> None:
+    """With `keep=` the callback deletes older ones, and not the one that stands in."""
+    names, output = damaged_run(tmp_path, ranks=1, keep=2)
+    assert json.dumps([0, 4, True]) in output, output
+    assert names == ["step-00000006", "step-00000008"]
+    assert ckpt_storage.verify(tmp_path / "run" / names[-1]).ok

@@ -1,0 +1,204 @@
+"""The front doors' load planner plans what torch's does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from report_tools import Written, reports_of
+from test_assemble import cuts, tilings
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ckpt_storage.assemble import assemble
+from ckpt_storage.lazychunks import ChunkList
+from ckpt_storage.loadplanner import OwnChunksLoadPlanner, _own_chunks
+from ckpt_storage.reporttable import Planned
+from ckpt_storage.source import TensorInfo
+from ckpt_storage.tensorlayout import GridBoxes
+from ckpt_storage.testing.ranks import RankPool
+
+Chunk = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Shard(torch.Tensor):
+    """A tensor of which this rank holds some chunks, as torch's protocol for such has it."""
+
+    held: Sequence[Chunk] = ()
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:  # torch's
+        return [ChunkStorageMetadata(torch.Size(a), torch.Size(b)) for a, b in self.held]
+
+
+def shard(shape: tuple[int, ...], held: Sequence[Chunk]) -> Shard:
+    """Return a target of `shape` that holds these chunks."""
+    target = torch.zeros(shape).as_subclass(Shard)
+    target.held = held
+    return target
+
+
+def metadata_of(*tensors: tuple[str, tuple[int, ...], Sequence[Chunk]], lazy: bool) -> Metadata:
+    """Return metadata with these tensors and a blob, as lists of ours or of torch's."""
+    ranks = [[Written(fqn, *chunk) for fqn, _, chunks in tensors for chunk in chunks]]
+    shapes = {fqn: shape for fqn, shape, _ in tensors}
+    plan = Planned(tensors=shapes, blobs=frozenset(), planner_data=None)
+    state: dict[str, Any] = {"step": BytesStorageMetadata()}
+    for fqn, record in assemble(reports_of(ranks), plan, {}).tensors.items():
+        boxes = [box for box, _ in record.boxes()]
+        info = TensorInfo(
+            fqn=fqn,
+            dtype="float32",
+            shape=record.shape,
+            boxes=GridBoxes(record.grid, record.shape) if record.grid else boxes,
+        )
+        chunks = ChunkList(info)
+        state[fqn] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=torch.float32),
+            size=torch.Size(record.shape),
+            chunks=chunks if lazy else list(chunks),  # type: ignore[arg-type]
+        )
+    return Metadata(state_dict_metadata=state, planner_data={})
+
+
+def spelt(plan: LoadPlan) -> list[str]:
+    """Return items in an order of their own, without hints."""
+    return sorted(
+        repr((
+            item.type, item.dest_index.fqn, item.dest_index.offset, item.dest_offsets,
+            item.storage_index.fqn, item.storage_index.offset, item.storage_offsets, item.lengths,
+        ))
+        for item in plan.items
+        if 0 not in item.lengths or item.type.name == "BYTE_IO"
+    )  # fmt: skip
+
+
+def both(state: dict[str, Any], *tensors: Any, **options: Any) -> list[Any]:
+    """Return what both planners plan, or the error that they raise."""
+    found: list[Any] = []
+    for kind in (OwnChunksLoadPlanner, DefaultLoadPlanner):
+        planner = kind(**options)
+        metadata = metadata_of(*tensors, lazy=kind is OwnChunksLoadPlanner)
+        planner.set_up_planner(dict(state), metadata, is_coordinator=True)
+        try:
+            found.append(spelt(planner.create_local_plan()))
+        except (RuntimeError, ValueError) as error:
+            found.append((type(error), str(error)))
+    return found
+
+
+@settings(deadline=None)
+@given(tilings(), st.data())
+def test_the_same_reads_are_planned(
+    tiling: tuple[tuple[int, ...], list[Chunk]], data: st.DataObject
+) -> None:
+    """For every saved cover and every target sharding: whole, by rows, by columns, by boxes."""
+    shape, chunks = tiling
+    held: list[Chunk] = []
+    for _ in range(data.draw(st.integers(0, 3))):
+        pieces = [data.draw(cuts(size)) for size in shape]
+        picks = [data.draw(st.sampled_from(piece)) for piece in pieces]
+        held.append((tuple(a for a, _ in picks), tuple(b for _, b in picks)))
+    state = {"whole": torch.zeros(shape), "part": shard(shape, held), "step": 3}
+    tensors = [("whole", shape, chunks), ("part", shape, chunks)]
+    ours, theirs = both(state, *tensors)
+    assert ours == theirs
+    assert sum("'whole'" in item for item in ours) == 2 * len(chunks) // 2
+
+
+def own_chunks(_rank: int) -> tuple[list[Any], list[Any]]:
+    """Return what we and torch say that this rank holds, if torch takes placements for equal."""
+    mesh = init_device_mesh("cpu", (2,))
+    ours: list[Any] = []
+    theirs: list[Any] = []
+    cuts: dict[Any, Any] = {}
+    with pytest.MonkeyPatch.context() as patched:
+        for kind in (TorchShard, _StridedShard):
+            patched.setattr(kind, "__eq__", lambda a, b: a.dim == getattr(b, "dim", None))
+            patched.setattr(kind, "__hash__", lambda a: a.dim)
+        for placement in (TorchShard(0), _StridedShard(0, split_factor=2)):
+            value = DTensor.from_local(torch.zeros(4, 2), mesh, [placement], run_check=False)
+            ours.append(_own_chunks(value, cuts))
+            theirs.append(_create_chunk_list(value))
+    return ours, theirs
+
+
+def test_what_a_rank_holds_does_not_depend_on_how_torch_compares_placements(
+    ranks: RankPool,
+) -> None:
+    """A strided shard is not taken for the plain one that was looked at before it."""
+    for ours, theirs in ranks.run(own_chunks, world_size=2):
+        assert ours == theirs
+
+
+def test_targets_without_elements_read_nothing() -> None:
+    """Neither empty tensors nor empty shards."""
+    state = {"e": torch.zeros(0, 3), "w": shard((4,), [((4,), (0,))])}
+    ours, theirs = both(state, ("e", (0, 3), [((0, 0), (0, 3))]), ("w", (4,), [((0,), (4,))]))
+    assert ours == theirs == []
+
+
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize("flatten", [True, False])
+def test_missing_keys_are_treated_alike(*, partial: bool, flatten: bool) -> None:
+    """Left out in a partial load, else the same error."""
+    state: dict[str, Any] = {"w": torch.zeros(4), "new": torch.zeros(2), "blob": 3}
+    ours, theirs = both(
+        state,
+        ("w", (4,), [((0,), (4,))]),
+        ("other", (1,), [((0,), (1,))]),
+        allow_partial_load=partial,
+        flatten_state_dict=flatten,
+    )
+    assert ours == theirs
+    assert isinstance(ours, list) is partial
+
+
+@pytest.mark.parametrize("target", [torch.zeros(5), torch.zeros(4, 1), shard((3,), [])])
+def test_another_size_is_refused_alike(target: torch.Tensor) -> None:
+    """With the same words."""
+    ours, theirs = both({"w": target}, ("w", (4,), [((0,), (4,))]))
+    assert ours == theirs
+    assert ours[0] is ValueError
+
+
+def test_a_value_that_was_a_tensor_is_refused_alike() -> None:
+    """And so is a tensor that was a value."""
+    ours, theirs = both({"w": 3}, ("w", (4,), [((0,), (4,))]))
+    assert ours == theirs
+    assert "expected BytesStorageMetadata" in ours[1]
+    ours, theirs = both({"step": torch.zeros(2)}, ("w", (4,), [((0,), (4,))]))
+    assert ours == theirs
+
+
+def test_names_of_torch_2_3_are_followed() -> None:
+    """A checkpoint that kept lists whole is loaded by the names it has."""
+    state = {"opt": [{"a": torch.zeros(4)}, {"a": torch.zeros(4)}]}
+    tensors = [(f"opt.{n}.a", (4,), [((0,), (4,))]) for n in range(2)]
+    ours, theirs = both(state, *tensors)
+    assert ours == theirs
+
+
+def test_nested_state_is_flattened_alike() -> None:
+    """Paths become names as torch makes them."""
+    state = {"model": {"a": torch.zeros(4), "deep": {"b": torch.zeros(2, 2)}}, "step": 1}
+    ours, theirs = both(
+        state, ("model.a", (4,), [((0,), (4,))]), ("model.deep.b", (2, 2), [((0, 0), (2, 2))])
+    )
+    assert ours == theirs
+    assert len(ours) == 3

@@ -1,0 +1,103 @@
+"""The system calls that the C library is asked for, on a real file system."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt_storage.store import posix
+from ckpt_storage.store.posix import Posix, is_unsupported
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    """A new file, open for writing."""
+    opened = Posix().open_new(str(tmp_path / "x"))
+    yield opened
+    os.close(opened)
+
+
+def test_space_is_taken_without_length_and_given_back(fd: int) -> None:
+    """`allocate` gives blocks behind the end; `truncate` to the same length takes them away."""
+    try:
+        Posix().allocate(fd, 1 << 20)
+    except OSError as error:
+        assert is_unsupported(error)  # noqa: PT017  # any other error is a failure
+        pytest.skip("the file system cannot set space aside")
+    assert os.fstat(fd).st_size == 0
+    assert os.fstat(fd).st_blocks * 512 >= 1 << 20
+    Posix().truncate(fd, 0)
+    assert os.fstat(fd).st_blocks == 0
+
+
+def test_writing_back_early_changes_nothing(fd: int, tmp_path: Path) -> None:
+    """Begun for any range, also one beyond the end."""
+    data = os.urandom(10_000)
+    os.write(fd, data)
+    Posix().start_write_back(fd, 0, 8192)
+    Posix().start_write_back(fd, 1 << 40, 4096)
+    assert (tmp_path / "x").read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda fd: Posix().allocate(fd, 4096),
+        lambda fd: Posix().start_write_back(fd, 0, 4096),
+    ],
+    ids=["allocate", "start_write_back"],
+)
+def test_errors_of_the_c_library_are_os_errors(call: Callable[[int], None], fd: int) -> None:
+    """A closed descriptor gives EBADF, which is no word of what a file system can do."""
+    closed = os.dup(fd)
+    os.close(closed)
+    with pytest.raises(OSError, match="Bad file descriptor") as caught:
+        call(closed)
+    assert caught.value.errno == errno.EBADF
+    assert not is_unsupported(caught.value)
+
+
+def test_a_call_that_a_signal_came_between_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EINTR is not reported, as Python's own calls do not."""
+    numbers = iter([errno.EINTR, errno.EINTR])
+    calls: list[tuple[object, ...]] = []
+
+    def call(*arguments: object) -> int:
+        calls.append(arguments)
+        number = next(numbers, 0)
+        ctypes.set_errno(number)
+        return -1 if number else 0
+
+    monkeypatch.setattr(posix, "_function", lambda _: call)
+    Posix().allocate(7, 10)
+    assert len(calls) == 3
+
+
+def test_signals_that_keep_coming_end_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer that fires faster than a long call ends would keep it for ever."""
+    calls: list[tuple[object, ...]] = []
+
+    def call(*arguments: object) -> int:
+        calls.append(arguments)
+        assert len(calls) < 1000
+        ctypes.set_errno(errno.EINTR)
+        return -1
+
+    monkeypatch.setattr(posix, "_function", lambda _: call)
+    with pytest.raises(OSError, match="Interrupted") as caught:
+        Posix().allocate(7, 10)
+    assert caught.value.errno == errno.EINTR
+    assert len(calls) > 1
+
+
+def test_a_call_that_the_c_library_lacks_is_unsupported() -> None:
+    """ENOSYS, as a kernel without it says."""
+    with pytest.raises(OSError, match="not implemented") as caught:
+        posix._function("no_such_function_anywhere")  # noqa: SLF001  # no system lacks the others
+    assert caught.value.errno == errno.ENOSYS
+    assert is_unsupported(caught.value)

@@ -1,0 +1,210 @@
+"""What a prune finds under the names of steps that is not its own: other tools' saves, links."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from commit_tools import BOTH, CAS, DAY_S, DictStore, Disk, attempted, deleted, saved
+from manager_cases import blank, names_in, state_of, step_in
+from prune_cases import EXPORT, at, heads, name_of, prune, pruner, save
+
+import ckpt_storage
+from ckpt_storage.consolidation.removal import remove_exports
+from ckpt_storage.deadline import Deadline
+from ckpt_storage.integrations.removing import remove
+from ckpt_storage.manager import CheckpointManager
+from ckpt_storage.options import Timeouts
+from ckpt_storage.pruning import prune_checkpoints
+from ckpt_storage.retention import KeepLatest
+from ckpt_storage.slotlog import read_log
+from ckpt_storage.stockfooter import is_foreign
+from ckpt_storage.store import probe
+from ckpt_storage.store.base import Capabilities
+
+
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each prune find out anew what its storage can do."""
+    monkeypatch.setattr(probe, "_RESULTS", {})
+
+
+def manager_of(root: Path, **options: Any) -> CheckpointManager:
+    """Return a manager that prunes when it is told to."""
+    return CheckpointManager(root, pruning="manual", timeout=60, mode="thread", **options)
+
+
+def saved_steps(root: Path, *steps: int) -> None:
+    """Save some steps, each in a process of its own as far as managers are concerned."""
+    for step in steps:
+        with manager_of(root) as manager:
+            manager.save(step, state_of(step), sync_files=False)
+
+
+def test_a_stock_save_under_a_pruned_name_stays(tmp_path: Path) -> None:
+    """Another tool saves where one of ours was deleted: it is listed, opened and left alone."""
+    saved_steps(tmp_path, 1, 2, 3)
+    folder = tmp_path / name_of(1)
+    assert prune_checkpoints(tmp_path, KeepLatest(2), dry_run=False).deleted == (name_of(1),)
+    dcp.save(state_of(1), storage_writer=dcp.FileSystemWriter(folder))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for _ in range(2):
+        report = prune_checkpoints(tmp_path, KeepLatest(1), dry_run=False)
+        assert report.failed == {}
+    with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
+        assert manager.prune() is not None
+        assert manager.sweep() is not None
+        assert [(one.step, one.format) for one in manager.all()] == [
+            (1, "dcp"),
+            (3, "ckpt_storage"),
+        ]
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    listed = ckpt_storage.list_checkpoints(tmp_path)
+    assert [(one.name, one.format) for one in listed] == [
+        (name_of(1), "dcp"),
+        (name_of(3), "ckpt_storage"),
+    ]
+    remove(folder, storage_options=None, timeouts=Timeouts())
+    state = blank()
+    ckpt_storage.load(state, folder)
+    assert step_in(state) == 1
+
+
+@BOTH
+def test_deleting_again_leaves_the_metadata_of_others(capabilities: Capabilities) -> None:
+    """A tombstone's `.metadata` goes only if its footer is ours and of an earlier slot."""
+    store = DictStore(Disk(), capabilities)
+    saved(store)
+    deleted(store)
+    store.write(".metadata", b"stock")
+    assert is_foreign(store, read_log(store))
+    deleted(store)
+    assert store.disk.files[".metadata"] == b"stock"
+
+
+@BOTH
+def test_an_export_of_a_stock_save_over_a_tombstone_stays(capabilities: Capabilities) -> None:
+    """What was exported from another tool's checkpoint is not removed by a prune or a sweep."""
+    disk = Disk()
+    store = DictStore(disk, capabilities)
+    for step in (1, 2):
+        save(store, step)
+    prune(store, KeepLatest(1), disk)
+    attempted(at(store, 1))
+    disk.put(f"{name_of(1)}/.metadata", b"stock")
+    for path, data in EXPORT.items():
+        disk.put(f"{name_of(1)}/{path}", data)
+    disk.clock_s += 9 * DAY_S
+    files = disk.files
+    report = pruner(store, KeepLatest(1), disk).sweep(Deadline("commit", 600))
+    assert report.skipped == {name_of(1): "another tool wrote it"}
+    prune(store, KeepLatest(1), disk)
+    assert disk.files == files
+
+
+def test_folders_of_others_below_saves_are_no_attempts() -> None:
+    """A folder that only looks like one of ours is not deleted, and gets no tombstone."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    disk.put("saves/models/weights.bin", b"of others")
+    files = disk.files
+    deleted(store)
+    assert disk.files == files
+
+
+def test_removing_a_checkpoint_removes_its_exports(tmp_path: Path) -> None:
+    """What a framework deletes through us is gone with the weights made of it."""
+    ckpt_storage.save(state_of(1), tmp_path / "a", consolidate=True, sync_files=False)
+    assert list((tmp_path / "a/hf").iterdir())
+    (tmp_path / "a/notes.txt").write_text("mine")
+    for _ in range(2):
+        remove(tmp_path / "a", storage_options=None, timeouts=Timeouts())
+        assert not (tmp_path / "a/hf").exists()
+    assert (tmp_path / "a/notes.txt").read_text() == "mine"
+
+
+def test_a_link_to_an_older_step_is_no_newer_checkpoint(tmp_path: Path) -> None:
+    """A link counts for nothing, and what it means is kept as long as it is there."""
+    saved_steps(tmp_path, 4, 5)
+    (tmp_path / name_of(10)).symlink_to(name_of(5))
+    report = prune_checkpoints(tmp_path, KeepLatest(1), dry_run=False)
+    assert report.deleted == (name_of(4),)
+    saved_steps(tmp_path, 7)
+    report = prune_checkpoints(tmp_path, KeepLatest(1), dry_run=False)
+    assert report.deleted == ()
+    kept = {decision.name: decision.reasons for decision in report.plan.kept}
+    assert kept[name_of(5)] == (f"{name_of(10)} is a link to it",)
+    assert kept[name_of(10)] == ("it is a link",)
+    state = blank()
+    with manager_of(tmp_path) as manager:
+        assert manager.restore(state) is not None
+    assert step_in(state) == 5, "what the link means can still be loaded"
+
+
+def test_nothing_is_deleted_through_a_link(tmp_path: Path) -> None:
+    """A step that was moved elsewhere and linked to stays there."""
+    saved_steps(tmp_path / "run", 1, 2, 3)
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "run" / name_of(1)).rename(tmp_path / "archive/one")
+    (tmp_path / "run" / name_of(1)).symlink_to(tmp_path / "archive/one")
+    with manager_of(tmp_path / "run", keep=KeepLatest(1)) as manager:
+        report = manager.prune()
+        swept = manager.sweep()
+    assert report is not None
+    assert swept is not None
+    assert report.deleted == (name_of(2),)
+    assert swept.skipped[name_of(1)] == "it is a link"
+    assert names_in(tmp_path / "archive") == ["one"]
+
+
+def test_two_names_of_one_save_are_kept_together() -> None:
+    """Where links cannot be seen: a save that is kept is not deleted under another name."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    for step in (4, 5):
+        save(store, step)
+    for path, data in disk.files.items():
+        if path.startswith(f"{name_of(5)}/"):
+            disk.put(path.replace(name_of(5), name_of(10)), data)
+    report = prune(store, KeepLatest(1), disk)
+    assert report.deleted == (name_of(4),)
+    assert set(heads(disk.files)) == {5, 10}
+    kept = {decision.step: decision.reasons for decision in report.plan.kept}
+    assert kept[5] == (f"it is the same save as {name_of(10)}, and may be the same folder",)
+
+
+def test_a_newest_that_is_another_save_than_was_judged_deletes_nothing() -> None:
+    """Between plan and deletion the newest is saved anew: what was judged is gone (I18)."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    for step in (1, 2):
+        save(store, step)
+    one = pruner(store, KeepLatest(1), disk)
+    plan = one.prune(Deadline("commit", 600), dry_run=True).plan
+    save(store, 2)
+    report = one.execute(plan, Deadline("commit", 600))
+    assert report.deleted == ()
+    assert "another save" in report.skipped[name_of(1)]
+
+
+def test_a_removal_aborts_no_upload_beside_files_of_others() -> None:
+    """Uploads below an export's folder are aborted only where nobody else keeps anything."""
+
+    class Watched(DictStore):
+        aborted: list[str]
+
+        def abort_uploads(self, prefix: str) -> int:
+            """Note it."""
+            self.aborted.append(prefix)
+            return 0
+
+    for others, aborted in (({}, ["hf"]), ({"hf/other/x.bin": b"1"}, []), ({"hf/a.txt": b""}, [])):
+        store = Watched(Disk(), CAS)
+        store.aborted = []
+        for path, data in {**EXPORT, **others}.items():
+            store.disk.put(path, data)
+        assert remove_exports(store) == sorted(others)
+        assert store.aborted == aborted
+        assert set(store.disk.files) == set(others)

@@ -1,0 +1,252 @@
+"""Space that is set aside before a file is written: it tells of a full disk, and hinders nothing.
+
+What is on the disk is judged by `pathlib`, not by the store.
+"""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_storage.errors import StorageError
+from ckpt_storage.options import RetryPolicy
+from ckpt_storage.store.base import Upload
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.posix import Posix
+from ckpt_storage.store.reserving import Reserving
+from ckpt_storage.store.retry import RetryStore, abandoned_thread_count
+from ckpt_storage.store.retry_upload import RetryUpload
+from ckpt_storage.testing.faults import Rule
+from ckpt_storage.testing.posix_faults import FaultPosix
+
+MIB = 1 << 20
+DATA = bytes(range(256)) * (10 << 10)
+MORE_BYTES = len(DATA) + MIB
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one, which knows reservations."""
+    memory = Path("/dev/shm")  # noqa: S108  # TemporaryDirectory chooses a name of its own there
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
+        yield Path(folder)
+
+
+class Told(FaultPosix):
+    """Calls that fail to order, on a file system that is said to be full or to compress."""
+
+    def __init__(
+        self, rules: Sequence[Rule] = (), *, free: int | None = None, compresses: bool = False
+    ) -> None:
+        super().__init__(rules)
+        self._free = free
+        self._compresses = compresses
+
+    def free_bytes(self, path: str) -> int:
+        """Return what is said to be free."""
+        return super().free_bytes(path) if self._free is None else self._free
+
+    def may_compress(self, path: str) -> bool:
+        """Return what is said of the file system."""
+        del path
+        return self._compresses
+
+    def count(self, operation: str) -> int:
+        """Return how often an operation was asked for."""
+        return [call.operation for call in self.script.calls].count(operation)
+
+
+def failing(number: int, **kw: Any) -> Told:
+    """Return calls whose reservations fail."""
+    return Told([Rule(action="error", operation="allocate", errno=number, hit_count=None)], **kw)
+
+
+def begun(root: Path, posix: Posix, name: str = "x") -> Upload:
+    """Begin an upload to the local store."""
+    return LocalStore(str(root), posix=posix).start_upload(name, part_bytes=MIB)
+
+
+def reserved(upload: Upload) -> Upload:
+    """Ask for more space than it takes."""
+    assert isinstance(upload, Reserving)
+    upload.reserve(MORE_BYTES)
+    return upload
+
+
+def written(upload: Upload) -> Upload:
+    """Send the content, without completing it."""
+    for number, start in enumerate(range(0, len(DATA), MIB)):
+        part = memoryview(DATA)[start : start + MIB]
+        upload.write_part(number, start, [part], last=start + MIB >= len(DATA))
+    return upload
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait until something holds that another thread brings about."""
+    end_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
+def blocks_of(root: Path) -> tuple[int, int]:
+    """Return length and blocks that the content has on this disk without a reservation."""
+    written(begun(root, Posix(), "plain")).complete(len(DATA))
+    found = (root / "plain").stat()
+    return found.st_size, found.st_blocks
+
+
+def test_one_that_was_too_large_takes_no_space_and_no_length(root: Path) -> None:
+    """The finished file has the blocks of its content, as one that was not reserved has."""
+    posix = Told()
+    written(reserved(begun(root, posix))).complete(len(DATA))
+    assert posix.count("allocate") == 1
+    found = (root / "x").stat()
+    assert (found.st_size, found.st_blocks) == blocks_of(root)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_before_a_byte_is_sent(root: Path, number: int) -> None:
+    """The reservation fails with kind "no-space" and says how much was wanted."""
+    posix = failing(number, free=100 if number == errno.ENOSPC else None)
+    upload = begun(root, posix)
+    with pytest.raises(StorageError, match=f"reservation of {MORE_BYTES} by") as caught:
+        reserved(upload)
+    assert (caught.value.kind, caught.value.retryable) == ("no-space", False)
+    upload.abort()
+    assert posix.open_count == 0
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("free", [None, MORE_BYTES])
+def test_a_lack_of_space_that_the_file_system_does_not_know_of_is_none(
+    root: Path, free: int | None
+) -> None:
+    """Only a write can tell then whether the bytes fit."""
+    written(reserved(begun(root, failing(errno.ENOSPC, free=free)))).complete(len(DATA))
+    assert (root / "x").read_bytes() == DATA
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT])
+def test_no_other_failure_of_it_is_one_of_the_upload(root: Path, number: int) -> None:
+    """It is there for speed; what is wrong with the disk the writes will tell."""
+    written(reserved(begun(root, failing(number)))).complete(len(DATA))
+    assert (root / "x").read_bytes() == DATA
+
+
+def test_nothing_is_set_aside_where_content_may_be_compressed(root: Path) -> None:
+    """It would be refused space for its whole length where it may take half of that."""
+    posix = failing(errno.ENOSPC, free=len(DATA) // 2, compresses=True)
+    written(reserved(begun(root, posix))).complete(len(DATA))
+    assert posix.count("allocate") == 0
+    assert (root / "x").read_bytes() == DATA
+
+
+def test_an_interrupted_write_back_changes_nothing(root: Path) -> None:
+    """Beginning to write early promises nothing, and is not repeated for one range."""
+    rule = Rule(action="error", operation="start_write_back", errno=errno.EINTR, hit_count=None)
+    posix = Told([rule])
+    written(begun(root, posix)).complete(len(DATA))
+    assert posix.count("start_write_back") >= 2
+    assert (root / "x").read_bytes() == DATA
+
+
+def test_one_that_does_not_end_in_time_is_left_behind(root: Path) -> None:
+    """The upload goes on, and no second one is begun beside the first."""
+    posix = Told([Rule(action="hang", operation="allocate")])
+    inner = LocalStore(str(root), posix=posix)
+    store = RetryStore(inner, request_timeout_s=0.2)
+    upload = inner.start_upload("x", part_bytes=MIB)
+    for _ in range(2):
+        reserved(RetryUpload(store, upload, "x"))
+    assert abandoned_thread_count() == 1
+    assert posix.count("allocate") == 1
+    written(upload)
+    posix.script.release()
+    eventually(lambda: abandoned_thread_count() == 0)
+    upload.complete(len(DATA))
+    found = (root / "x").stat()
+    assert (found.st_size, found.st_blocks) == blocks_of(root)
+    assert posix.open_count == 0
+    store.close()
+
+
+@pytest.mark.parametrize("sync_files", [True, False])
+def test_a_file_is_complete_while_one_still_hangs(root: Path, *, sync_files: bool) -> None:
+    """Completing neither waits for it nor refuses; its content is durable all the same."""
+    posix = Told([Rule(action="hang", operation="allocate")])
+    store = LocalStore(str(root), posix=posix, sync_files=sync_files)
+    upload = store.start_upload("x", part_bytes=MIB)
+    thread = threading.Thread(target=reserved, args=(upload,), daemon=True)
+    thread.start()
+    assert posix.script.wait_hung(WAIT_S)
+    written(upload).complete(len(DATA))
+    assert (root / "x").read_bytes() == DATA
+    assert posix.open_count == 1
+    assert posix.count("fsync") == 1
+    posix.script.release()
+    thread.join(WAIT_S)
+    assert posix.open_count == 0
+    found = (root / "x").stat()
+    assert (found.st_size, found.st_blocks) == blocks_of(root)
+
+
+def test_an_abort_does_not_wait_for_one_that_hangs(root: Path) -> None:
+    """The name is gone at once; the descriptor when nobody uses it any more."""
+    posix = Told([Rule(action="hang", operation="allocate")])
+    upload = begun(root, posix)
+    thread = threading.Thread(target=reserved, args=(upload,), daemon=True)
+    thread.start()
+    assert posix.script.wait_hung(WAIT_S)
+    upload.abort()
+    assert list(root.iterdir()) == []
+    assert posix.open_count == 1
+    posix.script.release()
+    thread.join(WAIT_S)
+    assert posix.open_count == 0
+
+
+class Refusing:
+    """A store and its upload whose reservations fail with a passing error, or for good."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.asked: list[int] = []
+        self.url = "far://"
+
+    def start_upload(self, path: str, *, part_bytes: int) -> Refusing:
+        """Begin."""
+        del path, part_bytes
+        return self
+
+    def reserve(self, total_bytes: int) -> None:
+        """Fail."""
+        self.asked.append(total_bytes)
+        raise StorageError("no", kind=self.kind, retryable=self.kind != "no-space")
+
+    def close(self) -> None:
+        """Close."""
+
+
+@pytest.mark.parametrize("kind", ["timeout", "other", "connection", "no-space"])
+def test_it_is_tried_once(root: Path, kind: str) -> None:
+    """A second one beside a first that may still run gains nothing; only "no-space" is told."""
+    inner: Any = Refusing(kind)
+    inner.capabilities = LocalStore(str(root)).capabilities
+    store = RetryStore(inner, policy=RetryPolicy(first_delay_s=0.0))
+    upload = store.start_upload("x", part_bytes=1)
+    if kind == "no-space":
+        with pytest.raises(StorageError, match="no"):
+            upload.reserve(7)
+    else:
+        upload.reserve(7)
+    assert inner.asked == [7]
+    store.close()

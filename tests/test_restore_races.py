@@ -1,0 +1,62 @@
+"""What `restore` says that it loaded is what it loaded, whoever saves meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manager_cases import blank, state_of, step_in
+
+import ckpt_storage
+from ckpt_storage.errors import CheckpointInProgressError
+from ckpt_storage.manager import CheckpointManager
+
+
+def overwrite(root: Path, marker: int) -> str | None:
+    """Save step 2 anew with the state of another step; return the save id."""
+    with CheckpointManager(root, timeout=60) as other:
+        return other.save(2, state_of(marker), overwrite=True, sync_files=False).save_id
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_overwritten_while_it_is_loaded_is_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The save that is told is the one whose bytes are in the state."""
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        manager.save(1, state_of(1), sync_files=False)
+        manager.save(2, state_of(2), sync_files=False)
+        load = ckpt_storage.load
+        ids: list[str | None] = []
+
+        def slow(state: Any, url: Any, **options: Any) -> None:
+            if when == "after":
+                load(state, url, **options)
+            if not ids:
+                ids.append(overwrite(tmp_path, 77))
+            if when == "before":
+                load(state, url, **options)
+
+        monkeypatch.setattr("ckpt_storage.manager.load", slow)
+        state = blank()
+        found = manager.restore(state)
+    assert found is not None
+    assert (found.step, found.info.save_id, found.skipped) == (2, ids[0], ())
+    assert step_in(state) == 77
+
+
+def test_what_is_overwritten_again_and_again_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for ever for a job that saves over what is loaded; the error says so."""
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        manager.save(2, state_of(2), sync_files=False)
+
+        def slow(state: Any, url: Any, **options: Any) -> None:
+            del state, url, options
+            overwrite(tmp_path, 3)
+
+        monkeypatch.setattr("ckpt_storage.manager.load", slow)
+        with pytest.raises(CheckpointInProgressError, match="saved anew"):
+            manager.restore(blank())
