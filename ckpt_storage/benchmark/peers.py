@@ -86,27 +86,36 @@ def _torch_fsspec(location: Location) -> Peer:
 def _aws_connector(location: Location) -> Peer | None:
     try:
         from s3torchconnector import S3ClientConfig  # noqa: PLC0415  # an optional package
+        from s3torchconnector._s3client import S3Client  # noqa: PLC0415  # an optional package
         from s3torchconnector.dcp import (  # noqa: PLC0415  # an optional package
             S3StorageReader,
             S3StorageWriter,
+        )
+        from s3torchconnector.dcp.s3_file_system import (  # noqa: PLC0415  # an optional package
+            S3FileSystem,
         )
     except ImportError:
         return None
     options = location.storage_options
     inner: Mapping[str, Any] = options.get("client_kwargs", {})
     region = inner.get("region_name") or "us-east-1"
-    config: dict[str, Any] = {
-        "endpoint": inner.get("endpoint_url") or options.get("endpoint_url"),
-        "s3client_config": S3ClientConfig(force_path_style=True),
-    }
     # It takes credentials from nowhere else; this process does nothing but measure.
     for name, option in (("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret")):
         if options.get(option):
             os.environ[name] = options[option]
+    config = S3ClientConfig(force_path_style=True)
+    endpoint = inner.get("endpoint_url") or options.get("endpoint_url")
+
+    def reached(plugin: Any) -> Any:  # noqa: ANN401  # a writer or reader of the connector
+        # Its classes take no endpoint; their file system does.
+        client = S3Client(region, endpoint=endpoint, s3client_config=config)
+        plugin.fs = S3FileSystem(region, s3_client=client)
+        return plugin
+
     return Peer(
         name="AWS connector",
-        writer=lambda folder: S3StorageWriter(region, folder, **config),
-        reader=lambda folder: S3StorageReader(region, folder, **config),
+        writer=lambda folder: reached(S3StorageWriter(region, folder, s3client_config=config)),
+        reader=lambda folder: reached(S3StorageReader(region, folder, s3client_config=config)),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Self
 from ckpt_storage import integrity
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.documents import FileRef
-from ckpt_storage.errors import CheckpointError
+from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.store.base import PartReceipt, SharedUpload, Store, Upload
 from ckpt_storage.workers import Workers
 
@@ -152,7 +152,7 @@ class RankWork:
                 if file in self._kept:
                     portions.append(writer.write(region, self._kept[file]))
                 elif file in self._keepers:
-                    joined = self._join(region, tickets[file])
+                    joined = self._join(region, tickets[file], deadline)
                     portions.append(writer.write(region, joined))
                     ends.submit(partial(leave, joined, region))
                 else:
@@ -174,9 +174,15 @@ class RankWork:
         self._open.append(upload)
         return upload
 
-    def _join(self, region: Region, ticket: str) -> SharedUpload:
+    def _join(self, region: Region, ticket: str, deadline: Deadline) -> SharedUpload:
         name = self._plan.files[region.file].name
-        upload = self._store.join_upload(name, ticket, part_bytes=region.part_bytes)
+        try:
+            upload = self._store.join_upload(name, ticket, part_bytes=region.part_bytes)
+        except StorageError as error:
+            if error.kind == "not-found":
+                # Its owner may have given it up because of another failure, which then counts.
+                deadline.check(f"Joining the upload of {name}")
+            raise
         self._open.append(upload)
         return upload
 
