@@ -41,13 +41,6 @@ __all__ = ["StoreSuite"]
 _FOLDERS = ("commits", "saves", "saves/a", "saves/a/ranks", "saves/ab", "hf")
 
 
-def uploaded(store: Store, path: str, data: bytes) -> None:
-    """Put an object that is too large for a single small write."""
-    upload = store.start_upload(path, part_bytes=8 << 20)
-    upload.write_part(0, 0, [memoryview(data)], last=True)
-    upload.complete(len(data))
-
-
 class StoreSuite(UploadFacts, SharedUploadFacts):
     """Facts about a store; derive, override `store` and `other`, and pytest checks them.
 
@@ -172,10 +165,12 @@ class StoreSuite(UploadFacts, SharedUploadFacts):
         with pytest.raises(IntegrityError):
             store.read_into("saves/a/x", 0, target, size_bytes=size_bytes)
 
+    # adlfs hands a small file over in one piece; aiohttp thinks that unwise.
+    @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
     def test_bytes_that_are_reported_have_arrived(self, store: Store) -> None:
         """An attempt to read begins with 0, if it is told of at all, and what is told is there."""
         data = pattern(3 << 20)
-        uploaded(store, "saves/a/x", data)
+        store.write("saves/a/x", data)
         target = bytearray(len(data) - 7)
         told: list[int] = []
 
@@ -190,9 +185,11 @@ class StoreSuite(UploadFacts, SharedUploadFacts):
         assert told == sorted(told)
         assert all(count <= len(target) for count in told)
 
+    # adlfs hands a small file over in one piece; aiohttp thinks that unwise.
+    @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
     def test_what_the_reports_of_a_read_raise_ends_it(self, store: Store) -> None:
         """Bytes that prove wrong while they arrive are not read to the end, nor again."""
-        uploaded(store, "saves/a/x", pattern(3 << 20))
+        store.write("saves/a/x", pattern(3 << 20))
         told: list[int] = []
 
         def arrived(count: int) -> None:
