@@ -89,7 +89,6 @@ def test_json_has_every_figure() -> None:
 @pytest.mark.parametrize("name", ["figures.svg", "figures.png"])
 def test_a_plot_is_a_picture_of_its_kind(tmp_path: Path, name: str) -> None:
     """`plot` writes SVG or PNG, by the ending of the name."""
-    pytest.importorskip("matplotlib")
     plot([_comparison(), _comparison(deducted="planner")], str(tmp_path / name), "a run")
     head = (tmp_path / name).read_bytes()[:100]
     assert head.startswith(b"\x89PNG") if name.endswith("png") else b"<?xml" in head
