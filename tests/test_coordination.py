@@ -46,6 +46,9 @@ LONG = Timeouts()
 SLACK_S = 5.0
 """What is promised beyond a deadline."""
 
+SILENCE_S = 2.0
+"""Longer than a thread of a live rank goes without the processor on a busy machine."""
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +333,7 @@ def test_a_rank_that_falls_silent_is_named_with_phase_bytes_and_age(who: int) ->
     """All live ranks raise an error that says which rank fell silent, where and since when."""
     board = Deaf()
     hold = threading.Event()
-    timeouts = Timeouts(silence=0.6)
+    timeouts = Timeouts(silence=SILENCE_S)
 
     def body(coordinator: Coordinator) -> None:
         rank = coordinator.rank
@@ -361,7 +364,7 @@ def test_a_rank_that_falls_silent_is_named_with_phase_bytes_and_age(who: int) ->
         assert list(one.error.failures) == [who]
         for part in ("write phase", "250 of 1000 bytes", " s ago", f"rank {who} "):
             assert part in str(one.error), one.error
-        assert one.wall_s < 0.6 + SLACK_S
+        assert one.wall_s < SILENCE_S + SLACK_S
 
 
 def test_a_rank_that_met_and_was_never_heard_is_named() -> None:
@@ -371,7 +374,7 @@ def test_a_rank_that_met_and_was_never_heard_is_named() -> None:
     hold = threading.Event()
 
     def body(coordinator: Coordinator) -> None:
-        with coordinator.operation("the test", timeouts=Timeouts(silence=0.4)) as operation:
+        with coordinator.operation("the test", timeouts=Timeouts(silence=SILENCE_S)) as operation:
             operation.meet(TERMS)
             if coordinator.rank == 2:
                 assert hold.wait(END_S)
@@ -391,7 +394,7 @@ def test_a_rank_that_met_and_was_never_heard_is_named() -> None:
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_busy_rank_is_given_up_at_its_deadline_not_before(who: int) -> None:
     """A rank that lives but makes no progress is named by a timeout, and not as silent."""
-    timeouts = Timeouts(silence=0.3, write=1.2)
+    timeouts = Timeouts(silence=SILENCE_S, write=2 * SILENCE_S)
     done = threading.Event()
 
     def body(coordinator: Coordinator) -> None:
@@ -412,7 +415,7 @@ def test_a_busy_rank_is_given_up_at_its_deadline_not_before(who: int) -> None:
         assert "0 of 10 bytes" in str(error)
         assert "write phase" in str(error)
         assert f"ank {who} " in str(error)
-        assert 1.2 <= one.wall_s < 1.2 + SLACK_S
+        assert 2 * SILENCE_S <= one.wall_s < 2 * SILENCE_S + SLACK_S
     assert any(isinstance(one.error, PhaseTimeoutError) for one in seen)
 
 

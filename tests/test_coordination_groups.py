@@ -161,7 +161,7 @@ def test_no_collective_of_the_group_is_needed(ranks: RankPool, tmp_path: Path) -
 
 def die(rank: int, who: int) -> tuple[bool, int | None]:
     """Let one rank vanish after it met; return what the others are told."""
-    timeouts = Timeouts(silence=1.0)
+    timeouts = Timeouts(silence=3.0)
     coordinator = coordinator_of(None)
     try:
         with coordinator.operation("the test", timeouts=timeouts) as operation:
