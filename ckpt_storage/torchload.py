@@ -17,6 +17,8 @@ from .tensorfile import is_inert_with_numpy
 
 _FORBIDDEN = re.compile(r"GLOBAL ([\w.]+)")
 
+_ZIP_START = b"PK\x03\x04"
+
 
 def load_whole(buffer: bytearray, place: Place) -> torch.Tensor:
     """Return the tensor in an item that is no plain contiguous one, read by torch itself."""
@@ -68,6 +70,10 @@ def _not_loadable(error: Exception, place: Place, step: str) -> CheckpointError:
 
 
 def _holds_numpy_only(buffer: bytearray) -> bool:
+    # A reader of archives looks at the end of the bytes, torch.load at their start: where no
+    # archive starts it runs the pickle there, whatever archive may follow.
+    if not buffer.startswith(_ZIP_START):
+        return False
     try:
         # What torch.load itself opens, so that both see the same records.
         archive: Any = torch._C.PyTorchFileReader(io.BytesIO(buffer))  # noqa: SLF001

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ckpt_storage import CheckpointStorageReader, FormatError, UnsafeContentError, verify
+from ckpt_storage.source import Place
+from ckpt_storage.torchload import scan_blob
+from ckpt_storage.torchvalues import blob_value
 
 
 class Attack:
@@ -103,6 +107,29 @@ def test_the_attack_of_these_tests_works_where_it_is_let(tmp_path: Path, kind: s
     sign = tmp_path / "ran"
     save_by(kind, {"evil": Attack(sign)}, tmp_path / "run")
     dcp_cases.load({"evil": None}, tmp_path / "run", unsafe_pickle=True)
+    assert sign.exists()
+
+
+def test_a_pickle_with_an_archive_of_numbers_behind_it_runs_nothing(tmp_path: Path) -> None:
+    """Readers of archives see the numbers at the end, torch.load the pickle at the start."""
+    sign = tmp_path / "ran"
+    numbers = io.BytesIO()
+    torch.save(np.arange(4), numbers)
+    both = io.BytesIO()
+    both.write(pickle.dumps(Attack(sign), protocol=2))
+    with zipfile.ZipFile(numbers) as source, zipfile.ZipFile(both, "a") as archive:
+        for name in source.namelist():
+            archive.writestr(name, source.read(name))
+    reader: Any = torch._C.PyTorchFileReader(io.BytesIO(both.getvalue()))  # noqa: SLF001
+    assert reader.has_record("data.pkl")
+    place = Place(path="f", fqn="evil", start=0, size_bytes=len(both.getvalue()))
+    with pytest.raises(UnsafeContentError):
+        scan_blob(bytearray(both.getvalue()), place)
+    with pytest.raises(UnsafeContentError):
+        blob_value(bytearray(both.getvalue()), place, unsafe_pickle=False)
+    assert not sign.exists()
+    with pytest.raises(RuntimeError, match="magic number"):
+        blob_value(bytearray(both.getvalue()), place, unsafe_pickle=True)
     assert sign.exists()
 
 
