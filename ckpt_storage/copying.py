@@ -45,8 +45,8 @@ from .errors import (
 )
 from .exportcopy import CopiedExports, copy_exports
 from .filecopies import Copies, FileCopier, Tally
+from .filemarks import open_marked
 from .foreigncopy import copy_foreign
-from .opening import open_source
 from .options import LOCAL_READ_BYTES, Progress, RetryPolicy, Timeouts, TransferOptions
 from .overlap import is_within, place_within
 from .progress import reporting
@@ -234,7 +234,10 @@ class _Copy:
         self._check_elsewhere()
         if head is not None:
             return self._committed(head)
-        source = open_source(self.source_store, deadline=self.deadline, options=self.options)
+        source, marks = open_marked(self.source_store, deadline=self.deadline, options=self.options)
+        if marks is None:
+            # Saved by us since the log was read.
+            return self.run()
         with self._reporting(0, None) as on_bytes:
             copier = self._copier(None, on_bytes)
             total_bytes = copy_foreign(
@@ -242,6 +245,7 @@ class _Copy:
                 self.source_store,
                 self.target_store,
                 copier,
+                marks=marks,
                 source_url=self.source.url,
                 overwrite=self.overwrite,
             )

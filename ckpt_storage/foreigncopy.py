@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from . import layout
 from .errors import IntegrityError
 from .filecopies import FileCopier, FileToCopy
+from .filemarks import FileMarks
 from .foreign import INDEX_NAME, StockSource
 from .foreignfolder import NOTE, Content, ForeignFolder
 from .source import Source
@@ -27,13 +28,16 @@ def copy_foreign(
     target: Store,
     copier: FileCopier,
     *,
+    marks: FileMarks,
     source_url: str,
     overwrite: bool,
 ) -> int:
     """Copy all files below the root of a checkpoint of another writer; return their bytes.
 
-    Called again after it was cut, sends what is missing. Raises as `ForeignFolder.begin`, and
-    `IntegrityError` if a file that the checkpoint needs is not there, or shorter.
+    `marks` are those the source was opened with: what shows the copy to readers is written only
+    after they held for all that was read. Called again after it was cut, sends what is missing.
+    Raises as `ForeignFolder.begin`, `IntegrityError` if a file that the checkpoint needs is not
+    there, or shorter, and `CheckpointGoneError` if another save touched the source meanwhile.
     """
     entries = [entry for entry in source_store.list("") if _is_content(entry)]
     _check_whole(source, entries)
@@ -50,10 +54,12 @@ def copy_foreign(
     is_resumed = folder.begin(identity, source=source_url, overwrite=overwrite)
     first = [file for file in files if file.path != last]
     copier.copy(copier.check(first) if is_resumed else first)
-    if source.format == "dcp":
-        copier.copy([file for file in files if file.path == last])
+    shown = _read_whole(source_store, last, sizes[last]) if last in sizes else None
+    marks.check(source_store)
+    if source.format == "dcp" and shown is not None:
+        target.replace(last, shown)
     else:
-        folder.show(_read_whole(source_store, last, sizes[last]) if last in sizes else None)
+        folder.show(shown)
     folder.end()
     return sum(sizes.values())
 

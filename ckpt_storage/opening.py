@@ -6,6 +6,7 @@ Knows the order in which to look and what to say when there is nothing to load. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from . import layout, slotlog, stockfooter
@@ -33,11 +34,13 @@ def open_source(
     deadline: Deadline,
     options: TransferOptions,
     documents: Literal["read", "known"] = "read",
+    before_foreign: Callable[[], None] | None = None,
 ) -> Source:
     """Return the checkpoint at the root of `store`, whatever wrote it.
 
     Costs two small reads and the manifest for one of ours; lists the folder only if it is not.
     With "known" documents a manifest that this process has read before is not read again.
+    `before_foreign` is called before anything is read that tells of another writer's tensors.
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
     `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
     """
@@ -50,7 +53,11 @@ def open_source(
         named = stockfooter.split_footer(current.data)[1]
         if named is None:
             # Perhaps under the name of one of ours that was deleted: its slots stay.
-            return open_stock(store, current.data, options=options, deadline=deadline)
+            data = current.data
+            if before_foreign is not None:
+                before_foreign()
+                data = store.read(layout.STOCK_METADATA)
+            return open_stock(store, data, options=options, deadline=deadline)
         if found.last is None:
             raise FormatError(
                 f"{store.url} has .metadata of save {named.save_id} but no commits/ folder.",
@@ -58,6 +65,8 @@ def open_source(
                 next_step="Copy the whole checkpoint, commits/ included; torch's own readers "
                 "can load it as it is, without checksums.",
             )
+    if before_foreign is not None:
+        before_foreign()
     names = _names(store)
     if any(name.endswith(".safetensors") for name in names) and found.last is None:
         return open_safetensors(store, names)

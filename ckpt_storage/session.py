@@ -14,15 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from . import layout, slotlog
+from . import slotlog
 from .costs import costs_for
 from .deadline import Deadline
 from .documents import FileRef
-from .errors import CheckpointGoneError, InvalidInputError, StorageError
+from .errors import InvalidInputError, StorageError
 from .facts import StoredFile
-from .foreign import INDEX_NAME, StockSource
+from .filemarks import open_marked
+from .foreign import StockSource
 from .info import CheckpointInfo
-from .opening import open_source
 from .options import LOCAL_READ_BYTES, RetryPolicy, Timeouts, TransferOptions
 from .sharding import Sharding
 from .slots import SlotRecord
@@ -33,9 +33,6 @@ from .tensorfile import DTYPES
 from .workers import Workers, bounded
 
 _LOCAL_THREADS = 2
-_MARKED = (layout.STOCK_METADATA, INDEX_NAME, ".distcp", ".safetensors")
-"""How the names of files end that another writer's checkpoint consists of."""
-
 _STOCK_FILE = re.compile(r"(?:.*/)?__([0-9]+)_[0-9]+\.distcp")
 
 Key = tuple[str, tuple[int, ...] | None]
@@ -96,10 +93,9 @@ class Session:
         self._shardings: dict[str, Sharding] = {}
         store, deadline = self.begin()
         with deadline.governs(f"Opening {location.url}"):
-            self.source: Source = open_source(
-                store, deadline=deadline, options=self.options, documents="known"
-            )
-            self._seen = {} if self._is_ours else self._marks(store)
+            opened = open_marked(store, deadline=deadline, options=self.options, documents="known")
+            self.source: Source = opened[0]
+            self._marks = opened[1]
 
     @property
     def url(self) -> str:
@@ -115,10 +111,6 @@ class Session:
     def save_id(self) -> str | None:
         """The save that is read; None where the format has no such thing."""
         return self.source.save_id
-
-    @property
-    def _is_ours(self) -> bool:
-        return isinstance(self.source, CommittedSource)
 
     def close(self) -> None:
         """Refuse reads from now on and release what the store owns; idempotent."""
@@ -195,8 +187,8 @@ class Session:
         missing = next((place for place in places if concerns(error, place.path)), None)
         if missing is None:
             return error
-        if missing.path in self._seen:
-            return self._overwritten(missing.path, "is gone")
+        if self._marks is not None and missing.path in self._marks.of:
+            return self._marks.gone(missing.path, "is gone")
         return self.source.explain_missing(missing)
 
     def check_unchanged(self, store: Store) -> None:
@@ -204,43 +196,8 @@ class Session:
 
         Ours are write-once, and their bytes have checksums: nothing is asked of the storage then.
         """
-        if self._is_ours:
-            return
-        now = self._marks(store)
-        for path, mark in self._seen.items():
-            if path not in now:
-                raise self._overwritten(path, "is gone")
-            if now[path] != mark:
-                raise self._overwritten(path, "was written again")
-
-    def _overwritten(self, path: str, what: str) -> CheckpointGoneError:
-        return CheckpointGoneError(
-            f"{self.url}: {path} {what} since this checkpoint was opened.",
-            path=path,
-            phase="load",
-            next_step="Open it again to see what is there now.",
-        )
-
-    def _marks(self, store: Store) -> dict[str, tuple[int, float | None]]:
-        """Return length and time of the files that values or their description lie in.
-
-        By a listing each time: an object's time may be told in other digits when asked for alone.
-        """
-        source = self.source
-        is_deep = isinstance(source, StockSource) and any(
-            "/" in item.relative_path for item in source.metadata.items.values()
-        )
-        try:
-            entries = store.list("", recursive=is_deep)
-        except StorageError as error:
-            if error.kind != "not-found":
-                raise
-            entries = []
-        return {
-            entry.path: (entry.size_bytes, entry.modified_s)
-            for entry in entries
-            if entry.path.endswith(_MARKED)
-        }
+        if self._marks is not None:
+            self._marks.check(store)
 
     def files(self) -> list[StoredFile]:
         """Return the files that hold values, in order of their names."""
@@ -255,7 +212,8 @@ class Session:
                 (fqn, box.offsets) for fqn, info in source.tensors.items() for box in info.boxes
             ]
             paths = {place.path for place in self.places(keys, store, deadline)}
-        found: dict[str, int] = {path: self._seen[path][0] for path in paths if path in self._seen}
+        seen = {} if self._marks is None else self._marks.of
+        found: dict[str, int] = {path: seen[path][0] for path in paths if path in seen}
         with deadline.governs(f"Listing {self.url}"):
             found.update((path, store.stat(path).size_bytes) for path in paths - found.keys())
         return [

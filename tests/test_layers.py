@@ -61,6 +61,7 @@ LAYERS = (
     "foreign",
     "manifestcache",
     "opening",
+    "filemarks",
     "catalog",
     "rankreport",
     "coverage",

@@ -1,0 +1,117 @@
+"""Whether another writer touched its files while they were read.
+
+Such files bear no checksums and names that the next save uses again: values of two saves would
+mix unnoticed. Knows lengths and times, no content. Called by `session`, `copying`, `converting`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from . import layout
+from .deadline import Deadline
+from .errors import CheckpointGoneError, StorageError
+from .foreign import INDEX_NAME, StockSource
+from .opening import open_source
+from .options import TransferOptions
+from .source import CommittedSource, Source
+from .store.base import Entry, Store
+
+_MARKED = (layout.STOCK_METADATA, INDEX_NAME, ".distcp", ".safetensors")
+"""How the names of files end that another writer's checkpoint consists of."""
+
+Mark = tuple[int, float | None]
+"""Length in bytes and time of the last change in seconds since the epoch, if the storage tells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileMarks:
+    """Lengths and times of the files of one checkpoint, from before its metadata was read."""
+
+    url: str
+    of: Mapping[str, Mark]
+    is_deep: bool
+
+    def check(self, store: Store) -> None:
+        """Raise `CheckpointGoneError` if one of the files is gone or was written again."""
+        now = _marks(store, is_deep=self.is_deep)
+        for path, mark in self.of.items():
+            if path not in now:
+                raise self.gone(path, "is gone")
+            if now[path] != mark:
+                raise self.gone(path, "was written again")
+
+    def gone(self, path: str, what: str) -> CheckpointGoneError:
+        """Return the error that says what became of a file."""
+        return CheckpointGoneError(
+            f"{self.url}: {path} {what} since this checkpoint was opened.",
+            path=path,
+            phase="load",
+            next_step="Open it again to see what is there now.",
+        )
+
+
+def open_marked(
+    store: Store,
+    *,
+    deadline: Deadline,
+    options: TransferOptions,
+    documents: Literal["read", "known"] = "read",
+) -> tuple[Source, FileMarks | None]:
+    """Open what lies at the root of `store`; return it with marks, None for one of ours.
+
+    The marks are older than the metadata: a save that ends in between is seen by `check`, too.
+    Costs one listing for another writer's checkpoint, two if files of it lie in folders. Raises
+    as `opening.open_source`.
+    """
+    taken: list[Mapping[str, Mark]] = []
+
+    def take(*, is_deep: bool) -> None:
+        taken.append(_marks(store, is_deep=is_deep))
+
+    again = partial(
+        open_source, store, deadline=deadline, options=options, before_foreign=lambda: None
+    )
+    source = open_source(
+        store,
+        deadline=deadline,
+        options=options,
+        documents=documents,
+        before_foreign=partial(take, is_deep=False),
+    )
+    if isinstance(source, CommittedSource):
+        return source, None
+    is_deep = _lies_in_folders(source)
+    if is_deep:
+        take(is_deep=True)
+        source = again()
+        if isinstance(source, CommittedSource):
+            return source, None
+    return source, FileMarks(url=store.url, of=taken[-1], is_deep=is_deep)
+
+
+def _lies_in_folders(source: Source) -> bool:
+    return isinstance(source, StockSource) and any(
+        "/" in item.relative_path for item in source.metadata.items.values()
+    )
+
+
+def _marks(store: Store, *, is_deep: bool) -> dict[str, Mark]:
+    """Return the marks of the files that values or their description lie in.
+
+    By a listing each time: an object's time may be told in other digits when asked for alone.
+    """
+    try:
+        entries: list[Entry] = list(store.list("", recursive=is_deep))
+    except StorageError as error:
+        if error.kind != "not-found":
+            raise
+        entries = []
+    return {
+        entry.path: (entry.size_bytes, entry.modified_s)
+        for entry in entries
+        if entry.path.endswith(_MARKED)
+    }
