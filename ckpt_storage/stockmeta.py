@@ -2,7 +2,7 @@
 
 Knows the classes that torch 2.0 and later pickle there, and turns their inert stand-ins
 into plain values. It reads no storage, imports no torch, and judges neither whether the
-chunks cover their tensors nor whether the files exist. Called by `reader` and
+chunks cover their tensors, as `foreign` does, nor whether the files exist. Called by `reader` and
 `checkpoint` for checkpoints that are not ours.
 """
 
@@ -267,7 +267,8 @@ class _Decoder:
     def _tensor(self, value: object) -> StockTensor:
         fields = _fields(value, _TENSOR)
         match fields.get("properties"):
-            case Record(name=name, args=(), state=(Global(name=dtype), _, _, _, _)) if (
+            # Five properties until torch 2.14; strides are a sixth since. None but the first counts.
+            case Record(name=name, args=(), state=(Global(name=dtype), _, _, _, _, *_)) if (
                 name in _PROPERTIES and dtype in _DTYPES
             ):
                 pass
