@@ -281,6 +281,7 @@ def _pieces(
                 key = (region.fqn, chunk.offsets)
                 parts.append((key, array.itemsize, chunk.sizes, ranges, target))
     places = places_of([part[0] for part in parts])
+    _check_whole(session, regions, parts)
     pieces = []
     for place, (_, item_bytes, sizes, ranges, target) in zip(places, parts, strict=True):
         if place.container == "raw" and place.size_bytes != math.prod(sizes) * item_bytes:
@@ -295,6 +296,26 @@ def _pieces(
             )
         )
     return pieces
+
+
+def _check_whole(
+    session: Session, regions: Sequence[Region], parts: Sequence[tuple[Key, int, Any, Any, Words]]
+) -> None:
+    """Refuse to return memory that no chunk fills: whatever lay there would pass for values."""
+    held: dict[str, int] = {}
+    for (fqn, _), _, _, _, target in parts:
+        held[fqn] = held.get(fqn, 0) + target.size
+    wanted: dict[str, int] = {}
+    for region in regions:
+        wanted[region.fqn] = wanted.get(region.fqn, 0) + math.prod(region.shape)
+    for fqn, count in wanted.items():
+        if held.get(fqn, 0) != count:
+            raise FormatError(
+                f"{session.url}: the chunks of {fqn} hold {held.get(fqn, 0)} of {count} elements "
+                "that were asked for.",
+                next_step="The save was incomplete, or its metadata is damaged; load another "
+                "checkpoint.",
+            )
 
 
 def _plan(

@@ -11,19 +11,31 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from .board import BoardError
 from .coordination import Coordinator
+from .deadline import Deadline
+from .earlycall import EarlyCall
 from .errors import InvalidInputError
 from .operation import Operation
 from .options import Timeouts
 from .preemption import Notices
+from .watching import lost_board
 
 __all__ = ["Cadence"]
 
 _LOOK_S = 1.0
 """How often ranks meet, in seconds, if steps are shorter; a notice leaves half a minute or so."""
 
-_MOST_STEPS = 16
-"""So that ranks meet soon again when steps become long for the first time."""
+_COST_SHARE = 0.01
+"""What part of the time meetings may take, where steps are short."""
+
+_MOST_STEPS = 1000
+
+_POLL_S = 0.25
+"""How often a rank looks whether another one wants to meet sooner; that is one small request."""
+
+_BOARD_S = 10.0
+"""How long such a request may take."""
 
 _MOST_S = 5.0
 """How long the steps up to the next meeting may take, were each as long as the longest known."""
@@ -48,8 +60,9 @@ class Cadence:
     and the notices of all ranks decide: ranks meet about once a second, and at each step where
     steps are longer, so that a step costs no message as a rule. The next meeting is a step that all
     agreed on before, as no rank may go to one alone; so it is chosen for steps as long as the
-    longest of late. One process alone looks at every step, and asks the hook as often as others
-    meet.
+    longest of late. Where steps become long all the same, a rank that has a notice calls for a
+    meeting before: see `earlycall`. One process alone looks at every step, and asks the hook as
+    often as others meet.
 
     At the first step all ranks meet in any case: `terms`, what each was made with, must be alike.
     """
@@ -90,6 +103,16 @@ class Cadence:
         self._asked_s: float | None = None
         self._longest_s = 0.0
         self._next_step = 0
+        self._cost_s = 0.0
+        self._turn = 0
+        self._last_s = 0.0
+        self._polled_s = self._saved_s
+        self._early = EarlyCall(
+            coordinator.board,
+            rank=coordinator.rank,
+            world_size=coordinator.world_size,
+            timeout_s=min(_BOARD_S, timeouts.plan),
+        )
         self.preempted: str | None = None
 
     def saved(self) -> None:
@@ -106,7 +129,9 @@ class Cadence:
         if step == self._asked_step:
             return self._answer
         if self._asked_s is not None:
-            self._longest_s = max(self._longest_s, self._clock() - self._asked_s)
+            self._last_s = self._clock() - self._asked_s
+            self._longest_s = max(self._longest_s, self._last_s)
+        self._turn += 1
         if self._asked_step is None or step < self._asked_step:
             self._next_step = step  # training began anew, perhaps from a checkpoint
         self._asked_step = step
@@ -114,13 +139,40 @@ class Cadence:
         self._answer = every is not None and step > 0 and step % every == 0
         asks = self._every_s is not None or self._notices.are_asked_for
         is_alone = self._coordinator.world_size == 1
-        if (asks and (is_alone or step >= self._next_step)) or not self._has_met:
+        is_time = is_alone or step >= self._next_step or not self._has_met
+        if (asks or not self._has_met) and (is_time or self._is_called(step)):
             word = self._meet(step)
             self._answer = self._answer or word.is_due
             self.preempted = word.preempted
             self._next_step = word.next_step
         self._asked_s = self._clock()
         return self._answer
+
+    def _is_called(self, step: int) -> bool:
+        """Return whether ranks meet at this step although they agreed on a later one."""
+        now_s = self._clock()
+        is_long = now_s - self._polled_s >= _POLL_S
+        if not (is_long or self._early.has_promised):
+            return False
+        wants = False
+        if is_long:
+            self._polled_s = now_s
+            is_far = (self._next_step - step) * self._last_s > 2 * _LOOK_S
+            wants = is_far and self._has_news(now_s)
+        try:
+            return self._early.look(self._turn, wants=wants) == self._turn
+        except BoardError as error:
+            deadline = Deadline("plan", self._timeouts.plan)
+            raise lost_board(error, deadline, f"the look whether to save at step {step}") from error
+
+    def _has_news(self, now_s: float) -> bool:
+        """Return whether there is something on this rank that all must hear of."""
+        if self._coordinator.is_coordinator and self._is_late(now_s):
+            return True
+        return self.preempted is None and self._notices.given() is not None
+
+    def _is_late(self, now_s: float) -> bool:
+        return self._every_s is not None and now_s - self._saved_s >= self._every_s
 
     def _meet(self, step: int) -> _Word:
         is_time = step >= self._next_step
@@ -131,8 +183,15 @@ class Cadence:
         with self._coordinator.operation(what, timeouts=self._timeouts) as operation:
             terms = {} if self._has_met else self._terms
             operation.meet({"the step": str(step), **terms})
+            begin_s = self._clock()
             word = self._agree(operation, step, notice)
+        # The least of late: the rest is waiting for ranks that are slower. To meet costs as much.
+        took_s = 2 * (self._clock() - begin_s)
+        self._cost_s = min(took_s, self._cost_s / _FORGET) if self._cost_s else took_s
         self._has_met = True
+        self._early.anew()
+        self._turn = 0
+        self._polled_s = self._clock()
         return word
 
     def _agree(self, operation: Operation, step: int, notice: str) -> _Word:
@@ -147,7 +206,7 @@ class Cadence:
     def _decide(self, step: int, notices: list[str], *, is_time: bool) -> _Word:
         """Decide for all; on the coordinator, whose clock and earlier words these are."""
         now_s = self._clock()
-        is_late = self._every_s is not None and now_s - self._saved_s >= self._every_s
+        is_late = self._is_late(now_s)
         first = next((f"{text} on rank {rank}" for rank, text in enumerate(notices) if text), None)
         is_news = first is not None and self.preempted is None
         return _Word(
@@ -164,4 +223,5 @@ class Cadence:
         self._longest_s = max(self._longest_s * _FORGET, step_s)
         # At most twice the last gap: the first steps are slow, and one must not judge by them.
         most = min(2 * gap, _MOST_STEPS, int(_MOST_S / self._longest_s))
-        return max(1, min(int(_LOOK_S / step_s), most))
+        look_s = max(_LOOK_S, self._cost_s / _COST_SHARE)
+        return max(1, min(int(look_s / step_s), most))

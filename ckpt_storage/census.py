@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from . import layout, slotlog
@@ -22,7 +23,7 @@ from .info import CheckpointInfo
 from .options import RetryPolicy, Timeouts
 from .slots import SlotRecord
 from .stepnames import StepNames
-from .stockfooter import is_foreign
+from .stockfooter import is_foreign, read_footer
 from .store import Location, open_store
 from .store.base import Store
 from .workers import Workers, bounded
@@ -79,6 +80,7 @@ class Census:
         self._lock = threading.Lock()
         self._seen: dict[str, Sight] = {}
         self._times_s: dict[tuple[str, str | None], float | None] = {}
+        self._misnamed: set[tuple[str, str | None]] = set()
 
     def root(self, deadline: Deadline) -> Store:
         """Return the store at the root."""
@@ -169,10 +171,18 @@ class Census:
         location, step = self.location.child(name), self.names.step_of(name)
         if found.head is not None:
             info = CheckpointInfo.of(location.url, found.head, name=name)
+            self._compare(info, step)
             # The name counts: it is what the order and the policies go by.
             info = dataclasses.replace(info, step=step)
             return Sight(name=name, status="committed", info=info, last=found.last)
         if is_foreign(store, found):
+            named = read_footer(store) if found.last is None else None
+            if named is not None:
+                raise IntegrityError(
+                    f"{location.url} has .metadata of save {named.save_id} but no commits/ folder.",
+                    path=layout.COMMITS,
+                    next_step="Copy the whole checkpoint, commits/ included.",
+                )
             info = CheckpointInfo(url=location.url, name=name, format="dcp", step=step)
             return Sight(name=name, status="foreign", info=info)
         entries = _entries(store) if entries is None else entries
@@ -182,12 +192,31 @@ class Census:
             return Sight(name=name, status="empty", last=found.last)
         return Sight(name=name, status="uncommitted", last=found.last)
 
+    def _compare(self, info: CheckpointInfo, step: int | None) -> None:
+        """Warn, once in a process, if a folder has the name of another step than was saved."""
+        if step is None or info.step is None or info.step == step:
+            return
+        with self._lock:
+            is_new = (info.name, info.save_id) not in self._misnamed
+            self._misnamed.add((info.name, info.save_id))
+        if is_new:
+            log.warning(
+                "%s was saved as step %d. It was renamed or copied; its name counts, so it is "
+                "listed, kept and restored as step %d.",
+                info.url,
+                info.step,
+                step,
+            )
+
     def all(self, deadline: Deadline) -> list[CheckpointInfo]:
         """Return all that is committed, by step; what has none comes first.
 
-        A folder that cannot be read is left out with a warning in the log.
+        Left out are links to steps of this root, and with a warning in the log what cannot be read.
         """
-        sights = self.look(self.folders(deadline), deadline, freshness="since")
+        folders = self.folders(deadline)
+        doubles = self.doubles()
+        own = [name for name in folders if name not in doubles]
+        sights = self.look(own, deadline, freshness="since")
         for sight in sights.values():
             if sight.problem is not None:
                 url = self.location.child(sight.name).url
@@ -213,29 +242,54 @@ class Census:
         return None
 
     def downwards(self, deadline: Deadline) -> Iterator[Sight]:
-        """Yield what is seen of each step, newest first; looks at a few at a time."""
-        names = [name for _, name in reversed(self.steps(self.folders(deadline)))]
+        """Yield what is seen of each step, newest first; looks at a few at a time.
+
+        A link to a step of this root is none of its own, whatever its name says.
+        """
+        steps = self.steps(self.folders(deadline))
+        doubles = self.doubles()
+        names = [name for _, name in reversed(steps) if name not in doubles]
         count = 1
         while names:
             batch, names = names[:count], names[count:]
             yield from self.look(batch, deadline).values()
             count = _BATCH_COUNT
 
-    def links(self, names: Iterable[str]) -> dict[str, str | None]:
-        """Return those of `names` that are symbolic links, with the folder of this root they mean.
+    def links(self) -> dict[str, str | None]:
+        """Return the symbolic links at the root, with the folder of the root they lead into.
 
-        None: they mean one elsewhere. {} where the storage is no file system of this machine.
+        None: they lead elsewhere. Links to files count too: one may mean the weights of an export.
+        {} where the storage is no file system of this machine. Raises `StorageError`.
         """
         if not self.location.is_local:
             return {}
         root = os.path.realpath(self.location.path)
+        try:
+            with os.scandir(root) as entries:
+                names = [entry.name for entry in entries if entry.is_symlink()]
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise StorageError(
+                f"{self.location.url}: {error.strerror}; which links are there cannot be told.",
+                path=self.location.url,
+                next_step="Look why the root cannot be listed.",
+            ) from error
         found: dict[str, str | None] = {}
         for name in names:
-            path = os.path.join(root, name)  # noqa: PTH118  # not to be normalised
-            if os.path.islink(path):  # noqa: PTH114  # as above
-                folder, target = os.path.split(os.path.realpath(path))
-                found[name] = target if folder == root else None
+            # Not to be normalised before links are followed.
+            path = os.path.realpath(os.path.join(root, name))  # noqa: PTH118
+            below = path.removeprefix(root.rstrip(os.sep) + os.sep)
+            found[name] = None if below == path else Path(below).parts[0]
         return found
+
+    def doubles(self) -> set[str]:
+        """Return the links that lead to a step of this root: what they mean counts by itself."""
+        return {
+            name
+            for name, target in self.links().items()
+            if target is not None and self.names.step_of(target) is not None
+        }
 
     def unsettled(self) -> set[str]:
         """Return the names under which nothing was committed when they were seen last."""

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "diff", "open_checkpoint"]
 
+_MOST_UNASKED = 50_000
+"""Names that are put into a tree within a second, whenever an object is shown."""
+
 _STEP = re.compile(r"(?:.*(?:[-_=. ]|step|iter|epoch))?([0-9]+)", re.IGNORECASE)
 
 
@@ -209,9 +212,12 @@ class Checkpoint(Mapping[str, Any]):
         those that begin with it; both narrow, neither means everything. Tensors come as arrays of
         their own, or with `kind="torch"` as tensors on `device`. `progress=True` shows a bar.
 
-        Raises `KeyError` for a name that is not there, otherwise as indexing a `LazyTensor`.
+        Raises `KeyError` for a name that is not there and a prefix that no name has, otherwise as
+        indexing a `LazyTensor`.
         """
         chosen = self._holdings.chosen(names, prefix)
+        if prefix is not None and names is None and not chosen and len(self):
+            raise KeyError(f"No name in {self.url} begins with {prefix!r:.200}")
         return self._holdings.load(chosen, kind=kind, device=device, progress=progress)
 
     def stats(self, fqn: str, *, bin_count: int = 64, progress: Progress = None) -> TensorStats:
@@ -341,6 +347,11 @@ class Checkpoint(Mapping[str, Any]):
     def _root(self) -> Node:
         return tree_of(self._entries())
 
+    def _root_unasked(self) -> Node | None:
+        """Return the tree for who only happens to look, a debugger say; None if that is slow."""
+        is_quick = len(self) <= _MOST_UNASKED or "_root" in self.__dict__
+        return self._root if is_quick else None
+
     def _facts(self) -> dict[str, object]:
         info, object_count = self.info, len(self._holdings.objects)
         facts = {
@@ -348,7 +359,7 @@ class Checkpoint(Mapping[str, Any]):
             "step": self.step,
             "ranks": self.world_size,
             "tensors": f"{len(self._holdings.tensors):,}",
-            "size": human_bytes(self.nbytes),
+            "size": human_bytes(self.nbytes) if self._root_unasked() is not None else None,
             "objects": f"{object_count:,}" if object_count else None,
             "saved": info.created_at,
             "save": info.save_id,
@@ -358,11 +369,15 @@ class Checkpoint(Mapping[str, Any]):
         return {name: value for name, value in facts.items() if value is not None}
 
     def __repr__(self) -> str:
-        return checkpoint_text(self.url, self._facts(), self._root)
+        return checkpoint_text(self.url, self._facts(), self._root_unasked())
 
     def _repr_html_(self) -> str:
         return checkpoint_html(
-            self.info.name, self.url, self._facts(), self._root, self._session.sharding
+            self.info.name,
+            self.url,
+            self._facts(),
+            self._root_unasked(),
+            self._session.sharding,
         )
 
 

@@ -6,7 +6,7 @@ tensor and no process group. Only the coordinator calls it. Called by `writer` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -22,10 +22,11 @@ from .errors import (
     StorageError,
 )
 from .options import RetryPolicy
-from .slotlog import read_log, read_slot, stamp
+from .slotlog import CommitLog, is_there, read_log, read_slot, stamp
 from .slots import HeadRef, SlotRecord
 from .stockfooter import is_foreign
 from .store.base import Store
+from .workers import side_by_side
 
 # Errors that prove the storage did not do what was asked, however often one asks.
 _DEFINITE = frozenset({"permission", "credentials", "no-space", "unsupported"})
@@ -45,16 +46,25 @@ class Grant:
     exclusive: bool
 
 
-def begin(store: Store, *, overwrite: bool, probe: Callable[[Store], bool]) -> Grant:
-    """Open a save attempt: check what is there, draw a save id, make the folders.
+def begin(
+    store: Store,
+    *,
+    overwrite: bool,
+    probe: Callable[[Store], bool],
+    replaces: Collection[str] = (),
+    claims: bool = True,
+) -> Grant:
+    """Open a save attempt: check what is there, draw a save id, make the folders, claim them.
 
     Coordinator only. Raises `CheckpointExistsError` for a committed checkpoint, ours or stock
-    torch's, when `overwrite` is False. A folder that holds anything else is left as it is.
-    `probe` tells whether the storage's exclusive create can be relied on.
+    torch's, when `overwrite` is False, unless it is a save of ours whose id is in `replaces`. A
+    folder that holds anything else is left as it is.
+    `probe` tells whether the storage's exclusive create can be relied on. Without `claims` the
+    caller calls `claim`.
     """
-    found = read_log(store)
+    found, is_shown = _look(store, with_stock=not overwrite)
     if not overwrite:
-        if found.head is not None:
+        if found.head is not None and found.head.save_id not in replaces:
             raise CheckpointExistsError(
                 f"{store.url} holds a checkpoint committed at {found.head.created_at} "
                 f"({found.head.save_id}).",
@@ -62,7 +72,7 @@ def begin(store: Store, *, overwrite: bool, probe: Callable[[Store], bool]) -> G
                 phase="plan",
                 next_step="Save to another id, or pass overwrite=True to replace it.",
             )
-        if is_foreign(store, found):
+        if is_shown and is_foreign(store, found):
             raise CheckpointExistsError(
                 f"{store.url} holds a checkpoint that another writer made (.metadata).",
                 path=store.url,
@@ -72,10 +82,8 @@ def begin(store: Store, *, overwrite: bool, probe: Callable[[Store], bool]) -> G
     save_id = layout.new_save_id()
     store.prepare([layout.COMMITS, layout.save_folder(save_id), layout.ranks_folder(save_id)])
     exclusive = probe(store)
-    # Temporary files and open uploads show in no listing: without this, an attempt that dies
-    # before its first file is complete would never be found and freed.
-    begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
-    store.write(layout.begun_path(save_id), integrity.seal(begun))
+    if claims:
+        claim(store, save_id)
     previous = found.head.head if found.head else None
     return Grant(
         save_id=save_id,
@@ -83,6 +91,25 @@ def begin(store: Store, *, overwrite: bool, probe: Callable[[Store], bool]) -> G
         previous=previous,
         exclusive=exclusive,
     )
+
+
+def claim(store: Store, save_id: str) -> None:
+    """Make an attempt known to who looks for leftovers; once, by the coordinator.
+
+    Temporary files and open uploads show in no listing: without this, an attempt that dies before
+    its first file is complete would never be found and freed.
+    """
+    begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
+    store.write(layout.begun_path(save_id), integrity.seal(begun))
+
+
+def _look(store: Store, *, with_stock: bool) -> tuple[CommitLog, bool]:
+    """Return the slots, and whether a `.metadata` is there; False if that is not asked."""
+    calls: list[Callable[[], Any]] = [lambda: read_log(store)]
+    if with_stock:
+        calls.append(lambda: is_there(store, layout.STOCK_METADATA))
+    found, is_shown = [*side_by_side(store, calls), False][:2]
+    return found, is_shown
 
 
 def commit(

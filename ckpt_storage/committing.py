@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import platform
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,6 +29,7 @@ from .options import RetryPolicy
 from .slots import SlotRecord
 from .stockwrite import planned_of, stock_metadata, stock_note
 from .store.base import Store
+from .workers import side_by_side
 
 __all__ = ["commit_save"]
 
@@ -79,7 +80,7 @@ def commit_save(
             entry_count,
         )
     stock_bytes = stockfooter.with_footer(pickled, slot=grant.last_slot + 1, save_id=save_id)
-    stock = _put(store, layout.stock_copy_path(save_id), stock_bytes)
+    stock = _reference(layout.stock_copy_path(save_id), stock_bytes)
     manifest = dataclasses.replace(
         manifest,
         stock=stock,
@@ -90,7 +91,15 @@ def commit_save(
     manifest_path = layout.manifest_path(save_id)
     body = manifest.to_body()
     _check_readable(body, manifest_path)
-    reference = _put(store, manifest_path, integrity.seal(body))
+    document = integrity.seal(body)
+    reference = _reference(manifest_path, document)
+    # Nothing leads to them before the commit, which comes when both are durable.
+    calls: list[Callable[[], publishing.Seen | None]] = [
+        lambda: store.write(stock.path, stock_bytes),
+        lambda: store.write(manifest_path, document),
+        lambda: publishing.look(store),
+    ]
+    seen = side_by_side(store, calls)[-1]
     record = commit.commit(
         store,
         grant,
@@ -102,7 +111,7 @@ def commit_save(
         user=user,
     )
     log.info("save %s to %s committed in slot %d", save_id, store.url, record.slot)
-    _after_commit(store, grant, record, stock_bytes, deadline, retry)
+    _after_commit(store, grant, record, stock_bytes, seen, deadline, retry)
     return record
 
 
@@ -111,11 +120,12 @@ def _after_commit(
     grant: Grant,
     record: SlotRecord,
     stock_bytes: bytes,
+    seen: publishing.Seen | None,
     deadline: Deadline,
     retry: RetryPolicy,
 ) -> None:
     try:
-        publishing.publish(store, own=record, own_stock=stock_bytes)
+        publishing.publish(store, own=record, own_stock=stock_bytes, seen=seen)
         if grant.previous is not None:
             cleaning.free_superseded(store, known=record)
         # Looking for what crashed savers left takes a listing: free on a local disk only.
@@ -153,8 +163,7 @@ def _check_readable(body: Mapping[str, Any], path: str) -> None:
         ) from error
 
 
-def _put(store: Store, path: str, data: bytes) -> FileRef:
-    store.write(path, data)
+def _reference(path: str, data: bytes) -> FileRef:
     return FileRef(path=path, size_bytes=len(data), crc32c=integrity.crc32c_of(data))
 
 

@@ -9,13 +9,18 @@ the target looks like no checkpoint, or like the one that is being replaced wher
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal
 
+from . import layout
 from .consolidation.options import Selection, parse_bytes
 from .conversion.selection import chosen
 from .conversion.stream import TensorStream
@@ -25,9 +30,9 @@ from .conversion.ziprecords import RecordStream
 from .copying import destination_of
 from .deadline import Deadline
 from .errors import CheckpointNotFoundError, InvalidInputError, StorageError
+from .filemarks import open_marked, told_from_damage, watch_file
 from .foreign import INDEX_NAME
 from .layout import STOCK_METADATA
-from .opening import open_source
 from .options import (
     DEFAULT_MEMORY_LIMIT_BYTES,
     LOCAL_READ_BYTES,
@@ -55,6 +60,12 @@ __all__ = ["FORMATS", "ConvertReport", "TargetFormat", "convert"]
 DEFAULT_MAX_FILE_BYTES = "5GB"
 _LOCAL_THREADS = 2
 _LEAST_MEMORY_BYTES = 16 * MIB
+_LAYOUT = 1
+"""Changes with how values are laid out in files: those of another release are not gone on with."""
+
+_KEYS_AT_ONCE = 4096
+"""Of stock DCP's items the heads are read to find their values: some kilobytes each."""
+
 _SAFETENSORS = frozenset({"dcp_safetensors", "safetensors"})
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _FOLDER_FILES = (".distcp", ".safetensors", ".json", STOCK_METADATA)
@@ -66,7 +77,8 @@ class ConvertReport:
     """What `convert` did; both URLs are without credentials.
 
     source_format, format: of what was read and of what was written. save_id: of the checkpoint
-    that was made, if it is one of ours. total_bytes counts tensors only. dropped: FQNs that the
+    that was made, if it is one of ours. kept_count: files that a call which died had completed, and
+    that were found sound. total_bytes counts tensors only. dropped: FQNs that the
     target cannot hold and that were left out as asked; excluded: those that a selection left out.
     """
 
@@ -75,6 +87,7 @@ class ConvertReport:
     url: str
     format: TargetFormat
     save_id: str | None
+    kept_count: int
     tensor_count: int
     blob_count: int
     total_bytes: int
@@ -108,8 +121,11 @@ def convert(  # the public surface, all keyword-only
     record, by the CRC-32 that torch wrote. All values go over under
     their names: tensors bit by bit, and what is no tensor where the target can hold it. Names
     nested in dicts and lists keep their nesting in formats that have it. `dst` shows the result
-    all at once, at the end. Not resumable: after a failure, call it again; it needs no `overwrite`
-    for what the one before left, and removes that.
+    all at once, at the end. After a failure or a kill, call it again with the same arguments: it
+    needs no `overwrite` for what the one before left. Files of "dcp", "dcp_safetensors" and
+    "safetensors" that were complete, and are sound, are kept; so a smaller `max_file_bytes` makes
+    less to be written again. A file of "torch_save" is one stream with its table at the end, and
+    an attempt at a checkpoint of ours bears an id that no other may use: those begin anew.
 
     To make a model's weights of a training checkpoint, with its names and ties as `transformers`
     expects them, use `consolidate`.
@@ -142,6 +158,7 @@ def convert(  # the public surface, all keyword-only
         CheckpointError: `InvalidInputError` (naming what the format cannot hold, or saying that
             `dst` is `src` under another name),
             `CheckpointExistsError`, `IntegrityError`, `UnsafeContentError`, `FormatError`,
+            `CheckpointGoneError` (also if another writer saved over `src` meanwhile),
             `StorageError`, `PhaseTimeoutError`, and what opening `src` raises.
 
     """
@@ -204,6 +221,8 @@ class _Conversion:
         self._retry = retry
         self._progress = progress
         self._start_s = time.monotonic()
+        self._check_unchanged: Callable[[], None] = lambda: None
+        self._source_state: object = None
 
     def _open(self, location: Location) -> Store:
         return bounded(
@@ -260,21 +279,29 @@ class _Conversion:
                 deadline=self.deadline,
                 window_bytes=options.part_bytes,
             ),
+            check_unchanged=self._check_unchanged,
         )
-        with reporting(
-            self._progress,
-            phase="write",
-            rank=0,
-            total_bytes=values.total_bytes,
-            save_id=source.save_id,
-            with_bar=True,
-        ) as on_bytes:
-            save_id = write_target(
+        with told_from_damage(self._check_unchanged):
+            # A source of which something is missing leaves the target as it was.
+            _find(source, values)
+        with (
+            told_from_damage(self._check_unchanged),
+            reporting(
+                self._progress,
+                phase="write",
+                rank=0,
+                total_bytes=values.total_bytes,
+                save_id=source.save_id,
+                with_bar=True,
+            ) as on_bytes,
+        ):
+            written = write_target(
                 values,
                 Target(
                     format=self._to,
                     location=self.target,
                     source_url=self.source.url,
+                    identity=self._identity(kept),
                     overwrite=self._overwrite,
                     max_file_bytes=self._max_file_bytes,
                     unsafe_pickle=self._unsafe_pickle,
@@ -291,7 +318,8 @@ class _Conversion:
             source_format=source_format,
             url=self.target.url,
             format=self._to,
-            save_id=save_id,
+            save_id=written.save_id,
+            kept_count=written.kept_count,
             tensor_count=len(values.tensors),
             blob_count=len(values.blobs),
             total_bytes=values.total_bytes,
@@ -299,6 +327,20 @@ class _Conversion:
             excluded=tuple(sorted(excluded)),
             seconds=time.monotonic() - self._start_s,
         )
+
+    def _identity(self, names: set[str]) -> str:
+        """Return what stands for the files to come; a new one if the source may change unseen."""
+        if self._source_state is None:
+            return layout.new_write_id()
+        what = [
+            _LAYOUT,
+            self.source.normalised,
+            self._source_state,
+            self._to,
+            self._max_file_bytes,
+            sorted(names),
+        ]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def _check_elsewhere(
         self, source: Source | TorchFileSource, store: Store, *, is_file: bool
@@ -333,17 +375,27 @@ class _Conversion:
             return self._torch_file(parent, name)
         store = self._open(self.source)
         try:
-            opened = open_source(store, deadline=self.deadline, options=self._options(store))
+            opened, marks = open_marked(store, deadline=self.deadline, options=self._options(store))
         except (CheckpointNotFoundError, StorageError):
             if name and is_there(self._open(parent), name):
                 return self._torch_file(parent, name)
             raise
+        if marks is None:
+            self._source_state = opened.save_id
+        else:
+            self._check_unchanged = partial(marks.check, store)
+            if all(time_s is not None for _, time_s in marks.of.values()):
+                self._source_state = sorted(marks.of.items())
         return opened, store, opened.format
 
     def _torch_file(self, parent: Location, name: str) -> tuple[TorchFileSource, Store, str]:
         from .conversion.torchfile import open_torch_file  # noqa: PLC0415  # imports torch
 
         store = self._open(parent)
+        self._check_unchanged = watch_file(store, name)
+        found = store.stat(name)
+        if found.modified_s is not None:
+            self._source_state = (found.size_bytes, found.modified_s)
         source = open_torch_file(store, name, unsafe_pickle=self._unsafe_pickle)
         return source, store, "torch_save"
 
@@ -383,6 +435,21 @@ def _stream_of(
     )
 
 
+def _find(source: Source | TorchFileSource, values: Values) -> None:
+    """Fetch what tells where the values lie, many at a time: each alone takes a round trip."""
+    keys: Iterator[tuple[str, tuple[int, ...] | None]] = chain(
+        (
+            (info.fqn, box.offsets)
+            for info in values.tensors.values()
+            for box in info.boxes
+            if not box.is_empty
+        ),
+        ((fqn, None) for fqn in sorted(values.blobs)),
+    )
+    while part := list(islice(keys, _KEYS_AT_ONCE)):
+        source.require(part)
+
+
 def _onto_itself(url: str) -> InvalidInputError:
     return InvalidInputError(
         f"{url} would be converted onto itself, or into its own files.",
@@ -412,6 +479,8 @@ def _ties_of(source: Source | TorchFileSource) -> Mapping[str, str]:
 
 def _no_safetensors(info: TensorInfo) -> str | None:
     """Return why safetensors cannot hold a tensor, None if it can."""
+    if info.fqn == "__metadata__":
+        return "a name that its header needs for itself"
     if DTYPES[info.dtype].safetensors is None:
         return f"dtype {info.dtype}"
     if info.dtype == "float4_e2m1fn_x2" and not info.shape:

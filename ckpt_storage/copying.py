@@ -150,7 +150,7 @@ def copy(  # the public surface, all keyword-only
             False), `IntegrityError` naming file, rank, tensor and offset, `CheckpointGoneError`
             (the source was replaced meanwhile), `CommitConflictError`, `CommitUnknownError`,
             `StorageError`, `PhaseTimeoutError`, `InvalidInputError` (`dst` is `src` under another
-            name, or lies inside it), and what opening `src` raises. Only after
+            name, or one lies inside the other), and what opening `src` raises. Only after
             `CommitUnknownError` may the copy be committed.
 
     """
@@ -189,6 +189,12 @@ def _check_apart(source: Location, target: Location) -> None:
     if is_within(source, target):
         raise InvalidInputError(
             f"{target.url} lies inside {source.url}, which is to be copied.",
+            next_step="Give a folder beside it.",
+        )
+    if is_within(target, source):
+        raise InvalidInputError(
+            f"{source.url}, which is to be copied, lies inside {target.url}: it would become part "
+            "of its own copy.",
             next_step="Give a folder beside it.",
         )
 

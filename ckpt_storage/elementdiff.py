@@ -80,7 +80,9 @@ class Findings:
             self._add_integers(x, y)
             return
         kind = np.complex128 if np.iscomplexobj(x) or np.iscomplexobj(y) else np.float64
-        a, b = x.astype(kind), y.astype(kind)
+        with np.errstate(invalid="ignore"):
+            # Of the NaN of types that it does not know numpy warns.
+            a, b = x.astype(kind), y.astype(kind)
         a_nan, b_nan = np.isnan(a), np.isnan(b)
         self._nan_counts[0] += int((a_nan & ~b_nan).sum())
         self._nan_counts[1] += int((b_nan & ~a_nan).sum())
@@ -88,6 +90,8 @@ class Findings:
             distance = np.abs(a - b)
             # An infinity is no distance from itself, though inf - inf is NaN.
             distance[(a == b) | (a_nan & b_nan)] = 0.0
+            # Neither is it one where only the other part of a complex number differs.
+            distance[np.isnan(distance) & ~(a_nan | b_nan)] = np.inf
             size = np.maximum(np.abs(a), np.abs(b))
             self._weigh(distance, size, a_nan | b_nan)
         self.different_count += int((a_nan ^ b_nan).sum())

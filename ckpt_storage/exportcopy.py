@@ -7,6 +7,7 @@ Knows the documents of an export folder (`docs/invariants.md`, I14 and I15) and 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from dataclasses import dataclass, field
 
@@ -16,7 +17,9 @@ from .consolidation.records import (
     INDEX_NAME,
     NAMES_PATH,
     ExportRecord,
+    Holder,
     IndexTag,
+    Series,
     export_path,
     is_probe,
     is_weight_file,
@@ -27,7 +30,7 @@ from .errors import CheckpointError, StorageError
 from .filecopies import FileCopier, FileToCopy
 from .layout import COMMITS, PROBE_PREFIX, SAVES, STOCK_METADATA
 from .shardspans import WholeFile
-from .slotlog import check_document, read_if_there
+from .slotlog import check_document, read_if_there, stamp
 from .store.base import Entry, Store
 
 __all__ = ["CopiedExports", "copy_exports"]
@@ -77,8 +80,9 @@ def copy_exports(
         except CheckpointError as error:
             _failed(found, folder, error)
             continue
-        if is_copied:
+        if is_copied and one is not None:
             found.copied.append(folder)
+            found.left_out.extend(one.left_out)
         else:
             found.left_out.append(entry.path)
     return found
@@ -111,6 +115,7 @@ class _Export:
         self._folder = folder
         self._index = b""
         self._tag: IndexTag | None = None
+        self.left_out: list[str] = []
 
     def _at(self, path: str) -> str:
         return f"{self._folder}/{path}"
@@ -139,6 +144,7 @@ class _Export:
         if not self._take_place(names):
             return False
         self._target.prepare([self._at(DOCUMENTS), self._at(records_folder(tag.fingerprint))])
+        self._hold(record)
         files = [self._file(one) for one in record.files]
         files += self._others({one.path for one in record.files})
         self._copier.copy(self._copier.check(files))
@@ -170,6 +176,27 @@ class _Export:
             return self._refused("its names belong to another content")
         return True
 
+    def _hold(self, record: ExportRecord) -> None:
+        """Leave a note of the names that are written, and end the uploads of a copy that died.
+
+        A consolidation that holds the folder keeps it: what it writes is the same, or lies beside.
+        """
+        path = self._at(HOLDER_PATH)
+        run_id = hashlib.sha256(f"copy of {record.fingerprint}".encode()).hexdigest()[:32]
+        found = read_if_there(self._target, path)
+        if found is None:
+            series = {Series.of(file.path) for file in record.files} - {None}
+            holder = Holder(
+                run_id=run_id,
+                fingerprint=record.fingerprint,
+                series=tuple(sorted(one for one in series if one is not None)),
+                stamp=stamp(),
+            )
+            self._target.replace(path, holder.encode())
+        elif Holder.decode(found.data).run_id == run_id:
+            names = {self._at(file.path) for file in record.files}
+            self._target.abort_uploads(self._folder, only=names.__contains__)
+
     def _refused(self, why: str) -> bool:
         log.warning(
             "the export %s is not copied: at the target, %s. Consolidate the copy instead.",
@@ -192,11 +219,20 @@ class _Export:
         )
 
     def _others(self, weight_files: set[str]) -> list[FileToCopy]:
-        """Return what people put beside the weights: a model's configuration, its tokenizer."""
+        """Return what people put beside the weights: a model's configuration, its tokenizer.
+
+        Not what they put into folders there, which is noted. Nothing tells one content of such a
+        file from another, so what is at the target already is compared.
+        """
         known = {self._at(name) for name in (*weight_files, INDEX_NAME, NAMES_PATH, HOLDER_PATH)}
+        entries = _listed(self._source, self._folder)
+        own = self._at(f"{DOCUMENTS}/")
+        self.left_out = [e.path for e in entries if e.path.endswith("/") and e.path != own]
         return [
-            FileToCopy(path=entry.path, target=entry.path, size_bytes=entry.size_bytes)
-            for entry in _listed(self._source, self._folder)
+            FileToCopy(
+                path=entry.path, target=entry.path, size_bytes=entry.size_bytes, is_compared=True
+            )
+            for entry in entries
             if not entry.path.endswith("/")
             and entry.path not in known
             and not self._is_weight(entry)

@@ -38,7 +38,12 @@ class Fetch:
     With `target`, a writable view of that length, the bytes are read straight into it;
     otherwise into a buffer that is reused after `done` returns. `done` gets the view of the
     bytes, runs in a worker thread, verifies them and copies them out. `size_bytes` is the
-    length the file must have.
+    length the file must have. With `borrow`, which may wait, the buffer is what that returns;
+    it counts for no limit here and belongs to its lender again once `done` was called with it.
+
+    `check` gets the bytes as they arrive, with their distance from `start`, every byte once an
+    attempt; what it gets ends at a multiple of `check_bytes`, or where `edge_before` says that
+    the first so many bytes can be judged without the rest, or with the range.
     """
 
     path: str
@@ -46,9 +51,11 @@ class Fetch:
     stop: int
     done: Callable[[memoryview], None] = lambda _: None
     target: memoryview | None = None
+    borrow: Callable[[int], memoryview] | None = None
     size_bytes: int | None = None
     check: Callable[[memoryview, int], None] | None = None
     check_bytes: int = 1
+    edge_before: Callable[[int], int] | None = None
 
 
 class _Arrivals:
@@ -67,7 +74,14 @@ class _Arrivals:
             # Each attempt begins with 0 and grows: this is another, and may bring other bytes.
             self._checked = 0
         self._seen = count
-        self._check(count if count == len(self._view) else count - count % self._fetch.check_bytes)
+        self._check(count if count == len(self._view) else self._edge_before(count))
+
+    def _edge_before(self, count: int) -> int:
+        """Return the most bytes, of the first `count`, that can be judged without the rest."""
+        edge_before = self._fetch.edge_before
+        return (
+            count - count % self._fetch.check_bytes if edge_before is None else edge_before(count)
+        )
 
     def finish(self) -> None:
         """Check what the store did not report."""
@@ -125,7 +139,9 @@ class _Run:
         self._options = options
         self._deadline = deadline
         self._on_bytes = on_bytes
-        self._buffer_bytes = max((f.stop - f.start for f in fetches if f.target is None), default=0)
+        self._buffer_bytes = max(
+            (f.stop - f.start for f in fetches if f.target is None and f.borrow is None), default=0
+        )
         # Fresh memory costs the kernel more than the copy out of it: buffers are used again.
         self._buffers: list[memoryview] = []
         dearest = max(map(self._cost_bytes, fetches))
@@ -145,7 +161,8 @@ class _Run:
 
     def _cost_bytes(self, fetch: Fetch) -> int:
         """Return the memory that a read takes beside its target: a buffer, a client's copy."""
-        buffer_bytes = self._buffer_bytes if fetch.target is None else 0
+        has_memory = fetch.target is not None or fetch.borrow is not None
+        buffer_bytes = 0 if has_memory else self._buffer_bytes
         return buffer_bytes + (fetch.stop - fetch.start if self._is_remote else 0)
 
     def in_this_thread(self, fetches: Sequence[Fetch]) -> None:
@@ -187,7 +204,7 @@ class _Run:
     def _read(self, fetch: Fetch) -> None:
         length = fetch.stop - fetch.start
         buffer = None
-        view = fetch.target
+        view = fetch.target if fetch.borrow is None else fetch.borrow(length)
         if view is None:
             # One list operation is atomic: no lock.
             try:
@@ -203,7 +220,7 @@ class _Run:
                 fetch.start,
                 view,
                 size_bytes=fetch.size_bytes,
-                arrived=arrivals.arrived if fetch.target is not None else None,
+                arrived=None if fetch.target is None and fetch.check is None else arrivals.arrived,
             )
             self._pacer.succeeded(time.monotonic() - begin_s, length)
         arrivals.finish()

@@ -23,7 +23,7 @@ from .errors import CheckpointError, IntegrityError, StorageError
 from .filewriter import part_bytes_for
 from .options import MIB, TransferOptions
 from .shardspans import SpanCheck, Spans
-from .store.base import SharedUpload, Store, Upload
+from .store.base import SharedUpload, Stoppable, Store, Upload
 from .workers import Workers, bounded
 
 __all__ = ["Copies", "FileCopier", "FileToCopy", "Tally"]
@@ -45,13 +45,15 @@ _REFUSALS = frozenset({"permission", "unsupported"})
 class FileToCopy:
     """One file: where it is, what it is called at the target, and how long it must be.
 
-    `spans` holds its checksums; None: only the length is known.
+    `spans` holds its checksums; None: only the length is known. `is_compared`: one that is at the
+    target already, of this length, is held against the source byte by byte, not believed.
     """
 
     path: str
     target: str
     size_bytes: int
     spans: Spans | None = None
+    is_compared: bool = False
 
 
 @dataclass(slots=True)
@@ -168,6 +170,8 @@ class FileCopier:
         with (
             self._aborting(),
             Workers(count, name=f"copy to {self._target.url}", deadline=self._deadline) as workers,
+            # Before the workers are waited for: they may wait for a part that will not come.
+            self._stopping(),
         ):
             for file in files:
                 self._submit(workers, file)
@@ -186,8 +190,8 @@ class FileCopier:
     def check(self, files: Iterable[FileToCopy]) -> list[FileToCopy]:
         """Return those of the files that the target does not hold as they must be.
 
-        Reads all of each that has the right length and checksums. A file that is damaged, or of
-        another length, is deleted.
+        Reads all of each that has the right length and checksums, or is to be compared. A file that
+        is damaged, or of another length or content, is deleted.
         """
         lacking: list[FileToCopy] = []
         lock = threading.Lock()
@@ -220,7 +224,7 @@ class FileCopier:
         if size_bytes != file.size_bytes:
             return "damaged"
         if file.spans is None:
-            return "whole"
+            return "whole" if not file.is_compared or self._is_same(file) else "damaged"
         check = SpanCheck(file.spans)
         step = self._options.part_bytes
         try:
@@ -234,6 +238,21 @@ class FileCopier:
         except IntegrityError:
             return "damaged"
         return "whole"
+
+    def _is_same(self, file: FileToCopy) -> bool:
+        """Return whether the target's file is the source's; both are read."""
+        step = max(1, min(self._options.part_bytes, file.size_bytes) // 2)
+        views = self._buffer(2 * step)
+        for start in range(0, file.size_bytes, step):
+            count = min(step, file.size_bytes - start)
+            old, new = views[:count], views[step : step + count]
+            self._target.read_into(file.target, start, old, size_bytes=file.size_bytes)
+            self._source.read_into(file.path, start, new, size_bytes=file.size_bytes)
+            self.tally.add(read_bytes=2 * count)
+            self._deadline.advanced(2 * count)
+            if old != new:
+                return False
+        return True
 
     def _submit(self, workers: Workers, file: FileToCopy) -> None:
         """Hand a file to the workers: whole if it is one part, else part by part."""
@@ -314,9 +333,23 @@ class FileCopier:
         self.tally.add(file_count=1)
 
     def _give_up(self, one: _OpenFile) -> None:
+        # Open until then: what fails here is aborted again when the copy is given up.
+        one.upload.abort()
         with self._open_lock:
             del self._open[one.file.target]
-        one.upload.abort()
+
+    @contextlib.contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Let go whoever waits in an upload when the block is left by an error."""
+        try:
+            yield
+        except BaseException:
+            with self._open_lock:
+                left = list(self._open.values())
+            for one in left:
+                if isinstance(one.upload, Stoppable):
+                    one.upload.stop()
+            raise
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:
@@ -330,7 +363,7 @@ class FileCopier:
             for one in left:
                 try:
                     one.upload.abort()
-                except CheckpointError as failure:
+                except Exception as failure:  # noqa: BLE001  # the others have to be aborted, too
                     error.add_note(f"Discarding an upload failed too: {failure}")
             raise
 

@@ -1,24 +1,28 @@
 """Whether another writer touched its files while they were read.
 
 Such files bear no checksums and names that the next save uses again: values of two saves would
-mix unnoticed. Knows lengths and times, no content. Called by `session`, `copying`, `converting`.
+mix unnoticed. Knows lengths and times, no content. Called by `session`, `copying`,
+`converting` and `reader`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from . import layout
 from .deadline import Deadline
-from .errors import CheckpointGoneError, StorageError
+from .errors import CheckpointGoneError, FormatError, IntegrityError, StorageError
 from .foreign import INDEX_NAME, StockSource
 from .opening import open_source
 from .options import TransferOptions
 from .source import CommittedSource, Source
 from .store.base import Entry, Store
+
+log = logging.getLogger("ckpt_storage")
 
 _MARKED = (layout.STOCK_METADATA, INDEX_NAME, ".distcp", ".safetensors")
 """How the names of files end that another writer's checkpoint consists of."""
@@ -54,12 +58,49 @@ class FileMarks:
         )
 
 
+@contextmanager
+def told_from_damage(check: Callable[[], None]) -> Iterator[None]:
+    """Raise what `check` raises in place of an error that says that files do not fit.
+
+    They may be sound, and of another save than the metadata.
+    """
+    try:
+        yield
+    except (FormatError, IntegrityError) as error:
+        try:
+            check()
+        except CheckpointGoneError as gone:
+            raise gone from error
+        raise
+
+
+def watch_file(store: Store, path: str) -> Callable[[], None]:
+    """Return what raises `CheckpointGoneError` if a file changed since this call.
+
+    Raises `StorageError` if the file is not there now.
+    """
+    before = store.stat(path)
+    marks = FileMarks(url=store.url, of={}, is_deep=False)
+
+    def check() -> None:
+        try:
+            now = store.stat(path)
+        except StorageError as error:
+            if error.kind != "not-found":
+                raise
+            raise marks.gone(path, "is gone") from error
+        if now != before:
+            raise marks.gone(path, "was written again")
+
+    return check
+
+
 def open_marked(
     store: Store,
     *,
     deadline: Deadline,
     options: TransferOptions,
-    documents: Literal["read", "known"] = "read",
+    known_at: Hashable | None = None,
 ) -> tuple[Source, FileMarks | None]:
     """Open what lies at the root of `store`; return it with marks, None for one of ours.
 
@@ -79,7 +120,7 @@ def open_marked(
         store,
         deadline=deadline,
         options=options,
-        documents=documents,
+        known_at=known_at,
         before_foreign=partial(take, is_deep=False),
     )
     if isinstance(source, CommittedSource):
@@ -103,15 +144,30 @@ def _marks(store: Store, *, is_deep: bool) -> dict[str, Mark]:
     """Return the marks of the files that values or their description lie in.
 
     By a listing each time: an object's time may be told in other digits when asked for alone.
+    Who may read but not list is told of the description only, which a save writes last.
     """
     try:
         entries: list[Entry] = list(store.list("", recursive=is_deep))
     except StorageError as error:
-        if error.kind != "not-found":
+        if error.kind == "not-found":
+            return {}
+        if error.kind != "permission":
             raise
-        entries = []
+        log.info("%s: cannot be listed; only its metadata is watched: %s", store.url, error)
+        entries = [*_told(store, layout.STOCK_METADATA), *_told(store, INDEX_NAME)]
     return {
         entry.path: (entry.size_bytes, entry.modified_s)
         for entry in entries
         if entry.path.endswith(_MARKED)
     }
+
+
+def _told(store: Store, path: str) -> list[Entry]:
+    """Return what the storage tells of one file; nothing if it is not there, or kept secret."""
+    try:
+        found = store.stat(path)
+    except StorageError as error:
+        if error.kind not in {"not-found", "permission"}:
+            raise
+        return []
+    return [Entry(path=path, size_bytes=found.size_bytes, modified_s=found.modified_s)]

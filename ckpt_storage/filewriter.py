@@ -30,7 +30,7 @@ _GATHER_BYTES = 1 << 20
 def part_bytes_for(capabilities: Capabilities, options: TransferOptions, planned_bytes: int) -> int:
     """Return the part size for a file of about `planned_bytes`, legal for the store.
 
-    Raises `InvalidInputError` if the memory limit does not allow it.
+    Raises `InvalidInputError` if the storage or the memory limit does not allow it.
     """
     size = max(options.part_bytes, capabilities.min_part_bytes)
     limit = options.memory_limit_bytes
@@ -38,6 +38,15 @@ def part_bytes_for(capabilities: Capabilities, options: TransferOptions, planned
         size = max(size, -(-planned_bytes // min(_MAX_UPLOAD_PARTS, capabilities.max_part_count)))
     multiple = capabilities.part_multiple_bytes
     size = -(-size // multiple) * multiple
+    most = capabilities.max_part_bytes
+    if most is not None and size > most:
+        raise InvalidInputError(
+            f"A file of {planned_bytes} bytes in parts of {size} bytes is asked for; this storage "
+            f"takes parts of {most} bytes at most.",
+            next_step=f"Lower part_bytes to {most} or less."
+            if options.part_bytes > most
+            else "Save from more ranks, so that each writes less.",
+        )
     if capabilities.is_remote and REMOTE_COPIES * size > limit:
         raise InvalidInputError(
             f"A file of {planned_bytes} bytes needs parts of {size} bytes on this storage, two of "
@@ -82,7 +91,6 @@ class ShardFileWriter:
         )
         self._part: list[memoryview] = []
         self._part_size = 0
-        self._is_claimed = False
         self._frame: list[bytes] = []
         self._gathered: list[bytes] = []
         self._gathered_bytes = 0
@@ -93,6 +101,10 @@ class ShardFileWriter:
         self.chunk_crcs: array[int] = array("I")
         self.block_crcs: array[int] = array("I")
 
+    def open(self) -> None:
+        """Let the storage prepare for a file of several parts; `abort` is due from now on."""
+        self._sender.open()
+
     def frame(self, data: bytes) -> None:
         """Append bytes that belong to no payload."""
         self._frame.append(data)
@@ -100,16 +112,25 @@ class ShardFileWriter:
 
     def small_payload(self, data: bytes) -> None:
         """Append one payload of at most `small_bytes`, which is at most a block."""
-        self._end_frame()
+        # Thousands of these: as few calls as there can be.
+        frame = b"".join(self._frame)
+        self._frame.clear()
+        self.frame_crcs.append(integrity.crc32c_of(frame))
         crc = integrity.crc32c_of(data)
         if data:
             self.block_crcs.append(crc)
         self.chunk_crcs.append(crc)
         self.position += len(data)
-        self._gather(data)
+        self._gathered += (frame, data)
+        self._gathered_bytes += len(frame) + len(data)
+        if self._gathered_bytes >= _GATHER_BYTES:
+            self._hand_on_gathered()
 
-    def payload(self, views: Iterable[memoryview]) -> int:
-        """Append one payload given as consecutive byte views; return its length in bytes."""
+    def payload(self, views: Iterable[memoryview], *, lent: bool = False) -> int:
+        """Append one payload given as consecutive byte views; return its length in bytes.
+
+        `lent` views are of memory that is the state's own and takes none beyond it.
+        """
         self._end_frame()
         self._hand_on_gathered()
         start = self.position
@@ -120,7 +141,7 @@ class ShardFileWriter:
                 piece = view[at : at + self.part_bytes]
                 hasher.update(piece)
                 self.position += len(piece)
-                self._append(piece)
+                self._append(piece, lent=lent)
         blocks = hasher.finish()
         length = self.position - start
         crc = integrity.combine_blocks(blocks, self.block_bytes, length)
@@ -151,36 +172,47 @@ class ShardFileWriter:
         # A second pass over these bytes costs less than combining the checksums of many pieces.
         self._crcs.append(integrity.crc32c_of(data))
         self._lengths.append(len(data))
-        self._append(memoryview(data))
+        self._append(memoryview(data), lent=False)
 
-    def _append(self, view: memoryview) -> None:
+    def _append(self, view: memoryview, *, lent: bool) -> None:
         while len(view):
             if self._part_size == self.part_bytes:
                 self._send(last=False)
-            if not self._is_claimed:
-                self._sender.claim()
-                self._is_claimed = True
             room = self.part_bytes - self._part_size
             piece, view = view[:room], view[room:]
+            self._sender.fill(len(piece), lent=lent)
             self._part.append(piece)
             self._part_size += len(piece)
 
     def _send(self, *, last: bool) -> None:
         views, size = self._part, self._part_size
         self._part, self._part_size = [], 0
-        self._is_claimed = False
         self._sender.send(views, size, last=last)
 
     def finish(self) -> tuple[int, int]:
         """Make the file visible and durable; return its length in bytes and its CRC-32C.
 
-        Raises what the store raised; then nothing is visible and nothing is left behind.
+        Raises what the store raised; then nothing is visible, and `abort` leaves nothing behind.
+        """
+        found = self.end()
+        self.complete()
+        return found
+
+    def end(self) -> tuple[int, int]:
+        """Send the last part and wait for all; return the file's length in bytes and its CRC-32C.
+
+        Raises what the store raised.
         """
         self._end_frame()
         self._hand_on_gathered()
         self._send(last=True)
+        crc = integrity.combine_many(self._crcs, self._lengths)
+        self._sender.drain()
+        return self.position, crc
+
+    def complete(self) -> None:
+        """Make the file visible and durable, after `end`. Raises what the store raised."""
         self._sender.complete(self.position)
-        return self.position, integrity.combine_many(self._crcs, self._lengths)
 
     def abort(self) -> None:
         """Discard everything; idempotent; never raises in place of the error being handled."""

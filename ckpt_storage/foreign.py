@@ -31,11 +31,14 @@ from .tensorfile import (
     parse_safetensors_header,
     parse_tensor_item,
 )
+from .tensorlayout import Flaw, find_flaw
 
 log = logging.getLogger("ckpt_storage")
 
 INDEX_NAME = "model.safetensors.index.json"
 _HEAD_BYTES = 2048
+_MOST_SEARCHED = 1000
+"""Of so many chunks a gap is told with its sizes, of more by its first element."""
 _HEADER_GUESS_BYTES = 64 * 1024
 _RESTORE = "Check that the checkpoint is complete; restore the file from a copy."
 _RANK_LOCAL = re.compile(r"__[0-9]+\.metadata")
@@ -192,13 +195,38 @@ def _stock_info(fqn: str, tensor: StockTensor) -> TensorInfo:
             next_step="Load it with torch's FileSystemReader.",
         )
     boxes = [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
+    # Ranks that hold replicas may each have stored an equal chunk.
+    flaw = find_flaw(tensor.shape, list(dict.fromkeys(boxes)))
+    if flaw is not None:
+        raise FormatError(
+            f"{layout.STOCK_METADATA} describes chunks of {fqn} that do not make up its shape "
+            f"{list(tensor.shape)}: {_flaw_text(tensor.shape, boxes, flaw)}.",
+            path=layout.STOCK_METADATA,
+            next_step="The save was incomplete, or the file is damaged; load another checkpoint.",
+        )
     return TensorInfo(fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, boxes=boxes)
+
+
+def _flaw_text(shape: tuple[int, ...], boxes: Sequence[Box], flaw: Flaw) -> str:
+    """Return which elements no chunk holds, or which several do."""
+    if flaw.at is None:
+        return "they are cut in more ways than can be checked"
+    at = list(flaw.at)
+    if flaw.held_count:
+        return f"{flaw.held_count} different ones hold the element {at}"
+    gap = covers_exactly(shape, boxes).gap if len(boxes) <= _MOST_SEARCHED else None
+    region = f"the region of sizes {list(gap.sizes)} at {list(gap.offsets)}" if gap else at
+    return f"none holds {region}"
 
 
 def open_stock(
     store: Store, data: bytes, *, options: TransferOptions, deadline: Deadline
 ) -> StockSource:
-    """Return the source that a stock `.metadata` describes. Raises as `decode_stock_metadata`."""
+    """Return the source that a stock `.metadata` describes.
+
+    Raises as `decode_stock_metadata`, and `FormatError` if chunks do not make up their tensor: of
+    what none holds, a reader could only make values up.
+    """
     return StockSource(store, decode_stock_metadata(data), options, deadline)
 
 

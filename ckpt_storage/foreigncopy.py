@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from . import layout
 from .errors import IntegrityError
 from .filecopies import FileCopier, FileToCopy
-from .filemarks import FileMarks
+from .filemarks import FileMarks, told_from_damage
 from .foreign import INDEX_NAME, StockSource
 from .foreignfolder import NOTE, Content, ForeignFolder
 from .source import Source
@@ -53,8 +54,9 @@ def copy_foreign(
     identity = _identity(source_url, entries)
     is_resumed = folder.begin(identity, source=source_url, overwrite=overwrite)
     first = [file for file in files if file.path != last]
-    copier.copy(copier.check(first) if is_resumed else first)
-    shown = _read_whole(source_store, last, sizes[last]) if last in sizes else None
+    with told_from_damage(partial(marks.check, source_store)):
+        copier.copy(copier.check(first) if is_resumed else first)
+        shown = _read_whole(source_store, last, sizes[last]) if last in sizes else None
     marks.check(source_store)
     if source.format == "dcp" and shown is not None:
         target.replace(last, shown)

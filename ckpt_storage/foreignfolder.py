@@ -17,8 +17,8 @@ everything of the same names is gone.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from typing import Literal
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
 from . import integrity, layout, slotlog
 from .consolidation.records import is_weight_file
@@ -45,12 +45,17 @@ Content = Literal["metadata", "indexed", "unindexed"]
 
 
 class ForeignFolder:
-    """The root of `store` while files of these names are put there; used by one thread."""
+    """The root of `store` while files of these names are put there; used by one thread.
+
+    `done` is what the note has of files that are complete, for who writes it there with `add`.
+    """
 
     def __init__(self, store: Store, names: Collection[str], *, content: Content) -> None:
         self._store = store
         self._names = frozenset(names)
         self._content = content
+        self._head: dict[str, Any] = {}
+        self.done: dict[str, Mapping[str, Any]] = {}
 
     def begin(self, identity: str, *, source: str, overwrite: bool) -> bool:
         """Make the folder look like no checkpoint; return whether earlier files may be believed.
@@ -60,7 +65,7 @@ class ForeignFolder:
         for the folder of a checkpoint of ours. The remains of other work, which a note tells of,
         need no `overwrite`; a checkpoint with such a note in it does.
         """
-        store, note = self._store, self._note()
+        store, (note, done) = self._store, self._note()
         if slotlog.read_log(store).last is not None:
             raise InvalidInputError(
                 f"{store.url} is, or was, a checkpoint of ckpt_storage; files of another format "
@@ -70,6 +75,13 @@ class ForeignFolder:
             )
         here = self._here()
         is_resumed = note == identity
+        self._head = {
+            "format": "ckpt_storage.copy_note/1",
+            "identity": identity,
+            "source": source,
+            **slotlog.stamp(),
+        }
+        self.done = done if is_resumed else {}
         is_remains = note is not None and not self._is_whole(here)
         if not is_resumed:
             self._check_free(here, may_replace=overwrite or is_remains)
@@ -82,14 +94,16 @@ class ForeignFolder:
                 old = sorted({*old, *filter(_is_shard, here)})
             if old:
                 store.delete(old)
-            body = {
-                "format": "ckpt_storage.copy_note/1",
-                "identity": identity,
-                "source": source,
-                **slotlog.stamp(),
-            }
-            store.replace(NOTE, integrity.seal(body))
+            self._put_note()
         return is_resumed
+
+    def add(self, name: str, record: Mapping[str, Any]) -> None:
+        """Note that the file of that name is complete; `record` is JSON."""
+        self.done[name] = record
+        self._put_note()
+
+    def _put_note(self) -> None:
+        self._store.replace(NOTE, integrity.seal({**self._head, "done": self.done}))
 
     def show(self, index: bytes | None) -> None:
         """Put the index, or take the one away that hid the files; all files are complete."""
@@ -102,15 +116,16 @@ class ForeignFolder:
         """Take the note back: whatever lies here now is a checkpoint like any other."""
         self._store.delete([NOTE])
 
-    def _note(self) -> str | None:
-        """Return whose work is under way here, "" for a note that cannot be read."""
+    def _note(self) -> tuple[str | None, dict[str, Mapping[str, Any]]]:
+        """Return whose work is under way here, "" for a note that cannot be read, and its files."""
         found = slotlog.read_if_there(self._store, NOTE)
         if found is None:
-            return None
+            return None, {}
         try:
-            return str(integrity.unseal(found.data, path=NOTE).get("identity", ""))
+            body = integrity.unseal(found.data, path=NOTE)
         except (FormatError, IntegrityError):
-            return ""
+            return "", {}
+        return str(body.get("identity", "")), dict(body.get("done", {}))
 
     def _here(self) -> set[str]:
         """Return the paths of what lies here now."""

@@ -58,6 +58,8 @@ class Holdings:
 
     def tensor(self, fqn: str) -> LazyTensor:
         """Return a tensor. Raises `KeyError` if none has this name."""
+        if fqn in self._object_set:
+            raise KeyError(f"{fqn!r:.200} in {self.session.url} is an object, no tensor")
         if fqn not in self._tensor_set:
             raise self.unknown(fqn)
         return LazyTensor(self.session, fqn)

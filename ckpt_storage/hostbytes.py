@@ -14,7 +14,7 @@ import torch
 from .devicecopies import DeviceCopies
 from .errors import InvalidInputError
 
-__all__ = ["HostCopies", "check_plain", "dtype_name", "host_bytes"]
+__all__ = ["HostCopies", "check_plain", "dtype_name", "host_bytes", "is_as_stored"]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -44,7 +44,7 @@ def check_plain(tensor: torch.Tensor, fqn: str) -> None:
 
 def host_bytes(tensor: torch.Tensor) -> bytes:
     """Return a copy of the elements of a small tensor in C order."""
-    if type(tensor) in _PLAIN and _is_as_stored(tensor):
+    if type(tensor) in _PLAIN and is_as_stored(tensor):
         # A view, an array and a buffer cost ten times this, which many small tensors feel.
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
@@ -69,7 +69,7 @@ class HostCopies:
         CUDA device the next window is copied while the one before is in use.
         """
         tensor = tensor.detach()
-        if _is_as_stored(tensor):
+        if is_as_stored(tensor):
             yield _view(tensor)
             return
         if tensor.device.type == "cuda":
@@ -83,7 +83,7 @@ class HostCopies:
             yield _view(window.resolve_conj().resolve_neg().to("cpu").contiguous())
 
 
-def _is_as_stored(tensor: torch.Tensor) -> bool:
+def is_as_stored(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a tensor is what is to be written."""
     lazy = tensor.is_conj() or tensor.is_neg()
     return tensor.is_cpu and tensor.is_contiguous() and not lazy

@@ -71,7 +71,7 @@ def user_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in metrics.items():
         try:
             number = float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise InvalidInputError(
                 f"The metric {name!r} is {value!r:.80}, which is no number.",
                 next_step="Give a number, or leave it out.",

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
+from .collecting import collector_paused
 from .coordination_torch import coordinator_of
 from .errors import CheckpointError
 from .frontdoor import exchange_plans, is_stateful, plain_state
@@ -126,10 +128,40 @@ def _run(
     planner.set_up_planner(state, metadata, operation.is_coordinator)
     reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
 
+    if type(planner) is OwnChunksLoadPlanner:
+        plan = _own_plan(operation, reader, planner)
+    else:
+        plan = _agreed_plan(operation, reader, planner)
+    reader.read_data(plan, planner).wait()
+    operation.all_gather(pickle.dumps(None))
+
+
+def _own_plan(
+    operation: Operation, reader: CheckpointStorageReader, planner: OwnChunksLoadPlanner
+) -> LoadPlan:
+    """Return this rank's plan, which the planner of no other rank has a say in.
+
+    Ranks still agree on what they read; their plans travel only where reads may be shared.
+    """
+    with collector_paused():
+        plan = planner.create_local_plan()
+    told = plan if reader.may_share(operation.world_size, plan) else replace(plan, items=[])
+
+    def decide(plans: list[LoadPlan]) -> list[LoadPlan]:
+        # Who reads what for others arrives by itself, and the rest each rank has.
+        return [replace(answer, items=[]) for answer in reader.prepare_global_plan(plans)]
+
+    exchange_plans(operation, reader.prepare_local_plan(told), decide)
+    return plan
+
+
+def _agreed_plan(
+    operation: Operation, reader: CheckpointStorageReader, planner: LoadPlanner
+) -> LoadPlan:
+    """Return this rank's plan as a planner makes it that may look at all ranks' plans."""
+
     def decide(plans: list[LoadPlan]) -> list[LoadPlan]:
         return reader.prepare_global_plan(planner.create_global_plan(plans))
 
     local = reader.prepare_local_plan(planner.create_local_plan())
-    plan = planner.finish_plan(exchange_plans(operation, local, decide))
-    reader.read_data(plan, planner).wait()
-    operation.all_gather(pickle.dumps(None))
+    return planner.finish_plan(exchange_plans(operation, local, decide))

@@ -24,12 +24,18 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _cr
 from torch.distributed.tensor import DTensor
 
 from .lazychunks import ChunkList
+from .localparts import Parts, parts_of
 from .planmemory import Placements, placements_key
 from .regions import Box
+from .tensorlayout import GridBoxes
 
 __all__ = ["OwnChunksLoadPlanner"]
 
 _Cut = tuple[int, torch.Size, Placements]
+
+_Part = tuple[torch.Size, int, torch.Size, torch.Size, int, torch.Size, torch.Size]
+"""A read but for the name: target's chunk, its number, the part's place there; then the chunk that
+is stored, its number, the part's place there; and the part's sizes."""
 
 
 class OwnChunksLoadPlanner(DefaultLoadPlanner):
@@ -47,7 +53,7 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
         if self.flatten_state_dict:
             self._follow_old_names(metadata)
         items: list[ReadItem] = []
-        cuts: dict[_Cut, list[ChunkStorageMetadata]] = {}
+        cuts = _Cuts()
         saved_of = metadata.state_dict_metadata
         for fqn, value in self.state_dict.items():
             saved = saved_of.get(fqn)
@@ -55,12 +61,13 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
                 if not self.allow_partial_load:
                     raise RuntimeError(f"Missing key in checkpoint state_dict: {fqn}.")
                 continue
+            own = parts_of(value) if isinstance(value, torch.Tensor) else None
             if isinstance(saved, TensorStorageMetadata):
-                _check_size(fqn, saved, value)
+                _check_size(fqn, saved, value, own)
             if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
                 continue
             chunks = getattr(saved, "chunks", None)
-            if isinstance(chunks, ChunkList) and isinstance(value, torch.Tensor):
+            if own is None and isinstance(chunks, ChunkList) and isinstance(value, torch.Tensor):
                 items += _reads_of(fqn, chunks, value, cuts)
             else:
                 items += _create_read_items(fqn, saved, value)
@@ -84,40 +91,71 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def _check_size(fqn: str, saved: TensorStorageMetadata, value: object) -> None:
+def _check_size(fqn: str, saved: TensorStorageMetadata, value: object, parts: Parts | None) -> None:
     size = getattr(value, "size", None)
-    if size is not None and saved.size != size():
+    if size is None:
+        return
+    current = size() if parts is None else torch.Size(parts[0])
+    if saved.size != current:
         raise ValueError(
-            f"Size mismatch between saved {saved.size} and current: {size()} for {fqn}"
+            f"Size mismatch between saved {saved.size} and current: {current} for {fqn}"
         )
 
 
-def _reads_of(
-    fqn: str,
-    chunks: ChunkList,
-    value: torch.Tensor,
-    cuts: dict[_Cut, list[ChunkStorageMetadata]],
-) -> Iterable[ReadItem]:
+class _Cuts:
+    """What tensors that are cut alike have in common, worked out once for all of them."""
+
+    def __init__(self) -> None:
+        self._own: dict[_Cut, list[ChunkStorageMetadata]] = {}
+        self._parts: dict[tuple[int, tuple[int, ...], int], list[_Part]] = {}
+
+    def own(self, value: torch.Tensor) -> tuple[list[ChunkStorageMetadata], bool]:
+        """Return the chunks of a tensor that this rank holds, and whether others share the list.
+
+        They do where the chunks follow from shape, mesh and placements alone.
+        """
+        if type(value) is not DTensor or hasattr(value._local_tensor, "__create_chunk_list__"):  # noqa: SLF001  # to_local() is differentiable, and slow
+            return _create_chunk_list(value), False
+        spec = value._spec  # noqa: SLF001  # its properties are slow
+        key = (id(spec.mesh), value.shape, placements_key(spec.placements))
+        found = self._own.get(key)
+        if found is None:
+            found = self._own[key] = _create_chunk_list(value)
+        return found, True
+
+    def parts(self, chunks: ChunkList, value: torch.Tensor) -> list[_Part]:
+        """Return what this rank has to read of a tensor."""
+        own, is_shared = self.own(value)
+        boxes = chunks.info.boxes
+        if not is_shared or not isinstance(boxes, GridBoxes):
+            return list(_parts(chunks, own))
+        # Grids and lists live as long as the metadata and this object.
+        key = (id(boxes.grid), boxes.shape, id(own))
+        found = self._parts.get(key)
+        if found is None:
+            found = self._parts[key] = list(_parts(chunks, own))
+        return found
+
+
+def _reads_of(fqn: str, chunks: ChunkList, value: torch.Tensor, cuts: _Cuts) -> Iterable[ReadItem]:
     if type(value) in _PLAIN and len(chunks) == 1:
         return () if 0 in value.shape else (_whole(fqn, value.shape),)
-    return _reads(fqn, chunks, _own_chunks(value, cuts))
+    return _items(fqn, cuts.parts(chunks, value))
 
 
-def _own_chunks(
-    value: torch.Tensor, cuts: dict[_Cut, list[ChunkStorageMetadata]]
-) -> list[ChunkStorageMetadata]:
-    """Return the chunks of a tensor that this rank holds.
-
-    Where they follow from shape, mesh and placements alone they are worked out once for all
-    tensors that have these in common.
-    """
-    if type(value) is not DTensor or hasattr(value._local_tensor, "__create_chunk_list__"):  # noqa: SLF001  # to_local() is differentiable, and slow
-        return _create_chunk_list(value)
-    key = (id(value.device_mesh), value.shape, placements_key(value.placements))
-    found = cuts.get(key)
-    if found is None:
-        found = cuts[key] = _create_chunk_list(value)
-    return found
+def _items(fqn: str, parts: Iterable[_Part]) -> list[ReadItem]:
+    kind = LoadItemType.TENSOR
+    return [
+        ReadItem(
+            kind,
+            MetadataIndex(fqn, dest, number),
+            dest_offsets,
+            MetadataIndex(fqn, saved, at),
+            saved_offsets,
+            sizes,
+        )
+        for dest, number, dest_offsets, saved, at, saved_offsets, sizes in parts
+    ]
 
 
 def _whole(fqn: str, shape: torch.Size) -> ReadItem:
@@ -132,23 +170,19 @@ def _whole(fqn: str, shape: torch.Size) -> ReadItem:
     )
 
 
-def _reads(fqn: str, chunks: ChunkList, own: list[ChunkStorageMetadata]) -> Iterator[ReadItem]:
+def _parts(chunks: ChunkList, own: list[ChunkStorageMetadata]) -> Iterator[_Part]:
     boxes = chunks.info.boxes
     for number, chunk in enumerate(own):
         target = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         if target.is_empty:
             continue
-        dest_index = MetadataIndex(fqn, chunk.offsets, number)
         for at in chunks.info.overlapping(target):
             saved = boxes[at]
             part = saved.intersect(target)
             if part is None:  # pragma: no cover  # `overlapping` says so
                 continue
-            yield ReadItem(
-                type=LoadItemType.TENSOR,
-                dest_index=dest_index,
-                dest_offsets=torch.Size(part.relative_to(target).offsets),
-                storage_index=MetadataIndex(fqn, saved.offsets, at),
-                storage_offsets=torch.Size(part.relative_to(saved).offsets),
-                lengths=torch.Size(part.sizes),
+            yield (
+                *(torch.Size(chunk.offsets), number, torch.Size(part.relative_to(target).offsets)),
+                *(torch.Size(saved.offsets), at, torch.Size(part.relative_to(saved).offsets)),
+                torch.Size(part.sizes),
             )

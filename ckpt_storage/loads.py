@@ -17,14 +17,20 @@ from functools import cache
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from .collecting import collector_paused
 from .errors import FormatError, IntegrityError, InvalidInputError, StorageError
 from .readplan import Request, Sink, bytes_request, no_sink
-from .regions import Box, WindowCopy
+from .regions import Box, WindowCopy, run_count
+from .resolving import target_resolver
 from .sharedreads import fits_units
 from .sharing import Key
 from .source import Place, Source, concerns
 from .tensorfile import DTYPES
+from .tensorlayout import GridBoxes
 from .torchload import load_whole, scan_blob
+
+_SMALL_COUNT = 1 << 14
+"""Elements of an item that is not looked at when it is asked what sharing would spare."""
 
 
 class LoadJob:
@@ -46,6 +52,7 @@ class LoadJob:
         self._places: dict[str, list[Place]] = {}
         self._tensors: list[tuple[ReadItem, torch.Tensor]] = []
         self._blobs: list[tuple[ReadItem, bytearray, Place]] = []
+        self._sizes: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
         self._wholes: dict[tuple[str, int], tuple[Place, list[tuple[ReadItem, torch.Tensor]]]] = {}
 
     def plan(self, items: Sequence[ReadItem]) -> None:
@@ -54,6 +61,19 @@ class LoadJob:
         places = self._source.places(keys)
         if not self._verify:
             places = [dataclasses.replace(place, crcs=None, block_bytes=1) for place in places]
+        with collector_paused():
+            self._request_all(items, keys, places)
+        # Our copies to a GPU are not on the caller's stream: let what is queued there end first.
+        for device in {target.device for _, target in self._tensors if target.is_cuda}:
+            torch.cuda.synchronize(device)
+
+    def _request_all(
+        self,
+        items: Sequence[ReadItem],
+        keys: Sequence[tuple[str, tuple[int, ...] | None]],
+        places: Sequence[Place],
+    ) -> None:
+        resolve = target_resolver(self._planner)
         for item, (fqn, _), place in zip(items, keys, places, strict=True):
             self._places.setdefault(place.path, []).append(place)
             if item.type is LoadItemType.BYTE_IO:
@@ -61,10 +81,10 @@ class LoadJob:
                 self._blobs.append((item, buffer, place))
                 self.requests.append(bytes_request(place, buffer))
                 continue
-            target = self._planner.resolve_tensor(item)
+            target = resolve(item)
             if target.requires_grad:
                 target = target.detach()
-            if tuple(target.shape) != tuple(item.lengths):
+            if target.shape != torch.Size(item.lengths):
                 raise InvalidInputError(
                     f"The planner gave a target of shape {list(target.size())} for "
                     f"{list(item.lengths)} elements of {fqn}.",
@@ -83,14 +103,13 @@ class LoadJob:
                 self._wholes.setdefault(key, (place, []))[1].append((item, target))
             else:
                 self._region(item, target, place)
-        # Our copies to a GPU are not on the caller's stream: let what is queued there end first.
-        for device in {target.device for _, target in self._tensors if target.is_cuda}:
-            torch.cuda.synchronize(device)
 
-    def can_share(self) -> bool:
+    def can_share(self, unit_bytes: int) -> bool:
         """Return whether the shared requests can be cut into units: their blocks must fit."""
         places = [requests[0].place for requests in self.shared.values() if requests]
-        return len(places) == len(self.shared) and all(fits_units(place) for place in places)
+        return len(places) == len(self.shared) and all(
+            fits_units(place, unit_bytes) for place in places
+        )
 
     def share_nothing(self) -> None:
         """Make requests of this rank's own of those that were to be shared."""
@@ -146,9 +165,18 @@ class LoadJob:
     def _chunk_sizes(self, item: ReadItem) -> tuple[int, ...]:
         info = self._source.tensors[item.storage_index.fqn]
         offsets = _offsets_of(item) or ()
+        key = None
+        if isinstance(info.boxes, GridBoxes):
+            # Tensors that are cut alike share a grid, which lives as long as the source.
+            key = (id(info.boxes.grid), info.shape, offsets)
+            known = self._sizes.get(key)
+            if known is not None:
+                return known
         chunk = info.chunk_at(offsets)
         if chunk is None:  # pragma: no cover  # places() found the chunk by the same offsets
             raise FormatError(f"{info.fqn} has no chunk at {offsets}.", next_step="Load again.")
+        if key is not None:
+            self._sizes[key] = chunk.sizes
         return chunk.sizes
 
     def explain(self, error: StorageError | IntegrityError) -> Exception:
@@ -206,6 +234,26 @@ def wanted_regions(plans: Sequence[LoadPlan]) -> dict[Key, list[tuple[int, Box]]
                 region = Box(tuple(item.storage_offsets), tuple(item.lengths))
                 wants.setdefault((item.storage_index.fqn, offsets), []).append((rank, region))
     return wants
+
+
+def cut_bytes(plan: LoadPlan, source: Source, *, enough_bytes: int) -> int:
+    """Return the bytes of chunks of which `plan` wants pieces that do not lie together.
+
+    Stops counting at `enough_bytes`; small items count as nothing.
+    """
+    total = 0
+    for item in plan.items:
+        if math.prod(item.lengths) < _SMALL_COUNT or item.type is LoadItemType.BYTE_IO:
+            continue
+        info = source.tensors[item.storage_index.fqn]
+        chunk = info.chunk_at(_offsets_of(item) or ())
+        region = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        if chunk is None or run_count(chunk.sizes, region) == 1:
+            continue
+        total += math.prod(chunk.sizes) * _dtype(info.dtype)[1]
+        if total >= enough_bytes:
+            break
+    return total
 
 
 def _contradiction(place: Place, found: str, sizes: tuple[int, ...]) -> FormatError:

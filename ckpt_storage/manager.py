@@ -6,14 +6,12 @@ Called by training loops, on every rank.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
-import threading
-import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -26,8 +24,8 @@ from .coordination_torch import coordinator_of, drop_lane
 from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError
 from .handle import SaveHandle
-from .housekeeper import Housekeeper
-from .info import CheckpointInfo, user_record
+from .info import CheckpointInfo
+from .lanes import give_back_lane, lane_of
 from .loading import load
 from .options import Engine, Progress, RetryPolicy, Timeouts
 from .preemption import Notices
@@ -40,14 +38,11 @@ from .saving import SaveOptions
 from .stepnames import DEFAULT_TEMPLATE, StepNames
 from .stepsaving import StepSaver
 from .store import Location
+from .upkeep import Pruning, Upkeep
 
 __all__ = ["CheckpointManager", "Pruning"]
 
-Pruning = Literal["background", "manual"]
-
 _CLOSE_S = 60.0
-
-log = logging.getLogger("ckpt_storage")
 
 
 class CheckpointManager:
@@ -117,13 +112,12 @@ class CheckpointManager:
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry
         self._process_group = process_group
-        self._pruning: Pruning = pruning
         self._census = Census(self._location, self._names, timeouts=self._timeouts, retry=retry)
         self._claims = Claims()
         self._soundness = Soundness()
-        self._pruner: Pruner | None = None
+        pruner: Pruner | None = None
         if keep is not None:
-            self._pruner = Pruner(
+            pruner = Pruner(
                 self._census,
                 keep,
                 min_age_s=seconds_of(min_age, what="min_age"),
@@ -131,6 +125,9 @@ class CheckpointManager:
                 claims=self._claims,
                 soundness=self._soundness,
             )
+        self._upkeep = Upkeep(
+            self._census, self._soundness, pruner, pruning=pruning, timeouts=self._timeouts
+        )
         self._saves = StepSaver(
             self._census,
             self._claims,
@@ -142,16 +139,20 @@ class CheckpointManager:
                 max_pending=max_pending,
                 on_error=on_error,
             ),
-            committed=self._note,
-            ended=self._wake,
+            damaged=self._soundness.damaged_ids,
+            committed=self._upkeep.committed,
+            ended=self._upkeep.wake,
         )
-        self._lane = _lane_of(process_group)
-        self._coordinator = coordinator_of(process_group, lane=self._lane)
-        self._notices = Notices(signals, preemption)
         self._closed = False
-        self._highest_saved = -1
-        self._has_looked_above = False
-        try:
+        with contextlib.ExitStack() as undo:
+            self._lane = lane_of(process_group)
+            # A rank that is refused and tries again meets the others where they are.
+            undo.callback(give_back_lane, process_group)
+            self._coordinator = coordinator_of(process_group, lane=self._lane)
+            undo.callback(drop_lane, process_group, self._lane)
+            self._upkeep.begin(is_coordinator=self._coordinator.is_coordinator)
+            self._notices = Notices(signals, preemption)
+            undo.callback(self._notices.close)
             self._cadence = Cadence(
                 self._coordinator,
                 self._notices,
@@ -163,14 +164,7 @@ class CheckpointManager:
                     "the names of steps": self._names.template,
                 },
             )
-        except CheckpointError:
-            self._notices.close()
-            raise
-        self._housekeeper = Housekeeper(
-            self._prune_now,
-            name=f"ckpt-storage prune {self._location.url}",
-            timeout_s=self._timeouts.commit,
-        )
+            undo.pop_all()
 
     def __repr__(self) -> str:
         return f"<CheckpointManager {self.url!r}>"
@@ -200,9 +194,18 @@ class CheckpointManager:
     def url_of(self, step: int) -> str:
         """Return the URL of the checkpoint of a step, whether it is there or not.
 
+        For people: without the user and password that the root's URL may have; see `target_of`.
         Raises `InvalidInputError` for what is no step.
         """
         return self._location.child(self._names.name_of(step)).url
+
+    def target_of(self, step: int) -> str:
+        """Return what to give to `ckpt_storage.load` for the checkpoint of a step.
+
+        As `url_of`, but whole: with what the root's URL says of user and password, so it is not
+        for logs. Raises `InvalidInputError`.
+        """
+        return self._location.child(self._names.name_of(step)).target
 
     # When.
 
@@ -246,7 +249,9 @@ class CheckpointManager:
         """Save `state` as the checkpoint of `step` and return what was committed; all ranks call.
 
         `metrics` maps names to numbers; those of the coordinator are kept with the commit, for
-        `KeepBest` and for `all`. The rest, and what is raised, as for `ckpt_storage.save`.
+        `KeepBest` and for `all`. A committed checkpoint of that step is replaced with `overwrite`
+        only; or if it is the save that `restore` passed over as damaged, so that training which
+        comes to its step again goes on. The rest, and what is raised, as for `ckpt_storage.save`.
         """
         self._check_open()
         options = SaveOptions(
@@ -262,10 +267,9 @@ class CheckpointManager:
             engine=engine,
             retry=self._retry,
             progress=progress,
-            user=user_record(step, metrics or {}),
         )
         self._cadence.saved()
-        return self._saves.save(self._names.name_of(step), state, options)
+        return self._saves.save(step, state, metrics or {}, options)
 
     def save_async(  # the public surface, all keyword-only
         self,
@@ -302,11 +306,10 @@ class CheckpointManager:
             engine=engine,
             retry=self._retry,
             progress=progress,
-            user=user_record(step, metrics or {}),
         )
         self._cadence.saved()
         return self._saves.begin(
-            self._names.name_of(step), state, options, block_until_staged=block_until_staged
+            step, state, metrics or {}, options, block_until_staged=block_until_staged
         )
 
     @property
@@ -355,9 +358,10 @@ class CheckpointManager:
         """Load the committed checkpoint of the highest step that is whole; all ranks call.
 
         Returns None if nothing was ever committed. All ranks load the same one. What is loaded is
-        checked on its way, with `check="deep"` every byte of the checkpoint before it; one that is
-        damaged or was deleted meanwhile is skipped for the one before it, with a warning, and
-        named in the result. The rest as for `ckpt_storage.load`.
+        checked on its way, with `check="deep"` every byte of the checkpoint before it, each rank an
+        equal part of them; one that is damaged or was deleted meanwhile is skipped for the one
+        before it, with a warning, and named in the result. The step of a damaged one may be saved
+        again. The rest as for `ckpt_storage.load`.
 
         Raises:
             CheckpointError: on every live rank. `IntegrityError` if there are checkpoints and none
@@ -390,7 +394,6 @@ class CheckpointManager:
             self._soundness,
             check=check,
             timeouts=self._timeouts,
-            retry=self._retry,
         ).run(load_one)
 
     # What to keep.
@@ -402,14 +405,7 @@ class CheckpointManager:
         Raises `InvalidInputError` without policies, `StorageError`, `PhaseTimeoutError`.
         """
         self._check_open()
-        if self._pruner is None:
-            raise InvalidInputError(
-                "This manager has no policy of retention.",
-                next_step="Pass keep=, such as keep=KeepLatest(3).",
-            )
-        if not self._coordinator.is_coordinator:
-            return None
-        return self._pruner.prune(Deadline("commit", self._timeouts.commit), dry_run=dry_run)
+        return self._upkeep.prune(dry_run=dry_run)
 
     def sweep(self) -> PruneReport | None:
         """Free what saves that died a day ago left beside later ones; as `prune`, but slower.
@@ -417,58 +413,16 @@ class CheckpointManager:
         Deletes no checkpoint. Costs a few requests for each, so it is for now and then.
         """
         self._check_open()
-        if self._pruner is None or not self._coordinator.is_coordinator:
-            return None
-        return self._pruner.sweep(Deadline("commit", self._timeouts.commit))
+        return self._upkeep.sweep()
 
     @property
     def last_prune(self) -> PruneReport | None:
         """What the last prune of this manager did; None before there was one."""
-        return None if self._pruner is None else self._pruner.last
+        return self._upkeep.last
 
     def wait_pruned(self, timeout: float | None = None) -> bool:
         """Wait until the prune after the last save has ended; return whether it has."""
-        return self._housekeeper.wait(self._timeouts.commit if timeout is None else timeout)
-
-    def _prune_now(self, deadline: Deadline) -> None:
-        if not self._has_looked_above:
-            self._has_looked_above = True
-            try:
-                self._look_above(deadline)
-            except CheckpointError as error:  # what is saved and pruned does not depend on it
-                log.info("%s: what lies above was not looked at: %s", self.url, error)
-        if self._pruner is not None and self._pruning == "background":
-            self._pruner.prune(deadline)
-
-    def _look_above(self, deadline: Deadline) -> None:
-        """Warn if what is resumed from is above what is saved: training went back, or anew."""
-        newest = self._census.newest(deadline, besides=self._soundness.damaged)
-        step, saved = newest.step if newest is not None else None, self._highest_saved
-        if newest is not None and step is not None and step > saved:
-            log.warning(
-                "Step %d was saved below step %d of %s. restore() and latest() go by step, so they "
-                "still choose step %d, and KeepLatest counts the higher ones. If those are given "
-                "up, move their folders out of %s or delete them; or save to another root.",
-                saved,
-                step,
-                newest.url,
-                step,
-                self.url,
-            )
-
-    def _note(self, name: str, save_id: str | None) -> None:
-        """Note a commit of this manager."""
-        # Every file was looked at before the commit.
-        self._soundness.found_sound(name, save_id)
-        self._highest_saved = max(self._highest_saved, self._names.step_of(name) or 0)
-        if self._pruner is not None:
-            # Its step may be lower than those of a run that was given up.
-            self._pruner.protect(name, "it is what this manager saved last")
-
-    def _wake(self) -> None:
-        prunes = self._pruner is not None and self._pruning == "background"
-        if (prunes or not self._has_looked_above) and self._coordinator.is_coordinator:
-            self._housekeeper.wake()
+        return self._upkeep.wait(timeout)
 
     # The end.
 
@@ -485,7 +439,7 @@ class CheckpointManager:
             self._saves.close(timeout)
         finally:
             try:
-                self._housekeeper.close(_CLOSE_S if timeout is None else timeout)
+                self._upkeep.close(_CLOSE_S if timeout is None else timeout)
                 self._notices.close()
             finally:
                 drop_lane(self._process_group, self._lane)
@@ -493,19 +447,3 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidInputError("The CheckpointManager is closed.", next_step="Make a new one.")
-
-
-_lane_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def _lane_of(process_group: dist.ProcessGroup | None) -> str:
-    """Return a lane that no other manager of the group uses; ranks make them in the same order."""
-    group = process_group
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    if group is None:
-        return "manager"
-    with _lock:
-        number = _lane_counts[group] = _lane_counts.get(group, 0) + 1
-    return f"manager-{number}"

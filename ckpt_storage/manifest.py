@@ -7,6 +7,8 @@ knows no storage. Called by `commit`, `source`, `catalog`, `writer`. Writes vers
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +17,7 @@ from typing import Any, overload
 from . import integrity, layout
 from .columns import Columns, pack_column, pack_names
 from .documents import FileRef, Getter, ref_from_json
-from .errors import FormatError
+from .errors import CheckpointError, FormatError
 from .shardtable import (
     BoxTable,
     ItemTable,
@@ -136,6 +138,13 @@ class InlineRanks(Sequence[RankManifest]):
         self.bodies = bodies
         self._columns = columns
         self._decoded: dict[int, RankManifest] = {}
+        # By process: one that is inherited by fork may be held by a thread that is gone.
+        self._locks: dict[int, threading.Lock] = {}
+
+    @property
+    def inflated_bytes(self) -> int:
+        """What the columns of the manifest, and of the ranks decoded so far, took."""
+        return self._columns.inflated_bytes
 
     def __len__(self) -> int:
         return len(self.bodies)
@@ -152,9 +161,20 @@ class InlineRanks(Sequence[RankManifest]):
         at = range(len(self))[index]
         found = self._decoded.get(at)
         if found is None:
-            columns = self._columns
+            with self._locks.setdefault(os.getpid(), threading.Lock()):
+                found = self._decoded.get(at) or self._decode(at)
+        return found
+
+    def _decode(self, at: int) -> RankManifest:
+        columns = self._columns
+        left_bytes = columns.left_bytes
+        try:
             found = RankManifest.from_body(self.bodies[at], where=columns.where, columns=columns)
-            self._decoded[at] = found
+        except CheckpointError:
+            # Nothing of it is held, so it counts for nothing, however often it is asked for.
+            columns.left_bytes = left_bytes
+            raise
+        self._decoded[at] = found
         return found
 
     def __eq__(self, other: object) -> bool:
@@ -170,7 +190,8 @@ class Manifest:
     `planner_data` maps an FQN to its path in the nested state dict, or is None. `ties` maps alias
     to target, which was the same memory; what is stored of them is equal. `stock_entries` is how
     many items stock readers find, 0 if `stock` is a note that says they find none; None if there
-    are none to find, and in a manifest that is older than such notes.
+    are none to find, and in a manifest that is older than such notes. `inflated_bytes` is what its
+    columns took when it was decoded, those of `inline_ranks` not counted.
     """
 
     save_id: str
@@ -186,6 +207,7 @@ class Manifest:
     ties: Mapping[str, str] = field(default_factory=dict)
     created_at: str = ""
     writer: Mapping[str, str] = field(default_factory=dict)
+    inflated_bytes: int = field(default=0, compare=False)
 
     @property
     def has_stock_metadata(self) -> bool:
@@ -240,6 +262,8 @@ class Manifest:
         if len(parts.ranks) != world_size or (inline is not None and len(inline) != world_size):
             get.fail(f"has another number of ranks than its world size {world_size}")
         tensors = {tensor.fqn: tensor for tensor in parts.tensors}
+        stock = ref_from_json(body["stock"], where) if body.get("stock") else None
+        _check_places(get, save_id, parts, stock)
         names = {*tensors, *parts.blobs}
         if len(names) != len(parts.tensors) + parts.blob_count:
             get.fail("has two values of one name")
@@ -259,14 +283,17 @@ class Manifest:
             planner_data=parts.planner_data,
             files=parts.files,
             ranks=parts.ranks,
-            stock=ref_from_json(body["stock"], where) if body.get("stock") else None,
+            stock=stock,
             stock_entries=get.count("stock_entries") if "stock_entries" in body else None,
             inline_ranks=None if inline is None else InlineRanks(inline, columns),
+            inflated_bytes=columns.inflated_bytes,
             ties=ties,
         )
 
 
 PlannerData = dict[str, tuple[str | int, ...]]
+
+_PATH_KEYS = frozenset({str, int})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +355,19 @@ def _parts_2(body: Mapping[str, Any], columns: Columns, save_id: str, world_size
     )
 
 
+def _check_places(get: Getter, save_id: str, parts: _Parts, stock: FileRef | None) -> None:
+    """Refuse what lies elsewhere than the layout says: who copies would write there."""
+    if stock is not None and stock.path != layout.stock_copy_path(save_id):
+        get.fail(f"names {stock.path!r:.200}, which is no document of this save")
+    folder = layout.save_folder(save_id) + "/"
+    for ref, _ in parts.files:
+        if not ref.path.startswith(folder):
+            get.fail(f"lists {ref.path!r:.200}, which belongs to another save")
+    for rank, ref in enumerate(parts.ranks):
+        if ref.path != layout.rank_manifest_path(save_id, rank):
+            get.fail(f"lists {ref.path!r:.200}, which is not the manifest of rank {rank}")
+
+
 def _refs_to_json(refs: Sequence[FileRef]) -> dict[str, Any]:
     return {
         "bytes": pack_column([ref.size_bytes for ref in refs]),
@@ -377,9 +417,8 @@ def _planner_data_2(body: Mapping[str, Any], columns: Columns, get: Getter) -> P
     value = body.get("planner_data")
     if isinstance(value, Mapping):
         entries = columns.names(body, "planner_data")
-        decode = json.JSONDecoder(parse_constant=_no_constant).decode
         try:
-            value = list(map(decode, entries))
+            value = list(map(_decoded, entries))
             if any("\\u" in entry for entry in entries):
                 # Half of a surrogate pair, which only an escape can spell, is no text.
                 json.dumps(value, ensure_ascii=False).encode()
@@ -392,21 +431,29 @@ def _no_constant(name: str) -> object:
     raise ValueError(name)
 
 
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _decoded(text: str) -> object:
+    """Return what a JSON text spells; skips the decoder's look for blanks where there are none."""
+    # `raw_decode` takes no blank before the text, as `decode` does.
+    value, end = _DECODER.raw_decode(text) if text[:1] == "[" else (None, -1)
+    return value if end == len(text) else _DECODER.decode(text)
+
+
 def _planner_data(value: object, get: Getter) -> PlannerData | None:
     if value is None:
         return None
     data: PlannerData = {}
     for entry in value if isinstance(value, list) else (value,):
-        match entry:
-            case [str(fqn), list(path)] if fqn not in data:
-                data[fqn] = tuple(path)
-            case [str(fqn), list()]:
-                get.fail(f"has two planner_data entries for {fqn!r:.80}")
-            case _:
-                get.fail("has planner_data that is not a list of pairs")
-    for name, keys in data.items():
-        if not all(type(key) in {str, int} for key in keys):
-            get.fail(f"has a planner_data entry for {name!r:.80} that is no path")
+        if type(entry) is not list or [*map(type, entry)] != [str, list]:
+            get.fail("has planner_data that is not a list of pairs")
+        fqn, path = entry
+        if fqn in data:
+            get.fail(f"has two planner_data entries for {fqn!r:.80}")
+        if not _PATH_KEYS.issuperset(map(type, path)):
+            get.fail(f"has a planner_data entry for {fqn!r:.80} that is no path")
+        data[fqn] = tuple(path)
     return data
 
 

@@ -16,6 +16,7 @@ __all__ = ["Entry", "Node", "tree_of"]
 _NUMBER = re.compile(r"[0-9]+")
 _NUMBERS = re.compile(r"([0-9]+)")
 _LEAST_ALIKE = 3
+_MOST_DIGITS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +98,12 @@ def _tidy(root: Node) -> None:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Return a sort key in which 9 comes before 10."""
-    return [
-        (int(part), "") if part.isascii() and part.isdigit() else (-1, part)
-        for part in _NUMBERS.split(name)
-    ]
+    return [(int(part), "") if _is_number(part) else (-1, part) for part in _NUMBERS.split(name)]
+
+
+def _is_number(part: str) -> bool:
+    # Python converts no more than some thousand digits, and a layer has few.
+    return part.isascii() and part.isdigit() and len(part) <= _MOST_DIGITS
 
 
 def _joined(node: Node) -> Node:
@@ -123,7 +126,7 @@ def _folded(nodes: list[Node]) -> dict[str, Node]:
         if len(group) < _LEAST_ALIKE or "#" not in pattern:
             found.update((node.name, node) for node in group)
             continue
-        numbers = sorted(int(_leading(node.name)) for node in group)
+        numbers = sorted(int(_leading(node.name) or "0") for node in group)
         first = group[0]
         first.name = f"[{runs_text(numbers)}]{pattern[1:]}"
         first.alike = len(group)
@@ -135,11 +138,11 @@ def _folded(nodes: list[Node]) -> dict[str, Node]:
 
 def _kind(node: Node) -> tuple[int, str]:
     """Return what siblings must share to be alike: structure, and the name but for its number."""
-    pattern = _NUMBER.sub("#", node.name, count=1) if _NUMBER.match(node.name) else node.name
+    pattern = _NUMBER.sub("#", node.name, count=1) if _is_number(_leading(node.name)) else node.name
     return node.signature, pattern
 
 
 def _leading(name: str) -> str:
-    """Return the digits a name begins with; "0" if it begins with none."""
+    """Return the digits a name begins with; "" if it begins with none."""
     match = _NUMBER.match(name)
-    return match[0] if match else "0"
+    return match[0] if match else ""

@@ -6,8 +6,7 @@ Knows the order in which to look and what to say when there is nothing to load. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Hashable
 
 from . import layout, slotlog, stockfooter
 from .deadline import Deadline
@@ -33,20 +32,23 @@ def open_source(
     *,
     deadline: Deadline,
     options: TransferOptions,
-    documents: Literal["read", "known"] = "read",
+    known_at: Hashable | None = None,
     before_foreign: Callable[[], None] | None = None,
 ) -> Source:
     """Return the checkpoint at the root of `store`, whatever wrote it.
 
-    Costs two small reads and the manifest for one of ours; lists the folder only if it is not.
-    With "known" documents a manifest that this process has read before is not read again.
+    Costs two small reads, side by side, and the manifest for one of ours; lists the folder only
+    if it is not.
+    `known_at` stands for where `store` is, credentials and all: a manifest that this process has
+    read there before is not read again. Without it, all is read.
     `before_foreign` is called before anything is read that tells of another writer's tensors.
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
     `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
     """
-    found = slotlog.read_log(store)
+    is_remote = store.capabilities.is_remote
+    found = slotlog.read_log_together(store) if is_remote else slotlog.read_log(store)
     if found.head is not None:
-        manifest = _manifest(store, found.head, documents)
+        manifest = _manifest(store, found.head, known_at)
         return CommittedSource(store, found.head, manifest, deadline, options)
     current = slotlog.read_if_there(store, layout.STOCK_METADATA)
     if current is not None:
@@ -73,15 +75,14 @@ def open_source(
     raise _nothing(store, found, names)
 
 
-def _manifest(store: Store, head: SlotRecord, documents: Literal["read", "known"]) -> Manifest:
-    if documents == "known" and head.manifest is not None:
-        known = known_manifest(head.manifest)
-        if known is not None:
-            return known
-    manifest = read_manifest(store, head)
-    if head.manifest is not None:
-        keep_manifest(head.manifest, manifest)
-    return manifest
+def _manifest(store: Store, head: SlotRecord, known_at: Hashable | None) -> Manifest:
+    if known_at is None or head.manifest is None:
+        return read_manifest(store, head)
+    known = known_manifest(known_at, head.manifest)
+    if known is None:
+        known = read_manifest(store, head)
+        keep_manifest(known_at, head.manifest, known)
+    return known
 
 
 def _names(store: Store) -> list[str]:

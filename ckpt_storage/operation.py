@@ -39,6 +39,9 @@ _COORDINATOR_GRACE_S = 1.0
 _MEMBER_GRACE_S = 3.0
 """A late rank should name itself first, then the coordinator name it, then anybody else."""
 
+_STEP_LOOK_S = 0.004
+"""Longest pause between two looks for the next step of a small world: a save has five steps."""
+
 _LAST_WORD_S = 1.5
 
 _LEAVE_S = 10.0
@@ -96,7 +99,7 @@ class Operation:
             group.board,
             Deadline("plan", timeouts.plan, watch=self),
             silence_s=timeouts.silence,
-            look_s=group.look_s,
+            look_s=min(group.look_s, _STEP_LOOK_S + group.world_size / 20_000),
             grace_s=_COORDINATOR_GRACE_S if group.is_coordinator else _MEMBER_GRACE_S,
         )
         self._meeting = Meeting(

@@ -12,12 +12,13 @@ another for ever; without, ranks outside the group would have to call it, too.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 import os
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
@@ -29,8 +30,10 @@ from .coordination import Coordinator
 from .coordination_torch import StoreBoard, coordinator_of
 from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError, RankFailedError
+from .hostmemory import HostMemory, HostMemoryError, Offer, host_identity
 from .operation import Operation
 from .options import Timeouts
+from .sharedreads import Links, Wish
 from .store.timed import AbandonedError, TimedPool
 
 __all__ = ["DefaultGroupSharers", "OperationSharers", "Peers", "peers_of"]
@@ -41,6 +44,9 @@ _T = TypeVar("_T")
 
 _WORD_S = 2.0
 """Within this every live rank hears of a failure."""
+
+_NOTICE_S = 5.0
+"""Beyond `Timeouts.silence`, how long it may take until a silent rank is named on all others."""
 
 _JOIN_S = 60.0
 """Where ranks cannot reach one another within this, each reads for itself."""
@@ -65,6 +71,7 @@ class Peers:
         self._coordinator = weakref.ref(coordinator)
         self._group: dist.ProcessGroupGloo | None = None
         self._was_lost = False
+        self._word_s = _WORD_S
         self._key = ""
         self._pool = TimedPool("ckpt-storage peers")
 
@@ -90,6 +97,8 @@ class Peers:
                 "These ranks have no store over which they could find one another.",
                 next_step="Use a Coordinator of a process group.",
             )
+        # What is found dead is found by its silence; sockets tell only that somebody is gone.
+        self._word_s = operation.timeouts.silence + _NOTICE_S
         keys = operation.gather(self._key.encode())
         fresh = os.urandom(8).hex()
         same = len(set(keys)) == 1 and keys[0] != b""
@@ -112,26 +121,36 @@ class Peers:
             ),
             deadline,
             "The ranks' own gloo group was not made",
+            word_s=_WORD_S,
         )
         self._key = key
 
     def send(self, to: int, data: memoryview, tag: int, deadline: Deadline) -> None:
         """Send `data` to rank `to`, which receives it under the same `tag`."""
         group, tensor = self._joined(deadline), _tensor(data)
-        work: dist.Work = group.send([tensor], to, tag)  # type: ignore[attr-defined]  # a stub
-        self._wait(work, deadline, f"Sending to rank {to}", to)
+
+        def begin() -> dist.Work:
+            return group.send([tensor], to, tag)  # type: ignore[attr-defined,no-any-return]  # a stub
+
+        self._await(begin, deadline, f"Sending to rank {to}", to)
 
     def receive(self, source: int, into: memoryview, tag: int, deadline: Deadline) -> None:
         """Fill `into` (writable) with what rank `source` sends under `tag`, of that length."""
         group, tensor = self._joined(deadline), _tensor(into)
-        work: dist.Work = group.recv([tensor], source, tag)  # type: ignore[attr-defined]  # a stub
-        self._wait(work, deadline, f"Receiving from {source}", source)
+
+        def begin() -> dist.Work:
+            return group.recv([tensor], source, tag)  # type: ignore[attr-defined,no-any-return]  # a stub
+
+        self._await(begin, deadline, f"Receiving from {source}", source)
 
     def receive_any(self, into: memoryview, tag: int, deadline: Deadline) -> int:
         """Fill `into` (writable) with what any rank sends under `tag`; return which rank did."""
         group, tensor = self._joined(deadline), _tensor(into)
-        work: dist.Work = group.recv_anysource([tensor], tag)  # type: ignore[attr-defined]  # a stub
-        self._wait(work, deadline, "Receiving from any rank", None)
+
+        def begin() -> dist.Work:
+            return group.recv_anysource([tensor], tag)  # type: ignore[attr-defined,no-any-return]  # a stub
+
+        work = self._await(begin, deadline, "Receiving from any rank", None)
         source: int = work._source_rank()  # noqa: SLF001  # torch's own way, in dist.recv
         return source
 
@@ -143,7 +162,7 @@ class Peers:
         group = self._group
         if group is None and self._was_lost:
             # Another thread found the group broken; what broke it is what is to be told.
-            self._hear(deadline, "Reaching the other ranks")
+            self._hear(deadline, "Reaching the other ranks", self._word_s)
             raise RankFailedError(
                 "The ranks' own gloo group broke.",
                 failures={},
@@ -158,19 +177,38 @@ class Peers:
         self._was_lost = True
         self._group, self._key = None, ""
 
-    def _hear(self, deadline: Deadline, what: str) -> None:
-        """Raise why the operation failed, if that is known soon: words are slower than sockets."""
+    def _hear(self, deadline: Deadline, what: str, seconds: float) -> None:
+        """Raise why the operation failed, once that is known: words are slower than sockets.
+
+        A socket's end does not tell who died: a rank that lost another one closes all of its own.
+        Returns if nothing is known after `seconds`.
+        """
         if deadline.is_watched:
-            deadline.sleep(_WORD_S)
+            deadline.sleep(seconds)
         deadline.check(what)
 
-    def _wait(self, work: dist.Work, deadline: Deadline, what: str, rank: int | None) -> None:
+    def _await(
+        self, begin: Callable[[], dist.Work], deadline: Deadline, what: str, rank: int | None
+    ) -> dist.Work:
         # One that times out in gloo itself breaks the group; the margin lets ours be first.
         limit = timedelta(seconds=deadline.remaining_s() + 60.0)
-        self._run(lambda: work.wait(limit), deadline, what, rank)
+
+        def call() -> dist.Work:
+            # The beginning fails, too, once the peer is known to be gone.
+            work = begin()
+            work.wait(limit)
+            return work
+
+        return self._run(call, deadline, what, rank)
 
     def _run(
-        self, call: Callable[[], _T], deadline: Deadline, what: str, rank: int | None = None
+        self,
+        call: Callable[[], _T],
+        deadline: Deadline,
+        what: str,
+        rank: int | None = None,
+        *,
+        word_s: float | None = None,
     ) -> _T:
         try:
             return self._pool.run(
@@ -189,7 +227,7 @@ class Peers:
         except Exception as error:
             # Torch raises RuntimeErrors of several kinds when a peer is gone.
             self._lose()
-            self._hear(deadline, what)
+            self._hear(deadline, what, self._word_s if word_s is None else word_s)
             raise RankFailedError(
                 f"{what} failed: {error}",
                 failures={} if rank is None else {rank: str(error)},
@@ -207,16 +245,92 @@ class OperationSharers:
         self._peers = peers
 
     @contextmanager
-    def joined(
-        self,
-        can_share: bool,  # noqa: FBT001  # a vote
-        deadline: Deadline,
-    ) -> Iterator[tuple[Peers, Deadline] | None]:
-        """Give the messages between the ranks, None on all ranks if any cannot take part.
+    def joined(self, wish: Wish | None, deadline: Deadline) -> Iterator[Links | None]:
+        """Give the links between the ranks, None on all ranks if any cannot take part.
 
         All ranks, as steps of the operation, whose deadline it is. Raises what that failed with.
         """
+        with ExitStack() as stack:
+            memory = self._memory(wish)
+            if memory is not None:
+                stack.callback(memory.close)
+            found = self._met(wish, memory, deadline)
+            if found is None or found.memory is None:
+                # Nobody looks into it: let it go before the reads.
+                stack.close()
+                memory = None
+            if found is None or found.transport is None:
+                yield found
+                return
+            try:
+                yield found
+            except BaseException:
+                # What is under way between these ranks belongs to nobody now.
+                self._peers.drop()
+                raise
+
+    def _memory(self, wish: Wish | None) -> HostMemory | None:
+        if wish is None or not host_identity():
+            return None
+        rank, bytes_, count = self._operation.rank, wish.buffer_bytes, wish.buffer_count
+        try:
+            return HostMemory(rank, buffer_bytes=bytes_, buffer_count=count)
+        except HostMemoryError as error:
+            log.warning("Rank %d shares no memory with others: %s", rank, error)
+            return None
+
+    def _met(
+        self, wish: Wish | None, memory: HostMemory | None, deadline: Deadline
+    ) -> Links | None:
+        """Return how the ranks reach one another; the same kind of answer on all."""
         operation = self._operation
+        offer = None if memory is None else memory.offer.pack()
+        host = host_identity() or f"rank {operation.rank}"
+        told = json.dumps([None if wish is None else wish.verifies, host, offer]).encode()
+        answers = [json.loads(answer) for answer in operation.all_gather(told)]
+        if wish is None or any(verifies is None for verifies, _, _ in answers):
+            return None
+        mates = {
+            rank: text
+            for rank, (_, its_host, text) in enumerate(answers)
+            if its_host == host and rank != operation.rank
+        }
+        # One that verifies would take what another one has not: it checks what is sent, itself.
+        are_alike = len({verifies for verifies, _, _ in answers}) == 1
+        has_reached = are_alike and self._has_reached(mates, memory)
+        if wish.among == "host":
+            has_reached = has_reached and wish.partners <= mates.keys()
+        votes = operation.all_gather(b"yes" if has_reached else b"no")
+        can_use_memory = set(votes) == {b"yes"}
+        if wish.among == "host":
+            return (
+                Links(transport=None, memory=memory, deadline=deadline) if can_use_memory else None
+            )
+        links = Links(transport=None, memory=memory if can_use_memory else None, deadline=deadline)
+        if can_use_memory and len({its_host for _, its_host, _ in answers}) == 1:
+            return links
+        if not self._have_group(deadline):
+            return None
+        return dataclasses.replace(links, transport=self._peers)
+
+    def _has_reached(self, offers: Mapping[int, str | None], memory: HostMemory | None) -> bool:
+        if not offers:
+            return True
+        if memory is None:
+            return False
+        found = {rank: Offer.unpack(text) for rank, text in offers.items() if text is not None}
+        if len(found) < len(offers):
+            return False
+        try:
+            memory.reach(found)
+        except HostMemoryError as error:
+            log.warning("Rank %d shares no memory with others: %s", self._operation.rank, error)
+            return False
+        return True
+
+    def _have_group(self, deadline: Deadline) -> bool:
+        """Make the ranks' own group, if there is none; return whether all are in it."""
+        operation, can_share = self._operation, True
         try:
             self._peers.join(operation, deadline, limit_s=_JOIN_S)
         except CheckpointError as error:
@@ -226,17 +340,10 @@ class OperationSharers:
             deadline.check("Joining the ranks that share reads")
             log.warning("Each rank reads for itself: %s", error)
             can_share = False
-        votes = operation.all_gather(b"yes" if can_share else b"no")
-        if set(votes) != {b"yes"}:
-            self._peers.drop()
-            yield None
-            return
-        try:
-            yield self._peers, deadline
-        except BaseException:
-            # What is under way between these ranks belongs to nobody now.
-            self._peers.drop()
-            raise
+        if set(operation.all_gather(b"yes" if can_share else b"no")) == {b"yes"}:
+            return True
+        self._peers.drop()
+        return False
 
 
 class DefaultGroupSharers:
@@ -255,11 +362,7 @@ class DefaultGroupSharers:
         return (dist.get_world_size(), dist.get_rank()) == (world_size, rank)
 
     @contextmanager
-    def joined(
-        self,
-        can_share: bool,  # noqa: FBT001  # a vote
-        deadline: Deadline,
-    ) -> Iterator[tuple[Peers, Deadline] | None]:
+    def joined(self, wish: Wish | None, deadline: Deadline) -> Iterator[Links | None]:
         """Make an operation of the block; ranks that do not meet read for themselves."""
         coordinator = coordinator_of(None, lane="reads")
         timeouts = self._bounded(load_s=deadline.timeout_s)
@@ -269,10 +372,11 @@ class DefaultGroupSharers:
                 deadline.check("Meeting the ranks that share reads")
                 yield None
                 return
-            can_share = can_share and coordinator.rank == self._rank
+            if coordinator.rank != self._rank:
+                wish = None
             watched = operation.phase("load", deadline.remaining_s())
             sharers = OperationSharers(operation, peers_of(coordinator))
-            with sharers.joined(can_share, watched) as found:
+            with sharers.joined(wish, watched) as found:
                 yield found
                 if found is not None:
                     # Nobody leaves the operation while another may still need to hear from it.

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from .frontdoor import exchange_plans
 from .operation import Operation
-from .planmemory import Kept, PlanMemory, Structure, structure_of
+from .options import STOCK_ENTRY_LIMIT
+from .planmemory import Kept, PlanMemory, Structure, structure_of, without_chunks
 from .tiednames import Groups, candidate_ties
 from .writer import CheckpointStorageWriter
 
@@ -87,14 +88,22 @@ class PlanExchange:
             return kept.plan, answer.candidates
         plan = self._planner.finish_plan(answer.plan)
         if structure is not None:
+            has_chunks = answer.item_count <= STOCK_ENTRY_LIMIT
+            metadata = self.metadata
             new = Kept(
                 plan_id=answer.plan_id,
                 plan=replace(plan, storage_data=None),
                 item_count=answer.item_count,
-                metadata=self.metadata,
+                metadata=metadata if has_chunks or metadata is None else without_chunks(metadata),
+                has_chunks=has_chunks,
             )
             _MEMORY.keep(structure, new)
         return plan, answer.candidates
+
+    def _suffices(self, kept: Kept, ids: set[str | None]) -> bool:
+        """Return whether all ranks kept this plan, and all that this save's documents need."""
+        is_whole = kept.has_chunks or not self._writer.is_stock_wanted(kept.item_count)
+        return is_whole and ids == {kept.plan_id}
 
     def _structure(self) -> Structure | None:
         planner = self._planner
@@ -125,7 +134,7 @@ class PlanExchange:
         if ids == {None}:
             plans, self.metadata = self._planner.create_global_plan(plans)
             plan_id, item_count = os.urandom(16).hex(), sum(len(plan.items) for plan in plans)
-        elif kept is not None and kept.metadata is not None and ids == {kept.plan_id}:
+        elif kept is not None and kept.metadata is not None and self._suffices(kept, ids):
             self.metadata, plan_id, item_count = kept.metadata, kept.plan_id, kept.item_count
         else:
             again = _Answer(plan=None, plan_id="", item_count=0, candidates=())

@@ -10,18 +10,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-__all__ = ["Kept", "Placements", "PlanMemory", "Structure", "placements_key", "structure_of"]
+from .localparts import parts_of
 
-Placements = tuple[tuple[str, str], ...]
-"""Placements as they are spelt: class and parameters."""
+__all__ = [
+    "Kept",
+    "Placements",
+    "PlanMemory",
+    "Structure",
+    "placements_key",
+    "structure_of",
+    "without_chunks",
+]
+
+Placements = tuple[object, ...]
+"""What tells placements apart: class and parameters of each."""
 
 _KEPT_COUNT = 2
 """A model and one thing besides; each has an object for every item of this rank."""
@@ -49,7 +59,17 @@ def placements_key(placements: Iterable[object]) -> Placements:
 
     They themselves do not on all releases of torch: some take a strided shard for a plain one.
     """
-    return tuple((type(one).__qualname__, repr(one)) for one in placements)
+    # By type, because they themselves compare by what they are subclasses of; spelling takes 1 us.
+    return tuple(
+        [
+            (kind, one.dim)  # type: ignore[attr-defined]  # the kind tells
+            if (kind := type(one)) is Shard
+            else kind
+            if kind is Replicate
+            else (kind.__qualname__, repr(one))
+            for one in placements
+        ]
+    )
 
 
 def structure_of(
@@ -61,7 +81,7 @@ def structure_of(
     # By identity, and kept alive meanwhile; tensors of one layer often share one tuple.
     spelt: dict[int, tuple[object, Placements]] = {}
     for fqn, value in state.items():
-        if type(value) in _PLAIN:
+        if type(value) in _PLAIN and parts_of(value) is None:
             values.append((fqn, value.shape, value.dtype, value.layout, value.requires_grad))
         elif type(value) is DTensor:
             local = value._local_tensor  # noqa: SLF001  # to_local() is differentiable, and slow
@@ -92,13 +112,24 @@ def structure_of(
 class Kept:
     """What was planned: under which id, the rank's final plan, how many items all ranks have.
 
-    `metadata` is there on the coordinator only.
+    `metadata` is there on the coordinator only; of many items it `has_chunks` no more, which only
+    `.metadata` needs: they are an object for every item of every rank.
     """
 
     plan_id: str
     plan: SavePlan
     item_count: int
     metadata: Metadata | None
+    has_chunks: bool = True
+
+
+def without_chunks(metadata: Metadata) -> Metadata:
+    """Return metadata that says of tensors all but how they are cut."""
+    described = {
+        fqn: replace(entry, chunks=[]) if isinstance(entry, TensorStorageMetadata) else entry
+        for fqn, entry in metadata.state_dict_metadata.items()
+    }
+    return replace(metadata, state_dict_metadata=described)
 
 
 class PlanMemory:

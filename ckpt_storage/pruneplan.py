@@ -13,12 +13,19 @@ from . import layout
 from .census import Census, Sight
 from .claims import Claims
 from .deadline import Deadline
-from .errors import CheckpointInProgressError, IntegrityError, StorageError
+from .errors import (
+    CheckpointGoneError,
+    CheckpointInProgressError,
+    CheckpointNotFoundError,
+    IntegrityError,
+    StorageError,
+)
 from .info import CheckpointInfo
-from .options import RetryPolicy
+from .partcheck import check_part
 from .retention import (
     Decision,
     Keep,
+    KeepBest,
     KeepEvery,
     KeepLatest,
     KeepNewerThan,
@@ -32,14 +39,17 @@ from .retention import (
     save_of,
 )
 from .settled import SettledSteps
-from .verification import verify
+from .shardspots import Part
 
-__all__ = ["Planner", "Soundness"]
+__all__ = ["Planner", "Soundness", "pinned"]
 
 log = logging.getLogger("ckpt_storage")
 
-_ASK_LITTLE = (KeepLatest, KeepEvery, KeepNewerThan)
+_ASK_LITTLE: frozenset[type] = frozenset({KeepLatest, KeepEvery, KeepNewerThan})
 """Policies to which what is kept by its name alone makes no difference."""
+
+_TIMELESS: frozenset[type] = frozenset({KeepLatest, KeepEvery, KeepBest})
+"""Policies that do not go by age. One that is not known here, or was derived, may."""
 
 
 class Soundness:
@@ -55,6 +65,10 @@ class Soundness:
     def is_known(self, info: CheckpointInfo) -> bool:
         """Return whether it was saved, loaded or checked here, and found sound."""
         return save_of(info) in self._verified
+
+    def damaged_ids(self, name: str) -> frozenset[str]:
+        """Return the saves under a name that are known to be damaged; from any thread."""
+        return frozenset(save_id for one, save_id in list(self.damaged) if one == name)
 
     def found_sound(self, name: str, save_id: str | None) -> None:
         """Note that a checkpoint is sound."""
@@ -81,14 +95,12 @@ class Planner:
         keep: Keep,
         *,
         min_age_s: float,
-        retry: RetryPolicy,
         claims: Claims,
         soundness: Soundness,
     ) -> None:
         self._census = census
         self._policies = policies_of(keep)
         self._min_age_s = min_age_s
-        self._retry = retry
         self._claims = claims
         self._soundness = soundness
         self._linked: Mapping[str, str] = {}
@@ -101,23 +113,20 @@ class Planner:
         Costs a listing of the root; two reads for each of the newest; one listing and two reads
         for every other that its name does not keep, or a listing where only slots are left and no
         earlier process noted so; one look at the time of each that no policy keeps; and for
-        `KeepBest` two reads for all: all but the first two once in this process.
+        `KeepBest` two reads for all, for policies of the user's own a look at the time of all as
+        well: all but the first two once in this process.
         """
         census = self._census
         folders = census.folders(deadline)
-        links = census.links(name for _, name in census.steps(folders))
-        self._linked = {
-            target: f"{name} is a link to it"
-            for name, target in links.items()
-            if target is not None
-        }
+        links = census.links()
+        self._linked = pinned(links)
         # What lies behind a link may be another checkpoint of this root, or of somebody else.
         steps = [(step, name) for step, name in census.steps(folders) if name not in links]
         by_name = {name: step for step, name in steps}
         sights = self._newest(steps, deadline)
         newest = set(sights)
         unsettled = census.unsettled()
-        asks_all = not all(isinstance(policy, _ASK_LITTLE) for policy in self._policies)
+        asks_all = any(type(policy) not in _ASK_LITTLE for policy in self._policies)
         held = {
             name: why
             for step, name in steps
@@ -215,8 +224,10 @@ class Planner:
         infos = [sight.info for sight in sights.values() if sight.info is not None]
         damaged = self._soundness.damaged
         in_use = {**self._linked, **self._claims.in_use(), **self.protected}
-        timeless = [policy for policy in self._policies if not isinstance(policy, KeepNewerThan)]
-        if timeless:
+        timeless = [policy for policy in self._policies if type(policy) in _TIMELESS]
+        # Without its ages a policy of the user's own would be asked what it cannot answer.
+        is_known = all(type(one) in _TIMELESS | {KeepNewerThan} for one in self._policies)
+        if timeless and is_known:
             first = plan_prune(infos, timeless, damaged=damaged, in_use=in_use)
             doubtful = [decision.info for decision in first.deleted if decision.info is not None]
             if not doubtful:
@@ -270,22 +281,32 @@ class Planner:
         if anchor is None or anchor.save_id is None or self._soundness.is_known(anchor):
             return True
         try:
-            report = verify(
-                self._census.location.child(anchor.name).target,
-                deep=False,
-                storage_options=self._census.location.storage_options,
-                timeout=max(deadline.remaining_s(), 0.001),
-                retry=self._retry,
+            checked_id = check_part(
+                self._census.store(anchor.name, deadline), Part(), deep=False, deadline=deadline
             )
-        except (IntegrityError, FileNotFoundError, CheckpointInProgressError) as error:
+        except (
+            CheckpointGoneError,
+            CheckpointInProgressError,
+            CheckpointNotFoundError,
+            IntegrityError,
+        ) as error:
             why = str(error)
         else:
-            if report.ok and report.save_id == anchor.save_id:
+            if checked_id == anchor.save_id:
                 self._soundness.found_sound(anchor.name, anchor.save_id)
                 return True
-            why = report.problems[0].message if report.problems else "it was saved anew"
+            why = "it was saved anew"
         self._soundness.found_damaged(anchor, why)
         return False
+
+
+def pinned(links: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the folders that links lead into, each with the reason why it stays."""
+    return {
+        target: f"{name} is a link to it"
+        for name, target in sorted(links.items())
+        if target is not None
+    }
 
 
 def _seen(sight: Sight) -> tuple[str, str | None]:

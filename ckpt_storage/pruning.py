@@ -27,17 +27,23 @@ from .claims import Claims
 from .consolidation.removal import remove_exports
 from .deadline import Deadline
 from .errors import CheckpointError, PhaseTimeoutError
+from .info import CheckpointInfo
 from .options import RetryPolicy, Timeouts
-from .pruneplan import Planner, Soundness
+from .pruneplan import Planner, Soundness, pinned
 from .retention import Decision, Keep, PrunePlan, seconds_of
 from .stepnames import DEFAULT_TEMPLATE, StepNames
 from .store import Location
 from .store.base import Store
 from .store.probe import probe_exclusive_create
 
-__all__ = ["PruneReport", "Pruner", "prune_checkpoints"]
+__all__ = ["OnStep", "PruneReport", "Pruner", "prune_checkpoints"]
 
 log = logging.getLogger("ckpt_storage")
+
+OnStep = Callable[[str, int, int], None]
+"""Takes the name of what is deleted or freed next, its number from 1 on, and how many there are."""
+
+_A_LINK = "it is a link"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +72,12 @@ def prune_checkpoints(
     storage_options: Mapping[str, Any] | None = None,
     timeout: float | timedelta | Timeouts | None = None,
     retry: RetryPolicy | None = None,
+    on_step: OnStep = lambda *_: None,
 ) -> PruneReport:
     """Delete the checkpoints below a root that no policy keeps; without a manager, from anywhere.
 
-    Only plans unless `dry_run` is False. Arguments as for `CheckpointManager`. Not collective.
+    Only plans unless `dry_run` is False. Arguments as for `CheckpointManager`; `on_step` is told
+    of each checkpoint before it is deleted. Not collective.
     Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
     """
     timeouts = Timeouts.of(timeout)
@@ -77,7 +85,8 @@ def prune_checkpoints(
         Location.of(root_url, storage_options), StepNames(names), timeouts=timeouts, retry=retry
     )
     pruner = Pruner(census, keep, min_age_s=seconds_of(min_age, what="min_age"), retry=retry)
-    return pruner.prune(Deadline("commit", timeouts.commit), dry_run=dry_run)
+    deadline = Deadline("commit", timeouts.commit)
+    return pruner.prune(deadline, dry_run=dry_run, on_step=on_step)
 
 
 class Pruner:
@@ -106,7 +115,6 @@ class Pruner:
             census,
             keep,
             min_age_s=min_age_s,
-            retry=self._retry,
             claims=self._claims,
             soundness=soundness or Soundness(),
         )
@@ -115,7 +123,13 @@ class Pruner:
         """Let no plan delete `name`, which was saved just now, until another one is protected."""
         self._planner.saved(name, why)
 
-    def prune(self, deadline: Deadline, *, dry_run: bool = False) -> PruneReport:
+    def prune(
+        self,
+        deadline: Deadline,
+        *,
+        dry_run: bool = False,
+        on_step: OnStep = lambda *_: None,
+    ) -> PruneReport:
         """Plan, and unless `dry_run` carry the plan out, oldest first.
 
         May be cut at any point; what was left is found by the next one. A checkpoint that cannot
@@ -125,18 +139,21 @@ class Pruner:
             plan = self._planner.plan(deadline)
             if dry_run:
                 return PruneReport(plan=plan, is_dry_run=True)
-            self.last = self.execute(plan, deadline)
+            self.last = self.execute(plan, deadline, on_step=on_step)
             self._planner.keep(deadline)
             return self.last
 
-    def execute(self, plan: PrunePlan, deadline: Deadline) -> PruneReport:
+    def execute(
+        self, plan: PrunePlan, deadline: Deadline, *, on_step: OnStep = lambda *_: None
+    ) -> PruneReport:
         """Carry a plan out. As `prune`."""
         run = _Execution(self._census, self._claims, self._retry, plan, deadline)
         with self._in_turn(deadline):
-            for decision in plan.deleted:
-                run.attempt(decision.name, partial(run.delete, decision))
-            for name in plan.leftovers:
-                run.attempt(name, partial(run.free, name))
+            jobs = [(one.name, partial(run.delete, one)) for one in plan.deleted]
+            jobs += [(name, partial(run.free, name)) for name in plan.leftovers]
+            for number, (name, job) in enumerate(jobs, 1):
+                on_step(name, number, len(jobs))
+                run.attempt(name, job)
         return run.report(plan)
 
     def sweep(self, deadline: Deadline) -> PruneReport:
@@ -221,11 +238,9 @@ class _Execution:
             return "nothing sound is newer"
         if decision.info.save_id == anchor.save_id:
             return f"it is the same save as {anchor.name}, and may be the same folder"
-        # Somebody may have deleted it since, and then this may be the last one.
-        newest = census.look_at(anchor.name, self._deadline).info
-        if newest is None or newest.save_id != anchor.save_id:
-            end = "gone" if newest is None else "another save than was judged"
-            return f"{anchor.name}, the newest, is {end}"
+        changed = self._changed(name, anchor)
+        if changed is not None:
+            return changed
         store = census.store(name, self._deadline)
         census.forget(name)
         log.info("deleting %s: %s", decision.info.url, "; ".join(decision.reasons))
@@ -238,8 +253,8 @@ class _Execution:
     def free(self, name: str) -> str | None:
         """Free what a save that died, or a deletion that was cut, has left."""
         store = self._census.store(name, self._deadline)
-        if name in self._census.links([name]):
-            return "it is a link"
+        if name in self._census.links():
+            return _A_LINK
         if self._census.look_at(name, self._deadline).status == "foreign":
             return "another tool wrote it"
         # No save has this id: what is committed stays, what was being deleted goes.
@@ -251,6 +266,18 @@ class _Execution:
         if freed:
             self._census.forget(name)
         self.freed += freed
+        return None
+
+    def _changed(self, name: str, anchor: CheckpointInfo) -> str | None:
+        """Return what has changed since the plan was made that forbids to delete `name`."""
+        links = self._census.links()
+        if name in links or name in pinned(links):
+            return pinned(links).get(name, _A_LINK)
+        # Somebody may have deleted the newest since, and then this may be the last one.
+        newest = self._census.look_at(anchor.name, self._deadline).info
+        if newest is None or newest.save_id != anchor.save_id:
+            end = "gone" if newest is None else "another save than was judged"
+            return f"{anchor.name}, the newest, is {end}"
         return None
 
     def _delete(self, store: Store, expected: str) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from . import integrity, layout
 from .documents import FileRef
@@ -15,10 +17,11 @@ from .errors import (
     IntegrityError,
     StorageError,
 )
-from .slotlog import check_document, read_if_there, read_log, stamp
+from .slotlog import CommitLog, check_document, read_if_there, read_log, stamp
 from .slots import HeadRef, SlotRecord
 from .stockfooter import read_footer, split_footer, with_footer
 from .store.base import Store, Version
+from .workers import side_by_side
 
 log = logging.getLogger("ckpt_storage")
 
@@ -26,23 +29,47 @@ _PUBLISH_ROUNDS = 20
 _PUBLISH_DOUBTS = 3
 
 
-def publish(store: Store, *, own: SlotRecord | None = None, own_stock: bytes | None = None) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What `.metadata` was when a saver looked, before its commit; `version` None: not there."""
+
+    version: Version | None
+
+
+def look(store: Store) -> Seen | None:
+    """Return what `.metadata` is, for a `publish` to come; None where that helps nothing.
+
+    Where replacing is conditional on it, it may be read at any time before. Raises nothing of the
+    storage's: a commit does not depend on it, and `publish` will ask again.
+    """
+    if not store.capabilities.replace_if_match:
+        return None
+    try:
+        return Seen(version=read_if_there(store, layout.STOCK_METADATA))
+    except StorageError:
+        return None
+
+
+def publish(
+    store: Store,
+    *,
+    own: SlotRecord | None = None,
+    own_stock: bytes | None = None,
+    seen: Seen | None = None,
+) -> bool:
     """Bring `.metadata` up to the head; return whether it names the head now (invariant I13).
 
     Idempotent; any rank or opener with the right to write may call it. A saver passes the
-    record of its own commit, and the bytes of its `stock.metadata` if it still has them; it also
-    leaves the marker `published.json`, after which it never publishes again. Raises
-    `StorageError`, and `IntegrityError` for a damaged `stock.metadata`; the commit stands all
-    the same.
+    record of its own commit, the bytes of its `stock.metadata` if it still has them, and what it
+    has `seen` of `.metadata`; it also leaves the marker `published.json`, after which it never
+    publishes again. Raises `StorageError`, and `IntegrityError` for a damaged `stock.metadata`;
+    the commit stands all the same.
     """
-    publisher = _Publisher(store, own, own_stock)
+    publisher = _Publisher(store, own, own_stock, seen)
     for _ in range(_PUBLISH_ROUNDS):
         names_head = publisher.go_on()
         if names_head is None:
             continue
-        if own is not None and own.save_id is not None and publisher.has_head:
-            marker = {"format": "ckpt_storage.published/1", "save_id": own.save_id}
-            store.write(layout.published_path(own.save_id), integrity.seal(marker))
         publisher.end()
         return names_head
     raise StorageError(
@@ -57,45 +84,86 @@ def publish(store: Store, *, own: SlotRecord | None = None, own_stock: bytes | N
 class _Publisher:
     """One run of `publish`: what was seen, done and announced so far."""
 
-    def __init__(self, store: Store, own: SlotRecord | None, own_stock: bytes | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        own: SlotRecord | None,
+        own_stock: bytes | None,
+        seen: Seen | None,
+    ) -> None:
         self._store = store
         self._own = own
         self._own_stock = own_stock
+        self._seen = seen
         self._conditional = store.capabilities.replace_if_match
         # A compare-and-swap on the footer keeps the order by itself, whatever the head is by now.
         self._head = own if self._conditional else None
         self._put: HeadRef | None = None
         self._notes: dict[str | None, str] = {}
         self._doubt_count = 0
-        self.has_head = True
+        self._has_head = True
+        self._is_marked = False
 
     def go_on(self) -> bool | None:
         """Look and act once; return whether `.metadata` names the head, None: look again."""
         store = self._store
         head, self._head = self._head, None
+        seen, self._seen = self._seen, None
         last_slot = 0
         if head is None:
             found = read_log(store, known=self._own)
             head, last_slot = found.head, found.last_slot
-        current = read_if_there(store, layout.STOCK_METADATA)
+        current = seen.version if seen else read_if_there(store, layout.STOCK_METADATA)
         named = split_footer(current.data)[1] if current else None
-        self.has_head = head is not None
+        self._has_head = head is not None
         if head is None or head.stock is None:
             return self._withdraw(named, last_slot)
         if named is not None and named.slot >= head.slot:
             return True
         is_mine = self._own is not None and self._own.save_id == head.save_id
-        if not self._conditional and not is_mine:
-            if self._own is not None and self._put is None:
-                return False  # the head's own saver, or the next opener, sees to it
-            if head.save_id not in self._notes:
-                self._announce(head)
-                return None
+        if not self._may_publish(is_mine=is_mine):
+            return False
+        if not self._conditional and not is_mine and head.save_id not in self._notes:
+            self._announce(head)
+            return None
         data = self._stock_of(head, self._own_stock if is_mine else None)
         if data is None or not self._replace(current, data, head):
             return None
-        # Where what was read was the condition, nobody was overtaken. Else look again.
-        return True if self._conditional and current is not None else None
+        return self._confirm(current, is_mine=is_mine)
+
+    def _may_publish(self, *, is_mine: bool) -> bool:
+        """Return whether the head is for this run; else its saver or the next opener sees to it."""
+        if is_mine:
+            return not self._is_marked
+        return self._conditional or self._own is None or self._put is not None
+
+    def _confirm(self, current: Version | None, *, is_mine: bool) -> bool | None:
+        """Return whether `.metadata`, just put in place of `current`, stays; None: look again.
+
+        Where what was read was the condition, nobody was overtaken. Where absence was, only a
+        deletion can have come in between. The saver's marker need not wait for that answer: its own
+        commit is not published again, whatever is found.
+        """
+        if not self._conditional:
+            return None
+        if current is not None:
+            return True
+        calls: list[Callable[[], CommitLog | None]] = [
+            lambda: read_log(self._store, known=self._own)
+        ]
+        if is_mine:
+            calls.append(self._mark)
+        found = side_by_side(self._store, calls)[0]
+        head = found.head if found else None
+        own = self._own
+        return True if head and own and head.save_id == own.save_id else None
+
+    def _mark(self) -> None:
+        """Leave word that the saver of the own commit will not publish it (again)."""
+        if self._own is not None and self._own.save_id is not None and not self._is_marked:
+            self._is_marked = True
+            marker = {"format": "ckpt_storage.published/1", "save_id": self._own.save_id}
+            self._store.write(layout.published_path(self._own.save_id), integrity.seal(marker))
 
     def _withdraw(self, named: HeadRef | None, last_slot: int) -> bool | None:
         """Undo a replacement during which the checkpoint was deleted.
@@ -126,10 +194,19 @@ class _Publisher:
             self._notes[save_id] = path
 
     def end(self) -> None:
-        """Take the notes back. Not after an error: what was asked for may still happen."""
-        if self._notes:
+        """Leave the marker and take the notes back.
+
+        Not after an error: what was asked for may still happen.
+        """
+        left = list(self._notes.values())
+        if self._has_head:
+            self._mark()
+        elif self._is_marked and self._own is not None:
+            # Whoever deleted the checkpoint may have listed its files before the marker was there.
+            left.append(layout.published_path(self._own.save_id or ""))
+        if left:
             with contextlib.suppress(StorageError):
-                self._store.delete(list(self._notes.values()))
+                self._store.delete(left)
 
     def _is_head(self, head: SlotRecord) -> bool:
         now = read_log(self._store).head

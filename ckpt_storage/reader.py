@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from . import agreement, publishing
 from .agreement import Hello
+from .collecting import collector_paused
 from .costs import REMOTE_READ_BYTES, costs_for
 from .dcpborder import at_dcp_border
 from .deadline import Deadline
@@ -33,10 +34,11 @@ from .errors import (
     InvalidInputError,
     StorageError,
 )
-from .fetching import run_fetches
+from .fetching import Fetch, run_fetches
+from .filemarks import FileMarks, open_marked, told_from_damage
+from .hostmemory import host_identity
 from .lazychunks import metadata_of
-from .loads import LoadJob, wanted_regions
-from .opening import open_source
+from .loads import LoadJob, cut_bytes, wanted_regions
 from .options import (
     LOCAL_READ_BYTES,
     Engine,
@@ -47,17 +49,19 @@ from .options import (
     TransferOptions,
 )
 from .peers import DefaultGroupSharers
+from .planpack import packable
 from .progress import reporting
 from .readplan import plan_reads
 from .sharedreads import SharedReads, Sharers
 from .sharing import (
-    UNIT_BYTES,
     Key,
     ShareOrder,
+    SharePolicy,
     arrived_order,
     can_plan,
     forget_orders,
     plan_shares,
+    share_policy,
 )
 from .source import Source, SourceFormat
 from .store import Location, endpoint_of, open_store
@@ -88,10 +92,11 @@ class CheckpointStorageReader(StorageReader):
         thread_count: parallel reads per rank; default 1 on local disks, up to 16 elsewhere.
         memory_limit_bytes: ceiling of buffers per rank.
         engine: data plane, see the guide.
-        shared_reads: "auto": from object storage, what several ranks need (replicated tensors,
-            most of a resharding) is read by one of them and sent to the others, where that
-            spares 64 MiB or more and is not too much to plan; "never": every rank reads for
-            itself. Not from paths: network mounts have the kernel's cache.
+        shared_reads: "auto": what several ranks need (replicated tensors, most of a resharding)
+            is read and checked by one of them and passed to the others, where that spares 64 MiB
+            or more and is not too much to plan; "never": every rank reads for itself. From paths
+            only between ranks of one host, and only what each wants in pieces: the rest is in
+            the kernel's cache.
         unsafe_pickle: hand blobs to the planner without checking that unpickling them runs no
             code. Only for checkpoints from people you trust.
         timeout: seconds, `timedelta` or `Timeouts`; `load` bounds the reads of one rank.
@@ -142,13 +147,14 @@ class CheckpointStorageReader(StorageReader):
         self._is_coordinator = False
         self._store: Store | None = None
         self._source: Source | None = None
+        self._marks: FileMarks | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._location.url!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         # Clients and phases belong to a process; the other side has its own.
-        dropped = ("_store", "_source", "_sharers", "_catching_up")
+        dropped = ("_store", "_source", "_marks", "_sharers", "_catching_up")
         state = {**self.__dict__, **dict.fromkeys(dropped)}
         del state["_begin"]
         return state
@@ -205,7 +211,7 @@ class CheckpointStorageReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Aim the next load at `checkpoint_id`; DCP calls it on all ranks."""
         self._location = self._base.join(checkpoint_id)
-        self._store = self._source = None
+        self._store = self._source = self._marks = None
 
     @at_dcp_border
     def read_metadata(self) -> Metadata:
@@ -216,7 +222,8 @@ class CheckpointStorageReader(StorageReader):
         """
         self._source = None
         source = self._opened()
-        return metadata_of(source, url=self._location.url)
+        with collector_paused():
+            return metadata_of(source, url=self._location.url)
 
     def _opened(self) -> Source:
         if self._source is None:
@@ -228,7 +235,7 @@ class CheckpointStorageReader(StorageReader):
             )
             deadline = self._begin("load")
             self._store = store
-            self._source = open_source(
+            self._source, self._marks = open_marked(
                 bounded(store, deadline),
                 deadline=deadline,
                 options=self._transfer_options(is_remote=store.capabilities.is_remote),
@@ -279,7 +286,7 @@ class CheckpointStorageReader(StorageReader):
         agreement.clear_inbox()
         forget_orders()
         self._own_order = None
-        return dataclasses.replace(plan, storage_data=self._hello())
+        return packable(dataclasses.replace(plan, storage_data=self._hello()))
 
     def _hello(self) -> Hello:
         source = self._opened()
@@ -295,36 +302,67 @@ class CheckpointStorageReader(StorageReader):
         # Taken from the inbox: a planner need not keep what the plans carry.
         hellos = {**agreement.inbox().hellos, self._rank: self._hello()}
         agreement.check_agreement([hellos[rank] for rank in sorted(hellos)], phase="load")
-        orders = self._share_orders(plans)
+        orders = self._share_orders(plans, hellos)
         if orders is None:
-            return plans
+            return list(map(packable, plans))
         self._own_order = orders[self._rank]
         return [
-            dataclasses.replace(plan, storage_data=order)
+            packable(dataclasses.replace(plan, storage_data=order))
             for plan, order in zip(plans, orders, strict=True)
         ]
 
-    def _share_orders(self, plans: list[LoadPlan]) -> list[ShareOrder] | None:
-        """Return who reads what of that which several ranks need; None: each for itself."""
+    def may_share(self, world_size: int, plan: LoadPlan) -> bool:
+        """Return whether this rank may share reads of `plan`; if not, nobody needs to know it."""
+        policy = self._share_policy(world_size)
+        if policy is None:
+            return False
+        if policy.whole == "shared":
+            return True
+        shares = cut_bytes(plan, self._opened(), enough_bytes=policy.min_saved_bytes // world_size)
+        return shares >= policy.min_saved_bytes // world_size
+
+    def _share_policy(self, world_size: int) -> SharePolicy | None:
+        """Return when sharing pays among so many ranks; None: never."""
         source, store = self._opened(), self._store
         if (
             self._shared_reads == "never"
-            or len(plans) == 1
+            or world_size == 1
             or store is None
-            or not store.capabilities.is_remote
             or source.format == "dcp"  # where payloads lie is known only to who reads their heads
+        ):
+            return None
+        is_remote = store.capabilities.is_remote
+        if not is_remote and not (self._verify and host_identity()):
+            # From the page cache every rank has the bytes; only checking them costs much.
+            return None
+        options = self._transfer_options(is_remote=is_remote)
+        return share_policy(is_remote=is_remote, part_bytes=options.part_bytes)
+
+    def _share_orders(
+        self, plans: list[LoadPlan], hellos: Mapping[int, Hello]
+    ) -> list[ShareOrder] | None:
+        """Return who reads what of that which several ranks need; None: each for itself."""
+        source, policy = self._opened(), self._share_policy(len(plans))
+        if (
+            policy is None
             or not (self._sharers or DefaultGroupSharers.are(len(plans), self._rank))
             or not can_plan(sum(len(plan.items) for plan in plans))
         ):
             return None
-        return plan_shares(wanted_regions(plans), partial(_shape_of, source), world_size=len(plans))
+        return plan_shares(
+            wanted_regions(plans),
+            partial(_shape_of, source),
+            hosts=[hellos[rank].host for rank in range(len(plans))],
+            policy=policy,
+        )
 
     @at_dcp_border
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Read this rank's items into the planner's targets; all ranks.
 
         Nothing is committed to the planner before all of it was verified. Raises
-        `IntegrityError` (file, FQN, offset), `CheckpointGoneError`, `UnsafeContentError`,
+        `IntegrityError` (file, FQN, offset), `CheckpointGoneError` (also if another writer has
+        saved over its files since they were opened), `UnsafeContentError`,
         `StorageError`, `PhaseTimeoutError`.
         """
         source, store = self._opened(), self._store
@@ -342,12 +380,15 @@ class CheckpointStorageReader(StorageReader):
             verify=self._verify,
             shared=frozenset() if order is None else order.keys,
         )
-        with deadline.governs(f"Loading from {store.url}", rank=self._rank):
+        with (
+            deadline.governs(f"Loading from {store.url}", rank=self._rank),
+            self._unchanged(store),
+        ):
             with self._told_if_it_fails(order):
                 source.renew(store, deadline)
                 load.plan(plan.items)
             if order is None:
-                self._read(load, store, options, deadline, None)
+                self._read(load, store, options, deadline)
             else:
                 self._read_together(load, order, options, deadline)
         load.commit(unsafe_pickle=self._unsafe_pickle)
@@ -357,6 +398,20 @@ class CheckpointStorageReader(StorageReader):
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future
+
+    @contextmanager
+    def _unchanged(self, store: Store) -> Iterator[None]:
+        """Raise `CheckpointGoneError` if another save touched another writer's files meanwhile.
+
+        Ours are written once, and have checksums: nothing is asked of the storage then.
+        """
+        marks = self._marks
+        if marks is None:
+            yield
+            return
+        with told_from_damage(partial(marks.check, store)):
+            yield
+        marks.check(store)
 
     @contextmanager
     def _told_if_it_fails(self, order: ShareOrder | None) -> Iterator[None]:
@@ -379,17 +434,26 @@ class CheckpointStorageReader(StorageReader):
         """Read what the coordinator's order says, and take what others read."""
         sharers = self._sharers or self._default_sharers(order)
         assert self._store is not None  # noqa: S101  # the caller looked
+        shared, own, wish = None, [], None
         # A unit goes through one buffer, which must not be more than a part may be.
-        can_share = load.can_share() and options.part_bytes >= UNIT_BYTES
-        with sharers.joined(can_share, deadline) as found:
-            if found is None:
+        if (
+            self._shared_reads != "never"
+            and load.can_share(order.unit_bytes)
+            and options.part_bytes >= order.unit_bytes
+        ):
+            shared = SharedReads(order, load.shared)
+            own = shared.fetches(costs_for(is_remote=self._store.capabilities.is_remote))
+            wish = shared.wish(own, options, verifies=self._verify)
+        with sharers.joined(wish, deadline) as links:
+            if links is None or shared is None:
                 load.share_nothing()
-                self._read(load, bounded(self._store, deadline), options, deadline, None)
+                self._read(load, bounded(self._store, deadline), options, deadline)
                 return
-            transport, watched = found
+            shared.link(links)
+            watched = links.deadline
             with watched.governs(f"Loading from {self._store.url}", rank=self._rank):
-                shared = SharedReads(order, load.shared, transport, watched)
-                self._read(load, bounded(self._store, watched), options, watched, shared)
+                store = bounded(self._store, watched)
+                self._read(load, store, options, watched, shared, own)
 
     def _read(
         self,
@@ -397,7 +461,8 @@ class CheckpointStorageReader(StorageReader):
         store: Store,
         options: TransferOptions,
         deadline: Deadline,
-        shared: SharedReads | None,
+        shared: SharedReads | None = None,
+        own: Sequence[Fetch] = (),
     ) -> None:
         is_remote = store.capabilities.is_remote
         costs = costs_for(is_remote=is_remote)
@@ -409,10 +474,7 @@ class CheckpointStorageReader(StorageReader):
             # A disk likes order; servers like to be asked for several things at a time.
             turn=self._rank if is_remote else None,
         )
-        if shared is not None:
-            # First what others wait for.
-            fetches[:0] = shared.fetches(part_bytes=options.part_bytes, costs=costs)
-        total_bytes = sum(fetch.stop - fetch.start for fetch in fetches)
+        total_bytes = sum(fetch.stop - fetch.start for fetch in [*own, *fetches])
         total_bytes += 0 if shared is None else shared.awaited_bytes
         deadline.expect(total_bytes)
         with reporting(
@@ -425,7 +487,7 @@ class CheckpointStorageReader(StorageReader):
         ) as on_bytes:
             try:
                 if shared is not None:
-                    shared.run(store, fetches, options=options, on_bytes=on_bytes)
+                    shared.run(store, own, fetches, options=options, on_bytes=on_bytes)
                 else:
                     run_fetches(
                         store, fetches, options=options, deadline=deadline, on_bytes=on_bytes

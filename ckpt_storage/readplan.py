@@ -261,8 +261,15 @@ def plan_spans(
                     path=path,
                     start=extent.start,
                     stop=extent.stop,
-                    done=partial(_verify_spans, members, taken),
+                    done=partial(_verify_spans, members, taken)
+                    if len(members) > 1
+                    else partial(taken, members),
                     size_bytes=held[extent.members[0]].place.file_bytes,
+                    # Of one span the bytes are verified as they arrive, while they are in cache.
+                    check=partial(_check, members[0][1].place, members[0][1].start)
+                    if len(members) == 1
+                    else None,
+                    check_bytes=members[0][1].place.block_bytes,
                 )
             )
     return fetches

@@ -8,7 +8,7 @@ for each *different* pattern of items, not once for each row.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -197,18 +197,15 @@ class ReportTable:
         return found
 
 
-def items_of(report: RankReport) -> Iterator[tuple[str, Box | None]]:
-    """Yield FQN and box of every item of one rank, in order; None for a blob."""
-    fqns, _ = report.read_vocabulary()
-    fqn, _, box = report.read_pattern()
+def boxes_of(report: RankReport) -> list[Box]:
+    """Return the different boxes of one rank."""
     ndim, words = report.read_boxes()
     flat = words.tolist()
     boxes, at = [], 0
     for count in ndim.tolist():
         boxes.append(Box(tuple(flat[at : at + count]), tuple(flat[at + count : at + 2 * count])))
         at += 2 * count
-    for name, place in zip(fqn.tolist(), box.tolist(), strict=True):
-        yield fqns[name], boxes[place] if place >= 0 else None
+    return boxes
 
 
 def incomplete(what: str, fqn: str) -> IntegrityError:

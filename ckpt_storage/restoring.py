@@ -25,17 +25,23 @@ from .errors import (
     RankFailedError,
 )
 from .info import CheckpointInfo
-from .options import RetryPolicy, Timeouts
+from .options import Timeouts
+from .partcheck import check_part, part_bytes
 from .pruneplan import Soundness
-from .reports import travelling
-from .verification import verify
+from .reports import as_checkpoint_errors, travelling
+from .shardspots import Part
 
 __all__ = ["Check", "Restored", "Restorer", "SkippedCheckpoint"]
 
 log = logging.getLogger("ckpt_storage")
 
 Check = Literal["read", "deep"]
-"""read: what is loaded is checked on its way. deep: every byte of it is, before it is loaded."""
+"""read: what is loaded is checked on its way. deep: before that the ranks read every byte."""
+
+_Now = Literal["the same", "another save", "gone"]
+
+_SLOWEST_BYTES_PER_S = 16 << 20
+"""Of one rank that checks. Who is slower, and longer at it than a load may take, hangs."""
 
 _MOST_AGAIN = 5
 """How often a checkpoint may be saved anew while it is loaded."""
@@ -74,12 +80,12 @@ class Restored:
 class _Choice:
     """What the coordinator chose; `info` is None if nothing is left to choose.
 
-    `damaged` are those of `skipped` that are damaged, each with what is wrong: news to other ranks.
+    `is_checked` says that the coordinator knows it to be sound.
     """
 
     info: CheckpointInfo | None
     skipped: tuple[SkippedCheckpoint, ...] = ()
-    damaged: tuple[tuple[CheckpointInfo, str], ...] = ()
+    is_checked: bool = False
 
 
 class Restorer:
@@ -94,7 +100,6 @@ class Restorer:
         *,
         check: Check,
         timeouts: Timeouts,
-        retry: RetryPolicy | None,
     ) -> None:
         self._coordinator = coordinator
         self._census = census
@@ -102,7 +107,6 @@ class Restorer:
         self._soundness = soundness
         self._check: Check = check
         self._timeouts = timeouts
-        self._retry = retry
         self._tried: set[str] = set()
         self._again_count = 0
         self._release: Callable[[], None] = lambda: None
@@ -121,14 +125,15 @@ class Restorer:
                 skipped += choice.skipped
                 if choice.info is None:
                     break
-                reason, is_same = self._try(load, choice.info)
-                if reason is not None:
+                checks = self._check == "deep" and not choice.is_checked
+                reason, now = self._try(load, choice.info, checks=checks)
+                if now == "another save" or (reason is None and now == "gone"):
+                    self._again(choice.info)
+                elif reason is not None:
                     skipped.append(self._skip(choice.info, reason))
-                elif is_same:
+                else:
                     self._soundness.found_sound(choice.info.name, choice.info.save_id)
                     return self._restored(choice.info, skipped)
-                else:
-                    self._again(choice.info)
         finally:
             self._release()
         if skipped:
@@ -185,19 +190,11 @@ class Restorer:
             if operation.is_coordinator:
                 packed = pickle.dumps(self._next(deadline))
             choice: _Choice = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our ranks
-        if not self._coordinator.is_coordinator:
-            for info, why in choice.damaged:
-                self._soundness.found_damaged(info, why)
         return choice
 
     def _next(self, deadline: Deadline) -> _Choice:
         """Return the newest that was not tried yet and seems to be of use, and keep it in use."""
         skipped: list[SkippedCheckpoint] = []
-        damaged: list[tuple[CheckpointInfo, str]] = []
-
-        def choice_of(info: CheckpointInfo | None) -> _Choice:
-            return _Choice(info=info, skipped=tuple(skipped), damaged=tuple(damaged))
-
         for sight in self._census.downwards(deadline):
             if sight.name in self._tried:
                 continue
@@ -210,15 +207,14 @@ class Restorer:
             )
             # Only now is it safe from our own pruner.
             info = self._census.look_at(sight.name, deadline).info
-            problem = None if info is None else self._problem(info, deadline)
-            if info is not None and problem is None:
-                return choice_of(info)
-            if info is not None and problem is not None:
-                skipped.append(self._skip(info, problem))
-                if isinstance(problem, IntegrityError):
-                    damaged.append((info, str(problem)))
+            if info is not None:
+                return _Choice(
+                    info=info,
+                    skipped=tuple(skipped),
+                    is_checked=self._soundness.is_known(info),
+                )
             self._release()
-        return choice_of(None)
+        return _Choice(info=None, skipped=tuple(skipped))
 
     def _unreadable(self, sight: Sight) -> list[SkippedCheckpoint]:
         damage = damage_of(sight)
@@ -227,36 +223,39 @@ class Restorer:
         url = self._census.location.child(sight.name).url
         return [SkippedCheckpoint(name=sight.name, url=url, reason=str(damage))]
 
-    def _problem(self, info: CheckpointInfo, deadline: Deadline) -> CheckpointError | None:
-        """Return what is wrong with a checkpoint, as far as that is to be known before loading."""
-        if self._check == "read" or self._soundness.is_known(info):
-            return None
-        location = self._census.location.child(info.name)
-        try:
-            report = verify(
-                location.target,
-                storage_options=location.storage_options,
-                timeout=max(deadline.remaining_s(), 0.001),
-                retry=self._retry,
-            )
-        except _USELESS as error:
-            return error
-        if report.ok:
-            return None
-        problem = report.problems[0]
-        return IntegrityError(problem.message, path=problem.file, next_step=problem.next_step)
+    def _read_all(self, info: CheckpointInfo) -> None:
+        """Read every byte of a checkpoint, each rank its part; raises on all what one rank finds.
+
+        However large it is, the time that each rank has is bounded, and known to the others.
+        """
+        what = f"the check of {info.url}"
+        part = Part(self._coordinator.rank, self._coordinator.world_size)
+        with (
+            self._coordinator.operation(what, timeouts=self._timeouts) as operation,
+            as_checkpoint_errors(what, operation.rank),
+        ):
+            operation.meet({"the checkpoint": str(info.save_id or info.name)})
+            deadline = operation.phase("load")
+            byte_count = part_bytes(self._census.store(info.name, deadline), part, deadline)
+            limit_s = max(self._timeouts.load, byte_count / _SLOWEST_BYTES_PER_S)
+            deadline = operation.phase("load", limit_s, total_bytes=byte_count)
+            store = self._census.store(info.name, deadline)
+            check_part(store, part, deep=True, deadline=deadline)
+            operation.all_gather(b"")
 
     def _try(
-        self, load: Callable[[CheckpointInfo], None], info: CheckpointInfo
-    ) -> tuple[CheckpointError | None, bool]:
+        self, load: Callable[[CheckpointInfo], None], info: CheckpointInfo, *, checks: bool
+    ) -> tuple[CheckpointError | None, _Now]:
         """Load; return on all ranks why the checkpoint is of no use to them, None if it is.
 
-        Also whether it was this save all the while: one loads by name, and a save id never comes
-        back, so what was there before and is there afterwards was loaded. Raises what is no fault
-        of the checkpoint.
+        With `checks` all of it is read first. Also what is there afterwards: one loads by name,
+        and a save id never comes back, so what was there before and is there then was loaded.
+        Raises what is no fault of the checkpoint.
         """
         error: CheckpointError | None = None
         try:
+            if checks:
+                self._read_all(info)
             load(info)
         except CheckpointError as failure:
             error = failure
@@ -267,23 +266,25 @@ class Restorer:
             packed = pickle.dumps(None if error is None else travelling(error))
             told = operation.all_gather(packed)
             errors = [pickle.loads(one) for one in told]  # noqa: S301  # our own ranks
-            now = b""
-            if operation.is_coordinator:
-                deadline = operation.phase("load")
-                now = pickle.dumps(not any(errors) and self._is_still(info, deadline))
-            is_same: bool = pickle.loads(operation.broadcast(now))  # noqa: S301  # our own ranks
-        found: list[CheckpointError] = [one for one in errors if one is not None]
-        # A rank that was told of another's failure while it read says only that.
-        causes = [one for one in found if not _is_echo(one)] or found
-        grave = next((one for one in causes if not isinstance(one, _USELESS)), None)
+            found: list[CheckpointError] = [one for one in errors if one is not None]
+            # A rank that was told of another's failure while it read says only that.
+            causes = [one for one in found if not _is_echo(one)] or found
+            grave = next((one for one in causes if not isinstance(one, _USELESS)), None)
+            packed = pickle.dumps("the same")
+            if operation.is_coordinator and grave is None:
+                packed = pickle.dumps(self._now(info, operation.phase("load")))
+            now: _Now = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our own ranks
         if grave is not None:
             is_own = error is not None and not isinstance(error, _USELESS) and not _is_echo(error)
             raise error if error is not None and is_own else grave
-        return (causes[0] if causes else None), is_same
+        return (causes[0] if causes else None), now
 
-    def _is_still(self, info: CheckpointInfo, deadline: Deadline) -> bool:
-        now = self._census.look_at(info.name, deadline).info
-        return now is not None and now.save_id == info.save_id
+    def _now(self, info: CheckpointInfo, deadline: Deadline) -> _Now:
+        """Return what lies now where `info` was."""
+        sight = self._census.look_at(info.name, deadline)
+        if sight.info is None:
+            return "gone"
+        return "the same" if sight.info.save_id == info.save_id else "another save"
 
     def _skip(self, info: CheckpointInfo, error: CheckpointError) -> SkippedCheckpoint:
         if isinstance(error, IntegrityError):

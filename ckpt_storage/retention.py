@@ -41,7 +41,10 @@ Save = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What policies decide by: committed checkpoints, oldest first, and ages in seconds by name."""
+    """What policies decide by: committed checkpoints, oldest first, and ages in seconds by name.
+
+    An age is None where the storage does not tell it.
+    """
 
     infos: Sequence[CheckpointInfo]
     ages_s: Mapping[str, float | None]
@@ -106,8 +109,8 @@ class KeepEvery(_Combines):
 class KeepBest(_Combines):
     """Keep the `n` whose recorded `metric` is smallest ("min") or largest ("max").
 
-    Of equal ones the later step is better. One without the metric, or with NaN, is never best;
-    damaged ones do not count.
+    Of equal ones the later step is better. One without the metric, or with a value that is not
+    finite, is never best: training that diverged would be. Damaged ones do not count.
     """
 
     metric: str
@@ -126,7 +129,7 @@ class KeepBest(_Combines):
             (
                 (sign * value, place, info.name, value)
                 for place, info in enumerate(facts.infos)
-                if not math.isnan(value := info.metrics.get(self.metric, math.nan))
+                if math.isfinite(value := info.metrics.get(self.metric, math.nan))
             ),
             reverse=True,
         )
@@ -215,11 +218,9 @@ def policies_of(keep: Keep) -> tuple[Policy, ...]:
 
     Raises `InvalidInputError` for what is none, and for none at all: that would keep nothing.
     """
-    if isinstance(keep, KeepAny):
-        return keep.policies
-    if isinstance(keep, Policy):
-        return (keep,)
-    given: object = keep
+    given: object = keep.policies if isinstance(keep, KeepAny) else keep
+    if isinstance(given, Policy):
+        return (given,)
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise InvalidInputError(
             f"{keep!r} is no policy of retention.",
@@ -318,7 +319,8 @@ def plan_prune(
     Kept is what any policy keeps; always the newest sound one; what another tool wrote, or has no
     step; what is younger than `min_age_s`, or of an age that cannot be told, if `min_age_s` is not
     0; what is in use; what is the same save as one that is kept, as both names may mean one folder.
-    Damaged ones count for nothing; they are kept while nothing sound is newer.
+    Damaged ones take no place of a sound one; each is kept while nothing sound is newer, and
+    while a policy would keep it if it were sound: what one process could not read may be sound.
 
     Args:
         infos: committed checkpoints with distinct names; `step` None: not of this run.
@@ -342,11 +344,13 @@ def plan_prune(
     ages_s = {info.name: _age_s(times_s.get(info.name), now_s) for info in ours}
     facts = Facts(infos=sound, ages_s=ages_s)
     by_policy = [policy.kept(facts) for policy in policies]
-    # Only their names and ages speak for these.
-    rest = Facts(infos=[info for info in ours if save_of(info) in damaged], ages_s=ages_s)
-    by_policy += [
-        policy.kept(rest) for policy in policies if isinstance(policy, KeepEvery | KeepNewerThan)
-    ]
+    for info in ours:
+        if save_of(info) not in damaged:
+            continue
+        # One failed read is little proof: the fault may be that of one host.
+        as_sound = Facts(infos=sorted([*sound, info], key=_order), ages_s=ages_s)
+        found = [policy.kept(as_sound).get(info.name) for policy in policies]
+        by_policy += [{info.name: f"{why}, if it is sound after all"} for why in found if why]
     reasons = {
         info.name: [
             *(found[info.name] for found in by_policy if info.name in found),

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -191,8 +191,12 @@ class AsyncSaver:
         options: SaveOptions,
         *,
         block_until_staged: bool,
+        prepare: Callable[[], None] = lambda: None,
     ) -> SaveHandle:
-        """Begin a save with `options`; the rest as `save`."""
+        """Begin a save with `options`; the rest as `save`.
+
+        `prepare` is called before anything is copied; what it raises reaches all ranks.
+        """
         self._check_open()
         handle = SaveHandle(
             place_of(url), self._coordinator.rank, limit_s=self._limit_s(options.timeouts)
@@ -207,6 +211,7 @@ class AsyncSaver:
             finally:
                 self._enlist(task, handle)
             with as_checkpoint_errors(f"the staging for {handle.url}", handle.rank):
+                prepare()
                 task.lease = self._buffers.lease(timeout_s=options.timeouts.stage)
                 if block_until_staged:
                     task.staged = stage(plain_state(state), task.lease)
@@ -215,6 +220,7 @@ class AsyncSaver:
                     task.staging = begin_stage(plain_state(state), task.lease)
         except CheckpointError as error:
             error.phase = error.phase or "stage"
+            error.rank = handle.rank if error.rank is None else error.rank
             handle.take()  # raised here, and not again by the next save
             task.start(refusal=error)
             raise

@@ -56,7 +56,8 @@ _LOOK = (
 class SaveOptions:
     """Everything a save is told besides state, place and ranks; as `CheckpointStorageWriter`.
 
-    `user` goes into the commit record; what the coordinator has there counts.
+    `user` goes into the commit record. `replaces` are ids of saves that are replaced even without
+    `overwrite`. Of both, what the coordinator has counts.
     """
 
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -74,6 +75,7 @@ class SaveOptions:
     progress: Progress = None
     consolidate: Chained = None
     user: Mapping[str, Any] = field(default_factory=dict)
+    replaces: frozenset[str] = frozenset()
 
     def writer(self, url: str | os.PathLike[str]) -> CheckpointStorageWriter:
         """Return the writer that these options describe. Raises `InvalidInputError`."""
@@ -93,6 +95,7 @@ class SaveOptions:
             progress=self.progress,
         )
         writer.annotate(self.user)
+        writer.let_replace(self.replaces)
         return writer
 
 

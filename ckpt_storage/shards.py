@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -18,20 +20,35 @@ from . import layout
 from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError, StorageError
 from .filewriter import ShardFileWriter, ShardTable
-from .hostbytes import HostCopies, check_plain, dtype_name, host_bytes
+from .hostbytes import HostCopies, check_plain, dtype_name, host_bytes, is_as_stored
 from .manifest import RankManifest, ShardFile
 from .options import Progress, TransferOptions
 from .progress import reporting
+from .resolving import data_resolver, gives_own_tensors
 from .store.base import Store
 from .tensorfile import DTYPES, PAYLOAD_ALIGN_BYTES, tensor_envelope
 from .tiedmemory import WrittenMemory
+from .workers import side_by_side
 
 _ZEROS = tuple(bytes(length) for length in range(PAYLOAD_ALIGN_BYTES))
 
 
+class Claim(Protocol):
+    """What makes an attempt known on the storage, perhaps still under way."""
+
+    def check(self) -> None:
+        """Raise why it failed, if it has."""
+
+    def wait(self) -> None:
+        """Wait for its end; raise why it failed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardJob:
-    """What a rank needs to know to write its shards."""
+    """What a rank needs to know to write its shards.
+
+    Nothing of this rank becomes visible before `claim` has ended.
+    """
 
     save_id: str
     rank: int
@@ -40,6 +57,7 @@ class ShardJob:
     deadline: Deadline
     progress: Progress
     with_bar: bool
+    claim: Claim
 
 
 @dataclass(slots=True)
@@ -56,7 +74,11 @@ class _Vocabulary:
 
     def box(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """Return the first of all tuples that are equal to `values`."""
-        return self.boxes.setdefault(values, values)
+        found = self.boxes.get(values)
+        if found is None:
+            found = tuple(values)
+            self.boxes[found] = found
+        return found
 
 
 def _planned_bytes(item: WriteItem) -> int:
@@ -66,7 +88,7 @@ def _planned_bytes(item: WriteItem) -> int:
     return count * item.tensor_data.properties.dtype.itemsize
 
 
-def _chunk(item: WriteItem, data: object) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+def _chunk(item: WriteItem, data: object) -> tuple[torch.Tensor, torch.Size, torch.Size]:
     """Return the tensor the planner gave, and offsets and sizes of the chunk that it must be."""
     fqn = item.index.fqn
     if not isinstance(data, torch.Tensor) or item.tensor_data is None:
@@ -75,26 +97,49 @@ def _chunk(item: WriteItem, data: object) -> tuple[torch.Tensor, tuple[int, ...]
             next_step="SavePlanner.resolve_data must return a tensor for tensor items.",
         )
     chunk = item.tensor_data.chunk
-    sizes = tuple(chunk.sizes)
-    if tuple(data.shape) != sizes:
+    # A planner may put lists there.
+    offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
+    if data.shape != sizes:
         raise InvalidInputError(
             f"{fqn} has shape {list(data.shape)}; the plan says {list(sizes)}.",
             phase="write",
             next_step="The state changed after it was planned; with plan caching, pass the same "
             "shapes or a new planner key.",
         )
-    return data, tuple(chunk.offsets), sizes
+    return data, offsets, sizes
 
 
-def write_shards(store: Store, plan: SavePlan, planner: SavePlanner, job: ShardJob) -> RankManifest:
+def write_shards(
+    store: Store,
+    plan: SavePlan,
+    planner: SavePlanner,
+    job: ShardJob,
+    *,
+    record: Callable[[RankManifest], None],
+) -> RankManifest:
     """Write the items of `plan` and return what was written; durable on return.
 
-    A plan without items writes no file. On any error nothing becomes visible and no upload
-    stays open. Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
+    `record` writes that down as well: after the shard file, or beside its completion where a
+    request costs a round trip. A plan without items writes no file. After any error no upload
+    stays open; before `record` is called no shard file is visible. Raises `StorageError`,
+    `PhaseTimeoutError`, `InvalidInputError`.
     """
-    files: list[ShardFile] = []
     vocabulary = _Vocabulary()
     memory = WrittenMemory()
+
+    def manifest(files: list[ShardFile]) -> RankManifest:
+        return RankManifest(
+            save_id=job.save_id,
+            rank=job.rank,
+            world_size=job.world_size,
+            fqns=list(vocabulary.fqns),
+            dtypes=list(vocabulary.dtypes),
+            files=files,
+            ties=memory.ties(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+
     if plan.items:
         path = layout.shard_path(job.save_id, job.rank, 0)
         planned_bytes = sum(_planned_bytes(item) for item in plan.items)
@@ -115,31 +160,32 @@ def write_shards(store: Store, plan: SavePlan, planner: SavePlanner, job: ShardJ
                 deadline=job.deadline,
                 on_bytes=on_bytes,
             )
-            shard = _Shard(file, ShardTable(), vocabulary, memory)
+            shard = _Shard(
+                *(file, ShardTable(), vocabulary, memory, data_resolver(planner)),
+                lasts=gives_own_tensors(planner),
+            )
             what = f"Writing {path}"
             try:
+                file.open()
                 for item in plan.items:
-                    shard.write(item, planner)
+                    shard.write(item)
                     job.deadline.check(what)
-                size_bytes, crc = file.finish()
+                    job.claim.check()
+                written = manifest([shard.table.shard_file(file, *file.end())])
+                job.claim.wait()
+                # Who reads one finds it by the manifest alone, which comes when both are durable.
+                side_by_side(store, [file.complete, lambda: record(written)])
             except BaseException as error:
                 try:
                     file.abort()
                 except StorageError as failure:
                     error.add_note(f"Discarding the upload failed too: {failure}")
                 raise
-        files.append(shard.table.shard_file(file, size_bytes, crc))
-    return RankManifest(
-        save_id=job.save_id,
-        rank=job.rank,
-        world_size=job.world_size,
-        fqns=list(vocabulary.fqns),
-        dtypes=list(vocabulary.dtypes),
-        files=files,
-        ties=memory.ties(),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-    )
+    else:
+        written = manifest([])
+        job.claim.wait()
+        record(written)
+    return written
 
 
 @dataclass(slots=True)
@@ -150,12 +196,14 @@ class _Shard:
     table: ShardTable
     vocabulary: _Vocabulary
     memory: WrittenMemory
+    resolve: Callable[[WriteItem], object]
+    lasts: bool
     copies: HostCopies = field(default_factory=HostCopies)
 
-    def write(self, item: WriteItem, planner: SavePlanner) -> None:
+    def write(self, item: WriteItem) -> None:
         """Append one item."""
         fqn = item.index.fqn
-        data = planner.resolve_data(item)
+        data = self.resolve(item)
         self.file.frame(_ZEROS[-self.file.position % PAYLOAD_ALIGN_BYTES])
         fqns = self.vocabulary.fqns
         self.table.fqn.append(fqns.setdefault(fqn, len(fqns)))
@@ -186,8 +234,9 @@ class _Shard:
         table.payload_bytes.append(length)
 
     def _write_tensor(
-        self, fqn: str, tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]
+        self, fqn: str, tensor: torch.Tensor, at: torch.Size, planned: torch.Size
     ) -> None:
+        offsets, sizes = self.vocabulary.box(at), self.vocabulary.box(planned)
         check_plain(tensor, fqn)
         dtype = dtype_name(tensor.dtype)
         if dtype not in DTYPES:
@@ -196,7 +245,7 @@ class _Shard:
                 phase="write",
                 next_step="Convert it before saving, or leave it out.",
             )
-        self.memory.add(fqn, offsets, tensor)
+        self.memory.add(fqn, offsets, tensor, lasts=self.lasts)
         envelope = tensor_envelope(dtype, sizes)
         file, table, start = self.file, self.table, self.file.position
         file.frame(envelope.head)
@@ -205,13 +254,14 @@ class _Shard:
         if length <= file.small_bytes:
             file.small_payload(host_bytes(tensor))
         else:
-            file.payload(self.copies.views(tensor, file.part_bytes))
+            views = self.copies.views(tensor, file.part_bytes)
+            file.payload(views, lent=is_as_stored(tensor))
         if file.position - table.payload_start[-1] != length:  # pragma: no cover  # see `_chunk`
             raise CheckpointError(f"{fqn} did not give {length} bytes.")
         file.frame(envelope.tail)
         dtypes = self.vocabulary.dtypes
         table.dtype.append(dtypes.setdefault(dtype, len(dtypes)))
-        table.offsets.append(self.vocabulary.box(offsets))
-        table.sizes.append(self.vocabulary.box(sizes))
+        table.offsets.append(offsets)
+        table.sizes.append(sizes)
         table.item_bytes.append(file.position - start)
         table.payload_bytes.append(length)

@@ -3,34 +3,41 @@
 Knows requests, units and messages between ranks; knows no tensor and no planner. Called by
 `reader` for a load whose coordinator planned shares (`sharing`).
 
-A message is three transfers under consecutive tags: how many units and bytes; which unit lies
-where; the bytes as they are in the file. One thread of each rank takes messages as they come, from
-anyone, and waits for nothing else: it sends nothing, and delivering needs no other rank. So no
-order of sending can tie ranks up. What it takes is held to the checkpoint's own checksums (I9),
-where there are any and the reader verifies. Without, as with the safetensors of others, messages
-are checked for form alone, and a bit turned on the way is TCP's to find.
+Between ranks of one host nothing is sent: what is fetched lies in memory that they share
+(`hostmemory`), verified by its reader, and each copies what it wants of it straight into its
+targets. Nobody writes there meanwhile, so it is not checked again.
+
+To other hosts a message is three transfers under consecutive tags: how many units and bytes; which
+unit lies where; the bytes as they are in the file. One thread of each rank takes messages as they
+come, from anyone, and waits for nothing else: it sends nothing, and delivering needs no other rank.
+So no order of sending can tie ranks up. What it takes is held to the checkpoint's own checksums
+(I9), where there are any and the reader verifies. Without, as with the safetensors of others,
+messages are checked for form alone, and a bit turned on the way is TCP's to find.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from .costs import ReadCosts
 from .deadline import Deadline
 from .errors import CheckpointError
 from .fetching import Fetch, run_fetches
+from .hostmemory import HostMemory
 from .options import TransferOptions
 from .readplan import Request, Span, deliver, plan_spans
-from .sharing import UNIT_BYTES, Key, ShareOrder, Unit
+from .sharing import Key, ShareOrder, Unit
 from .source import Place
 from .store.base import Store
 
-__all__ = ["SharedReads", "Sharers", "Transport", "fits_units"]
+__all__ = ["Links", "SharedReads", "Sharers", "Transport", "Wish", "fits_units"]
 
 log = logging.getLogger("ckpt_storage")
 
@@ -39,6 +46,10 @@ _WORDS = 3
 """Whole numbers of the first transfer: units, bytes, and the sender's rank as it knows itself."""
 
 _JOIN_S = 30.0
+_LOOK_S = 0.2
+
+_MEMORY_SHARE = 2
+"""Buffers take at most this part of the memory that a load may use: the rest is for requests."""
 
 
 class Transport(Protocol):
@@ -54,43 +65,62 @@ class Transport(Protocol):
         """Fill `into` with what any rank sends under `tag`; return which."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """How a rank reaches the others that it shares reads with.
+
+    Those of `memory` through that; all others, if there are any, by `transport`. Reads have this
+    `deadline`, which knows of other ranks' failures.
+    """
+
+    transport: Transport | None
+    memory: HostMemory | None
+    deadline: Deadline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a rank needs to share reads: buffers of memory, and to reach its `partners`.
+
+    `among` tells whether they may be on other hosts, `verifies` whether this rank holds bytes to
+    the checkpoint's checksums: what lies in memory is checked by its reader only.
+    """
+
+    buffer_bytes: int
+    buffer_count: int
+    partners: frozenset[int]
+    among: Literal["all", "host"]
+    verifies: bool
+
+
 class Sharers(Protocol):
     """Ranks that may share reads; all of them ask in the same load."""
 
-    def joined(
-        self,
-        can_share: bool,  # noqa: FBT001  # a vote
-        deadline: Deadline,
-    ) -> AbstractContextManager[tuple[Transport, Deadline] | None]:
-        """Reach one another for the time of a block, in which reads have that deadline.
+    def joined(self, wish: Wish | None, deadline: Deadline) -> AbstractContextManager[Links | None]:
+        """Reach one another for the time of a block.
 
-        It knows of other ranks' failures. None on all ranks if any cannot take part.
+        A rank that cannot take part has no wish. None on all ranks if any cannot take part, or
+        if they do not reach one another.
         """
 
 
-def fits_units(place: Place) -> bool:
+def fits_units(place: Place, unit_bytes: int) -> bool:
     """Return whether no block of the chunk lies in two units."""
-    return UNIT_BYTES % place.block_bytes == 0
+    return unit_bytes % place.block_bytes == 0
 
 
 class SharedReads:
     """One rank's part of the shared reads of one load.
 
     `requests` has what this rank wants, by chunk; those of the order's chunks are served here
-    and by nobody else.
+    and by nobody else. `link` comes before `run`.
     """
 
-    def __init__(
-        self,
-        order: ShareOrder,
-        requests: Mapping[Key, Sequence[Request]],
-        transport: Transport,
-        deadline: Deadline,
-    ) -> None:
+    def __init__(self, order: ShareOrder, requests: Mapping[Key, Sequence[Request]]) -> None:
+        self._order = order
         self._rank = order.rank
         self._requests = requests
-        self._transport = transport
-        self._deadline = deadline
+        self._links: Links | None = None
         self._failures: list[BaseException] = []
         self._spans: dict[int, Span] = {}
         self._awaited: dict[int, Unit] = {}
@@ -116,132 +146,259 @@ class SharedReads:
                 self._awaited[unit.number] = unit
         ranks = {rank for receivers in self._receivers.values() for rank in receivers}
         self._lanes = {rank: threading.Lock() for rank in ranks}
-
-    @property
-    def own_bytes(self) -> int:
-        """Bytes that this rank reads, gaps aside."""
-        return sum(span.stop - span.start for span in self._own)
+        self._on_bytes: Callable[[int], None] = lambda _: None
 
     @property
     def awaited_bytes(self) -> int:
-        """Bytes that others send to this rank."""
+        """Bytes that others read for this rank."""
         return sum(self._spans[n].stop - self._spans[n].start for n in self._awaited)
 
-    def fetches(self, *, part_bytes: int, costs: ReadCosts) -> list[Fetch]:
-        """Return the reads of what this rank owns; each is delivered and sent on when it came."""
+    def fetches(self, costs: ReadCosts) -> list[Fetch]:
+        """Return the reads of what this rank owns; each is delivered and passed on when it came."""
         groups: dict[tuple[int, ...], list[Span]] = {}
         for span in self._own:
             groups.setdefault(self._receivers[span.token], []).append(span)
+        part_bytes = self._order.unit_bytes
         return [
             fetch
             for spans in groups.values()
             for fetch in plan_spans(spans, self._take, part_bytes=part_bytes, costs=costs)
         ]
 
+    def wish(
+        self, fetches: Sequence[Fetch], options: TransferOptions, *, verifies: bool
+    ) -> Wish | None:
+        """Return what this rank needs for `fetches`; None where it may not use so much memory."""
+        buffer_bytes = max((fetch.stop - fetch.start for fetch in fetches), default=0)
+        affordable = options.memory_limit_bytes // _MEMORY_SHARE // max(1, buffer_bytes)
+        if not affordable:
+            return None
+        return Wish(
+            buffer_bytes=buffer_bytes,
+            # Beside those that are being filled, one that mates have not taken yet.
+            buffer_count=min(len(fetches), affordable, options.thread_count + 1),
+            partners=self._order.partners,
+            among=self._order.among,
+            verifies=verifies,
+        )
+
+    def link(self, links: Links) -> None:
+        """Take over the links to the other ranks."""
+        self._links = links
+        if links.memory is not None:
+            links.memory.takes(self._found)
+
+    @property
+    def _linked(self) -> Links:
+        assert self._links is not None  # noqa: S101  # `link` came first
+        return self._links
+
+    @property
+    def _mates(self) -> frozenset[int]:
+        memory = self._linked.memory
+        return frozenset() if memory is None else memory.mates
+
     def run(
         self,
         store: Store,
-        fetches: Sequence[Fetch],
+        own: Sequence[Fetch],
+        others: Sequence[Fetch],
         *,
         options: TransferOptions,
         on_bytes: Callable[[int], None],
     ) -> None:
-        """Do `fetches`, and take what others send, until both are complete.
+        """Do the `own` reads and `others`, and take what ranks read for this one, to the end.
 
         Raises the first failure, here or of the operation that the deadline belongs to, whatever
         its kind, after the other ranks were told; no thread of this rank writes into a target
         then, unless the error says so.
         """
-        receiver = threading.Thread(
-            target=self._receive,
-            args=(on_bytes,),
-            name=f"shared reads of rank {self._rank}",
-            daemon=True,
-        )
-        receiver.start()
+        memory, deadline = self._linked.memory, self._linked.deadline
+        self._on_bytes = on_bytes
+        receivers = self._receivers_for(options)
+        if memory is not None:
+            limit_bytes = options.memory_limit_bytes - memory.size_bytes
+            options = dataclasses.replace(
+                options, memory_limit_bytes=max(options.part_bytes, limit_bytes)
+            )
+            own = [dataclasses.replace(fetch, borrow=self._borrow) for fetch in own]
+        for receiver in receivers:
+            receiver.start()
         try:
-            run_fetches(store, fetches, options=options, deadline=self._deadline, on_bytes=on_bytes)
-            # Each of its waits ends by the deadline, or soon after the operation failed.
-            receiver.join()
+            # First what others wait for.
+            fetches = [*own, *others]
+            run_fetches(store, fetches, options=options, deadline=deadline, on_bytes=on_bytes)
+            # Each wait ends by the deadline, or soon after the operation failed.
+            if memory is not None and options.thread_count == 1:
+                self._pump_all()
+            for receiver in receivers:
+                receiver.join()
+            if memory is not None and not self._failures:
+                memory.settle(deadline)
         except BaseException as error:
-            self._fail(error)
-            receiver.join(_JOIN_S)
-            if receiver.is_alive():
-                log.warning("%s has not ended yet; it writes into no target.", receiver.name)
-            if self._failures[0] is not error:
-                raise self._failures[0] from error
+            self._give_up(error, receivers)
             raise
         if self._failures:
             raise self._failures[0]
 
-    def _receive(self, on_bytes: Callable[[int], None]) -> None:
-        try:
-            self._receive_all(on_bytes)
-        except BaseException as error:  # noqa: BLE001  # raised by the caller's thread
-            # Ends the reads of this rank, too: it waits for nobody's bytes any more.
-            self._fail(error)
+    def _receivers_for(self, options: TransferOptions) -> list[threading.Thread]:
+        """Return the threads that take what others read.
+
+        With one thread there is none for what lies in memory: it is taken between reads. Two
+        threads a rank would wait for one another's turn of the interpreter.
+        """
+        receivers = []
+        if any(unit.owner not in self._mates for unit in self._awaited.values()):
+            receivers.append(self._thread("shared reads", self._receive_all))
+        if self._linked.memory is not None and options.thread_count > 1:
+            receivers.append(self._thread("shared reads in memory", self._pump_all))
+        return receivers
+
+    def _give_up(self, error: BaseException, receivers: Sequence[threading.Thread]) -> None:
+        """Tell the others of `error` and wait for the threads; raise what came before it."""
+        self._fail(error)
+        for receiver in receivers:
+            receiver.join(_JOIN_S)
+            if receiver.is_alive():
+                log.warning("%s has not ended yet; it writes into no target.", receiver.name)
+        if self._failures[0] is not error:
+            raise self._failures[0] from error
+
+    def _thread(self, what: str, task: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                task()
+            except BaseException as error:  # noqa: BLE001  # raised by the caller's thread
+                # Ends the reads of this rank, too: it waits for nobody's bytes any more.
+                self._fail(error)
+
+        return threading.Thread(target=run, name=f"{what} of rank {self._rank}", daemon=True)
 
     def _fail(self, error: BaseException) -> None:
         """Note why this rank gives up, in either thread, and tell the others at once."""
         self._failures.append(error)
+        deadline = self._linked.deadline
         if not isinstance(error, CheckpointError):
             error = CheckpointError(
                 f"{type(error).__name__}: {error}",
                 rank=self._rank,
-                phase=self._deadline.phase,
+                phase=deadline.phase,
                 next_step="See the log of that rank.",
             )
-        self._deadline.failed(error)
+        deadline.failed(error)
+
+    def _borrow(self, length: int) -> memoryview:
+        memory, deadline = self._linked.memory, self._linked.deadline
+        assert memory is not None  # noqa: S101  # who has none borrows none
+        return memory.borrow(length, deadline)
 
     def _take(self, members: Sequence[tuple[int, Span]], view: memoryview) -> None:
-        """Deliver verified bytes to this rank's own targets, and send them to who waits."""
+        """Deliver verified bytes to this rank's own targets, and pass them to who waits."""
+        memory, deadline = self._linked.memory, self._linked.deadline
+        receivers, mates = self._receivers[members[0][1].token], self._mates
+        if memory is not None:
+            # First of all: they copy while this rank does.
+            pairs = [(span.token, at) for at, span in members]
+            memory.announce(view, pairs, [rank for rank in receivers if rank in mates], deadline)
         for at, span in members:
             self._deliver(span, view[at : at + span.stop - span.start])
+        distant = [rank for rank in receivers if rank not in mates]
+        if distant:
+            self._send(distant, members, view)
+        if memory is not None:
+            memory.done(view)
+            memory.pump(0, deadline)
+
+    def _send(
+        self, ranks: Sequence[int], members: Sequence[tuple[int, Span]], view: memoryview
+    ) -> None:
         table = array("q", [word for at, span in members for word in (span.token, at)])
         head = array("q", [len(members), len(view), self._rank])
-        for rank in self._receivers[members[0][1].token]:
+        for rank in ranks:
             # One message to a rank at a time: its three transfers must not mix with another's.
             with self._turn(rank):
                 for tag, data in enumerate((memoryview(head), memoryview(table), view), _TAG):
-                    self._transport.send(rank, data.cast("B"), tag, self._deadline)
+                    self._transport.send(rank, data.cast("B"), tag, self._linked.deadline)
+
+    @property
+    def _transport(self) -> Transport:
+        transport = self._linked.transport
+        assert transport is not None  # noqa: S101  # ranks of other hosts are reached by one
+        return transport
 
     @contextmanager
     def _turn(self, rank: int) -> Iterator[None]:
         lane = self._lanes[rank]
-        while not lane.acquire(timeout=0.2):
-            self._deadline.check(f"Sending to rank {rank}")
+        while not lane.acquire(timeout=_LOOK_S):
+            self._linked.deadline.check(f"Sending to rank {rank}")
         try:
             yield
         finally:
             lane.release()
 
-    def _receive_all(self, on_bytes: Callable[[int], None]) -> None:
+    def _pump_all(self) -> None:
+        """Take what mates read until that is all."""
+        memory, deadline = self._linked.memory, self._linked.deadline
+        assert memory is not None  # noqa: S101  # the caller looked
+        mates = self._mates
+        left = {number for number, unit in self._awaited.items() if unit.owner in mates}
+        while left:
+            deadline.check("Waiting for what other ranks of this host read")
+            if self._failures:
+                return
+            memory.pump(_LOOK_S, deadline)
+            left &= self._awaited.keys()
+
+    def _found(self, source: int, view: memoryview, pairs: Sequence[tuple[int, int]]) -> None:
+        """Take what lies in a mate's memory, verified by that."""
+        self._accept(source, view, pairs, verified="yes")
+
+    def _receive_all(self) -> None:
+        """Take what ranks of other hosts send until that is all."""
+        transport, deadline = self._transport, self._linked.deadline
+        mates = self._mates
+        left_count = sum(unit.owner not in mates for unit in self._awaited.values())
         body = memoryview(bytearray(0))
         head = array("q", [0] * _WORDS)
-        while self._awaited:
-            source = self._transport.receive_any(memoryview(head).cast("B"), _TAG, self._deadline)
+        while left_count:
+            source = transport.receive_any(memoryview(head).cast("B"), _TAG, deadline)
             count, length, rank = head
-            if rank != source or not 0 < count <= len(self._awaited) or length <= 0:
+            if rank != source or not 0 < count <= left_count or length <= 0:
                 raise self._nonsense(source)
             table = array("q", [0] * (2 * count))
-            into = memoryview(table).cast("B")
-            self._transport.receive(source, into, _TAG + 1, self._deadline)
+            transport.receive(source, memoryview(table).cast("B"), _TAG + 1, deadline)
             if length > len(body):
                 body = memoryview(bytearray(length))
-            self._transport.receive(source, body[:length], _TAG + 2, self._deadline)
-            for number, at in zip(table[::2], table[1::2], strict=True):
-                unit = self._awaited.pop(number, None)
-                if unit is None or unit.owner != source:
-                    raise self._nonsense(source)
-                span = self._spans[number]
-                stop = at + span.stop - span.start
-                if at < 0 or stop > length:
-                    raise self._nonsense(source)
-                part = body[at:stop]
+            transport.receive(source, body[:length], _TAG + 2, deadline)
+            pairs = list(zip(table[::2], table[1::2], strict=True))
+            self._accept(source, body[:length], pairs, verified="no")
+            left_count -= count
+
+    def _accept(
+        self,
+        source: int,
+        view: memoryview,
+        pairs: Sequence[tuple[int, int]],
+        *,
+        verified: Literal["yes", "no"],
+    ) -> None:
+        """Deliver the units that `pairs` finds in `view`."""
+        for number, at in pairs:
+            unit = self._awaited.get(number)
+            if unit is None or unit.owner != source:
+                raise self._nonsense(source)
+            span = self._spans[number]
+            stop = at + span.stop - span.start
+            if at < 0 or stop > len(view):
+                raise self._nonsense(source)
+            part = view[at:stop]
+            if verified == "no":
                 span.place.check(part, span.start)
-                self._deliver(span, part)
-                self._deadline.advanced(len(part))
-                on_bytes(len(part))
+            self._deliver(span, part)
+            # Only now: who waits for the last unit waits for its delivery.
+            del self._awaited[number]
+            self._linked.deadline.advanced(len(part))
+            self._on_bytes(len(part))
 
     def _deliver(self, span: Span, part: memoryview) -> None:
         key = self._keys[span.token]

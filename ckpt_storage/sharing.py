@@ -4,12 +4,14 @@ Knows chunks, regions and ranks; knows no storage, no tensor and no process grou
 of a load calls `plan_shares`; each rank's part of the answer is executed by `sharedreads`.
 
 The unit is a run of bytes of one chunk's payload. What only one rank wants is left to it. A unit
-that several want is read by one of them, the one with the fewest bytes so far, and sent on as it
-lies in the file: so each receiver holds it to the checksums of the checkpoint itself.
+that several want, whole or in part, is read and verified by one of them, the one with the fewest
+bytes so far, and sent on as it lies in the file. When that pays depends on the storage and says a
+`SharePolicy`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import threading
@@ -17,33 +19,26 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
-from .options import MIB
+from .options import KIB, MIB
 from .regions import Box, run_count, run_extent
 
 __all__ = [
     "MAX_MEMBERS",
-    "MIN_SAVED_BYTES",
-    "UNIT_BYTES",
     "Key",
     "Run",
     "ShareOrder",
+    "SharePolicy",
     "Unit",
     "arrived_order",
     "can_plan",
     "forget_orders",
     "plan_shares",
+    "share_policy",
 ]
 
 log = logging.getLogger("ckpt_storage")
-
-UNIT_BYTES = 8 * MIB
-"""Longest unit: what a rank holds of another's bytes at a time, and the grain of the balance.
-
-Units begin at multiples of it, so that blocks of any usual size lie in one unit only."""
-
-MIN_SAVED_BYTES = 64 * MIB
-"""Below this, the making of the ranks' group costs more than the reads that it spares."""
 
 MAX_MEMBERS = 1_000_000
 """Above this many pairs of a unit and a rank that wants it nobody shares.
@@ -53,8 +48,64 @@ The coordinator plans them alone while all others wait: about a second for so ma
 _WORTH = 1.5
 """Sharing must spare a third of what ranks would read of a chunk."""
 
-_MAX_GAP_BYTES = 512 * 1024
-"""Ranks read over smaller gaps; where a region has wider ones, ranks read what they want only."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharePolicy:
+    """When sharing pays on a kind of storage.
+
+    `unit_bytes` is the longest unit: what a rank holds of another's bytes at a time, and the
+    grain of the balance. Units begin at multiples of it, so that blocks of any usual size lie in
+    one unit only. Less than `min_saved_bytes` are not worth the making of links between ranks.
+    Ranks alone read over gaps up to `max_gap_bytes`; where a region has wider ones, they read
+    what they want only. `whole` says whether runs of bytes that each rank could read straight
+    into its target are worth sharing, `among` which ranks may share with one another.
+    """
+
+    unit_bytes: int
+    min_saved_bytes: int
+    max_gap_bytes: int
+    whole: Literal["shared", "alone"]
+    among: Literal["all", "host"]
+
+
+_REMOTE = SharePolicy(
+    unit_bytes=8 * MIB,
+    # Below this, the making of the ranks' group costs more than the reads that it spares.
+    min_saved_bytes=64 * MIB,
+    max_gap_bytes=512 * KIB,
+    whole="shared",
+    among="all",
+)
+
+_LOCAL = SharePolicy(
+    # Two buffers of this length stay in a processor's last-level cache between their reader's
+    # check and the last copy; with 8 MiB a load took a third longer.
+    unit_bytes=4 * MIB,
+    # To read and check as many takes 10 ms; to find one another, a few.
+    min_saved_bytes=128 * MIB,
+    max_gap_bytes=128 * KIB,
+    # The copy from shared memory would cost as much as the read and the check that it spares.
+    whole="alone",
+    among="host",
+)
+
+
+def share_policy(*, is_remote: bool, part_bytes: int) -> SharePolicy | None:
+    """Return the policy for a storage, read in parts of at most `part_bytes`; None: do not share.
+
+    Of ranks that read one page cache each checks blocks of its own, in place of all of them
+    checking all.
+    """
+    policy = _REMOTE if is_remote else _LOCAL
+    unit_bytes = policy.unit_bytes
+    while unit_bytes > part_bytes:
+        unit_bytes //= 2
+    if unit_bytes < _LEAST_UNIT_BYTES:
+        return None
+    return dataclasses.replace(policy, unit_bytes=unit_bytes)
+
+
+_LEAST_UNIT_BYTES = MIB
 
 Key = tuple[str, tuple[int, ...]]
 """FQN and offsets of a chunk."""
@@ -79,7 +130,7 @@ class Unit:
 class Run:
     """Units of one chunk that follow one another and are wanted by the same ranks.
 
-    The units are numbered from `number` on, begin at `start` and at multiples of `UNIT_BYTES`
+    The units are numbered from `number` on, begin at `start` and at multiples of `unit_bytes`
     after it, and end with `stop`; the one at a place is read by `owners` at that place.
     """
 
@@ -90,15 +141,15 @@ class Run:
     ranks: tuple[int, ...]
     owners: array[int]
 
-    def units(self) -> Iterator[Unit]:
+    def units(self, unit_bytes: int) -> Iterator[Unit]:
         """Yield the units."""
         for at, owner in enumerate(self.owners):
-            start = self.start + at * UNIT_BYTES
+            start = self.start + at * unit_bytes
             yield Unit(
                 number=self.number + at,
                 key=self.key,
                 start=start,
-                stop=min(start + UNIT_BYTES, self.stop),
+                stop=min(start + unit_bytes, self.stop),
                 owner=owner,
                 ranks=self.ranks,
             )
@@ -110,6 +161,8 @@ class ShareOrder:
 
     rank: int
     runs: tuple[Run, ...]
+    unit_bytes: int
+    among: Literal["all", "host"] = "all"
 
     @property
     def keys(self) -> frozenset[Key]:
@@ -119,7 +172,13 @@ class ShareOrder:
     @property
     def units(self) -> list[Unit]:
         """All units, in the order of their numbers."""
-        return [unit for run in self.runs for unit in run.units()]
+        return [unit for run in self.runs for unit in run.units(self.unit_bytes)]
+
+    @property
+    def partners(self) -> frozenset[int]:
+        """The other ranks that units concern."""
+        groups = {id(run.ranks): run.ranks for run in self.runs}
+        return frozenset(rank for ranks in groups.values() for rank in ranks) - {self.rank}
 
     def __reduce__(self) -> tuple[object, ...]:
         # By identity: they are few objects, and long to hash.
@@ -130,7 +189,7 @@ class ShareOrder:
             (run.number, run.key, run.start, run.stop, group_at[id(run.ranks)], run.owners)
             for run in self.runs
         ]
-        return (_receive, (self.rank, packed, rows))
+        return (_receive, (self.rank, packed, rows, self.unit_bytes, self.among))
 
 
 def _packed(ranks: tuple[int, ...]) -> range | array[int]:
@@ -145,6 +204,8 @@ def _receive(
     rank: int,
     packed: Sequence[range | array[int]],
     rows: Iterable[tuple[int, Key, int, int, int, array[int]]],
+    unit_bytes: int,
+    among: Literal["all", "host"],
 ) -> ShareOrder:
     groups = [tuple(group) for group in packed]
     runs = tuple(
@@ -158,7 +219,7 @@ def _receive(
         )
         for number, key, start, stop, group, owners in rows
     )
-    order = _local.order = ShareOrder(rank=rank, runs=runs)
+    order = _local.order = ShareOrder(rank=rank, runs=runs, unit_bytes=unit_bytes, among=among)
     return order
 
 
@@ -180,15 +241,16 @@ def plan_shares(
     wants: Mapping[Key, Sequence[tuple[int, Box]]],
     shape_of: Callable[[Key], tuple[tuple[int, ...], int]],
     *,
-    world_size: int,
-    min_saved_bytes: int = MIN_SAVED_BYTES,
+    hosts: Sequence[str],
+    policy: SharePolicy,
     max_members: int = MAX_MEMBERS,
 ) -> list[ShareOrder] | None:
     """Return each rank's order, None if sharing would not pay.
 
     `wants` has for each chunk the ranks and the regions (from the chunk's first element) they
-    want; `shape_of` returns a chunk's sizes and the bytes of an element. A chunk is shared as a
-    whole or not at all. None, too, where the units and their ranks were more than `max_members`.
+    want; `shape_of` returns a chunk's sizes and the bytes of an element; `hosts` says where each
+    rank runs. A chunk is shared as a whole or not at all by the ranks that may share it. None,
+    too, where the units and their ranks were more than `max_members`.
     """
     common = {key: users for key, users in wants.items() if len(users) > 1}
     if not can_plan(sum(map(len, common.values())), max_members=max_members):
@@ -196,26 +258,47 @@ def plan_shares(
     drafts: list[_Draft] = []
     saved_bytes = member_count = 0
     groups: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for key, users in common.items():
-        if len({rank for rank, _ in users}) < 2:  # noqa: PLR2004  # nobody else
-            continue
-        for start, stop, found in _runs(*shape_of(key), users):
+    known: dict[_Like, list[tuple[int, int, tuple[int, ...]]]] = {}
+    for key, users in _circles(common, hosts, policy):
+        # Tensors that are cut alike, as most of a model's are, are looked at once.
+        like = (*shape_of(key), tuple(users))
+        if like not in known:
+            known[like] = _runs(*like, policy)
+        for start, stop, found in known[like]:
             # One object for equal ranks: compared and pickled as one.
             ranks = groups.setdefault(found, found)
             drafts.append((key, start, stop, ranks))
             saved_bytes += (len(ranks) - 1) * (stop - start)
-            member_count += len(ranks) * -(-(stop - start) // UNIT_BYTES)
+            member_count += len(ranks) * -(-(stop - start) // policy.unit_bytes)
         if member_count > max_members:
             break
     if not can_plan(member_count, max_members=max_members):
         return None
-    if saved_bytes < min_saved_bytes:
+    if saved_bytes < policy.min_saved_bytes:
         return None
-    mine: list[list[Run]] = [[] for _ in range(world_size)]
-    for run in _assigned(drafts, world_size):
+    mine: list[list[Run]] = [[] for _ in hosts]
+    for run in _assigned(drafts, len(hosts), policy.unit_bytes):
         for rank in run.ranks:
             mine[rank].append(run)
-    return [ShareOrder(rank=rank, runs=tuple(runs)) for rank, runs in enumerate(mine)]
+    return [
+        ShareOrder(rank=rank, runs=tuple(runs), unit_bytes=policy.unit_bytes, among=policy.among)
+        for rank, runs in enumerate(mine)
+    ]
+
+
+def _circles(
+    common: Mapping[Key, Sequence[tuple[int, Box]]], hosts: Sequence[str], policy: SharePolicy
+) -> Iterator[tuple[Key, Sequence[tuple[int, Box]]]]:
+    """Yield each chunk with its users; where hosts share nothing, once for each host's."""
+    for key, users in common.items():
+        circles: dict[str, list[tuple[int, Box]]] = {}
+        for rank, region in users:
+            circles.setdefault(hosts[rank] if policy.among == "host" else "", []).append(
+                (rank, region)
+            )
+        for circle in circles.values():
+            if len({rank for rank, _ in circle}) > 1:
+                yield key, circle
 
 
 def can_plan(member_count: int, *, max_members: int = MAX_MEMBERS) -> bool:
@@ -230,12 +313,18 @@ def can_plan(member_count: int, *, max_members: int = MAX_MEMBERS) -> bool:
     return False
 
 
+# A chunk's sizes, the bytes of an element, who wants which region.
+_Like = tuple[tuple[int, ...], int, tuple[tuple[int, Box], ...]]
+
 # A chunk, where a run of units begins and ends in its payload, who wants it.
 _Draft = tuple[Key, int, int, tuple[int, ...]]
 
 
 def _runs(
-    sizes: tuple[int, ...], item_bytes: int, users: Sequence[tuple[int, Box]]
+    sizes: tuple[int, ...],
+    item_bytes: int,
+    users: Sequence[tuple[int, Box]],
+    policy: SharePolicy,
 ) -> list[tuple[int, int, tuple[int, ...]]]:
     """Return start, stop and ranks of runs of units of a chunk; none if it is not to be shared."""
     total = math.prod(sizes) * item_bytes
@@ -243,6 +332,7 @@ def _runs(
     first = users[0][1]
     is_same = all(region == first for _, region in users)
     extent = None
+    is_cut = False
     for rank, region in users:
         if region.is_empty:
             continue
@@ -250,19 +340,21 @@ def _runs(
             extent = run_extent(sizes, region, item_bytes)
             count = run_count(sizes, region)
             gap_bytes = extent.stop - extent.start - region.volume * item_bytes
-            if count > 1 and not is_same and gap_bytes / (count - 1) > _MAX_GAP_BYTES:
+            is_cut = is_cut or count > 1
+            if count > 1 and not is_same and gap_bytes / (count - 1) > policy.max_gap_bytes:
                 return []
         low, high = reach.get(rank, (extent.start, extent.stop))
         reach[rank] = min(low, extent.start), max(high, extent.stop)
-    if len(reach) < 2:  # noqa: PLR2004  # nobody to share with
+    if len(reach) < 2 or not (is_cut or policy.whole == "shared"):  # noqa: PLR2004  # nobody else
         return []
     low, high = min(start for start, _ in reach.values()), max(stop for _, stop in reach.values())
     if sum(stop - start for start, stop in reach.values()) < _WORTH * (high - low):
         return []
     # Who wants a unit changes only where somebody's reach begins or ends.
-    edges = {low - low % UNIT_BYTES}
+    unit = policy.unit_bytes
+    edges = {low - low % unit}
     for start, stop in reach.values():
-        edges |= {start - start % UNIT_BYTES, stop + -stop % UNIT_BYTES}
+        edges |= {start - start % unit, stop + -stop % unit}
     runs = []
     for start, stop in pairwise(sorted(edges)):
         ranks = tuple(sorted(r for r, (a, b) in reach.items() if a < stop and start < b))
@@ -271,16 +363,16 @@ def _runs(
     return runs
 
 
-def _assigned(drafts: Sequence[_Draft], world_size: int) -> Iterator[Run]:
+def _assigned(drafts: Sequence[_Draft], world_size: int, unit_bytes: int) -> Iterator[Run]:
     """Give units owners, balanced by bytes; small ones that follow one another stay together."""
     load_bytes = [0] * world_size
-    owner, held_bytes, number = 0, UNIT_BYTES, 0
+    owner, held_bytes, number = 0, unit_bytes, 0
     before: tuple[int, ...] = ()
     for key, start, stop, ranks in drafts:
         owners = array("i")
-        for at in range(start, stop, UNIT_BYTES):
-            length = min(UNIT_BYTES, stop - at)
-            if ranks is not before or held_bytes + length > UNIT_BYTES:
+        for at in range(start, stop, unit_bytes):
+            length = min(unit_bytes, stop - at)
+            if ranks is not before or held_bytes + length > unit_bytes:
                 owner = min(ranks, key=load_bytes.__getitem__)
                 held_bytes, before = 0, ranks
             held_bytes += length

@@ -116,6 +116,13 @@ class SlotRecord:
             or record.head != HeadRef(slot=slot, save_id=record.save_id)
         ):
             get.fail("is a commit record without a save id, a manifest or itself as head")
+        for reference, path_of in (
+            (record.manifest, layout.manifest_path),
+            (record.stock, layout.stock_copy_path),
+        ):
+            # Who copies writes to the same place below another root.
+            if kind == "commit" and reference and reference.path != path_of(record.save_id or ""):
+                get.fail(f"names {reference.path!r:.200}, which is no document of this save")
         if not all(map(layout.is_save_id, record.fenced)):
             # Folders of these names get deleted.
             raise UnsafeContentError(

@@ -66,12 +66,10 @@ class Place:
         """
         if self.crcs is None:
             return
-        size, crc32c_of = self.block_bytes, integrity.crc32c_of
-        block = first_byte // size
-        for at in range(0, len(view), size):
-            if crc32c_of(view[at : at + size]) != self.crcs[block]:
-                raise self.damage(first_byte + at)
-            block += 1
+        size = self.block_bytes
+        at = integrity.first_wrong_block(view, size, self.crcs, first_byte // size)
+        if at is not None:
+            raise self.damage(first_byte + at)
 
     def damage(self, payload_byte: int) -> IntegrityError:
         """Return the error that says the block at `payload_byte` is not what was written."""

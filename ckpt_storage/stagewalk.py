@@ -13,7 +13,7 @@ import copy
 import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import InvalidInputError
 from .hostbuffers import Kind
+from .localparts import Parts, parts_of
 
 State = dict[str, Any]
 """A state dict as DCP takes it."""
@@ -70,6 +71,7 @@ class Keep:
 
     requires_grad: bool
     is_parameter: bool
+    parts: Parts | None = None
 
 
 _KEEPS = {
@@ -116,6 +118,7 @@ class Walk:
                 raise
 
     def _tensor(self, tensor: torch.Tensor, *, is_inner: bool) -> None:
+        parts = None if is_inner else parts_of(tensor)
         if type(tensor) not in _PLAIN:
             tensor = _awaited(tensor)
             wrapper = _wrapper(tensor)
@@ -132,6 +135,8 @@ class Walk:
             not is_inner and tensor.requires_grad,
             not is_inner and type(tensor) is torch.nn.Parameter,
         ]
+        if parts is not None:
+            keep = replace(keep, parts=parts)
         self.kinds.append(
             (
                 keep,

@@ -24,14 +24,17 @@ import torch
 
 from .errors import InvalidInputError
 from .hostbuffers import Arena, map_shared
+from .localparts import Parts, parts_of
 from .stagewalk import Keep, State
 from .staging import StagedState, kept
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_Reference = tuple[int, int, torch.dtype, int, tuple[int, ...], tuple[int, ...], bool, bool]
-"""Window start, window bytes, dtype, offset, size, stride, requires_grad, is_parameter."""
+_Reference = tuple[
+    int, int, torch.dtype, int, tuple[int, ...], tuple[int, ...], bool, bool, Parts | None
+]
+"""Window start, window bytes, dtype, offset, size, stride, requires_grad, is_parameter, parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +193,7 @@ def _references(staged: StagedState) -> Mapping[int, _Reference]:
             place.stride,
             tensor.requires_grad,
             type(tensor) is torch.nn.Parameter,
+            parts_of(tensor),
         )
     return found
 
@@ -214,15 +218,16 @@ class _Unpickler(pickle.Unpickler):
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
 
     def persistent_load(self, pid: _Reference) -> torch.Tensor:
-        start, size_bytes, dtype, offset, size, stride, requires_grad, is_parameter = pid
+        start, size_bytes, dtype, offset, size, stride, requires_grad, is_parameter, parts = pid
         storage = self._storages.get((start, size_bytes))
         if storage is None:
             window = torch.from_numpy(self._memory[start : start + size_bytes])
             storage = self._storages[start, size_bytes] = window.untyped_storage()
         tensor = torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
-        if not (requires_grad or is_parameter):
+        if not (requires_grad or is_parameter or parts):
             return tensor
-        return kept(tensor, Keep(requires_grad=requires_grad, is_parameter=is_parameter))
+        keep = Keep(requires_grad=requires_grad, is_parameter=is_parameter, parts=parts)
+        return kept(tensor, keep)
 
 
 def _culprit(

@@ -19,6 +19,7 @@ import torch
 
 from .errors import CheckpointError, PhaseTimeoutError
 from .hostbuffers import Arena, Lease
+from .localparts import mark_parts
 from .stagelayout import Copy, Layout, plan_layout
 from .stagewalk import Keep, State, Walk, rebuilt, walked
 
@@ -68,8 +69,8 @@ def stage(state: State, lease: Lease) -> StagedState:
 
     Stateful objects at the top level are asked for their state first. A storage that several
     tensors share is copied once and shared by their copies. Attributes set on a tensor are not
-    kept. The second and later states of the same structure cost little more than the copy of
-    their bytes.
+    kept, but those by which it names parts of a global tensor (`localparts`). The second and later
+    states of the same structure cost little more than the copy of their bytes.
 
     Raises:
         InvalidInputError: Something cannot be staged; the message names it. Nothing was kept.
@@ -215,8 +216,10 @@ def _recipe(walk: Walk, lease: Lease) -> _Recipe:
 def kept(tensor: torch.Tensor, keep: Keep) -> torch.Tensor:
     """Return a tensor of the same memory with what a copy keeps."""
     if keep.is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad=keep.requires_grad)
-    return tensor.detach().requires_grad_(keep.requires_grad)
+        made: torch.Tensor = torch.nn.Parameter(tensor, requires_grad=keep.requires_grad)
+    else:
+        made = tensor.detach().requires_grad_(keep.requires_grad)
+    return made if keep.parts is None else mark_parts(made, keep.parts)
 
 
 def _sources(

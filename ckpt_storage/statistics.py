@@ -15,6 +15,7 @@ from .errors import InvalidInputError
 from .markup import DASH, card, page, shape_text, shown
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 __all__ = ["Histogram", "TensorStats", "summarise"]
@@ -136,6 +137,14 @@ def _small(pieces: Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
             yield piece[at : at + _PIECE]
 
 
+def _wide(piece: NDArray[Any]) -> NDArray[np.float64]:
+    """Return elements as float64; numpy warns of the NaN of types that it does not know."""
+    import numpy as np  # noqa: PLC0415  # summarise imported it
+
+    with np.errstate(invalid="ignore"):
+        return piece.astype(np.float64)
+
+
 class _Totals:
     """What the first pass gathers."""
 
@@ -160,7 +169,7 @@ class _Totals:
             low: float = int(piece.min())
             high: float = int(piece.max())
         else:
-            values = piece.astype(np.float64)
+            values = _wide(piece)
             finite = values[np.isfinite(values)]
             self.nan_count += int(np.isnan(values).sum())
             self.positive_inf_count += int(np.isposinf(values).sum())
@@ -205,7 +214,9 @@ def _histogram(
     # Halves, so that the distance of the extremes of float64 does not overflow.
     edges = 2 * np.linspace(low / 2, high / 2, bin_count + 1)
     edges[0], edges[-1] = low, high
+    # Half of the smallest float there is rounds to nothing.
+    edges = np.maximum.accumulate(np.clip(edges, low, high))
     for piece in _small(pieces()):
-        values = piece.astype(np.float64)
+        values = _wide(piece)
         counts += np.histogram(values[np.isfinite(values)], edges)[0]
     return tuple(map(float, edges)), tuple(map(int, counts))

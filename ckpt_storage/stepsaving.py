@@ -7,6 +7,7 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from .claims import Claims
 from .coordination_torch import coordinator_of
 from .frontdoor import plain_state
 from .handle import SaveHandle, SaveState
-from .info import CheckpointInfo
+from .info import CheckpointInfo, user_record
 from .saver import AsyncSaver
 from .saving import SaveOptions, run_save
 
@@ -33,6 +34,7 @@ class StepSaver:
         claims: of this process.
         process_group: the ranks that save.
         make_saver: makes the `AsyncSaver`, with the first save in the background.
+        damaged: returns the saves under a name that are known to be damaged: those are replaced.
         committed: told of each commit, by name and save id, before its claim ends.
         ended: called after that.
 
@@ -45,6 +47,7 @@ class StepSaver:
         process_group: dist.ProcessGroup | None,
         *,
         make_saver: Callable[[], AsyncSaver],
+        damaged: Callable[[str], frozenset[str]],
         committed: Callable[[str, str | None], None],
         ended: Callable[[], None],
     ) -> None:
@@ -52,6 +55,7 @@ class StepSaver:
         self._claims = claims
         self._process_group = process_group
         self._make_saver = make_saver
+        self._damaged = damaged
         self._committed = committed
         self._ended = ended
         self._saver: AsyncSaver | None = None
@@ -63,54 +67,73 @@ class StepSaver:
             self._saver = self._make_saver()
         return self._saver
 
-    def save(self, name: str, state: Mapping[str, Any], options: SaveOptions) -> CheckpointInfo:
-        """Save, and return what was committed; as `run_save`."""
-        with self._claims.used(name, _BY, timeout_s=options.timeouts.plan):
+    def save(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any], options: SaveOptions
+    ) -> CheckpointInfo:
+        """Save with `metrics`, and return what was committed; as `run_save`."""
+        job = self._job(step, metrics, options)
+
+        def prepared() -> dict[str, Any]:
+            job.prepare()
+            return plain_state(state)
+
+        try:
             try:
                 info = run_save(
-                    coordinator_of(self._process_group),
-                    lambda: plain_state(state),
-                    self._census.location.child(name).target,
-                    lambda: options,
+                    coordinator_of(self._process_group), prepared, job.target, lambda: job.options
                 )
             finally:
-                self._census.forget(name)
-            self._committed(name, info.save_id)
+                self._census.forget(job.name)
+            self._committed(job.name, info.save_id)
+        finally:
+            job.release()
         self._ended()
         return info
 
     def begin(
         self,
-        name: str,
+        step: int,
         state: Mapping[str, Any],
+        metrics: Mapping[str, Any],
         options: SaveOptions,
         *,
         block_until_staged: bool,
     ) -> SaveHandle:
-        """Begin to save in the background; as `AsyncSaver.begin`."""
-        release = self._claims.take(name, _BY, timeout_s=options.timeouts.plan)
+        """Begin to save with `metrics` in the background; as `AsyncSaver.begin`."""
+        job = self._job(step, metrics, options)
 
         def ended(handle: SaveHandle) -> None:
-            self._census.forget(name)
+            self._census.forget(job.name)
             is_committed = handle.state is SaveState.COMMITTED
             if is_committed:
-                self._committed(name, handle.save_id)
-            release()
+                self._committed(job.name, handle.save_id)
+            job.release()
             if is_committed:
                 self._ended()
 
         try:
             handle = self.saver.begin(
                 state,
-                self._census.location.child(name).target,
-                options,
+                job.target,
+                job.options,
                 block_until_staged=block_until_staged,
+                prepare=job.prepare,
             )
         except BaseException:
-            release()
+            job.release()
             raise
         handle.add_done_callback(ended)
         return handle
+
+    def _job(self, step: int, metrics: Mapping[str, Any], options: SaveOptions) -> _Job:
+        location = self._census.location
+        try:
+            name = self._census.names.name_of(step)
+            user = user_record(step, metrics)
+        except Exception as error:  # noqa: BLE001  # the other ranks are waiting to be told
+            return _Job(self._claims, "", location.target, options, refusal=error)
+        chosen = replace(options, user=user, replaces=self._damaged(name))
+        return _Job(self._claims, name, location.child(name).target, chosen)
 
     def wait(self, timeout: float | None) -> None:
         """Wait for all in the background; as `AsyncSaver.wait`."""
@@ -121,3 +144,33 @@ class StepSaver:
         """Wait for all in the background and end; as `AsyncSaver.close`."""
         if self._saver is not None:
             self._saver.close(timeout)
+
+
+class _Job:
+    """One save under a name that the pruner must leave alone meanwhile.
+
+    What speaks against it is raised only by `prepare`, once this rank is in the operation that
+    all ranks are in: one that raised before would leave them waiting.
+    """
+
+    def __init__(
+        self,
+        claims: Claims,
+        name: str,
+        target: str,
+        options: SaveOptions,
+        *,
+        refusal: Exception | None = None,
+    ) -> None:
+        self._claims = claims
+        self._refusal = refusal
+        self.name = name
+        self.target = target
+        self.options = options
+        self.release: Callable[[], None] = lambda: None
+
+    def prepare(self) -> None:
+        """Take the name; waits while it is deleted. Raises `PhaseTimeoutError`, and refusals."""
+        if self._refusal is not None:
+            raise self._refusal
+        self.release = self._claims.take(self.name, _BY, timeout_s=self.options.timeouts.plan)

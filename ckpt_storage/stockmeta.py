@@ -267,7 +267,7 @@ class _Decoder:
     def _tensor(self, value: object) -> StockTensor:
         fields = _fields(value, _TENSOR)
         match fields.get("properties"):
-            # Five properties until torch 2.14; strides are a sixth since. None but the first counts.
+            # Torch 2.15 adds strides to the five that there were. None but the first counts.
             case Record(name=name, args=(), state=(Global(name=dtype), _, _, _, _, *_)) if (
                 name in _PROPERTIES and dtype in _DTYPES
             ):

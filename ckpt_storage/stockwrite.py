@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -17,11 +18,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from .columns import Counts
 from .errors import InvalidInputError
 from .manifest import Manifest
 from .rankreport import RankReport
-from .reporttable import Planned, PlannerPath, items_of
-from .stockpickle import StockEntry, pickled
+from .reporttable import Planned, PlannerPath, boxes_of
+from .stockpickle import EntryTable, pickled
 
 log = logging.getLogger("ckpt_storage")
 
@@ -96,28 +98,54 @@ def stock_metadata(
     return pickled(changed, entries_of(reports))
 
 
-def entries_of(reports: Sequence[RankReport]) -> Iterator[StockEntry]:
-    """Yield an entry an item of all ranks; those without elements last.
+def entries_of(reports: Sequence[RankReport]) -> EntryTable:
+    """Return an entry an item of all ranks; those without elements last.
 
     Of two at one place the first counts, and an empty one may stand where another begins.
     """
-    empty: list[StockEntry] = []
+    fqns: dict[str, int] = {}
+    places: dict[tuple[int, ...] | None, int] = {None: 0}
+    paths: dict[str, int] = {}
+    numbers: dict[bytes, Counts] = {}
+    columns: list[Counts] = []
     for report in reports:
-        places = report.read_places()
-        if places is None:  # pragma: no cover  # the caller made sure
+        lies = report.read_places()
+        if lies is None:  # pragma: no cover  # the caller made sure
             raise InvalidInputError(f"Rank {report.rank} did not say where its items lie.")
-        paths = [ref.path for ref in report.files]
-        columns = zip(items_of(report), *places.tolist(), strict=True)
-        for (fqn, box), file, start, length in columns:
-            if box is None:
-                yield StockEntry(fqn, None, paths[file], start, length)
-                continue
-            entry = StockEntry(fqn, box.offsets, paths[file], start, length)
-            if 0 in box.sizes:
-                empty.append(entry)
-            else:
-                yield entry
-    yield from empty
+        names = numbers.get(report.vocabulary)
+        if names is None:
+            found = [fqns.setdefault(fqn, len(fqns)) for fqn in report.read_vocabulary()[0]]
+            names = numbers[report.vocabulary] = np.array(found, dtype=np.int64)
+        files = [paths.setdefault(ref.path, len(paths)) for ref in report.files]
+        boxes = boxes_of(report)
+        # The last is for blobs, whose box is -1.
+        place_of = [*(places.setdefault(box.offsets, len(places)) for box in boxes), 0]
+        empty = np.array([*(0 in box.sizes for box in boxes), False], dtype=np.int64)
+        fqn, _, box = report.read_pattern()
+        columns.append(
+            np.stack(
+                (
+                    empty[box],
+                    names[fqn],
+                    np.array(place_of, dtype=np.int64)[box],
+                    np.array(files, dtype=np.int64)[lies[0]],
+                    lies[1],
+                    lies[2],
+                )
+            )
+        )
+    rows = np.concatenate([np.empty((6, 0), dtype=np.int64), *columns], axis=1)
+    rows = rows[1:, np.argsort(rows[0], kind="stable")]
+    return EntryTable(
+        fqns=list(fqns),
+        places=list(places),
+        paths=list(paths),
+        fqn=rows[0],
+        place=rows[1],
+        path=rows[2],
+        start=rows[3],
+        length=rows[4],
+    )
 
 
 def stock_note(entry_count: int) -> bytes:

@@ -46,18 +46,22 @@ class WrittenMemory:
         self._form_numbers: dict[object, int] = {}
         self._alive: dict[int, StorageWeakRef] = {}
 
-    def add(self, fqn: str, offsets: tuple[int, ...], tensor: torch.Tensor) -> None:
-        """Note a chunk that is about to be written."""
+    def add(
+        self, fqn: str, offsets: tuple[int, ...], tensor: torch.Tensor, *, lasts: bool = False
+    ) -> None:
+        """Note a chunk that is about to be written; `lasts`: its memory outlives this object."""
         if not tensor.numel():
             return
         try:
-            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            storage = tensor.untyped_storage()
         except RuntimeError:
             # A kind of tensor without one place in memory: a number that nothing else has.
-            self._storages.append(-1 - len(self._storages))
+            number = -1 - len(self._storages)
         else:
-            self._alive.setdefault(storage.cdata, storage)
-            self._storages.append(storage.cdata)
+            number = storage._cdata  # noqa: SLF001  # what `StorageWeakRef` goes by
+            if not lasts and number not in self._alive:
+                self._alive[number] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._storages.append(number)
         changes = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001  # its only name
         form = (offsets, tensor.storage_offset(), changes, *_form(tensor))
         self._fqns.append(fqn)

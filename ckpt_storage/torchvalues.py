@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .errors import FormatError
 from .source import Place
 from .torchload import load_whole, scan_blob
 
@@ -64,5 +65,15 @@ def blob_value(buffer: bytearray, place: Place, *, unsafe_pickle: bool) -> objec
             scan_blob(buffer, place)
         else:
             return value
-    trusted: object = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=False)
+    try:
+        trusted: object = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=False)
+    except Exception as error:
+        raise FormatError(
+            f"{place.fqn} in {place.path} cannot be unpickled ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200].rstrip('.')}).",
+            path=place.path,
+            phase="load",
+            next_step="Check that the checkpoint is not damaged, and that the modules its classes "
+            "come from can be imported here.",
+        ) from error
     return trusted

@@ -33,7 +33,16 @@ from .opening import open_source
 from .options import LOCAL_READ_BYTES, Progress, RetryPolicy, Timeouts, TransferOptions
 from .progress import reporting
 from .regions import covers_exactly
-from .shardspots import Shard, Span, fqn_at, grouped, spans_of, total_bytes_of
+from .shardspots import (
+    ArrivedSpans,
+    Part,
+    Shard,
+    Span,
+    fqn_at,
+    grouped,
+    spans_of,
+    total_bytes_of,
+)
 from .slots import SlotRecord
 from .source import CommittedSource, Place, Source, gone, read_manifest, read_rank_manifest
 from .stalling import Stalling, stalling_deadline
@@ -42,7 +51,8 @@ from .store.base import Store
 from .workers import Workers, bounded
 
 _THREADS = 8
-_LOCAL_THREADS = 2
+_LOCAL_THREADS = 1
+"""A second thread waits for Python's lock longer than it reads: checks hold that."""
 _BATCH_COUNT = 64
 _BATCH_BYTES = 4 << 30
 """Files that are read at a time; what is known of their blocks is in memory meanwhile."""
@@ -109,17 +119,15 @@ def verify(  # the public surface, all keyword-only
     timeouts = Timeouts.of(timeout)
     deadline, watch = stalling_deadline("load", timeouts.load, f"Verifying {location.url}")
     store = bounded(open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()), deadline)
-    options = TransferOptions.for_storage(
-        is_remote=store.capabilities.is_remote,
-        local_threads=_LOCAL_THREADS,
-        local_part_bytes=LOCAL_READ_BYTES,
-        thread_count=thread_count,
-        part_bytes=None,
-        memory_limit_bytes=memory_limit_bytes,
-    )
 
-    def checked() -> _Verification:
-        one = _Verification(store, options, deadline, deep=deep)
+    def checked() -> Verification:
+        one = verification_of(
+            store,
+            deadline,
+            deep=deep,
+            thread_count=thread_count,
+            memory_limit_bytes=memory_limit_bytes,
+        )
         with contextlib.ExitStack() as shown:
             one.run(lambda total, save_id: _show(shown, watch, progress, total, save_id))
         return one
@@ -141,6 +149,27 @@ def verify(  # the public surface, all keyword-only
         checked_bytes=check.checked_bytes,
         exports=check.exports,
     )
+
+
+def verification_of(
+    store: Store,
+    deadline: Deadline,
+    *,
+    deep: bool,
+    part: Part | None = None,
+    thread_count: int | None = None,
+    memory_limit_bytes: int | None = None,
+) -> Verification:
+    """Return a verification of what lies in `store`, to be run; arguments as for `verify`."""
+    options = TransferOptions.for_storage(
+        is_remote=store.capabilities.is_remote,
+        local_threads=_LOCAL_THREADS,
+        local_part_bytes=LOCAL_READ_BYTES,
+        thread_count=thread_count,
+        part_bytes=None,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    return Verification(store, options, deadline, deep=deep, part=part)
 
 
 def _show(
@@ -168,11 +197,21 @@ def _nothing(_: int) -> None:
     pass
 
 
-class _Verification:
-    """One run of `verify`: collects problems instead of raising at the first."""
+class Verification:
+    """One run of `verify`: collects problems instead of raising at the first.
+
+    With a `part`, of several processes each has one: together they check what loads need, and
+    nothing that is made of it (exports, `.metadata`). Each ends soon after its first problem.
+    """
 
     def __init__(
-        self, store: Store, options: TransferOptions, deadline: Deadline, *, deep: bool
+        self,
+        store: Store,
+        options: TransferOptions,
+        deadline: Deadline,
+        *,
+        deep: bool,
+        part: Part | None = None,
     ) -> None:
         self.store = store
         self.options = options
@@ -185,6 +224,8 @@ class _Verification:
         self.checked_bytes = 0
         self.exports: Sequence[ExportStatus] = ()
         self._listed: dict[int, dict[str, FileRef]] = {}
+        self._part = part
+        self._stretches: Mapping[str, range] = {}
 
     def run(self, begins: Callable[[int, str | None], None]) -> None:
         """Check whatever is there. Raises what opening raises if there is nothing to check.
@@ -195,15 +236,25 @@ class _Verification:
             found = slotlog.read_log(self.store)
             if found.head is not None:
                 self.committed(found.head, begins)
-            else:
+            elif self._leads:
                 self.foreign(open_source(self.store, deadline=self.deadline, options=self.options))
         except (IntegrityError, InvalidInputError, FormatError, UnsafeContentError) as error:
-            self.note(error)
+            self._note_or_raise(error)
         except CheckpointGoneError as error:
             if self.save_id is None:
                 raise
             self.note(error)
-        self._check_exports()
+        if self._part is None:
+            self._check_exports()
+
+    @property
+    def _leads(self) -> bool:
+        return self._part is None or self._part.leads
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether more problems would change nothing."""
+        return self._part is not None and bool(self.problems)
 
     def _check_exports(self) -> None:
         """Check what was consolidated from the checkpoint into folders below it."""
@@ -241,15 +292,32 @@ class _Verification:
         """Check a checkpoint of ours: documents first, then every shard file."""
         self.format, self.save_id = "ckpt_storage", head.save_id
         manifest = read_manifest(self.store, head)
+        self._stretches = (self._part or Part()).stretches(
+            (ref.path, ref.size_bytes) for ref, _ in manifest.files
+        )
         if self.deep:
-            begins(sum(file.size_bytes for file, _ in manifest.files), self.save_id)
+            begins(sum(map(len, self._stretches.values())), self.save_id)
         self.file_count += 1
-        self._check_markers(manifest.save_id)
-        self._check_coverage(head, manifest)
+        if self._part is None:
+            self._check_markers(manifest.save_id)
+        if self._leads:
+            self._check_coverage(head, manifest)
         for ref, owner in manifest.files:
             self._listed.setdefault(owner, {})[ref.path] = ref
+        sound = self._check_ranks(manifest)
+        if sound and self._leads and not self._is_settled:
+            source = CommittedSource(self.store, head, manifest, self.deadline, self.options)
+            self._check_places(source)
+        if self._part is None:
+            # Last, because a saver that committed a moment ago is about to publish.
+            self._check_stock(head, manifest)
+
+    def _check_ranks(self, manifest: Manifest) -> bool:
+        """Check rank manifests and the files they describe; return whether all were as promised."""
         sound, waiting = True, list[Shard]()
         for rank, reference in enumerate(manifest.ranks):
+            if not self._has_something_of(rank):
+                continue
             self.file_count += 1
             try:
                 document = read_rank_manifest(self.store, reference, save_id=manifest.save_id)
@@ -261,22 +329,36 @@ class _Verification:
                     continue
                 # The inlined copy still tells what the files must hold.
                 document = manifest.inline_ranks[rank]
-            waiting += [Shard(rank, document, file) for file in document.files]
+            waiting += [
+                Shard(rank, document, file)
+                for file in document.files
+                if file.path in self._stretches or self._part is None
+            ]
             if len(waiting) >= _BATCH_COUNT or total_bytes_of(waiting) >= _BATCH_BYTES:
                 self._check_files(waiting)
                 waiting = []
+            if self._is_settled:
+                return False
         self._check_files(waiting)
-        if sound:
-            source = CommittedSource(self.store, head, manifest, self.deadline, self.options)
-            self._check_places(source)
-        # Last, because a saver that committed a moment ago is about to publish.
-        self._check_stock(head, manifest)
+        return sound
+
+    def _has_something_of(self, rank: int) -> bool:
+        """Return whether a file of `rank` is looked at here; one without files is by who leads."""
+        listed = self._listed.get(rank, {})
+        if not listed:
+            return self._leads
+        return self._part is None or any(path in self._stretches for path in listed)
 
     def _note_or_raise(
         self, error: CheckpointError, rank: int | None = None, path: str | None = None
     ) -> None:
-        """Damage and absence are findings; a storage that does not answer is not."""
+        """Damage and absence are findings; a storage that does not answer is not.
+
+        To a part, neither is what this release is too old for: no other checkpoint is better.
+        """
         if isinstance(error, StorageError) and error.kind != "not-found":
+            raise error
+        if self._part is not None and not isinstance(error, IntegrityError | StorageError):
             raise error
         self.note(error, rank=rank, path=path)
 
@@ -444,33 +526,39 @@ class _Verification:
     def _read_files(self, files: Sequence[tuple[Shard, int]]) -> None:
         part_bytes = self.options.part_bytes
         fetches = [
-            Fetch(
-                path=shard.file.path,
-                start=group[0].start,
-                stop=group[-1].stop,
-                done=partial(self._check_spans, group),
-            )
+            self._fetch(shard.file.path, group)
             for shard, size_bytes in files
             for group in grouped(
-                [span for span in spans_of(shard, part_bytes) if span.stop <= size_bytes],
+                [
+                    span
+                    for span in spans_of(shard, part_bytes)
+                    if span.stop <= size_bytes and self._is_ours(span)
+                ],
                 part_bytes,
             )
         ]
         run_fetches(self.store, fetches, options=self.options, deadline=self.deadline)
         self.checked_bytes += sum(fetch.stop - fetch.start for fetch in fetches)
 
-    def _check_spans(self, group: Sequence[Span], view: memoryview) -> None:
-        base = group[0].start
-        for span in group:
-            place, at = span.place, span.start
-            while at < span.stop:
-                try:
-                    place.check(view[at - base : span.stop - base], at - place.start)
-                except IntegrityError as error:
-                    self._note_block(span, error)
-                    at = (error.offset or span.stop) + place.block_bytes
-                else:
-                    break
+    def _is_ours(self, span: Span) -> bool:
+        """Return whether a span is of this part: the one that it begins in."""
+        return self._part is None or span.start in self._stretches.get(span.place.path, ())
+
+    def _fetch(self, path: str, group: Sequence[Span]) -> Fetch:
+        arrived = ArrivedSpans(group)
+
+        def done(_: memoryview) -> None:
+            for span, error in arrived.damaged:
+                self._note_block(span, error)
+
+        return Fetch(
+            path=path,
+            start=group[0].start,
+            stop=group[-1].stop,
+            done=done,
+            check=arrived.check,
+            edge_before=arrived.edge_before,
+        )
 
     def _note_block(self, span: Span, error: IntegrityError) -> None:
         self.note(

@@ -49,10 +49,18 @@ class TreeView:
         return page(tree_html(self.root, self.sharding_of, depth=self.depth))
 
 
-def checkpoint_text(title: str, facts: Mapping[str, object], root: Node) -> str:
-    """Return a few lines about a checkpoint: what it is, and its largest prefixes."""
+_UNASKED = "more names than are gathered unasked; tree(depth=2) shows them"
+
+
+def checkpoint_text(title: str, facts: Mapping[str, object], root: Node | None) -> str:
+    """Return a few lines about a checkpoint: what it is, and its largest prefixes.
+
+    Without a root it says how to see the names.
+    """
     told = ", ".join(f"{name} {value}" for name, value in facts.items())
     lines = [shown(f"<Checkpoint {title}>"), f"  {shown(told)}"]
+    if root is None:
+        return "\n".join([*lines, f"  … {_UNASKED}"])
     children = list(root.children.values())
     width = max((len(shown(node.name)) for node in children[:_SHORT_LINES]), default=0)
     for node in children[:_SHORT_LINES]:
@@ -70,11 +78,14 @@ def checkpoint_html(
     title: str,
     url: str,
     facts: Mapping[str, object],
-    root: Node,
+    root: Node | None,
     sharding_of: Callable[[str], Sharding],
 ) -> str:
-    """Return a heading and the tree of a checkpoint as HTML."""
-    return page(card(title, facts, tree_html(root, sharding_of), note=url))
+    """Return a heading and the tree of a checkpoint as HTML; without a root only the heading."""
+    rows = f'<div class="r q"><span>… {escaped(_UNASKED)}</span></div>'
+    if root is not None:
+        rows = tree_html(root, sharding_of)
+    return page(card(title, facts, rows, note=url))
 
 
 def tree_html(

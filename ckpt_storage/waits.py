@@ -19,6 +19,10 @@ __all__ = ["Waits"]
 _T = TypeVar("_T")
 
 _FIRST_LOOK_S = 0.0005
+
+_GROWTH = 1.25
+"""From look to look a pause grows by this: what comes is noticed a quarter of the wait late."""
+
 _LEAST_PATIENCE_S = 0.5
 _SPARE_PATIENCE_S = 1.0
 
@@ -74,7 +78,7 @@ class Waits:
             if time.monotonic() > self.deadline.at_monotonic_s + self._grace_s:
                 raise late()
             self._wake.wait(pause_s)
-            pause_s = min(2 * pause_s, self.look_s)
+            pause_s = min(_GROWTH * pause_s, self.look_s)
 
     def within(self, seconds: float, keys: list[str]) -> bool:
         """Wait for all `keys` for some seconds, whatever fails; return whether they came."""
@@ -84,7 +88,7 @@ class Waits:
             if time.monotonic() > end:
                 return False
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, self.look_s)
+            pause_s = min(_GROWTH * pause_s, self.look_s)
         return True
 
     def missing(self, keys: Mapping[int, str]) -> list[int]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 from .deadline import Deadline
 from .errors import CheckpointError
 from .store.base import Store
+
+T = TypeVar("T")
 
 _GRACE_S = 10.0
 _REPORT_S = 1.0
@@ -65,8 +67,14 @@ class Workers:
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
             for i in range(count)
         ]
-        for thread in self._threads:
-            thread.start()
+        for number, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except BaseException:
+                # A process may have no more threads; those that it has would wait for ever.
+                for _ in range(number):
+                    self._jobs.put(None)
+                raise
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -142,6 +150,100 @@ class Workers:
                 f"{', '.join(stuck)} still runs: memory that was being filled or sent must not "
                 "be used again."
             )
+
+
+class Aside:
+    """One call that is made now, in a thread of its own where `is_remote`, and ends later.
+
+    What it raises, `check` or `wait` raises, once. It ends by itself, as all calls to stores do.
+    """
+
+    def __init__(self, call: Callable[[], object], *, is_remote: bool) -> None:
+        self._call = call
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if is_remote:
+            self._thread = threading.Thread(
+                target=self._run, name="ckpt-storage aside", daemon=True
+            )
+            self._thread.start()
+        else:
+            call()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001  # raised again by whoever waits
+            self._failure = error
+
+    def check(self) -> None:
+        """Raise why the call failed, if it has."""
+        # Kept here, it would keep what its traceback leads to: all that is being saved.
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return
+        try:
+            raise failure
+        finally:
+            del failure
+
+    def wait(self) -> None:
+        """Wait for the end of the call; raise why it failed."""
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+
+def side_by_side(store: Store, calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Return what `calls` to `store` return; made at one time where each costs a round trip.
+
+    Their order must not matter. All have ended on return. Raises the failure of the first in the
+    list that failed; others then may go on for a moment, and end by the store's deadline.
+    """
+    if not store.capabilities.is_remote:
+        return [call() for call in calls]
+    return _at_once(calls)
+
+
+def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+    changed = threading.Condition()
+    results: dict[int, T] = {}
+    failures: dict[int, BaseException] = {}
+
+    def run(number: int, call: Callable[[], T]) -> None:
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001  # raised again where it was asked for
+            with changed:
+                failures[number] = error
+                changed.notify_all()
+        else:
+            with changed:
+                results[number] = result
+                changed.notify_all()
+
+    for number, call in enumerate(calls):
+        thread = threading.Thread(
+            target=run, args=(number, call), name="ckpt-storage side by side", daemon=True
+        )
+        thread.start()
+
+    def have_ended() -> bool:
+        return len(results) + len(failures) == len(calls)
+
+    with changed:
+        changed.wait_for(lambda: failures or have_ended())
+        if failures:
+            changed.wait_for(have_ended, _REPORT_S)
+            failure = failures[min(failures)]
+    if failures:
+        failures.clear()
+        try:
+            raise failure
+        finally:
+            # The traceback leads to this frame, and the frame must not lead back.
+            del failure
+    return [results[number] for number in range(len(calls))]
 
 
 def bounded(

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ from .deadline import Deadline
 from .documents import FileRef
 from .errors import CheckpointError, InvalidInputError
 from .info import CheckpointInfo
+from .manifest import RankManifest
 from .options import (
+    DEFAULT_PART_BYTES,
     LOCAL_WRITE_BYTES,
     STOCK_ENTRY_LIMIT,
     Engine,
@@ -42,16 +45,31 @@ from .options import (
     Timeouts,
     TransferOptions,
 )
+from .planpack import packable
 from .rankreport import RankReport
-from .shards import ShardJob, write_shards
+from .shards import Claim, ShardJob, write_shards
 from .slotlog import read_log
 from .slots import SlotRecord
 from .store import Location, endpoint_of, open_store
-from .store.base import Store
+from .store.base import Capabilities, Store
 from .store.probe import probe_exclusive_create
-from .workers import bounded
+from .workers import Aside, bounded
 
 log = logging.getLogger("ckpt_storage")
+
+_IN_PLACE_SHARE = 8
+"""Of the memory allowed, a part that is sent from where it lies gets so much: three may be copied,
+and of those that hold copies already five are under way."""
+
+
+class _Claimed:
+    """The claim of an attempt as the ranks see it that are not its coordinator: no matter."""
+
+    def check(self) -> None:
+        """Raise nothing."""
+
+    def wait(self) -> None:
+        """Wait for nothing."""
 
 
 @dataclass(slots=True)
@@ -68,6 +86,7 @@ class _Save:
     settled_ties: Mapping[str, str] = field(default_factory=dict)
     candidates: Sequence[str] = ()
     item_count: int = 0
+    claim: Claim = field(default_factory=_Claimed)
 
 
 class CheckpointStorageWriter(StorageWriter):
@@ -128,7 +147,7 @@ class CheckpointStorageWriter(StorageWriter):
         self._thread_count = thread_count
         self._part_bytes = part_bytes
         self._memory_limit_bytes = memory_limit_bytes
-        self._transfer_options(is_remote=True)  # refuses what cannot be, now and on every rank
+        self._transfer_options()  # refuses what cannot be, now and on every rank
         self._engine: Engine = engine
         self._commit_base = Location.of(commit_url, storage_options) if commit_url else None
         if stock_metadata not in {"auto", "always", "never"}:
@@ -144,6 +163,7 @@ class CheckpointStorageWriter(StorageWriter):
         self._threads = threading.local()
         self._begin_phase: Callable[[Phase], Deadline] = self._timed
         self._user: Mapping[str, Any] = {}
+        self._replaces: frozenset[str] = frozenset()
 
     def _timed(self, phase: Phase) -> Deadline:
         return Deadline(phase, getattr(self._timeouts, phase))
@@ -162,15 +182,27 @@ class CheckpointStorageWriter(StorageWriter):
         """
         self._user = user
 
-    def _transfer_options(self, *, is_remote: bool) -> TransferOptions:
-        return TransferOptions.for_storage(
-            is_remote=is_remote,
+    def let_replace(self, save_ids: frozenset[str]) -> None:
+        """Let the saves to come replace these saves, known to be damaged, without `overwrite`.
+
+        For the manager; what counts is what the coordinator says.
+        """
+        self._replaces = save_ids
+
+    def _transfer_options(self, capabilities: Capabilities | None = None) -> TransferOptions:
+        options = TransferOptions.for_storage(
+            is_remote=capabilities is None or capabilities.is_remote,
             local_threads=1,
             local_part_bytes=LOCAL_WRITE_BYTES,
             thread_count=self._thread_count,
             part_bytes=self._part_bytes,
             memory_limit_bytes=self._memory_limit_bytes,
         )
+        if capabilities is None or not capabilities.in_place_views or self._part_bytes is not None:
+            return options
+        # Few parts are copied, however many are under way.
+        part_bytes = max(options.memory_limit_bytes // _IN_PLACE_SHARE, options.block_bytes)
+        return dataclasses.replace(options, part_bytes=min(DEFAULT_PART_BYTES, part_bytes))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._base.url!r})"
@@ -257,7 +289,7 @@ class CheckpointStorageWriter(StorageWriter):
         """Attach this rank's hello to its plan; all ranks."""
         save = self._save()
         agreement.clear_inbox()
-        return dataclasses.replace(plan, storage_data=self._hello(save))
+        return packable(dataclasses.replace(plan, storage_data=self._hello(save)))
 
     def _hello(self, save: _Save) -> Hello:
         terms = self._terms(save.location)
@@ -299,7 +331,7 @@ class CheckpointStorageWriter(StorageWriter):
             answers = [Refused(nonce=nonce, error=error) for nonce in nonces]
         else:
             planned_count = sum(len(plan.items) for plan in plans)
-            with_places = self._is_stock_wanted(max(planned_count, save.item_count))
+            with_places = self.is_stock_wanted(max(planned_count, save.item_count))
             answers = [
                 Granted(
                     nonce=nonce,
@@ -312,11 +344,11 @@ class CheckpointStorageWriter(StorageWriter):
             ]
         save.answer = answers[save.rank]
         return [
-            dataclasses.replace(plan, storage_data=answer)
+            packable(dataclasses.replace(plan, storage_data=answer))
             for plan, answer in zip(plans, answers, strict=True)
         ]
 
-    def _is_stock_wanted(self, item_count: int) -> bool:
+    def is_stock_wanted(self, item_count: int) -> bool:
         """Return whether `.metadata` is to be written; plans that a planner dropped count as 0."""
         if self._stock_metadata == "auto":
             return item_count <= STOCK_ENTRY_LIMIT
@@ -341,8 +373,21 @@ class CheckpointStorageWriter(StorageWriter):
         grant = commit.begin(
             store,
             overwrite=self._overwrite,
+            replaces=self._replaces,
             probe=lambda prepared: self._probe(prepared, root.scope()),
+            claims=False,
         )
+        # Beside the first parts: this rank completes nothing before it has ended.
+        save.claim = Aside(
+            partial(commit.claim, store, grant.save_id), is_remote=store.capabilities.is_remote
+        )
+        if grant.previous is not None and grant.previous.save_id in self._replaces:
+            log.warning(
+                "%s: save %s is damaged, and save %s is to replace it",
+                store.url,
+                grant.previous.save_id,
+                grant.save_id,
+            )
         log.info("save %s to %s begins on %d ranks", grant.save_id, store.url, len(hellos))
         return grant
 
@@ -423,14 +468,22 @@ class CheckpointStorageWriter(StorageWriter):
     ) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's shard file and rank manifest; all ranks; durable on return.
 
-        On any error nothing of this rank becomes visible and no upload stays open. Raises what
-        the coordinator refused the save for, `StorageError`, `PhaseTimeoutError`,
-        `InvalidInputError` (a value that cannot be stored, naming its FQN).
+        After any error no upload stays open, and what became visible is an attempt's that never
+        will be committed. Raises what the coordinator refused the save for, `StorageError`,
+        `PhaseTimeoutError`, `InvalidInputError` (a value that cannot be stored, naming its FQN).
         """
         save = self._save()
         granted = self._granted(save)
         deadline = self._begin_phase("write")
         store = bounded(self._store(save), deadline)
+        documents: list[tuple[str, bytes]] = []
+
+        def record(manifest: RankManifest) -> None:
+            document = integrity.seal(manifest.to_body())
+            path = layout.rank_manifest_path(manifest.save_id, save.rank)
+            documents.append((path, document))
+            store.write(path, document)
+
         with deadline.governs(f"Writing to {store.url}", rank=save.rank):
             manifest = write_shards(
                 store,
@@ -440,15 +493,15 @@ class CheckpointStorageWriter(StorageWriter):
                     save_id=granted.grant.save_id,
                     rank=save.rank,
                     world_size=granted.world_size,
-                    options=self._transfer_options(is_remote=store.capabilities.is_remote),
+                    options=self._transfer_options(store.capabilities),
                     deadline=deadline,
                     progress=self._progress,
                     with_bar=save.is_coordinator,
+                    claim=save.claim,
                 ),
+                record=record,
             )
-            document = integrity.seal(manifest.to_body())
-            path = layout.rank_manifest_path(manifest.save_id, save.rank)
-            store.write(path, document)
+        ((path, document),) = documents
         ref = FileRef(path=path, size_bytes=len(document), crc32c=integrity.crc32c_of(document))
         report = RankReport.of(
             manifest,

@@ -3,7 +3,9 @@
     torchrun --nproc-per-node 2 examples/accelerate_loop.py URL STEPS
     accelerate launch --num_processes 2 examples/accelerate_loop.py URL STEPS
 
-Start it again with the same URL, and it goes on from the newest committed checkpoint.
+Start it again with the same URL, and it goes on from the newest committed checkpoint: on as many
+processes bit for bit, on another number from the same weights and the same place in the data, with
+random numbers drawn anew.
 `Accelerator.save_state` writes files of its own into a local folder, and its hooks hand over the
 model only; so this loop saves the state dicts of what `prepare` returned.
 """
@@ -17,12 +19,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt_storage import CheckpointManager, KeepLatest
 
 SAVE_EVERY = 3
+BATCH_SIZE = 4
 
 
 def data() -> DataLoader[tuple[torch.Tensor, ...]]:
@@ -31,7 +35,7 @@ def data() -> DataLoader[tuple[torch.Tensor, ...]]:
     inputs = torch.randn(40, 8, generator=generator)
     return DataLoader(
         TensorDataset(inputs, inputs.sum(1, keepdim=True)),
-        batch_size=4,
+        batch_size=BATCH_SIZE,
         shuffle=True,
         # Of its own: a loader that starts draws a number, which would be one too many on resuming.
         generator=generator,
@@ -55,12 +59,13 @@ class Run:
             model, optimizer, scheduler, data()
         )
         self.rank = self.accelerator.process_index
-        self.step = 0
+        self.batch = BATCH_SIZE * self.accelerator.num_processes
+        self.step = self.epoch = self.samples = 0
         # Each rank draws its own numbers for dropout.
         torch.manual_seed(self.rank)
 
     def state(self) -> dict[str, Any]:
-        """Return what the run must remember; each rank's random state under its own name."""
+        """Return what the run must remember; all ranks call, as each has a random state."""
         # The optimizer inside: accelerate's wrapper is one by inheritance only.
         weights, moments = get_state_dict(self.model, self.optimizer.optimizer)
         return {
@@ -68,7 +73,10 @@ class Run:
             "optimizer": moments,
             "scheduler": self.scheduler.state_dict(),
             "step": self.step,
-            "rng": {str(self.rank): torch.get_rng_state()},
+            "epoch": self.epoch,
+            "samples": self.samples,
+            # One text, so that another number of ranks finds it, too.
+            "rng": " ".join(gather_object([torch.get_rng_state().numpy().tobytes().hex()])),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -80,8 +88,13 @@ class Run:
             optim_state_dict=state["optimizer"],
         )
         self.scheduler.load_state_dict(state["scheduler"])
-        self.step = state["step"]
-        torch.set_rng_state(state["rng"][str(self.rank)])
+        self.step, self.epoch, self.samples = state["step"], state["epoch"], state["samples"]
+        drawn = state["rng"].split()
+        if len(drawn) == self.accelerator.num_processes:
+            found = bytearray.fromhex(drawn[self.rank])
+            torch.set_rng_state(torch.frombuffer(found, dtype=torch.uint8))
+        else:
+            torch.manual_seed(1000 * self.step + self.rank)
 
     def learn(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         """Make one step and return this rank's loss."""
@@ -91,13 +104,13 @@ class Run:
         self.scheduler.step()
         self.optimizer.zero_grad()
         self.step += 1
+        self.samples += self.batch
         return loss.item()
 
 
 def train(url: str, steps: int, kill_at: int | None = None) -> None:
     """Train up to `steps`; `kill_at` ends the last rank as the out-of-memory killer would."""
     run = Run()
-    per_epoch = len(run.batches)
     with CheckpointManager(url, keep=KeepLatest(2), mode="thread") as manager:
         state = run.state()
         restored = manager.restore(state)
@@ -105,9 +118,9 @@ def train(url: str, steps: int, kill_at: int | None = None) -> None:
             run.load(state)
             print(f"rank {run.rank} resumed from {restored.info.name}", flush=True)
         while run.step < steps:
-            epoch, done = divmod(run.step, per_epoch)
+            done = run.samples // run.batch
             batches = run.accelerator.skip_first_batches(run.batches, done)
-            batches.set_epoch(epoch)
+            batches.set_epoch(run.epoch)
             for inputs, targets in batches:
                 loss = run.learn(inputs, targets)
                 print(f"rank {run.rank} step {run.step} loss {loss.hex()}", flush=True)
@@ -118,6 +131,8 @@ def train(url: str, steps: int, kill_at: int | None = None) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if run.step == steps:
                     break
+            else:
+                run.epoch, run.samples = run.epoch + 1, 0
     run.accelerator.end_training()
 
 

@@ -69,7 +69,9 @@ def main(url: str, options: dict[str, object]) -> None:
         # Neither the text nor the kind holds a secret.
         sys.exit(f"{error.kind}: {HINTS.get(error.kind, 'no question of credentials')}\n{error}")
     same = torch.equal(target["weights"], state["weights"]) and target["step"] == state["step"]
-    print(f"saved {info.url} and loaded", "the same" if same else "something else")
+    if not same:
+        sys.exit(f"saved {info.url} and loaded something else")
+    print(f"saved {info.url} and loaded the same")
 
 
 if __name__ == "__main__":

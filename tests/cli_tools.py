@@ -42,7 +42,7 @@ def make_run(root: Path) -> Path:
     return root
 
 
-def call(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Result:
+def call(*arguments: str | Path, env: Mapping[str, str | None] | None = None) -> Result:
     """Call the command line in this process."""
     return CliRunner().invoke(app, [str(one) for one in arguments], env=env)
 

@@ -10,12 +10,12 @@ import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import crc32c
 import pytest
 
-from ckpt_storage import cleaning, commit, publishing, slotlog, stockfooter
+from ckpt_storage import cleaning, commit, publishing, slotlog, stockfooter, workers, writer
 from ckpt_storage.commit import Grant
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.documents import FileRef
@@ -23,7 +23,7 @@ from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.errors import UnsupportedByStoreError as Unsupported
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.slots import SlotRecord
-from ckpt_storage.store.base import Capabilities, Entry, Stat, Store, Version
+from ckpt_storage.store.base import Capabilities, Entry, PathFilter, Stat, Store, Version
 
 CAS = Capabilities(
     kind="s3",
@@ -43,6 +43,41 @@ DAY_S = 24 * 3600.0
 QUICK = RetryPolicy(attempt_count=4, first_delay_s=0.0, max_delay_s=0.0)
 
 Gate = Callable[[str, str], None]
+
+
+IN_TURN = ("as listed", "backwards")
+"""Orders of requests that go side by side; with one cut off in between, all that can be left."""
+
+
+def take_in_turn(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    """Let requests that go side by side go one after the other, in one of the orders `IN_TURN`.
+
+    What goes aside comes first, or as late as it may.
+    """
+
+    def in_turn(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        numbers = range(len(calls))
+        found = {i: calls[i]() for i in (numbers if order == IN_TURN[0] else reversed(numbers))}
+        return [found[i] for i in numbers]
+
+    class InTurn:
+        """A call aside, made when it is asked for or when it is waited for."""
+
+        def __init__(self, call: Callable[[], object], *, is_remote: bool) -> None:
+            self._calls = [call]
+            if order == IN_TURN[0] or not is_remote:
+                self.wait()
+
+        def check(self) -> None:
+            """Do nothing: what failed was raised."""
+
+        def wait(self) -> None:
+            """Make the call unless it was made."""
+            while self._calls:
+                self._calls.pop()()
+
+    monkeypatch.setattr(workers, "_at_once", in_turn)
+    monkeypatch.setattr(writer, "Aside", InTurn)
 
 
 def ungated(operation: str, path: str) -> None:
@@ -210,9 +245,9 @@ class DictStore:
             if known.startswith(f"{folder}/"):
                 self.disk.drop(known)
 
-    def abort_uploads(self, prefix: str) -> int:
+    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
         """Return 0: open uploads are in the memory of their owner."""
-        del prefix
+        del prefix, only
         return 0
 
     def now_s(self, probe_path: str) -> float:

@@ -5,18 +5,26 @@ Functions here run in the processes of a `RankPool`, so they are importable and 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from ckpt_storage import verification
+from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import CheckpointError
+from ckpt_storage.handle import SaveHandle
 from ckpt_storage.manager import CheckpointManager
-from ckpt_storage.restoring import Restored
+from ckpt_storage.options import Timeouts
+from ckpt_storage.restoring import Check, Restored
 from ckpt_storage.retention import KeepLatest
+
+READS: Any = verification
+"""The module whose reads a job stands in for."""
 
 MARK = bytes(range(64))
 """Bytes of the saved tensor that one finds in the shard file."""
@@ -90,14 +98,20 @@ def train(rank: int, root: str, steps: int) -> list[str]:
         return [*(info.name for info in infos), found.info.save_id or ""]
 
 
+class Keeper(logging.Handler):
+    """Keeps the texts of what is logged."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one."""
+        self.texts.append(record.getMessage())
+
+
 def resume(rank: int, root: str) -> tuple[int, list[str], bool]:
     """Restore; return the step, what was skipped, and whether this rank logged a warning."""
-    warned: list[str] = []
-
-    class Keeper(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warned.append(record.getMessage())
-
     log = logging.getLogger("ckpt_storage")
     keeper = Keeper(logging.WARNING)
     log.addHandler(keeper)
@@ -107,8 +121,25 @@ def resume(rank: int, root: str) -> tuple[int, list[str], bool]:
     finally:
         log.removeHandler(keeper)
     del rank
-    said = any("Resumed from" in text for text in warned)
+    said = any("Resumed from" in text for text in keeper.texts)
     return found.step, [one.name for one in found.skipped], said
+
+
+def resume_each(rank: int, roots: list[str], check: Check) -> list[tuple[int, list[str], bool]]:
+    """Restore from one root after the other; return for each what `resume` returns."""
+    del rank
+    found = []
+    for root in roots:
+        keeper = Keeper(logging.WARNING)
+        logging.getLogger("ckpt_storage").addHandler(keeper)
+        try:
+            with CheckpointManager(root, timeout=60) as manager:
+                one = restore(manager, check=check)
+        finally:
+            logging.getLogger("ckpt_storage").removeHandler(keeper)
+        said = any("Resumed from" in text for text in keeper.texts)
+        found.append((one.step, [skipped.name for skipped in one.skipped], said))
+    return found
 
 
 def resume_alone(rank: int, root: str, others: str) -> str:
@@ -153,6 +184,16 @@ def decide_apart(rank: int, root: str) -> str:
     return "nothing was raised"
 
 
+def make_again(rank: int, root: str) -> str:
+    """Make a manager that is refused on rank 1 alone, then a right one; return what is restored."""
+    if rank == 1:
+        for wrong in ({"every_steps": 0}, {"signals": (signal.SIGKILL,)}, {"every_s": -1.0}):
+            with contextlib.suppress(CheckpointError):
+                CheckpointManager(root, timeout=20, **cast("dict[str, Any]", wrong))
+    with CheckpointManager(root, timeout=20) as manager:
+        return restore(manager).info.name
+
+
 def resume_deep(rank: int, root: str) -> tuple[int, int | None, list[str | None]]:
     """Restore after checking all; return the step, that of `latest`, and the ids skipped."""
     del rank
@@ -175,3 +216,95 @@ def decide_unlike(rank: int, root: str, what: str) -> str:
         except CheckpointError as error:
             return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+def resume_and_save(rank: int, root: str, in_background: bool) -> tuple[int, str]:  # noqa: FBT001
+    """Restore, save the step that was passed over again; return what was restored, and is then."""
+    del rank
+    with CheckpointManager(root, timeout=60, mode="thread") as manager:
+        found = restore(manager)
+        step = found.step + 1
+        if in_background:
+            manager.save_async(step, state_of(step), sync_files=False).result(60)
+        else:
+            manager.save(step, state_of(step), sync_files=False)
+    with CheckpointManager(root, timeout=60) as manager:
+        return found.step, restore(manager).info.name
+
+
+def save_unlike(
+    rank: int,
+    root: str,
+    what: str,
+    bad_rank: int,
+    in_background: bool,  # noqa: FBT001  # called by position, in another process
+) -> tuple[str, str]:
+    """Save with something wrong on one rank, then well; return the error, and what was saved."""
+    waits = Timeouts(plan=2.0 if what == "claim" else 60.0)
+    text = "nothing was raised"
+    with (
+        CheckpointManager(root, timeout=waits, mode="thread") as manager,
+        contextlib.ExitStack() as held,
+    ):
+        begin = manager.save_async if in_background else manager.save
+        step, metrics = 7, {"loss": 1.0}
+        if rank == bad_rank and what == "metrics":
+            metrics = {"loss": cast("float", None)}
+        if rank == bad_rank and what == "step":
+            step = -1
+        if rank == bad_rank and what == "claim":
+            claims = manager._claims  # noqa: SLF001  # nothing public stops in the middle
+            held.enter_context(claims.deleting("step-00000007"))
+        try:
+            begun = begin(step, state_of(7), metrics=metrics, sync_files=False)
+            if isinstance(begun, SaveHandle):
+                begun.result(60)
+        except CheckpointError as error:
+            text = f"rank {error.rank}: {error}"
+        held.close()
+        info = manager.save(8, state_of(8), sync_files=False)
+    return text, info.name
+
+
+def large_state() -> dict[str, Any]:
+    """Return a state that is large beside one block, and holds what `state_of` does."""
+    more = {f"t{number}": torch.rand(300_000) for number in range(20)}
+    return {**state_of(1), **more}
+
+
+def resume_counting(rank: int, root: str) -> int:
+    """Restore after checking all; return how many bytes this rank read to check."""
+    del rank
+    counts: list[int] = []
+    run = READS.run_fetches
+
+    def counted(store: Any, fetches: Any, **options: Any) -> None:
+        counts.extend(fetch.stop - fetch.start for fetch in fetches)
+        run(store, fetches, **options)
+
+    READS.run_fetches = counted
+    try:
+        with CheckpointManager(root, timeout=60) as manager:
+            restore(manager, check="deep")
+    finally:
+        READS.run_fetches = run
+    return sum(counts)
+
+
+def resume_hanging(rank: int, root: str) -> tuple[int, list[str]]:
+    """Restore where the checking reads of rank 0 never end by themselves, of a large state."""
+    run = READS.run_fetches
+
+    def hanging(store: Any, fetches: Any, *, deadline: Deadline, **options: Any) -> None:
+        while rank == 0 and sum(fetch.stop - fetch.start for fetch in fetches) > 1_000_000:
+            deadline.check("The read")
+            deadline.sleep(0.01)
+        run(store, fetches, deadline=deadline, **options)
+
+    READS.run_fetches = hanging
+    try:
+        with CheckpointManager(root, timeout=60) as manager:
+            found = restore(manager, check="deep")
+    finally:
+        READS.run_fetches = run
+    return found.step, [one.name for one in found.skipped]

@@ -35,7 +35,7 @@ from ckpt_storage.pruning import Pruner, PruneReport
 from ckpt_storage.retention import Keep
 from ckpt_storage.stepnames import StepNames
 from ckpt_storage.store import Location
-from ckpt_storage.store.base import Capabilities, Entry, Stat, Store, Version
+from ckpt_storage.store.base import Capabilities, Entry, PathFilter, Stat, Store, Version
 
 OTHERS = {
     "tokenizer/vocab.json": b"{}",
@@ -118,9 +118,11 @@ class Below:
         """Delete a folder."""
         self._inner.delete_folder(self._prefix + path)
 
-    def abort_uploads(self, prefix: str) -> int:
+    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
         """Abort open uploads."""
-        return self._inner.abort_uploads(self._prefix + prefix)
+        cut = len(self._prefix)
+        is_meant = None if only is None else lambda path: only(path[cut:])
+        return self._inner.abort_uploads(self._prefix + prefix, only=is_meant)
 
     def now_s(self, probe_path: str) -> float:
         """Return the clock of the whole."""

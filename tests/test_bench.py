@@ -61,6 +61,14 @@ def test_ratios_are_of_medians_to_the_floor() -> None:
     assert _comparison().ratio("floor") == 1.0
 
 
+def test_a_second_floor_has_ratios_of_its_own() -> None:
+    """Beside a floor with checksums the table shows both ratios; without one the cell is empty."""
+    found = _comparison(checked="whole")
+    assert found.checked_ratio("ours") == pytest.approx(5.0 / 3.0)
+    assert dict(zip(COLUMNS, rows_of(found)[2], strict=True))["x floor+CRC"] == "1.67"
+    assert dict(zip(COLUMNS, rows_of(_comparison())[2], strict=True))["x floor+CRC"] == ""
+
+
 def test_what_is_deducted_is_taken_off_those_that_contain_it() -> None:
     """The planner's time comes off the others, but not off the floor or what plans by itself."""
     found = _comparison(deducted="planner", whole=frozenset({"whole"}))

@@ -85,6 +85,9 @@ def test_every_format_is_a_mapping_of_its_names(opened: Checkpoint) -> None:
     assert opened.get("model.row") is None
     with pytest.raises(KeyError, match=r"did you mean 'model\.rows'"):
         opened["model.row"]
+    if "step" in expected:
+        with pytest.raises(KeyError, match="is an object, no tensor"):
+            opened.stats("step")
 
 
 def test_a_tensor_is_described_without_being_read(opened: Checkpoint) -> None:
@@ -197,6 +200,13 @@ def test_load_takes_names_a_prefix_or_a_predicate(opened: Checkpoint) -> None:
         opened.load(kind="pandas")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="device"):
         opened.load(device="cpu")
+
+
+def test_a_prefix_that_no_name_has_is_an_error(opened: Checkpoint) -> None:
+    """A slip in the prefix is told; what names and prefix leave of one another may be nothing."""
+    with pytest.raises(KeyError, match="begins with 'modle"):
+        opened.load(prefix="modle.")
+    assert opened.load(lambda _name: False, prefix="model.") == {}
 
 
 def test_load_tells_how_far_it_is(saved: Path) -> None:

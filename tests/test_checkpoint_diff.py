@@ -126,6 +126,26 @@ def test_not_a_number_equals_itself_only(tmp_path: Path) -> None:
     assert change.at in {(4,), (5,)}
 
 
+def test_complex_infinities_that_differ_in_one_part_differ() -> None:
+    """inf+1j is not inf+2j, though numpy tells no distance of them."""
+    x = np.array([complex(np.inf, 1), complex(np.inf, 3), 1], "complex64")
+    y = np.array([complex(np.inf, 2), complex(np.inf, 3), 1], "complex64")
+    findings = Findings(Tolerance())
+    findings.add(x.view("u8"), "complex64", y.view("u8"), "complex64")
+    fields = findings.as_fields((3,))
+    assert (fields["different_count"], fields["at"]) == (1, (0,))
+    assert (fields["max_absolute"], fields["max_relative"]) == (np.inf, np.inf)
+
+
+@pytest.mark.parametrize(("kind", "word"), [("bfloat16", "u2"), ("float8_e4m3fn", "u1")])
+def test_nan_of_narrow_types_is_compared_in_silence(kind: str, word: str) -> None:
+    """Numpy would warn of some, on the user's terminal; here warnings are errors."""
+    every = np.arange(1 << (8 * np.dtype(word).itemsize), dtype=word)
+    findings = Findings(Tolerance())
+    findings.add(every, kind, np.roll(every, 1), kind)
+    assert findings.different_count > len(every) // 2
+
+
 def test_tolerances_are_numpys(tmp_path: Path) -> None:
     """Within rtol or atol elements are alike; max differences are told all the same."""
     left, right = torch.tensor([1.0, 100.0]), torch.tensor([1.001, 101.0])
@@ -182,6 +202,8 @@ def test_findings_are_numpys(pair: tuple[Any, Any], cuts: list[int], absolute: f
     a, b = x.astype(kind), y.astype(kind)
     with np.errstate(all="ignore"):
         distance = np.abs(a - b)
+    # Infinities less one another: of two complex numbers the other part may differ.
+    distance[np.isnan(distance)] = np.inf
     distance[(a == b) | np.isnan(a) | np.isnan(b)] = 0
     one_nan = np.isnan(a) ^ np.isnan(b)
     assert fields["different_count"] == ((distance > absolute) | one_nan).sum()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import dcp_cases
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -90,6 +91,29 @@ def test_the_largest_floats_do_not_warn() -> None:
     found = summary_of(np.array([-most, most, 0.0]), [1])
     assert (found.min, found.max, found.std) == (-most, most, np.inf)
     assert sum(found.histogram.counts) == 3
+
+
+@pytest.mark.parametrize("bin_count", [1, 8, 64])
+@pytest.mark.parametrize(
+    "values", [[5e-324, 1e-323], [0.0, 5e-324], [-5e-324, 5e-324], [1.0, 1.0000000000000002]]
+)
+def test_the_smallest_floats_make_a_histogram(values: list[float], bin_count: int) -> None:
+    """Edges ascend and include the extremes even where there are no floats between them."""
+    found = summary_of(np.array(values), [1], bin_count)
+    edges = found.histogram.edges
+    assert (edges[0], edges[-1]) == (min(values), max(values))
+    assert list(edges) == sorted(edges)
+    assert sum(found.histogram.counts) == len(values)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_nan_of_narrow_types_does_not_warn(kind: str) -> None:
+    """Numpy warns where it converts some, on the user's terminal; here warnings are errors."""
+    word = np.dtype("u2" if kind == "bfloat16" else "u1")
+    every = np.arange(1 << (8 * word.itemsize), dtype=word).view(getattr(ml_dtypes, kind))
+    found = summary_of(every, [])
+    with np.errstate(invalid="ignore"):
+        assert found.nan_count == np.isnan(every.astype(np.float64)).sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)

@@ -121,6 +121,38 @@ def test_names_nested_without_end_are_shown() -> None:
         assert Tags(view._repr_html_()).tags
 
 
+def test_a_part_of_thousands_of_digits_is_a_name(tmp_path: Path) -> None:
+    """Python makes no number of it; a hostile checkpoint can be shown all the same."""
+    digits = "9" * 5000
+    root = tree_of(Entry(fqn=f"h.{digits}{i}.w", dtype="int8") for i in range(4))
+    assert root.children["h"].value_count == 4
+    assert {entry.fqn for entry in root.entries()} == {f"h.{digits}{i}.w" for i in range(4)}
+    mixed = tree_of(Entry(fqn=name, dtype="int8") for name in ("#a", "1a", "2a", digits))
+    assert mixed.value_count == 4
+    ckpt_storage.save({digits: torch.ones(1)}, tmp_path / "c")
+    assert digits[:50] in repr(open_checkpoint(tmp_path / "c"))
+
+
+def test_more_names_than_are_quickly_sorted_are_not_gathered_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A debugger that shows a checkpoint of a million names does not hang; `tree` still works."""
+    ckpt_storage.save({f"w{i}": torch.ones(1) for i in range(30)}, tmp_path / "c")
+    monkeypatch.setattr("ckpt_storage.checkpoint._MOST_UNASKED", 20)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the tree was made")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpt_storage.checkpoint.tree_of", refuse)
+        huge = open_checkpoint(tmp_path / "c")
+        for text in (repr(huge), huge._repr_html_()):
+            assert "tree(depth=2)" in text
+            assert "30" in text
+    assert "w" in str(huge.tree())
+    assert "tree(depth=2)" not in repr(huge)
+
+
 def test_html_runs_nothing_and_escapes_names(tmp_path: Path) -> None:
     """A hostile name, path or object is text in every view, without control characters."""
     path = tmp_path / "<img src=x onerror=alert(1)>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 from ckpt_storage.cli.app import _COMMANDS
 from ckpt_storage.cli.options import parse_slice
+from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.testing.s3server import S3Server
 
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
@@ -264,6 +266,28 @@ def test_consolidate_exports_the_model(tmp_path: Path) -> None:
     assert call("consolidate", tmp_path / "src", out).exit_code == 0
 
 
+def test_consolidate_waits_for_ranks_no_longer_than_it_was_told(tmp_path: Path) -> None:
+    """Where a job's variables are set and nobody else comes, it says so and what to do."""
+    save({"w": torch.ones(3)}, tmp_path / "c")
+    job = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    result = call("consolidate", tmp_path / "c", "--timeout", "1", env=job)
+    assert result.exit_code == 2
+    assert "Waiting for 2 ranks" in result.stderr
+    assert "did not meet within 1 s" in result.stderr
+    assert "unset WORLD_SIZE" in result.stderr
+
+
+def test_a_shell_of_a_job_is_no_rank(tmp_path: Path) -> None:
+    """Without a rank of its own a process works alone, whatever else is set."""
+    save({"w": torch.ones(3)}, tmp_path / "c")
+    job = {"WORLD_SIZE": "4(x2)", "RANK": None, "MASTER_ADDR": "127.0.0.1"}
+    result = call("consolidate", tmp_path / "c", env=job)
+    assert result.exit_code == 0, result.output
+    result = call("consolidate", tmp_path / "c", env=job | {"RANK": "0"})
+    assert result.exit_code == 2
+    assert "WORLD_SIZE is '4(x2)'" in result.stderr
+
+
 def test_prune_shows_the_plan_and_deletes_when_told(tmp_path: Path) -> None:
     """Without `--yes` nothing changes; with it what no policy keeps is gone."""
     root = make_run(tmp_path / "run")
@@ -285,10 +309,27 @@ def test_prune_shows_the_plan_and_deletes_when_told(tmp_path: Path) -> None:
         ["--keep-best", ":max"],
         ["--keep-best", "loss"],
         ["--keep-best", "loss::2"],
+        ["--keep-best", "loss:min:\N{SUPERSCRIPT TWO}"],
+        ["--keep-best", "loss:min:0"],
         ["--keep-latest", "0"],
     ):
         result = call("prune", root, *wrong)
         assert result.exit_code == 2, result.output
+
+
+def test_prune_tells_a_terminal_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line for each deletion, on standard error, and only there."""
+    root = make_run(tmp_path / "run")
+    assert call("prune", root, "--keep-latest", "3", "--yes").stderr == ""
+    monkeypatch.setattr("ckpt_storage.cli.output.shows_progress", lambda: True)
+    result = call("prune", root, "--keep-latest", "1", "--yes")
+    assert result.stderr.splitlines() == [
+        "Deleting step-00000900 (1 of 2)",
+        "Deleting step-00001000 (2 of 2)",
+    ]
+    assert "2 deleted" in result.stdout
 
 
 def test_doctor_reports_and_advises(tmp_path: Path) -> None:
@@ -331,6 +372,43 @@ def test_what_cannot_run_exits_with_two_and_one_line(
     assert result.stderr.startswith("ckpt-storage: ")
     assert result.stderr.count("\n") == 1
     assert hint in result.stderr
+
+
+EVIL = "a\x1b]0;evil\x07\u202eb"
+
+
+@pytest.mark.parametrize("option", [(), ("--debug",)])
+def test_no_name_in_an_error_reaches_the_terminal_as_it_is(
+    tmp_path: Path, option: tuple[str, ...]
+) -> None:
+    """Control characters of a damaged checkpoint's names are spelt out, in tracebacks too."""
+    save({EVIL: torch.arange(4000)}, tmp_path / "c")
+    (shard,) = (tmp_path / "c" / "saves").rglob("*.distcp")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    result = call("cat", tmp_path / "c", EVIL, "--form", "raw", *option)
+    assert result.exit_code == 1, result.output
+    assert "evil" in result.stderr
+    assert not set(result.output) & {"\x1b", "\x07", "\u202e"}
+
+
+def test_no_name_in_a_warning_reaches_the_terminal_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the library logs is printed like an error, and as long as the command runs only."""
+    log = logging.getLogger("ckpt_storage")
+    before = list(log.handlers)
+
+    def warn(*arguments: object, **options: object) -> None:
+        log.warning("damaged: %s, %s", EVIL, arguments or options)
+        raise InvalidInputError("enough")
+
+    monkeypatch.setattr("ckpt_storage.checkpoint.open_checkpoint", warn)
+    result = call("cat", tmp_path, "x")
+    assert result.stderr.startswith("ckpt-storage: damaged: a\\x1b]0;evil")
+    assert not set(result.output) & {"\x1b", "\x07", "\u202e"}
+    assert log.handlers == before
 
 
 def test_debug_adds_the_traceback(tmp_path: Path) -> None:
@@ -399,6 +477,49 @@ def test_options_come_from_a_file_and_the_command_line(
     assert SECRET not in result.output
 
 
+@pytest.mark.parametrize(
+    ("pair", "meant"),
+    [
+        ("config_kwargs.connect_timeout=5", 5),
+        ("config_kwargs.max_pool_connections=50", 50),
+        ("passive=false", False),
+        ("mapping=7", 7),
+        ("auth_timeout=3", 3),
+        ("retries=none", None),
+        ("password=1234", "1234"),
+        ("pass=1234", "1234"),
+        ("AccountKey=1234", "1234"),
+        ("accessKey=true", "true"),
+        ("aws_access_key_id=1234", "1234"),
+        ("conn_str=0", "0"),
+        ("connection_string=0", "0"),
+        ("sas_token=12", "12"),
+        ("user=7", "7"),
+        ("username=7", "7"),
+        ("account_name=99", "99"),
+        ("project=12345", "12345"),
+        ("client_secret=1", "1"),
+    ],
+)
+def test_options_are_of_the_type_that_file_systems_expect(
+    pair: str, meant: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers and words are what they look like, but for what names or opens an account."""
+    given: list[Any] = []
+
+    def look(*_: object, storage_options: Any, **__: object) -> None:
+        given.append(storage_options)
+        raise InvalidInputError("enough")
+
+    monkeypatch.setattr("ckpt_storage.checkpoint.open_checkpoint", look)
+    call("cat", "memory://x", "y", "--storage-option", pair)
+    (found,) = given
+    for name in pair.partition("=")[0].split("."):
+        found = found[name]
+    assert found == meant
+    assert type(found) is type(meant)
+
+
 def test_slices_are_read_as_numpy_spells_them() -> None:
     """Integers, slices with steps, an ellipsis; spaces and brackets do no harm."""
     assert parse_slice("0:8,128:256") == (slice(0, 8, None), slice(128, 256, None))
@@ -426,6 +547,12 @@ def test_numbers_that_json_lacks_are_named(last: Path) -> None:
         (["convert", "{last}", "{tmp}/x", "--to", "dcp", "--max-file-bytes", "0"], "--max-file"),
         (["convert", "{tmp}/two.pt", "{tmp}/x", "--to", "dcp"], "a.b"),
         (["ls", "{tmp}/nothing"], "does not exist"),
+        (["prune", "{tmp}/nothing", "--keep-latest", "1"], "does not exist"),
+        (["ls", "{last}"], "is a checkpoint itself"),
+        (["prune", "{last}", "--keep-latest", "1", "--yes"], "is a checkpoint itself"),
+        (["convert", "{last}", "{tmp}/x", "--to", "safetensors"], "Pass --drop-unsupported"),
+        (["convert", "{last}", "{tmp}/two.pt", "--to", "torch_save"], "pass --overwrite"),
+        (["show", "{tmp}/nothing"], "ckpt-storage ls ROOT"),
     ],
 )
 def test_slips_are_errors_of_usage(

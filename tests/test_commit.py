@@ -147,7 +147,8 @@ def test_a_head_that_leads_astray_is_refused(disk: Disk, type_of_target: str) ->
         target |= {"type": "fence", "head": None, "fenced": []}
     else:
         other = {"slot": 2, "save_id": save_id.replace("Z-0", "Z-1")}
-        named = {"path": f"saves/{save_id}/manifest.json", "bytes": 3, "crc32c": "00000000"}
+        path = f"saves/{other['save_id']}/manifest.json"
+        named = {"path": path, "bytes": 3, "crc32c": "00000000"}
         target |= {"type": "commit", "head": other, "save_id": other["save_id"], "manifest": named}
     files["commits/00000002.json"] = sealed(target)
     last: dict[str, object] = {

@@ -14,6 +14,7 @@ import pytest
 from commit_schedules import Actor, Chooser, Job, Preempting, Wandering, play
 from commit_tools import (
     BOTH,
+    IN_TURN,
     DictStore,
     Disk,
     attempted,
@@ -24,11 +25,18 @@ from commit_tools import (
     published,
     saved,
     seen,
+    take_in_turn,
 )
 
 from ckpt_storage import cleaning, publishing, slotlog
 from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.store.base import Capabilities
+
+
+@pytest.fixture(autouse=True, params=IN_TURN)
+def _requests_go_in_turn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor is one thread; what goes side by side goes in either order."""
+    take_in_turn(monkeypatch, request.param)
 
 
 def save(store: DictStore) -> str:

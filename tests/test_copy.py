@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,42 @@ def test_exports_of_the_same_save_go_with_it(source: Path, tmp_path: Path) -> No
     assert consolidate(tmp_path / "dst").sent_bytes == 0
 
 
+def test_what_lies_beside_an_export_is_never_believed_by_its_length(
+    source: Path, tmp_path: Path
+) -> None:
+    """A configuration that was edited to the same length is copied again, one alike is kept."""
+    consolidate(source)
+    (source / "hf" / "config.json").write_text('{"rope": 10000}')
+    (source / "hf" / "tokenizer.json").write_text("{}")
+    copy(source, tmp_path / "dst")
+    (source / "hf" / "config.json").write_text('{"rope": 50000}')
+    kept = (tmp_path / "dst" / "hf" / "tokenizer.json").stat()
+    report = copy(source, tmp_path / "dst")
+    assert report.exports == ("hf",)
+    assert (tmp_path / "dst" / "hf" / "config.json").read_text() == '{"rope": 50000}'
+    assert (tmp_path / "dst" / "hf" / "tokenizer.json").stat().st_ino == kept.st_ino
+
+
+def test_a_configuration_of_another_export_is_replaced(source: Path, tmp_path: Path) -> None:
+    """What lay at the target before the first copy is not taken for the source's."""
+    consolidate(source)
+    (source / "hf" / "config.json").write_text('{"rope": 10000}')
+    (tmp_path / "dst" / "hf").mkdir(parents=True)
+    (tmp_path / "dst" / "hf" / "config.json").write_text('{"rope": 20000}')
+    copy(source, tmp_path / "dst")
+    assert (tmp_path / "dst" / "hf" / "config.json").read_text() == '{"rope": 10000}'
+
+
+def test_folders_in_an_export_are_told(source: Path, tmp_path: Path) -> None:
+    """A folder that somebody put into an export is not copied, and the report names it."""
+    consolidate(source)
+    (source / "hf" / "original").mkdir()
+    (source / "hf" / "original" / "params.json").write_text("{}")
+    report = copy(source, tmp_path / "dst")
+    assert report.exports == ("hf",)
+    assert report.left_out == ("hf/original/",)
+
+
 def test_a_stale_export_stays_behind(source: Path, tmp_path: Path) -> None:
     """An export of an older save is not the checkpoint's, and is reported."""
     consolidate(source)
@@ -261,6 +298,40 @@ def test_a_copy_into_its_own_source_is_refused(source: Path) -> None:
         with pytest.raises(InvalidInputError, match="inside"):
             copy(source, target)
     assert files_below(source) == before
+
+
+def test_a_copy_around_its_own_source_is_refused(tmp_path: Path, s3: S3Server) -> None:
+    """A source inside the target would be part of its own copy, however the two are spelt."""
+    folder = tmp_path / "run" / "inner" / "step-1"
+    save(state_of(1), folder)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "step").symlink_to(folder)
+    before = files_below(tmp_path)
+    run = tmp_path / "run"
+    targets: list[str | Path] = [
+        run,
+        f"{run}/",
+        f"{run}/inner",
+        run.as_uri(),
+        f"{run.as_uri()}/",
+        tmp_path / "link",
+    ]
+    for target in targets:
+        for source in (folder, f"{folder}/", folder.as_uri(), tmp_path / "step"):
+            with pytest.raises(InvalidInputError, match="inside"):
+                copy(source, target, overwrite=True)
+    copy(folder, tmp_path / "run" / "inner" / "step-10", copies="never")
+    shutil.rmtree(tmp_path / "run" / "inner" / "step-10")
+    assert files_below(tmp_path) == before
+    copy(folder, "s3://one/run/step-1", destination_storage_options=s3.storage_options)
+    for address in ("s3://one/run", "s3://one/run/", "s3://one", "s3://one/"):
+        with pytest.raises(InvalidInputError, match="inside"):
+            copy(
+                "s3://one/run/step-1/",
+                address,
+                overwrite=True,
+                storage_options=s3.storage_options,
+            )
 
 
 def test_nothing_to_copy_is_an_error(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from servers import Running
@@ -13,7 +15,8 @@ from ckpt_storage.advice import advise
 from ckpt_storage.doctor import Diagnosis, diagnose
 from ckpt_storage.errors import InvalidInputError, StorageError
 from ckpt_storage.options import MIB, RetryPolicy
-from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.base import Capabilities, Entry
+from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.testing.s3server import FaultRule, S3Server
@@ -46,6 +49,53 @@ def test_a_disk_can_do_all_but_conditions_and_stays_as_it_was(tmp_path: Path) ->
     assert found.kind == "posix"
     assert found.leftovers == ()
     assert [path.name for path in tmp_path.rglob("*")] == ["mine.txt"]
+
+
+def test_a_root_of_many_objects_is_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies there may be millions of objects: only the folder of the probes is looked at."""
+    listed: list[str] = []
+    find = LocalStore.list
+
+    def noted(self: LocalStore, prefix: str, *, recursive: bool = True) -> list[Entry]:
+        listed.append(prefix)
+        return find(self, prefix, recursive=recursive)
+
+    monkeypatch.setattr(LocalStore, "list", noted)
+    assert diagnose(tmp_path, large_bytes=MIB).ok
+    assert listed
+    assert "" not in listed
+
+
+def test_a_large_file_takes_the_memory_of_its_parts(tmp_path: Path) -> None:
+    """64 MiB are sent and read back by a process that holds a few."""
+    diagnose(tmp_path, large_bytes=MIB)
+    tracemalloc.start()
+    try:
+        assert diagnose(tmp_path, large_bytes=64 * MIB).ok
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 24 * MIB
+
+
+def test_other_bytes_than_were_sent_are_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage that returns a wrong byte somewhere in a large file cannot be used."""
+    read_into = LocalStore.read_into
+
+    def wrong(self: LocalStore, path: str, start: int, view: memoryview, **options: Any) -> None:
+        read_into(self, path, start, view, **options)
+        if start:
+            view[-1] ^= 1
+
+    monkeypatch.setattr(LocalStore, "read_into", wrong)
+    found = diagnose(tmp_path, large_bytes=3 * MIB)
+    assert not found.ok
+    (probe,) = [probe for probe in found.probes if probe.name == "upload"]
+    assert "other bytes" in probe.detail
 
 
 def test_s3_can_do_everything_and_stays_as_it_was(server: S3Server) -> None:

@@ -249,7 +249,7 @@ def test_options_of_adlfs_that_mean_the_same_take_obstore(options: Mapping[str, 
         ({"account_name": "someone"}, "azure.identity"),
         ({**ACCOUNT, "version_aware": True}, "storage_options['version_aware']"),
         ({**ACCOUNT, "location_mode": "secondary"}, "storage_options['location_mode']"),
-        ({"connection_string": CONNECTION + ";Odd=1"}, "odd of the connection string"),
+        ({"connection_string": CONNECTION + ";Odd=1"}, "The connection string has a field"),
     ],
     ids=repr,
 )

@@ -5,6 +5,7 @@ The oracle joins the pieces itself and takes their CRCs with the `crc32c` packag
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -219,7 +220,7 @@ def test_parts_in_flight_keep_within_the_memory_limit() -> None:
 
 
 def test_a_storage_that_is_not_known_yet_gets_few_requests_at_a_time() -> None:
-    """Eight threads are allowed, four parts go out before the first is on the storage."""
+    """Sixteen threads are allowed, eight parts go out before the first is on the storage."""
     gate = threading.Event()
 
     def before(number: int) -> None:
@@ -227,21 +228,21 @@ def test_a_storage_that_is_not_known_yet_gets_few_requests_at_a_time() -> None:
         assert gate.wait(20)
 
     store = Remote(before=before)
-    options = TransferOptions(part_bytes=PART_BYTES, thread_count=8, block_bytes=BLOCK_BYTES)
+    options = TransferOptions(part_bytes=PART_BYTES, thread_count=16, block_bytes=BLOCK_BYTES)
     file = writer(store, options)
-    content = memoryview(bytes(20 * PART_BYTES))
+    content = memoryview(bytes(40 * PART_BYTES))
     thread = threading.Thread(target=file.payload, args=([content],), daemon=True)
     BUDGET.reset()
     thread.start()
-    # Four parts are claimed for, sent and held; the fifth is claimed for, full, and must wait.
-    while BUDGET.held_bytes < 5 * 2 * PART_BYTES or store.running < 4:
+    # Eight parts are claimed for, sent and held; the ninth is claimed for, full, and must wait.
+    while BUDGET.held_bytes < 9 * 2 * PART_BYTES or store.running < 8:
         assert thread.is_alive()
-    assert BUDGET.held_bytes == 5 * 2 * PART_BYTES
-    assert store.most_running == 4
+    assert BUDGET.held_bytes == 9 * 2 * PART_BYTES
+    assert store.most_running == 8
     gate.set()
     thread.join(20)
     file.finish()
-    assert 4 <= store.most_running <= 8
+    assert 8 <= store.most_running <= 16
     assert BUDGET.held_bytes == 0
 
 
@@ -352,3 +353,87 @@ def test_a_file_that_waits_for_memory_ends_with_its_deadline() -> None:
         assert BUDGET.held_bytes == 1
     finally:
         BUDGET.release(1)
+
+
+IN_PLACE_VIEWS = 4
+IN_PLACE = dataclasses.replace(FAR, in_place_views=IN_PLACE_VIEWS)
+
+
+def assert_opens(gate: threading.Event) -> None:
+    """Wait for a gate."""
+    assert gate.wait(20)
+
+
+def send_in_place(views: list[memoryview], limit_parts: int, *, lent: bool) -> tuple[int, int]:
+    """Write a file through 16 threads; return the most parts under way, and bytes claimed."""
+    gate = threading.Event()
+    store = Remote(capabilities=IN_PLACE, before=lambda _: assert_opens(gate))
+    options = TransferOptions(
+        part_bytes=PART_BYTES,
+        thread_count=8,
+        block_bytes=BLOCK_BYTES,
+        memory_limit_bytes=limit_parts * PART_BYTES,
+    )
+    file = writer(store, options)
+    BUDGET.reset()
+    thread = threading.Thread(target=file.payload, args=(views,), kwargs={"lent": lent})
+    thread.start()
+    # Without a limit eight parts wait for the gate; with one, as many as are allowed.
+    allowed = 8 if lent and len(views) == 1 else limit_parts - 3
+    while store.running < min(8, allowed):
+        assert thread.is_alive()
+    gate.set()
+    thread.join(20)
+    file.finish()
+    assert b"".join(part.data for part in sorted(store.parts, key=lambda p: p.number)) == b"".join(
+        views
+    )
+    assert BUDGET.held_bytes == 0
+    return store.most_running, BUDGET.peak_bytes
+
+
+def test_what_is_sent_from_where_it_lies_takes_no_memory() -> None:
+    """However little is allowed, as many parts go out as there are threads; nothing is claimed."""
+    content = memoryview(bytes(range(256)) * (40 * PART_BYTES // 256))
+    assert send_in_place([content], 4, lent=True) == (8, 0)
+
+
+def test_copies_that_are_sent_in_place_count_once_and_leave_room_for_three_parts() -> None:
+    """Of a limit of eight parts five are claimed: the upload may copy three by itself."""
+    content = memoryview(bytes(range(256)) * (40 * PART_BYTES // 256))
+    assert send_in_place([content], 8, lent=False) == (5, 5 * PART_BYTES)
+
+
+def test_a_part_of_too_many_pieces_counts_as_a_copy() -> None:
+    """An upload joins them, so its memory is claimed for before the part is sent."""
+    piece = memoryview(bytes(PART_BYTES // (2 * IN_PLACE_VIEWS)))
+    most, peak_bytes = send_in_place([piece] * (40 * 2 * IN_PLACE_VIEWS), 8, lent=True)
+    assert (most, peak_bytes) == (5, 5 * PART_BYTES)
+
+
+@pytest.mark.parametrize(("planned_bytes", "opened"), [(PART_BYTES, 0), (PART_BYTES + 1, 1)])
+def test_an_upload_of_several_parts_is_opened_before_the_first_is_there(
+    planned_bytes: int, opened: int
+) -> None:
+    """One that fits a part is a single request, which nothing needs to precede."""
+
+    class Opening(Remote):
+        """A storage that can begin early."""
+
+        opened = 0
+
+        def open(self) -> None:
+            """Count."""
+            self.opened += 1
+
+    store = Opening()
+    file = ShardFileWriter(
+        store,  # type: ignore[arg-type]  # as much of a store as is needed
+        "x",
+        options=OPTIONS,
+        planned_bytes=planned_bytes,
+        deadline=Deadline("write", 20),
+    )
+    file.open()
+    assert (store.opened, store.parts) == (opened, [])
+    file.abort()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import ckpt_storage
@@ -63,6 +65,7 @@ def through_storage(values: dict[str, Any], url: Path, *, unsafe_pickle: bool = 
 
 
 @given(st.dictionaries(st.sampled_from(["a", "b", "a.b", "c"]), _NESTS, max_size=4))
+@example({"a": {"": torch.tensor([0])}})
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_unpacking_gives_what_was_packed(values: dict[str, Any]) -> None:
     """Classes of containers, keys that are no text, order and every tensor come back."""
@@ -106,6 +109,24 @@ def test_keys_that_spell_one_name_are_told_apart(tmp_path: Path) -> None:
     assert same(through_storage(values, tmp_path / "one"), values)
 
 
+def test_keys_that_the_outline_or_a_caller_needs_lose_no_tensor(tmp_path: Path) -> None:
+    """A hook of the user's own may call its tensors what we call the outline."""
+    values = {
+        "outline": {"t": torch.tensor(1)},
+        "outline.u": torch.tensor(2),
+        "[outline]": {"t": torch.tensor(3)},
+        "optimizer_0": torch.tensor(4),
+        "optimizer_of_mine": [torch.tensor(5)],
+    }
+    assert same(through_storage(values, tmp_path / "one"), values)
+    assert same(
+        through_storage({"outline": torch.tensor(6)}, tmp_path / "two"),
+        {"outline": torch.tensor(6)},
+    )
+    state = pack(values, is_taken=lambda head: head.startswith("optimizer_"))
+    assert sorted(state) == ["[optimizer_0]", "[optimizer_of_mine]", "[outline]", "outline"]
+
+
 def test_objects_of_other_classes_need_trust(tmp_path: Path) -> None:
     """What would run code on loading is refused, and loads if whoever wrote it is trusted."""
     with pytest.raises(ckpt_storage.UnsafeContentError, match="pathlib"):
@@ -145,3 +166,23 @@ def test_removing_is_final_and_idempotent(tmp_path: Path) -> None:
         assert [info.name for info in ckpt_storage.list_checkpoints(tmp_path)] == ["two"]
     remove(tmp_path / "never", storage_options=None, timeouts=Timeouts())
     assert not list(tmp_path.glob("one/saves/*"))
+
+
+@pytest.mark.parametrize("where", ["never", "never/here", "file", "file/below", "folder"])
+def test_removing_what_is_not_ours_is_no_error_and_changes_nothing(
+    tmp_path: Path, where: str
+) -> None:
+    """A training must not end because a checkpoint is gone, or Lightning's own IO wrote it."""
+    (tmp_path / "file").write_bytes(b"of torch.save")
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    remove(tmp_path / where, storage_options=None, timeouts=Timeouts())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_removing_nothing_from_object_storage_makes_nothing() -> None:
+    """Where there are no folders nothing is written to find out that there is nothing."""
+    fs = fsspec.filesystem("memory")
+    url = f"memory://{uuid.uuid4().hex}"
+    remove(f"{url}/never", storage_options=None, timeouts=Timeouts())
+    assert not fs.exists(url)

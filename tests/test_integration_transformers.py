@@ -5,13 +5,26 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from integration_tools import EXAMPLES, ROOT, finish, need, torchrun
 
 import ckpt_storage
 
 need("accelerate")
+
+from transformers import (  # noqa: E402  # only where it is installed
+    Trainer,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from ckpt_storage.integrations.transformers import (  # noqa: E402  # as above
+    CheckpointStorageCallback,
+)
 
 SCRIPT = str(EXAMPLES / "trainer_resume.py")
 
@@ -101,3 +114,106 @@ def test_retention_keeps_what_a_resumed_run_needs(tmp_path: Path) -> None:
     assert json.dumps([0, 4, True]) in output, output
     assert names == ["step-00000006", "step-00000008"]
     assert ckpt_storage.verify(tmp_path / "run" / names[-1]).ok
+
+
+def arguments(folder: Path, **more: Any) -> TrainingArguments:
+    """Return arguments of a Trainer on the CPU."""
+    return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **more)
+
+
+def begin(callback: CheckpointStorageCallback, args: TrainingArguments) -> None:
+    """Let a Trainer be made with the callback, and begin to train."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    now = {
+        "model": model,
+        "optimizer": optimizer,
+        "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+    }
+    callback.on_init_end(args, TrainerState(), TrainerControl())
+    callback.on_train_begin(args, TrainerState(), TrainerControl(), **now)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("load_best_model_at_end", {"eval_strategy": "steps", "load_best_model_at_end": True}),
+        ('save_strategy="best"', {"save_strategy": "best", "metric_for_best_model": "loss"}),
+    ],
+)
+@pytest.mark.parametrize("is_added_later", [False, True])
+def test_what_cannot_be_served_is_refused_before_training(
+    tmp_path: Path, name: str, more: dict[str, Any], *, is_added_later: bool
+) -> None:
+    """Arguments with which training would end otherwise than they say are an error at once."""
+    callback = CheckpointStorageCallback(tmp_path / "run")
+    args = arguments(tmp_path, **more)
+
+    def later() -> None:
+        callback.on_train_begin(args, TrainerState(), TrainerControl())
+
+    def at_once() -> None:
+        Trainer(model=torch.nn.Linear(2, 2), args=args, callbacks=[callback], eval_dataset=[1])
+
+    with pytest.raises(ckpt_storage.InvalidInputError, match=name):
+        (later if is_added_later else at_once)()
+    callback.close()
+
+
+def test_deepspeed_is_refused(tmp_path: Path) -> None:
+    """Whether it was asked for by the argument or by the environment of accelerate."""
+    callback = CheckpointStorageCallback(tmp_path / "run")
+    for name in ("deepspeed", "deepspeed_plugin"):
+        args = arguments(tmp_path)
+        setattr(args, name, {"zero_optimization": {}})
+        with pytest.raises(ckpt_storage.InvalidInputError, match="DeepSpeed"):
+            callback.on_init_end(args, TrainerState(), TrainerControl())
+    callback.close()
+
+
+def test_a_scaler_that_is_not_kept_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under fp16 the log says what a resumed run begins anew."""
+    callback = CheckpointStorageCallback(tmp_path / "run")
+    args = arguments(tmp_path)
+    begin(callback, args)
+    assert not caplog.records
+    args.fp16 = True
+    begin(callback, args)
+    begin(callback, args)
+    assert [record.getMessage().split()[1] for record in caplog.records] == ["scaler"]
+    callback.close()
+
+
+def test_the_trainers_fsdp_cannot_resume_and_says_so_before(tmp_path: Path) -> None:
+    """It trains and saves; what it saved is refused when it is to be resumed, not in the middle."""
+    callback = CheckpointStorageCallback(tmp_path / "run")
+    args = arguments(tmp_path)
+    args.fsdp = "full_shard"
+    begin(callback, args)
+    assert callback.resume_folder() is None
+    state = {"trainer": "{}", "rng": {"0": (1,)}}
+    ckpt_storage.save(state, tmp_path / "run/step-00000004", sync_files=False)
+    with pytest.raises(ckpt_storage.InvalidInputError, match="FSDP"):
+        callback.resume_folder()
+    callback.close()
+
+
+def test_the_second_load_goes_where_the_first_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user in the root's URL is the user of every load, and in no message."""
+    asked: list[str] = []
+
+    def load(state: object, url: str, **options: object) -> None:
+        del state, options
+        asked.append(url)
+        raise ckpt_storage.IntegrityError("stop")
+
+    monkeypatch.setattr("ckpt_storage.integrations.transformers.load", load)
+    callback = CheckpointStorageCallback("sftp://me:secret@host/run")
+    callback._resumed_step = 5  # noqa: SLF001  # a restore would need the host
+    with pytest.raises(ckpt_storage.IntegrityError, match="stop"):
+        begin(callback, arguments(Path("unused")))
+    assert asked == ["sftp://me:secret@host/run/step-00000005"]
+    assert callback._manager.url_of(5) == "sftp://host/run/step-00000005"  # noqa: SLF001
+    callback.close()

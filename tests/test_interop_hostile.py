@@ -128,9 +128,19 @@ def test_a_pickle_with_an_archive_of_numbers_behind_it_runs_nothing(tmp_path: Pa
     with pytest.raises(UnsafeContentError):
         blob_value(bytearray(both.getvalue()), place, unsafe_pickle=False)
     assert not sign.exists()
-    with pytest.raises(RuntimeError, match="magic number"):
+    with pytest.raises(FormatError, match=r"evil in f cannot be unpickled .*magic number"):
         blob_value(bytearray(both.getvalue()), place, unsafe_pickle=True)
     assert sign.exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x80\x04 no pickle", b"PK\x03\x04 no archive"])
+def test_a_trusted_blob_that_cannot_be_unpickled_is_a_format_error(damage: bytes) -> None:
+    """No error of torch's own leaves the door: ours names the value and the file, in one line."""
+    place = Place(path="saves/f", fqn="object", start=0, size_bytes=len(damage))
+    with pytest.raises(FormatError, match=r"object in saves/f cannot be unpickled") as caught:
+        blob_value(bytearray(damage), place, unsafe_pickle=True)
+    assert caught.value.path == "saves/f"
+    assert "\n" not in str(caught.value)
 
 
 def test_a_malicious_blob_that_is_not_loaded_does_no_harm(tmp_path: Path) -> None:

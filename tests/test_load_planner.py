@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_storage.assemble import assemble
 from ckpt_storage.lazychunks import ChunkList
-from ckpt_storage.loadplanner import OwnChunksLoadPlanner, _own_chunks
+from ckpt_storage.loadplanner import OwnChunksLoadPlanner, _Cuts
 from ckpt_storage.reporttable import Planned
 from ckpt_storage.source import TensorInfo
 from ckpt_storage.tensorlayout import GridBoxes
@@ -126,14 +126,14 @@ def own_chunks(_rank: int) -> tuple[list[Any], list[Any]]:
     mesh = init_device_mesh("cpu", (2,))
     ours: list[Any] = []
     theirs: list[Any] = []
-    cuts: dict[Any, Any] = {}
+    cuts = _Cuts()
     with pytest.MonkeyPatch.context() as patched:
         for kind in (TorchShard, _StridedShard):
             patched.setattr(kind, "__eq__", lambda a, b: a.dim == getattr(b, "dim", None))
             patched.setattr(kind, "__hash__", lambda a: a.dim)
         for placement in (TorchShard(0), _StridedShard(0, split_factor=2)):
             value = DTensor.from_local(torch.zeros(4, 2), mesh, [placement], run_check=False)
-            ours.append(_own_chunks(value, cuts))
+            ours.append(cuts.own(value)[0])
             theirs.append(_create_chunk_list(value))
     return ours, theirs
 

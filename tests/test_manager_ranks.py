@@ -60,6 +60,16 @@ def test_ranks_that_ask_at_different_steps_are_told(ranks: RankPool, tmp_path: P
     assert names == ["RankMismatchError"] * 2
 
 
+def test_a_rank_that_was_refused_and_tries_again_meets_the_others(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Arguments that were wrong on one rank leave no trace: the next manager works with theirs."""
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        manager.save(1, cases.state_of(1), sync_files=False)
+    names = ranks.run(cases.make_again, str(tmp_path), world_size=2)
+    assert names == ["step-00000001"] * 2
+
+
 @pytest.mark.parametrize("what", ["preemption", "every_steps", "every_s", "names"])
 def test_ranks_that_decide_by_other_arguments_are_told(
     ranks: RankPool, tmp_path: Path, what: str

@@ -215,3 +215,29 @@ def test_few_structures_are_kept() -> None:
         memory.keep(structure(number), kept(number))
     found = [memory.find(structure(number)) for number in (1, 2, 3)]
     assert [entry.plan_id if entry else None for entry in found] == ["1", None, "3"]
+
+
+def test_what_is_kept_of_many_items_is_bounded(tmp_path: Path) -> None:
+    """The coordinator keeps no object for every item of every rank, and plans anew for `.metadata`.
+
+    What needs none is saved by the plan that was kept.
+    """
+    state = state_of(1)
+    with (
+        patch("ckpt_storage.planexchange.STOCK_ENTRY_LIMIT", 2),
+        patch("ckpt_storage.writer.STOCK_ENTRY_LIMIT", 2),
+    ):
+        planned_alike().clear()
+        assert saved(state, tmp_path / "a") == 1
+        ((_, kept),) = planned_alike()._kept  # noqa: SLF001  # what it holds is the fact
+        assert kept.metadata is not None
+        described = kept.metadata.state_dict_metadata.values()
+        assert [entry.chunks for entry in described if hasattr(entry, "chunks")] == [[], []]
+        assert saved(state_of(2), tmp_path / "b") == 0
+        assert saved(state_of(3), tmp_path / "c", stock_metadata="always") == 1
+    planned_alike().clear()
+    back = {"model": zeros_like(state["model"]), "step": 0}
+    dcp.load(back, storage_reader=dcp.FileSystemReader(tmp_path / "c"), no_dist=True)
+    assert same(back["model"], state_of(3)["model"])
+    ckpt_storage.load(back, tmp_path / "b")
+    assert same(back["model"], state_of(2)["model"])

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import ckpt_storage
 from ckpt_storage.store import posix
 from ckpt_storage.store.posix import Posix, is_unsupported
 
@@ -101,3 +103,15 @@ def test_a_call_that_the_c_library_lacks_is_unsupported() -> None:
         posix._function("no_such_function_anywhere")  # noqa: SLF001  # no system lacks the others
     assert caught.value.errno == errno.ENOSYS
     assert is_unsupported(caught.value)
+
+
+def test_a_system_without_copies_in_the_kernel_copies_by_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `copy_file_range`, as on macOS, a copy is not supported: that, and no other error."""
+    monkeypatch.delattr(os, "copy_file_range")
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):
+        Posix().copy_all(0, 0, 1, 0, 10)
+    ckpt_storage.save({"a": torch.arange(1 << 12)}, tmp_path / "a")
+    ckpt_storage.copy(tmp_path / "a", tmp_path / "b", copies="always")
+    assert ckpt_storage.open_checkpoint(tmp_path / "b")["a"][-1] == (1 << 12) - 1

@@ -21,6 +21,8 @@ from ckpt_storage.manager import CheckpointManager
 from ckpt_storage.pruneplan import Soundness
 from ckpt_storage.pruning import Pruner
 from ckpt_storage.retention import (
+    Facts,
+    KeepAny,
     KeepBest,
     KeepEvery,
     KeepLatest,
@@ -74,6 +76,56 @@ def info(step: int, created_at: str) -> CheckpointInfo:
         step=step,
         created_at=created_at,
     )
+
+
+class KeepYoung:
+    """Keep what is younger than three minutes: a policy of a user's own, which goes by age."""
+
+    def kept(self, facts: Facts) -> dict[str, str]:
+        """Return the names that the rule keeps, each with the reason."""
+        found = {}
+        for info in facts.infos:
+            age_s = facts.ages_s[info.name]
+            assert age_s is not None, "the storage tells every age"
+            if age_s < 180.0:
+                found[info.name] = "it is young"
+        return found
+
+
+class KeepLatestIfYoung(KeepLatest):
+    """Keep the newest, of those that are younger than three minutes."""
+
+    def kept(self, facts: Facts) -> dict[str, str]:
+        """Return the names that the rule keeps, each with the reason."""
+        return {name: why for name, why in super().kept(facts).items() if facts.ages_s[name]}
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        KeepYoung(),
+        KeepAny((KeepYoung(),)),
+        KeepAny((KeepAny((KeepYoung(),)),)),
+        [KeepYoung(), KeepNewerThan(1)],
+        KeepNewerThan(100) | KeepYoung(),
+    ],
+)
+def test_a_policy_of_the_users_own_is_told_ages(keep: Any) -> None:
+    """What goes by age is asked with the ages, whatever it is called and wherever it stands."""
+    disk = Disk()
+    at_times(disk, 1, 2, 3, 4, 5)
+    disk.clock_s += 30.0
+    report = prune(DictStore(disk, CAS), keep, disk)
+    assert report.deleted == (name_of(1), name_of(2))
+    assert sorted(heads(disk.files)) == [3, 4, 5]
+
+
+def test_a_policy_that_was_derived_is_told_ages() -> None:
+    """One that is made of ours may go by age, too."""
+    disk = Disk()
+    at_times(disk, 1, 2, 3)
+    disk.clock_s += 30.0
+    assert prune(DictStore(disk, CAS), KeepLatestIfYoung(2), disk).deleted == (name_of(1),)
 
 
 def test_the_last_is_so_by_the_storages_clock_and_else_by_the_savers() -> None:

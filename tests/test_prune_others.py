@@ -12,8 +12,10 @@ from manager_cases import blank, names_in, state_of, step_in
 from prune_cases import EXPORT, at, heads, name_of, prune, pruner, save
 
 import ckpt_storage
+from ckpt_storage.consolidation.records import Holder, Series
 from ckpt_storage.consolidation.removal import remove_exports
 from ckpt_storage.deadline import Deadline
+from ckpt_storage.errors import StorageError
 from ckpt_storage.integrations.removing import remove
 from ckpt_storage.manager import CheckpointManager
 from ckpt_storage.options import Timeouts
@@ -21,8 +23,8 @@ from ckpt_storage.pruning import prune_checkpoints
 from ckpt_storage.retention import KeepLatest
 from ckpt_storage.slotlog import read_log
 from ckpt_storage.stockfooter import is_foreign
-from ckpt_storage.store import probe
-from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store import Location, open_store, probe
+from ckpt_storage.store.base import Capabilities, PathFilter
 
 
 @pytest.fixture(autouse=True)
@@ -138,8 +140,7 @@ def test_a_link_to_an_older_step_is_no_newer_checkpoint(tmp_path: Path) -> None:
     assert kept[name_of(5)] == (f"{name_of(10)} is a link to it",)
     assert kept[name_of(10)] == ("it is a link",)
     state = blank()
-    with manager_of(tmp_path) as manager:
-        assert manager.restore(state) is not None
+    ckpt_storage.load(state, tmp_path / name_of(10))
     assert step_in(state) == 5, "what the link means can still be loaded"
 
 
@@ -189,22 +190,108 @@ def test_a_newest_that_is_another_save_than_was_judged_deletes_nothing() -> None
     assert "another save" in report.skipped[name_of(1)]
 
 
-def test_a_removal_aborts_no_upload_beside_files_of_others() -> None:
-    """Uploads below an export's folder are aborted only where nobody else keeps anything."""
+class Uploading(DictStore):
+    """A store on which uploads are open: paths that any process may ask for."""
 
-    class Watched(DictStore):
-        aborted: list[str]
+    uploads: set[str]
 
-        def abort_uploads(self, prefix: str) -> int:
-            """Note it."""
-            self.aborted.append(prefix)
-            return 0
+    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
+        """Abort those that are meant."""
+        below = {path for path in self.uploads if path.startswith(f"{prefix}/" if prefix else "")}
+        meant = {path for path in below if only is None or only(path)}
+        self.uploads -= meant
+        return len(meant)
 
-    for others, aborted in (({}, ["hf"]), ({"hf/other/x.bin": b"1"}, []), ({"hf/a.txt": b""}, [])):
-        store = Watched(Disk(), CAS)
-        store.aborted = []
-        for path, data in {**EXPORT, **others}.items():
+
+EXPORTED = {
+    **EXPORT,
+    "hf/exports/holder.json": Holder(
+        run_id="b" * 32, fingerprint="a" * 64, series=(Series(1), Series(2, "a" * 8))
+    ).encode(),
+}
+OUR_UPLOADS = {
+    "hf/model.safetensors",
+    "hf/model-00002-of-00002-aaaaaaaa.safetensors",
+    "hf/exports/aaaaaaaaaaaaaaaa/00002.json",
+}
+OTHER_UPLOADS = {
+    "hf/model-00001-of-00004.safetensors",
+    "hf/model-00002-of-00002-bbbbbbbb.safetensors",
+    "hf/model-00001-of-00001.safetensors",
+    "hf/adapter.bin",
+    "hf/sub/model.safetensors",
+    "hf/exports/notes.bin",
+    "hf2/model.safetensors",
+}
+
+
+@pytest.mark.parametrize("others", [{}, {"hf/other/x.bin": b"1"}, {"hf/a.txt": b""}])
+def test_a_removal_aborts_only_uploads_of_its_exports(others: dict[str, bytes]) -> None:
+    """Of what is open in an export's folder, only what its holders said they write is aborted."""
+    store = Uploading(Disk(), CAS)
+    store.uploads = OUR_UPLOADS | OTHER_UPLOADS
+    for path, data in {**EXPORTED, **others}.items():
+        store.disk.put(path, data)
+    assert remove_exports(store) == sorted(others)
+    assert store.uploads == OTHER_UPLOADS
+    assert set(store.disk.files) == set(others)
+
+
+def test_a_removal_that_was_cut_still_knows_which_uploads_are_ours() -> None:
+    """The holder by which a removal takes the folder keeps the names of those before it."""
+    store = Uploading(Disk(), CAS)
+    store.uploads = OUR_UPLOADS | OTHER_UPLOADS
+    for path, data in EXPORTED.items():
+        store.disk.put(path, data)
+
+    def cut(prefix: str, *, only: PathFilter | None = None) -> int:
+        raise StorageError(f"cut before {prefix} {only}")
+
+    store.abort_uploads = cut  # type: ignore[method-assign]
+    with pytest.raises(StorageError):
+        remove_exports(store)
+    del store.abort_uploads
+    remove_exports(store)
+    assert store.uploads == OTHER_UPLOADS
+    assert store.disk.files == {}
+
+
+def test_uploads_without_a_known_holder_stay() -> None:
+    """Where nothing tells which names an export had, no weight file's upload is taken for ours."""
+    for holder in (b"damaged", EXPORT["hf/exports/holder.json"]):
+        store = Uploading(Disk(), CAS)
+        store.uploads = OUR_UPLOADS | OTHER_UPLOADS
+        for path, data in {**EXPORT, "hf/exports/holder.json": holder}.items():
             store.disk.put(path, data)
-        assert remove_exports(store) == sorted(others)
-        assert store.aborted == aborted
-        assert set(store.disk.files) == set(others)
+        remove_exports(store)
+        assert store.uploads == OTHER_UPLOADS | {
+            path for path in OUR_UPLOADS if not path.endswith(".json")
+        }
+
+
+def test_a_folder_in_which_others_write_stays(tmp_path: Path) -> None:
+    """What another process is uploading beside an export is complete after the export went."""
+    ckpt_storage.save(state_of(1), tmp_path / "a", consolidate=True, sync_files=False)
+    store = open_store(Location.of(tmp_path / "a"))
+    upload = store.start_upload("hf/adapter.bin", part_bytes=4)
+    upload.write_part(0, 0, [memoryview(b"data")], last=True)
+    remove(tmp_path / "a", storage_options=None, timeouts=Timeouts())
+    upload.complete(4)
+    store.close()
+    assert [path.name for path in (tmp_path / "a/hf").iterdir()] == ["adapter.bin"]
+
+
+def test_a_consolidation_aborts_only_uploads_of_those_before_it(tmp_path: Path) -> None:
+    """A second consolidation clears what a dead one left, and nothing of others."""
+    ckpt_storage.save(state_of(1), tmp_path / "a", consolidate=True, sync_files=False)
+    store = open_store(Location.of(tmp_path / "a"))
+    names = ["model.safetensors", "adapter.bin", "model-00001-of-00007.safetensors"]
+    uploads = {name: store.start_upload(f"hf/{name}", part_bytes=4) for name in names}
+    for upload in uploads.values():
+        upload.write_part(0, 0, [memoryview(b"data")], last=True)
+    ckpt_storage.consolidate(tmp_path / "a")
+    drafts = {path.name.partition(".tmp-")[0] for path in (tmp_path / "a/hf").glob(".*")}
+    for upload in uploads.values():
+        upload.abort()
+    store.close()
+    assert drafts == {f".{name}" for name in names[1:]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from manager_cases import blank, state_of, step_in
 import ckpt_storage
 from ckpt_storage.errors import CheckpointInProgressError
 from ckpt_storage.manager import CheckpointManager
+from ckpt_storage.verification import Verification
 
 
 def overwrite(root: Path, marker: int) -> str | None:
@@ -41,6 +43,35 @@ def test_what_is_overwritten_while_it_is_loaded_is_loaded_again(
         monkeypatch.setattr("ckpt_storage.manager.load", slow)
         state = blank()
         found = manager.restore(state)
+    assert found is not None
+    assert (found.step, found.info.save_id, found.skipped) == (2, ids[0], ())
+    assert step_in(state) == 77
+
+
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_what_is_overwritten_while_it_is_checked_is_loaded_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_freed: bool
+) -> None:
+    """A save that is superseded, and perhaps freed, in the middle of a check is not damaged."""
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        manager.save(1, state_of(1), sync_files=False)
+        manager.save(2, state_of(2), sync_files=False)
+    ids: list[str | None] = []
+    read = Verification._read_files  # noqa: SLF001  # nothing public stops in the middle
+
+    def slow(self: Verification, files: Any) -> None:
+        if not ids:
+            old = tmp_path / "step-00000002/saves"
+            before = set(old.iterdir())
+            ids.append(overwrite(tmp_path, 77))
+            for path in before if is_freed else ():
+                shutil.rmtree(path)
+        read(self, files)
+
+    monkeypatch.setattr(Verification, "_read_files", slow)
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        state = blank()
+        found = manager.restore(state, check="deep")
     assert found is not None
     assert (found.step, found.info.save_id, found.skipped) == (2, ids[0], ())
     assert step_in(state) == 77

@@ -93,7 +93,7 @@ def test_every_decision_has_a_reason_that_names_the_policy() -> None:
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_of_equal_metrics_the_later_step_is_better(mode: Any) -> None:
-    """Ties go to the later step; NaN and absent are never best; infinity is a number."""
+    """Ties go to the later step; NaN, infinity and absent are never best."""
     infos = [
         info(1, loss=0.5),
         info(2, loss=math.nan),
@@ -107,8 +107,7 @@ def test_of_equal_metrics_the_later_step_is_better(mode: Any) -> None:
     assert steps(plan_prune(infos, KeepBest("loss", mode, 2))) == [3, 5, 7]
     assert steps(plan_prune(infos, KeepBest("loss", mode, 9))) == [1, 3, 5, 7]
     infinite = [info(1, loss=math.inf), info(2, loss=-math.inf), info(3, loss=0.0), info(4)]
-    best_step = 2 if mode == "min" else 1
-    assert steps(plan_prune(infinite, KeepBest("loss", mode))) == [best_step, 4]
+    assert steps(plan_prune(infinite, KeepBest("loss", mode, 3))) == [3, 4]
 
 
 def test_what_is_not_of_the_run_is_kept_and_never_counts() -> None:
@@ -131,16 +130,18 @@ def test_what_is_not_of_the_run_is_kept_and_never_counts() -> None:
 
 
 def test_damaged_ones_do_not_count() -> None:
-    """A damaged checkpoint takes no place of a sound one; newer than all sound ones, it stays."""
-    plan = plan_prune(RUN, KeepLatest(2), damaged={bad(8), bad(6), bad(2)})
-    assert steps(plan) == [5, 7, 8]
-    assert plan.kept[-1].reasons == ("it is damaged, and nothing sound is newer",)
+    """A damaged checkpoint takes no place of a sound one, and stays where it would have one."""
+    plan = plan_prune(RUN, KeepLatest(2), damaged={bad(8), bad(6), bad(4), bad(2)})
+    assert steps(plan) == [5, 6, 7, 8]
+    assert plan.kept[-1].reasons[-1] == "it is damaged, and nothing sound is newer"
     assert plan.anchor is not None
     assert plan.anchor.step == 7
-    six = next(decision for decision in plan.deleted if decision.step == 6)
-    assert six.reasons == ("it is damaged and not kept by KeepLatest(2)",)
-    plan = plan_prune(RUN, KeepBest("loss", "min"), damaged={bad(4)})
-    assert steps(plan) == [5, 8]
+    assert plan.kept[1].reasons == ("KeepLatest(2), if it is sound after all",)
+    four = next(decision for decision in plan.deleted if decision.step == 4)
+    assert four.reasons == ("it is damaged and not kept by KeepLatest(2)",)
+    assert "step-6" not in plan.counted
+    plan = plan_prune(RUN, KeepBest("loss", "min"), damaged={bad(4), bad(3)})
+    assert steps(plan) == [4, 5, 8]
 
 
 def test_nothing_is_deleted_where_nothing_is_sound() -> None:
@@ -200,6 +201,10 @@ def test_policies_are_values() -> None:
     assert len({keep, KeepLatest(3), KeepLatest(3)}) == 2
     assert str(keep) == "KeepLatest(3) | KeepEvery(1000) | KeepBest('loss', 'min', 1)"
     assert policies_of([keep, KeepNewerThan(60)]) == (*keep.policies, KeepNewerThan(60))
+    assert policies_of(KeepAny((KeepAny((keep,)), KeepNewerThan(60)))) == (
+        *keep.policies,
+        KeepNewerThan(60),
+    )
 
 
 VALUES = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0, math.nan, math.inf, -math.inf]))
@@ -231,9 +236,11 @@ def oracle(infos: Sequence[CheckpointInfo], policy: Policy, now_s: float) -> set
             better = 0
             for other in infos:
                 theirs = other.metrics.get("loss", math.nan)
+                if math.isinf(theirs):
+                    continue
                 wins = theirs < loss if policy.mode == "min" else theirs > loss
                 better += wins or (theirs == loss and (other.step or 0) > step)
-            kept = not math.isnan(loss) and better < policy.n
+            kept = math.isfinite(loss) and better < policy.n
         else:
             assert isinstance(policy, KeepNewerThan)
             kept = now_s - (1000.0 + step) < policy.age_s

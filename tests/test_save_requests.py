@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from commit_tools import IN_TURN, take_in_turn
 from remote_tools import options_of
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_storage import CheckpointStorageWriter, RetryPolicy, sending, verify
 from ckpt_storage.deadline import Deadline
@@ -18,6 +23,7 @@ from ckpt_storage.options import Engine, TransferOptions
 from ckpt_storage.pacing import BUDGET, Pacer
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.s3server import FaultRule, S3Server
+from ckpt_storage.workers import Aside, side_by_side
 
 MIB = 1 << 20
 PART_BYTES = 5 * MIB
@@ -139,3 +145,122 @@ def test_a_save_keeps_to_its_memory_limit(server: S3Server, engine: Engine) -> N
     assert server.dump()["run/saves/x"] == content
     assert limit_bytes // 2 <= BUDGET.peak_bytes <= limit_bytes
     assert BUDGET.held_bytes == 0
+
+
+@EACH_ENGINE
+def test_parts_do_not_wait_for_the_claim_and_completion_does(
+    server: S3Server, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`begun.json` may come as late as the parts; before it, nothing of the rank is completed."""
+    take_in_turn(monkeypatch, IN_TURN[1])
+    save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)}, engine)
+    asked = [(request.op, request.key.rpartition("/")[2]) for request in server.requests]
+    begun = asked.index(("put", "begun.json"))
+    ended = [asked.index(("complete", "__0_0.distcp")), asked.index(("put", "rank-00000.json"))]
+    # obstore keeps the last one in hand until it is told to complete.
+    parts = [at for at, (op, _) in enumerate(asked) if op == "part"]
+    assert begun > parts[-2 if engine == "obstore" else -1]
+    assert begun < min(ended)
+    assert is_sound(server)
+
+
+@EACH_ENGINE
+def test_an_attempt_that_cannot_be_claimed_leaves_nothing(server: S3Server, engine: Engine) -> None:
+    """The save fails with the storage's own error, and neither a file nor an upload is left."""
+    save(server, {"t": torch.ones(3)}, engine, "before")
+    before = server.dump()
+    server.faults([FaultRule(op="put", key="begun", action="status", status=403, times=0)])
+    with pytest.raises(CheckpointException, match=r"begun\.json"):
+        save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)}, engine)
+    assert server.dump() == before
+    assert server.stats().open_uploads == 0
+
+
+def test_documents_of_the_commit_and_what_follows_go_side_by_side(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each group can be made in either order, and so no request of it waits for another."""
+    groups = {}
+    for order in IN_TURN:
+        with monkeypatch.context() as patch:
+            take_in_turn(patch, order)
+            save(server, {"t": torch.ones(3)}, "obstore", order.replace(" ", "-"))
+        groups[order] = [
+            request.key.rpartition("/")[2]
+            for request in server.requests
+            if "probe" not in request.key
+        ]
+    look = ["00000001.json", ".metadata"]
+    files = ["__0_0.distcp", "rank-00000.json"]
+    documents = ["stock.metadata", "manifest.json", ".metadata"]
+    slot, shown = ["00000001.json"], [".metadata"]
+    after = ["00000002.json", "published.json"]
+    begun = ["begun.json"]
+    assert groups[IN_TURN[0]] == [*look, *begun, *files, *documents, *slot, *shown, *after]
+    turned = [look[::-1], begun, files[::-1], documents[::-1], slot, shown, after[::-1]]
+    assert groups[IN_TURN[1]] == [name for group in turned for name in group]
+
+
+@pytest.mark.parametrize(("engine", "part_count"), [("obstore", 5), ("fsspec", 8)])
+def test_parts_that_are_sent_in_place_are_larger_where_memory_is_short(
+    server: S3Server, engine: Engine, part_count: int
+) -> None:
+    """Of 64 MiB and eight threads a copied part gets the 5 MiB that S3 wants, another 8 MiB."""
+    server.reset_counters()
+    writer = CheckpointStorageWriter(
+        "s3://bkt/run",
+        storage_options=options_of(server),
+        engine=engine,
+        memory_limit_bytes=64 * MIB,
+    )
+    state = {"w": torch.ones(39 * MIB, dtype=torch.uint8)}
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert server.stats().count["part"] == part_count
+
+
+def test_of_calls_side_by_side_the_first_failure_in_the_list_is_raised(server: S3Server) -> None:
+    """Whichever fails first by the clock; and what a failure leads to is not kept alive by it."""
+    store = open_store("s3://bkt/run", storage_options=options_of(server))
+    has_failed = threading.Event()
+
+    class Held:
+        """What the caller of a call that fails holds."""
+
+    def first() -> int:
+        assert has_failed.wait(20)
+        raise ValueError("first")
+
+    def second() -> int:
+        has_failed.set()
+        raise ValueError("second")
+
+    def fail() -> weakref.ref[Held]:
+        held = Held()
+        found = weakref.ref(held)
+        with pytest.raises(ValueError, match="first"):
+            side_by_side(store, [first, lambda: 1, second])
+        return found
+
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
+    assert side_by_side(store, [lambda: 1, lambda: 2]) == [1, 2]
+    store.close()
+
+
+def test_what_failed_aside_is_told_once_asked_for() -> None:
+    """Not where it was begun, and by whichever asks first."""
+    begun = threading.Event()
+
+    def call() -> None:
+        begun.set()
+        raise ValueError("aside")
+
+    aside = Aside(call, is_remote=True)
+    assert begun.wait(20)
+    with pytest.raises(ValueError, match="aside"):
+        aside.wait()
+    with pytest.raises(ValueError, match="aside"):
+        Aside(call, is_remote=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import signal
 import threading
@@ -34,6 +35,24 @@ from ckpt_storage.testing.s3server import S3Server
 MIB = 1 << 20
 URL = "s3://bucket/model"
 BIG_ROWS = 10_240
+
+
+@contextlib.contextmanager
+def placed(rank: int, hosts: str) -> Iterator[None]:
+    """Let this rank take itself to be on a host of its own, where `hosts` is "apart".
+
+    With "pairs" two neighbours are on one host, with "one" all are, as they really are.
+    """
+    from ckpt_storage import peers  # noqa: PLC0415  # in the rank
+
+    original = vars(peers)["host_identity"]
+    if hosts != "one":
+        name = f"host {rank if hosts == 'apart' else rank // 2}"
+        vars(peers)["host_identity"] = lambda: name
+    try:
+        yield
+    finally:
+        vars(peers)["host_identity"] = original
 
 
 def model() -> dict[str, Any]:
@@ -69,15 +88,21 @@ def sent_bytes(server: S3Server) -> int:
 
 
 def load_replicated(
-    _rank: int, options: dict[str, Any], shared: str = "auto", door: str = "load"
+    rank: int,
+    options: dict[str, Any],
+    shared: str = "auto",
+    door: str = "load",
+    hosts: str = "one",
+    **more: Any,
 ) -> None:
     """Load the whole model on this rank and compare it with the original."""
     target = zeros_like(model())
-    more: dict[str, Any] = {"storage_options": options, "shared_reads": shared}
-    if door == "load":
-        ckpt_storage.load(target, URL, **more)
-    else:
-        dcp_cases.load(target, URL, **more)
+    more = {"storage_options": options, "shared_reads": shared, **more}
+    with placed(rank, hosts):
+        if door == "load":
+            ckpt_storage.load(target, URL, **more)
+        else:
+            dcp_cases.load(target, URL, **more)
     expected = model()
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
@@ -86,13 +111,22 @@ def load_replicated(
             assert target[name] == value, name
 
 
-@pytest.mark.parametrize(("size", "door"), [(3, "load"), (4, "load"), (3, "dcp.load")])
+@pytest.mark.parametrize(
+    ("size", "door", "hosts"),
+    [
+        (3, "load", "one"),
+        (3, "load", "apart"),
+        (4, "load", "pairs"),
+        (3, "dcp.load", "one"),
+        (3, "dcp.load", "apart"),
+    ],
+)
 def test_replicated_state_is_read_once_from_the_storage(
-    ranks: RankPool, server: S3Server, size: int, door: str
+    ranks: RankPool, server: S3Server, size: int, door: str, hosts: str
 ) -> None:
     """Ranks that all load the whole model fetch together little more than it has bytes."""
     server.reset_counters()
-    ranks.run(load_replicated, server.storage_options, "auto", door, world_size=size)
+    ranks.run(load_replicated, server.storage_options, "auto", door, hosts, world_size=size)
     assert model_bytes() > 40 * MIB
     assert model_bytes() <= sent_bytes(server) <= 1.05 * model_bytes()
 
@@ -111,7 +145,7 @@ def test_little_is_not_shared(ranks: RankPool, server: S3Server) -> None:
     assert sent_bytes(server) >= 2 * model_bytes()
 
 
-def load_columns(rank: int, options: dict[str, Any]) -> None:
+def load_columns(rank: int, options: dict[str, Any], hosts: str) -> None:
     """Load the large tensor by columns, and the others whole, twice, over one group."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     expected = model()
@@ -121,7 +155,8 @@ def load_columns(rank: int, options: dict[str, Any]) -> None:
         target["big"] = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
         if rank == 1:
             del target["odd"]
-        ckpt_storage.load(target, URL, storage_options=options)
+        with placed(rank, hosts):
+            ckpt_storage.load(target, URL, storage_options=options)
         local = target["big"].to_local()
         wanted = torch.chunk(expected["big"], dist.get_world_size(), 1)
         assert same(local, wanted[rank].contiguous())
@@ -129,13 +164,42 @@ def load_columns(rank: int, options: dict[str, Any]) -> None:
         assert rank == 1 or same(target["odd"], expected["odd"])
 
 
+@pytest.mark.parametrize(("size", "hosts"), [(3, "one"), (3, "apart"), (4, "pairs")])
 def test_ranks_of_unequal_needs_share_what_they_have_in_common(
-    ranks: RankPool, server: S3Server
+    ranks: RankPool, server: S3Server, size: int, hosts: str
 ) -> None:
     """Columns of a tensor need all its blocks: fetched once, they give each rank its own."""
     server.reset_counters()
-    ranks.run(load_columns, server.storage_options, world_size=3)
+    ranks.run(load_columns, server.storage_options, hosts, world_size=size)
     assert sent_bytes(server) <= 2 * 1.05 * model_bytes()
+
+
+def load_where_one_does_not_verify(rank: int, options: dict[str, Any]) -> int:
+    """Load, on rank 1 without checks; return how often this rank took what lay in memory."""
+    from ckpt_storage.sharedreads import SharedReads  # noqa: PLC0415  # in the rank
+
+    original, taken = SharedReads._found, []  # noqa: SLF001
+
+    def found(*args: Any) -> None:
+        taken.append(args)
+        original(*args)
+
+    SharedReads._found = found  # type: ignore[method-assign,assignment]  # noqa: SLF001
+    try:
+        load_replicated(rank, options, verify=rank != 1)
+    finally:
+        SharedReads._found = original  # type: ignore[method-assign]  # noqa: SLF001
+    return len(taken)
+
+
+def test_what_one_rank_did_not_check_no_other_takes_unchecked(
+    ranks: RankPool, server: S3Server
+) -> None:
+    """Where one does not verify the others get what it reads by messages, and check those."""
+    server.reset_counters()
+    taken = ranks.run(load_where_one_does_not_verify, server.storage_options, world_size=3)
+    assert taken == [0, 0, 0]
+    assert sent_bytes(server) <= 1.05 * model_bytes()
 
 
 def load_without_transport(rank: int, options: dict[str, Any]) -> None:
@@ -152,7 +216,7 @@ def load_without_transport(rank: int, options: dict[str, Any]) -> None:
 
     Peers.join = join  # type: ignore[method-assign]
     try:
-        load_replicated(rank, options, "auto")
+        load_replicated(rank, options, "auto", hosts="apart")
     finally:
         Peers.join = original  # type: ignore[method-assign]
 
@@ -181,7 +245,8 @@ def load_with_a_wire_that_lies(rank: int, options: dict[str, Any]) -> str:
     Peers.send = send  # type: ignore[method-assign]
     target = zeros_like(model())
     try:
-        ckpt_storage.load(target, URL, storage_options=options, timeout=Timeouts.of(20))
+        with placed(rank, "apart"):
+            ckpt_storage.load(target, URL, storage_options=options, timeout=Timeouts.of(20))
     except ckpt_storage.CheckpointError as error:
         return str(error)
     finally:
@@ -195,43 +260,66 @@ def test_a_bit_turned_between_ranks_is_told(ranks: RankPool, server: S3Server) -
     assert [text for text in texts if "damaged" not in text] == []
 
 
-def load_beside_one_that_dies(rank: int, options: dict[str, Any]) -> tuple[str, float]:
-    """Load; rank 1 is killed in its first sending. Return what the others raise, and when."""
-    from ckpt_storage.peers import Peers  # noqa: PLC0415  # in the rank
+def killed(*_args: Any, **_kw: Any) -> Any:
+    """Stand for a step in which this process is killed."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    original = Peers.send
 
-    def send(self: Peers, *args: Any, **kw: Any) -> None:
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        original(self, *args, **kw)
+DEATHS = {
+    "sends": ("peers", "Peers", "send"),
+    "receives": ("peers", "Peers", "receive"),
+    "announces": ("hostmemory", "HostMemory", "announce"),
+    "takes": ("sharedreads", "SharedReads", "_found"),
+    "makes memory": ("hostmemory", "HostMemory", "_made"),
+    "reaches others": ("hostmemory", "HostMemory", "reach"),
+}
+"""When a rank is killed: by what it calls then."""
 
-    Peers.send = send  # type: ignore[method-assign]
+
+def load_beside_one_that_dies(
+    rank: int, options: dict[str, Any], when: str, hosts: str
+) -> tuple[str, float]:
+    """Load; rank 1 is killed in a step of it. Return what the others raise, and when."""
+    if rank == 1:
+        module, name, method = DEATHS[when]
+        owner = getattr(importlib.import_module(f"ckpt_storage.{module}"), name)
+        setattr(owner, method, killed)
     target = zeros_like(model())
     begin = time.monotonic()
     try:
-        ckpt_storage.load(
-            target, URL, storage_options=options, timeout=Timeouts(load=60, silence=2)
-        )
+        with placed(rank, hosts):
+            ckpt_storage.load(
+                target, URL, storage_options=options, timeout=Timeouts(load=60, silence=4)
+            )
     except RankFailedError as error:
         return str(error), time.monotonic() - begin
-    finally:
-        Peers.send = original  # type: ignore[method-assign]
     return "", 0.0
 
 
-def test_a_rank_that_dies_while_it_sends_ends_the_load_of_all(
-    ranks: RankPool, server: S3Server
+@pytest.mark.parametrize(
+    ("when", "hosts"),
+    [
+        ("sends", "apart"),
+        ("receives", "apart"),
+        ("announces", "one"),
+        ("takes", "one"),
+        ("makes memory", "one"),
+        ("reaches others", "one"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_load_of_all(
+    ranks: RankPool, server: S3Server, when: str, hosts: str
 ) -> None:
     """The live ranks raise an error that names the dead one, long before the deadline."""
-    outcomes = ranks.outcomes(load_beside_one_that_dies, server.storage_options, world_size=3)
+    outcomes = ranks.outcomes(
+        load_beside_one_that_dies, server.storage_options, when, hosts, world_size=3
+    )
     assert outcomes[1].failure is not None
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.value is not None, outcome.failure
         text, seconds = outcome.value
         assert "rank 1" in text.lower()
-        assert seconds < 20  # silence is 2 s, the deadline 60 s
-    ranks.run(load_replicated, server.storage_options, "auto", world_size=3)
+        assert seconds < 40  # silence is 4 s, the deadline 60 s
 
 
 TWICE = "s3://bucket/twice"
@@ -255,7 +343,9 @@ def test_two_ranks_share_what_spares_64_mib(ranks: RankPool, server: S3Server) -
     assert 72 * MIB <= sent_bytes(server) <= 1.05 * 72 * MIB
 
 
-def load_with_a_sink_that_breaks(rank: int, options: dict[str, Any], *, where: str) -> str:
+def load_with_a_sink_that_breaks(
+    rank: int, options: dict[str, Any], *, where: str, hosts: str
+) -> str:
     """Load where rank 1 cannot deliver; return what is raised, or what is left behind."""
     from ckpt_storage import readplan, sharedreads  # noqa: PLC0415  # in the rank
 
@@ -270,9 +360,10 @@ def load_with_a_sink_that_breaks(rank: int, options: dict[str, Any], *, where: s
     vars(sharedreads)["deliver"] = deliver
     begin = time.monotonic()
     try:
-        ckpt_storage.load(
-            zeros_like(model()), URL, storage_options=options, timeout=Timeouts(load=60)
-        )
+        with placed(rank, hosts):
+            ckpt_storage.load(
+                zeros_like(model()), URL, storage_options=options, timeout=Timeouts(load=60)
+            )
     except ckpt_storage.CheckpointError as error:
         left = [t.name for t in threading.enumerate() if t.name.startswith("shared reads")]
         return f"{left} {time.monotonic() - begin < 20} {error}"
@@ -281,12 +372,13 @@ def load_with_a_sink_that_breaks(rank: int, options: dict[str, Any], *, where: s
     return "loaded"
 
 
+@pytest.mark.parametrize("hosts", ["one", "apart"])
 @pytest.mark.parametrize("where", ["reads", "receiver"])
 def test_whatever_a_sink_raises_all_ranks_hear_of_it(
-    ranks: RankPool, server: S3Server, where: str
+    ranks: RankPool, server: S3Server, where: str, hosts: str
 ) -> None:
     """Every rank raises what one's sink raised, soon, and none leaves a thread that receives."""
-    task = functools.partial(load_with_a_sink_that_breaks, where=where)
+    task = functools.partial(load_with_a_sink_that_breaks, where=where, hosts=hosts)
     for text in ranks.run(task, server.storage_options, world_size=3):
         assert text.startswith("[] True"), text
         assert "the sink broke" in text
@@ -376,7 +468,7 @@ def dcp_load_beside_one_that_dies(rank: int, options: dict[str, Any]) -> tuple[s
     timeouts = Timeouts(load=6, silence=60)
     reader = Reader(URL, storage_options=options, timeout=timeouts)
     # Torch's collective after it raises, too: whose the rank is that is gone.
-    with contextlib.suppress(CheckpointException, RuntimeError):
+    with contextlib.suppress(CheckpointException, RuntimeError), placed(rank, "apart"):
         dcp.load(zeros_like(model()), storage_reader=reader)
     return found[0]
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import ckpt_storage
 from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, InvalidInputError
-from ckpt_storage.stockpickle import StockEntry, pickled
+from ckpt_storage.stockpickle import EntryTable, StockEntry, pickled
 from ckpt_storage.stockwrite import entries_of
 
 STATE: dict[str, Any] = {
@@ -62,8 +62,9 @@ def plain(entries: list[StockEntry]) -> dict[MetadataIndex, _StorageInfo]:
 def test_the_pickle_written_by_hand_is_that_of_the_objects(count: int, ranks: int) -> None:
     """Whatever is around the table, and however often strings come again."""
     metadata = made_metadata(ranks)
-    found = pickle.loads(pickled(metadata, ENTRIES[:count]))
+    found = pickle.loads(pickled(metadata, EntryTable.of(ENTRIES[:count])))
     assert found == dataclasses.replace(metadata, storage_data=plain(ENTRIES[:count]))
+    assert list(found.storage_data) == list(plain(ENTRIES[:count]))
     for index, info in found.storage_data.items():
         assert type(index.offset) in {torch.Size, type(None)}
         assert index.index is None
@@ -98,13 +99,55 @@ def test_what_the_pickle_around_remembers_is_not_overwritten(
         for name in names
         for n in range(4)
     ]
-    data = pickled(metadata, entries)
+    data = pickled(metadata, EntryTable.of(entries))
     (tmp_path / ".metadata").write_bytes(data)
     found = FileSystemReader(tmp_path).read_metadata()
     found.storage_meta = metadata.storage_meta
     assert found == dataclasses.replace(metadata, storage_data=plain(entries))
     assert vars(found).keys() == vars(metadata).keys()
     assert pickle.loads(data).storage_meta == metadata.storage_meta
+
+
+def tensors(**changes: Any) -> dict[str, TensorStorageMetadata]:
+    """Return three that look alike, under names that the pickle uses itself."""
+    return {
+        name: TensorStorageMetadata(
+            TensorProperties(torch.float8_e4m3fn, memory_format=torch.channels_last, **changes),
+            torch.Size([4, 2]),
+            [ChunkStorageMetadata(torch.Size([n, 0]), torch.Size([2, 2])) for n in (0, 2)],
+        )
+        for name in ("size", "offset", "properties")
+    }
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_tensors_that_look_alike_are_objects_of_their_own(*, requires_grad: bool) -> None:
+    """Equal ones are written once, and read as often as they are."""
+    state = tensors(requires_grad=requires_grad)
+    entries = [StockEntry(name, (0, 0), "size", 1, 2) for name in state]
+    found = pickle.loads(pickled(Metadata(state), EntryTable.of(entries)))  # type: ignore[arg-type]
+    assert found == Metadata(state, storage_data=plain(entries))  # type: ignore[arg-type]
+    held = list(found.state_dict_metadata.values())
+    assert len({id(entry.properties) for entry in held}) == 3
+    assert len({id(chunk) for entry in held for chunk in entry.chunks}) == 6
+    assert all(type(entry.size) is torch.Size for entry in held)
+    assert all(entry.properties.memory_format is torch.channels_last for entry in held)
+
+
+@dataclasses.dataclass
+class Chunk(ChunkStorageMetadata):
+    """A chunk with one thing more."""
+
+    label: str = ""
+
+
+def test_chunks_of_a_planner_s_own_are_kept() -> None:
+    """Where one entry is not of torch's classes, all are pickled as objects."""
+    state = tensors()
+    state["offset"].chunks[1] = Chunk(torch.Size([2, 0]), torch.Size([2, 2]), "mine")
+    found = pickle.loads(pickled(Metadata(state), EntryTable.of(ENTRIES)))  # type: ignore[arg-type]
+    assert found == Metadata(state, storage_data=plain(ENTRIES))  # type: ignore[arg-type]
+    assert found.state_dict_metadata["offset"].chunks[1].label == "mine"
 
 
 def test_a_chunk_with_elements_wins_over_an_empty_one_at_its_place() -> None:
@@ -127,7 +170,7 @@ def test_many_entries_are_few_bytes_each() -> None:
         StockEntry(f"layer{n % 50}.weight", (n // 50, 0), f"saves/x/__{n // 50}_0.distcp", n, n)
         for n in range(5000)
     ]
-    data = pickled(made_metadata(1), entries)
+    data = pickled(made_metadata(1), EntryTable.of(entries))
     assert len(pickle.loads(data).storage_data) == 5000
     assert len(data) < 100 * 5000
 
@@ -137,7 +180,7 @@ def test_other_classes_than_those_known_are_pickled_as_objects(
 ) -> None:
     """A torch whose classes have changed still gets what it can read."""
     monkeypatch.setattr("ckpt_storage.stockpickle._is_known", lambda: False)
-    found = pickle.loads(pickled(made_metadata(2), ENTRIES))
+    found = pickle.loads(pickled(made_metadata(2), EntryTable.of(ENTRIES)))
     assert found.storage_data == plain(ENTRIES)
 
 

@@ -30,6 +30,7 @@ from ckpt_storage.filewriter import part_bytes_for
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store import Location, endpoint_of
 from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.dialect_obstore import capabilities_of
 from ckpt_storage.store.local import LocalStore
 
 
@@ -214,3 +215,17 @@ def test_a_target_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     reader = CheckpointStorageReader(tmp_path / "c")
     cause = _cause(lambda: dcp.load(target, storage_reader=reader, planner=Lazy(), no_dist=True))
     assert isinstance(cause, InvalidInputError)
+
+
+def test_a_part_that_no_storage_takes_is_refused_before_it_is_sent() -> None:
+    """S3 takes parts of up to 5 GiB, so a file of 48 TiB has to be several."""
+    options = TransferOptions(part_bytes=6 << 30, memory_limit_bytes=1 << 60)
+    capabilities = capabilities_of("s3")
+    with pytest.raises(InvalidInputError, match="at most") as caught:
+        part_bytes_for(capabilities, options, 10)
+    assert "Lower part_bytes" in (caught.value.next_step or "")
+    options = TransferOptions(memory_limit_bytes=1 << 60)
+    assert part_bytes_for(capabilities, options, 40 << 40) <= 5 << 30
+    with pytest.raises(InvalidInputError, match="at most") as caught:
+        part_bytes_for(capabilities, options, 48 << 40)
+    assert "more ranks" in (caught.value.next_step or "")

@@ -16,7 +16,7 @@ from ckpt_storage.store import Location
 from .compare import Comparison, Contender, take_turns
 from .meter import Meter
 from .peers import Peer, peers_for
-from .plain import Plain, plain_storage
+from .plain import Plain, Seen, plain_storage
 from .settings import BenchSettings
 from .workload import State, llama_state, own_views
 
@@ -78,6 +78,7 @@ class Bench:
         floor: str | None = None,
         deducted: str | None = None,
         whole: frozenset[str] = frozenset(),
+        checked: str | None = None,
     ) -> Comparison:
         """Let the contenders take turns; the first is the floor unless one is named."""
         return Comparison(
@@ -87,6 +88,7 @@ class Bench:
             summaries=take_turns(self.meter, contenders, self.settings.run_count),
             deducted=deducted,
             whole=whole,
+            checked=checked,
         )
 
 
@@ -100,6 +102,6 @@ def put_own(bench: Bench, state: State, folder: str) -> None:
     bench.plain.put(f"{folder}/{bench.rank}", own_views(state))
 
 
-def get_own(bench: Bench, state: State, folder: str) -> None:
+def get_own(bench: Bench, state: State, folder: str, *, seen: Seen | None = None) -> None:
     """Read them again."""
-    bench.plain.get(f"{folder}/{bench.rank}", own_views(state))
+    bench.plain.get(f"{folder}/{bench.rank}", own_views(state), seen=seen)

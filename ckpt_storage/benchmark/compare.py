@@ -37,7 +37,8 @@ class Comparison:
 
     `what` names the scenario for people, `moved_bytes` is what it moves. Ratios are against
     `floor`. `deducted`, if any, is the contender whose time the others contain and which is taken
-    off before the ratios: torch's planner. Those in `whole` do not contain it.
+    off before the ratios: torch's planner. Those in `whole` do not contain it. `checked`, if any,
+    is a second floor, that does what the first does and checksums what it moves.
     """
 
     what: str
@@ -46,6 +47,7 @@ class Comparison:
     summaries: Mapping[str, Summary]
     deducted: str | None = None
     whole: frozenset[str] = frozenset()
+    checked: str | None = None
 
     def net_s(self, name: str) -> float:
         """Return the median seconds of a contender less what is deducted."""
@@ -56,6 +58,12 @@ class Comparison:
     def ratio(self, name: str) -> float:
         """Return how many times the floor's median a contender takes."""
         return self.net_s(name) / self.summaries[self.floor].median_s
+
+    def checked_ratio(self, name: str) -> float | None:
+        """Return how many times the median of the floor with checksums a contender takes."""
+        if self.checked is None:
+            return None
+        return self.net_s(name) / self.summaries[self.checked].median_s
 
 
 def take_turns(meter: Meter, contenders: Sequence[Contender], run_count: int) -> dict[str, Summary]:

@@ -22,11 +22,16 @@ from ckpt_storage.verification import verify
 from .bench import Bench, get_own, our_name, put_own
 from .compare import Comparison, Contender
 from .peers import Peer
-from .plain import PlainDisk
+from .plain import PlainDisk, Seen, checksum
 from .workload import State, check_same, own_views, state_bytes, zeroed
 
 _PARTIAL_FQN = "layers.0.w1"
 _PARTIAL_ROWS = 256
+_SCRATCH_BYTES = 8 << 20
+_CHECKED = "floor + CRC-32C in cache"
+_CHECKED_ONCE = "floor + CRC-32C, shared"
+"""Each block is hashed by one rank, which is the least that checks it for all."""
+_PIECE_BYTES = 1 << 20
 
 
 def measure_load(
@@ -63,8 +68,11 @@ def measure_load(
         peer.save(state, bench.root.join(f"load-{peers.index(peer)}"))
     dist.barrier()
     floor = functools.partial(get_own, bench, target, "load-floor")
+    checked_floor = functools.partial(get_own, bench, target, "load-floor", seen=checksum)
     if target_sharding is not None:
         floor = functools.partial(_get_resharded, bench, target, state, "load-floor")
+        checked_floor = functools.partial(floor, seen=checksum)
+    checked_name = _CHECKED if target_sharding is None else _CHECKED_ONCE
     contenders = [
         contender(
             bench.plain.name.replace(
@@ -72,6 +80,7 @@ def measure_load(
             ),
             floor,
         ),
+        contender(checked_name, checked_floor),
         *(
             contender(
                 our_name(engine),
@@ -87,29 +96,41 @@ def measure_load(
             for number, peer in enumerate(peers)
         ),
     ]
-    found = bench.compare(what, state_bytes(state), contenders)
+    found = bench.compare(what, state_bytes(state), contenders, checked=checked_name)
     for folder in ("load-floor", "load-ours", *(f"load-{at}" for at in range(len(peers)))):
         bench.clear(folder)
     return found
 
 
-def _get_resharded(bench: Bench, target: State, saved: State, folder: str) -> None:
-    """Look at all ranks' row shards and copy this rank's columns out of each: the plain way."""
+def _get_resharded(
+    bench: Bench, target: State, saved: State, folder: str, seen: Seen | None = None
+) -> None:
+    """Look at all ranks' row shards and copy this rank's columns out of each: the plain way.
+
+    `seen`, if any, gets every piece on one of the ranks, right before that copies from it.
+    """
     count, rank = dist.get_world_size(), bench.rank
     file_bytes = state_bytes(saved) // count
+    turn = 0
     for other in range(count):
         whole, start = bench.plain.whole(f"{folder}/{other}", file_bytes), 0
         for name, tensor in target.items():
             local = tensor.to_local()
             rows, width = saved[name].to_local().shape
-            shard = torch.frombuffer(
-                whole, dtype=local.dtype, count=rows * width, offset=start
-            ).view(rows, width)
-            start += shard.nbytes
+            row_bytes = width * local.element_size()
             columns = local.shape[1]
-            local[other * rows : (other + 1) * rows] = shard[
-                :, rank * columns : (rank + 1) * columns
-            ]
+            step = rows if seen is None else max(1, _PIECE_BYTES // row_bytes)
+            for first in range(0, rows, step):
+                last = min(rows, first + step)
+                piece = whole[start + first * row_bytes : start + last * row_bytes]
+                turn += 1
+                if seen is not None and turn % count == rank:
+                    seen(piece)
+                shard = torch.frombuffer(piece, dtype=local.dtype).view(last - first, width)
+                local[other * rows + first : other * rows + last] = shard[
+                    :, rank * columns : (rank + 1) * columns
+                ]
+            start += rows * row_bytes
 
 
 def measure_partial(bench: Bench) -> Comparison:
@@ -156,7 +177,9 @@ def measure_partial(bench: Bench) -> Comparison:
     return found
 
 
-def measure_verify(bench: Bench) -> Comparison:
+def measure_verify(
+    bench: Bench, *, what: str = "verify, by one rank", is_cold: bool = False
+) -> Comparison:
     """Measure a check of every byte, by one rank, against one that only reads every file."""
     state = bench.state(filled=True)
     at = bench.root.join("verify")
@@ -165,15 +188,23 @@ def measure_verify(bench: Bench) -> Comparison:
     store = open_store(at)
     sizes = {f"verify/{entry.path}": entry.size_bytes for entry in store.list("")}
     store.close()
-    buffer = memoryview(bytearray(max(sizes.values())))
+    # As any reader does that keeps nothing: memory beyond the cache would take most of the time.
+    most_bytes = _SCRATCH_BYTES if isinstance(bench.plain, PlainDisk) else max(sizes.values())
+    buffer = memoryview(bytearray(most_bytes))
 
     def alone(action: Callable[[], object]) -> Callable[[], object]:
         return action if bench.rank == 0 else lambda: None
 
-    def read_all() -> None:
+    def before() -> None:
+        if is_cold and isinstance(bench.plain, PlainDisk) and bench.rank == 0:
+            bench.plain.forget_cached()
+        dist.barrier()
+
+    def read_all(seen: Seen | None = None) -> None:
         for path, size_bytes in sizes.items():
+            whole, rest = divmod(size_bytes, most_bytes)
             if size_bytes:
-                bench.plain.get(path, [buffer[:size_bytes]])
+                bench.plain.get(path, [*[buffer] * whole, buffer[:rest]], seen=seen)
 
     def checked() -> None:
         found = verify(
@@ -186,19 +217,32 @@ def measure_verify(bench: Bench) -> Comparison:
 
     contenders = [
         Contender(
-            name=bench.plain.name.replace("write, fsync", "read every file"), run=alone(read_all)
+            name=bench.plain.name.replace("write, fsync", "read every file"),
+            run=alone(read_all),
+            before=before,
         ),
-        Contender(name="ckpt_storage", run=alone(checked)),
+        Contender(name=_CHECKED, run=alone(functools.partial(read_all, checksum)), before=before),
+        Contender(name="ckpt_storage", run=alone(checked), before=before),
     ]
-    found = bench.compare("verify, by one rank", sum(sizes.values()), contenders)
+    found = bench.compare(what, sum(sizes.values()), contenders, checked=_CHECKED)
     bench.clear("verify")
     return found
 
 
 def measure_cold_load(bench: Bench) -> Comparison:
     """Measure a load after the kernel was told to forget what it caches."""
+    _check_can_be_cold(bench, "load-cold")
+    return measure_load(bench, what="load, cold cache", is_cold=True)
+
+
+def measure_cold_verify(bench: Bench) -> Comparison:
+    """Measure a check of every byte after the kernel was told to forget what it caches."""
+    _check_can_be_cold(bench, "verify-cold")
+    return measure_verify(bench, what="verify, by one rank, cold cache", is_cold=True)
+
+
+def _check_can_be_cold(bench: Bench, scenario: str) -> None:
     if not bench.root.is_local:
         raise InvalidInputError(
-            "Only a local disk has a cache to be cold.", next_step="Leave load-cold out."
+            "Only a local disk has a cache to be cold.", next_step=f"Leave {scenario} out."
         )
-    return measure_load(bench, what="load, cold cache", is_cold=True)

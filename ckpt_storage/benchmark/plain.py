@@ -9,17 +9,30 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+from ckpt_storage.integrity import crc32c_of
+from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.store import Location
 
 _PART_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
+_CACHED_BYTES = 256 << 10
 _AT_ONCE = 8
 _IO_VECTORS = 1024
+
+
+Seen = Callable[[memoryview], object]
+"""Takes each piece of what is read as soon as it is there."""
+
+
+def checksum(view: memoryview) -> None:
+    """Compute the CRC-32C of each block, as a reader does that holds them to something."""
+    for at in range(0, len(view), DEFAULT_BLOCK_BYTES):
+        crc32c_of(view[at : at + DEFAULT_BLOCK_BYTES])
 
 
 class Plain(Protocol):
@@ -30,8 +43,10 @@ class Plain(Protocol):
     def put(self, path: str, views: Sequence[memoryview]) -> None:
         """Write a file of consecutive views, durable as far as the storage promises it."""
 
-    def get(self, path: str, views: Sequence[memoryview], start: int = 0) -> None:
-        """Fill the views with consecutive bytes from `start` on."""
+    def get(
+        self, path: str, views: Sequence[memoryview], start: int = 0, *, seen: Seen | None = None
+    ) -> None:
+        """Fill the views with consecutive bytes from `start` on, piece by piece for `seen`."""
 
     def whole(self, path: str, size_bytes: int) -> memoryview:
         """Return a whole file, mapped or read into a buffer that the next call uses again."""
@@ -41,6 +56,32 @@ class Plain(Protocol):
 
     def clear(self, folder: str) -> None:
         """Remove a folder that may be absent."""
+
+
+def _write_all(descriptor: int, views: Sequence[memoryview]) -> None:
+    """Write all bytes of some views: Linux takes no more than 2 GiB at once."""
+    while views:
+        views = _behind(views, os.writev(descriptor, views))
+
+
+def _read_all(descriptor: int, views: Sequence[memoryview], start: int) -> int:
+    """Fill some views from `start` (bytes) on, and return where they end."""
+    while views:
+        count = os.preadv(descriptor, views, start)
+        if not count:
+            raise EOFError(f"the file ends at byte {start}")
+        start += count
+        views = _behind(views, count)
+    return start
+
+
+def _behind(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:
+    """Return what of `views` lies behind their first `count` bytes."""
+    for at, view in enumerate(views):
+        if count < view.nbytes:
+            return [view[count:], *views[at + 1 :]] if count else views[at:]
+        count -= view.nbytes
+    return []
 
 
 class PlainDisk:
@@ -59,20 +100,27 @@ class PlainDisk:
         try:
             if len(views) > _IO_VECTORS:
                 for at in range(0, len(views), _IO_VECTORS):
-                    os.writev(descriptor, views[at : at + _IO_VECTORS])
+                    _write_all(descriptor, views[at : at + _IO_VECTORS])
             else:
                 for view in views:
-                    os.write(descriptor, view)
+                    _write_all(descriptor, [view])
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
-    def get(self, path: str, views: Sequence[memoryview], start: int = 0) -> None:
+    def get(
+        self, path: str, views: Sequence[memoryview], start: int = 0, *, seen: Seen | None = None
+    ) -> None:
         """Read into place."""
         descriptor = os.open(self._root / path, os.O_RDONLY)
         try:
+            if seen is not None:
+                for piece in _pieces(views, _PIECE_BYTES):
+                    start = _read_all(descriptor, [piece], start)
+                    seen(piece)
+                return
             for at in range(0, len(views), _IO_VECTORS):
-                start += os.preadv(descriptor, views[at : at + _IO_VECTORS], start)
+                start = _read_all(descriptor, views[at : at + _IO_VECTORS], start)
         finally:
             os.close(descriptor)
 
@@ -152,14 +200,16 @@ class PlainObstore:
             max_concurrency=_AT_ONCE,
         )
 
-    def get(self, path: str, views: Sequence[memoryview], start: int = 0) -> None:
+    def get(
+        self, path: str, views: Sequence[memoryview], start: int = 0, *, seen: Seen | None = None
+    ) -> None:
         """Read ranges and copy them into place."""
         import obstore  # noqa: PLC0415  # an optional package
 
         def fetch(begin: int, length: int) -> memoryview:
             return memoryview(obstore.get_range(self._store, path, start=begin, length=length))
 
-        _in_parallel(fetch, views, start)
+        _in_parallel(fetch, views, start, seen)
 
     def whole(self, path: str, size_bytes: int) -> memoryview:
         """Read a file into the buffer."""
@@ -216,14 +266,16 @@ class PlainFsspec:
         self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         self._fs.pipe_file(target, b"".join(views))
 
-    def get(self, path: str, views: Sequence[memoryview], start: int = 0) -> None:
+    def get(
+        self, path: str, views: Sequence[memoryview], start: int = 0, *, seen: Seen | None = None
+    ) -> None:
         """Read ranges and copy them into place."""
 
         def fetch(begin: int, length: int) -> memoryview:
             target = f"{self._root}/{path}"
             return memoryview(self._fs.cat_file(target, start=begin, end=begin + length))
 
-        _in_parallel(fetch, views, start)
+        _in_parallel(fetch, views, start, seen)
 
     def whole(self, path: str, size_bytes: int) -> memoryview:
         """Read a file into the buffer."""
@@ -245,16 +297,27 @@ class PlainFsspec:
             self._fs.rm(target, recursive=True)
 
 
+def _pieces(views: Sequence[memoryview], most_bytes: int) -> Iterator[memoryview]:
+    for view in views:
+        for at in range(0, len(view), most_bytes):
+            yield view[at : at + most_bytes]
+
+
 def _in_parallel(
-    fetch: Callable[[int, int], memoryview], views: Sequence[memoryview], start: int
+    fetch: Callable[[int, int], memoryview],
+    views: Sequence[memoryview],
+    start: int,
+    seen: Seen | None,
 ) -> None:
     """Fill consecutive views by ranges of at most one part, small views by one range together."""
 
     def fill(pieces: Sequence[memoryview], begin: int) -> None:
         found, at = fetch(begin, sum(map(len, pieces))), 0
-        for piece in pieces:
+        for piece in pieces if seen is None else _pieces(pieces, _CACHED_BYTES):
             piece[:] = found[at : at + len(piece)]
             at += len(piece)
+            if seen is not None:
+                seen(piece)
 
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         running: list[Future[None]] = []

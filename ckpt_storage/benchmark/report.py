@@ -22,6 +22,7 @@ COLUMNS = (
     "min",
     "max",
     "x floor",
+    "x floor+CRC",
     "GB/s",
     "CPU s",
     "extra MiB",
@@ -41,12 +42,14 @@ def rows_of(comparison: Comparison) -> list[list[str]]:
 def _row(comparison: Comparison, name: str, summary: Summary) -> list[str]:
     net_s = comparison.net_s(name)
     is_part = name == comparison.deducted
+    checked = comparison.checked_ratio(name)
     return [
         name,
         f"{summary.median_s:.4f}",
         f"{summary.min_s:.4f}",
         f"{summary.max_s:.4f}",
         "" if is_part else f"{comparison.ratio(name):.2f}",
+        "" if is_part or checked is None else f"{checked:.2f}",
         "" if is_part or net_s <= 0 else f"{comparison.moved_bytes / net_s / 1e9:.2f}",
         f"{summary.cpu_s:.2f}",
         _shown(summary.extra_bytes, _MIB),
@@ -79,9 +82,14 @@ def as_json_body(comparisons: Sequence[Comparison], facts: Mapping[str, Any]) ->
                 "what": comparison.what,
                 "moved_bytes": comparison.moved_bytes,
                 "floor": comparison.floor,
+                "checked_floor": comparison.checked,
                 "deducted": comparison.deducted,
                 "contenders": {
-                    name: {**asdict(summary), "floor_ratio": comparison.ratio(name)}
+                    name: {
+                        **asdict(summary),
+                        "floor_ratio": comparison.ratio(name),
+                        "checked_floor_ratio": comparison.checked_ratio(name),
+                    }
                     for name, summary in comparison.summaries.items()
                 },
             }
@@ -149,6 +157,6 @@ def _times(comparison: Comparison, name: str) -> str:
 
 
 def _colour(name: str, comparison: Comparison) -> str:
-    if name == comparison.floor:
+    if name in {comparison.floor, comparison.checked}:
         return "#9e9e9e"
     return "#1f77b4" if name.startswith("ckpt_storage") else "#d8a24a"

@@ -224,14 +224,14 @@ def _result(report: RankReport) -> WriteResult:
 
 def _loaded(store: Store, world: World, metadata: Metadata) -> tuple[float, float]:
     """Return the seconds of the local load plan, and of finding the bytes, for one rank."""
-    from ckpt_storage.loadplanner import _reads  # noqa: PLC0415  # what the planner does for a sharded tensor
+    from ckpt_storage.loadplanner import _items, _parts  # noqa: PLC0415  # as the planner does it
 
     started = time.perf_counter()
     items: list[ReadItem] = []
     for fqn, box in world.chunks(_RANK):
         chunks = metadata.state_dict_metadata[fqn].chunks  # type: ignore[union-attr]  # no blobs
         own = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-        items += _reads(fqn, chunks, [own])  # type: ignore[arg-type]  # lazy ones
+        items += _items(fqn, _parts(chunks, [own]))  # type: ignore[arg-type]  # lazy ones
     plan_s = time.perf_counter() - started
     options = TransferOptions.for_storage(
         is_remote=False,

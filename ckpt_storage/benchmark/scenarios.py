@@ -11,7 +11,13 @@ from collections.abc import Callable, Mapping
 from .bench import Bench
 from .compare import Comparison
 from .exports import measure_export, measure_save_export
-from .loads import measure_cold_load, measure_load, measure_partial, measure_verify
+from .loads import (
+    measure_cold_load,
+    measure_cold_verify,
+    measure_load,
+    measure_partial,
+    measure_verify,
+)
 from .saves import measure_save, measure_stall
 from .settings import ScenarioName
 from .small import measure_small_load, measure_small_save
@@ -25,6 +31,7 @@ MEASURE: Mapping[ScenarioName, Callable[[Bench], Comparison]] = {
     ),
     "partial": measure_partial,
     "verify": measure_verify,
+    "verify-cold": measure_cold_verify,
     "export": measure_export,
     "save-export": measure_save_export,
     "stall": measure_stall,

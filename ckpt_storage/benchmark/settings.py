@@ -18,6 +18,7 @@ ScenarioName = Literal[
     "reshard",
     "partial",
     "verify",
+    "verify-cold",
     "export",
     "save-export",
     "stall",

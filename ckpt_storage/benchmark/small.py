@@ -5,11 +5,14 @@ Knows our plug-ins and front doors, torch's planner and the peers. Called by `sc
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage.loading import load
 from ckpt_storage.reader import CheckpointStorageReader
@@ -19,11 +22,59 @@ from ckpt_storage.writer import CheckpointStorageWriter
 from .bench import PLANNER, Bench, get_own, put_own
 from .compare import Comparison, Contender
 from .peers import NullReader, NullWriter
-from .workload import check_same, small_state, state_bytes, zeroed
+from .workload import State, check_same, small_state, state_bytes, zeroed
+
+_NOTHING = "torch's planner and exchange"
+"""DCP's calls with a plug-in that moves nothing: the planner, and plans sent as torch does it."""
+
+
+def _save_steps(state: State) -> Callable[[], object]:
+    """Return what runs the steps of torch's planner, with no plan sent anywhere; all ranks."""
+    is_coordinator = dist.get_rank() == 0
+
+    def planned() -> tuple[dcp.DefaultSavePlanner, SavePlan]:
+        planner = dcp.DefaultSavePlanner()
+        planner.set_up_planner(dict(state), is_coordinator=is_coordinator)
+        return planner, planner.create_local_plan()
+
+    plans: list[SavePlan] = [SavePlan([])] * dist.get_world_size()
+    dist.all_gather_object(plans, planned()[1])
+
+    def run() -> None:
+        planner, plan = planned()
+        if is_coordinator:
+            # The same items that this rank would be sent, so that each run plans anew.
+            plan = planner.create_global_plan([plan, *plans[1:]])[0][0]
+        planner.finish_plan(plan)
+
+    return run
+
+
+def _load_steps(state: State, metadata: Metadata) -> Callable[[], object]:
+    """Return what runs the steps of torch's planner, with no plan sent anywhere."""
+
+    def run() -> None:
+        planner = dcp.DefaultLoadPlanner()
+        planner.set_up_planner(dict(state), metadata, dist.get_rank() == 0)
+        (plan,) = planner.create_global_plan([planner.create_local_plan()])
+        planner.finish_plan(plan)
+
+    return run
+
+
+def _with_lists(metadata: Metadata) -> Metadata:
+    """Return metadata as torch's own readers make it, with all chunks in lists."""
+    tensors = {
+        fqn: dataclasses.replace(entry, chunks=list(entry.chunks))
+        if isinstance(entry, TensorStorageMetadata)
+        else entry
+        for fqn, entry in metadata.state_dict_metadata.items()
+    }
+    return dataclasses.replace(metadata, state_dict_metadata=tensors)
 
 
 def measure_small_save(bench: Bench) -> Comparison:
-    """Measure a save of many small tensors; ratios are without torch's planner."""
+    """Measure a save of many small tensors; ratios are without the steps of torch's planner."""
     state = small_state(bench.settings.small_count, filled=True)
 
     def clear() -> None:
@@ -32,7 +83,8 @@ def measure_small_save(bench: Bench) -> Comparison:
     at = bench.root.join("small")
     options = bench.options(bench.settings.engines[0])
     contenders = [
-        Contender(name=PLANNER, run=lambda: dcp.save(dict(state), storage_writer=NullWriter())),
+        Contender(name=PLANNER, run=_save_steps(state)),
+        Contender(name=_NOTHING, run=lambda: dcp.save(dict(state), storage_writer=NullWriter())),
         Contender(
             name=bench.plain.name,
             run=functools.partial(put_own, bench, state, "small"),
@@ -64,7 +116,7 @@ def measure_small_save(bench: Bench) -> Comparison:
 
 
 def measure_small_load(bench: Bench) -> Comparison:
-    """Measure a load of many small tensors; ratios are without torch's planner."""
+    """Measure a load of many small tensors; ratios are without the steps of torch's planner."""
     state = small_state(bench.settings.small_count, filled=True)
     target = small_state(bench.settings.small_count, filled=False)
     at = bench.root.join("small-ours")
@@ -75,7 +127,7 @@ def measure_small_load(bench: Bench) -> Comparison:
     for number, peer in enumerate(peers):
         peer.save(state, bench.root.join(f"small-{number}"))
     dist.barrier()
-    metadata = CheckpointStorageReader(at.target, **options).read_metadata()
+    metadata = _with_lists(CheckpointStorageReader(at.target, **options).read_metadata())
 
     def checked(name: str) -> None:
         check_same(target, state, name)
@@ -86,8 +138,9 @@ def measure_small_load(bench: Bench) -> Comparison:
 
     floor = bench.plain.name.replace("write, fsync", "read into place")
     contenders = [
+        Contender(name=PLANNER, run=_load_steps(target, metadata)),
         Contender(
-            name=PLANNER,
+            name=_NOTHING,
             run=lambda: dcp.load(dict(target), storage_reader=NullReader(metadata)),
         ),
         contender(floor, functools.partial(get_own, bench, target, "small-floor")),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import traceback
@@ -20,6 +21,7 @@ import click
 
 from ckpt_storage import __version__
 from ckpt_storage.errors import CheckpointError, IntegrityError
+from ckpt_storage.markup import shown
 from ckpt_storage.store.redaction import Scrubber
 
 from .exits import BROKEN_PIPE, COULD_NOT_RUN, FOUND, INTERRUPTED, SOUND
@@ -45,6 +47,18 @@ _COMMANDS = {
     "bench": "bench",
 }
 """Each command, in the order of the help, and the module here that defines it."""
+
+_TYPED = {
+    "overwrite=True": "--overwrite",
+    'unsupported="drop"': "--drop-unsupported",
+    "include= and exclude=": "--include and --exclude",
+    "include=": "--include",
+    "exclude=": "--exclude",
+    "unsafe_pickle=True": "--unsafe-pickle",
+    "ckpt_storage.list_checkpoints(root)": "ckpt-storage ls ROOT",
+    "Use ckpt_storage.copy to": "Use ckpt-storage cp to",
+}
+"""What errors tell Python programs to pass, and what it is called here."""
 
 
 class _PipedError(Exception):
@@ -102,6 +116,9 @@ class App(click.Group):
             return code if isinstance(code, int) else SOUND
 
         run = super().main
+        log = logging.getLogger("ckpt_storage")
+        handler = _Warnings(given)
+        log.addHandler(handler)
         try:
             return run_interruptibly(command)
         except InterruptedRunError as error:
@@ -119,6 +136,20 @@ class App(click.Group):
             return BROKEN_PIPE
         except Exception as error:  # noqa: BLE001  # the last border; --debug shows what it was
             return _told(error, given)
+        finally:
+            log.removeHandler(handler)
+
+
+class _Warnings(logging.Handler):
+    """Prints what the library warns of as errors are printed."""
+
+    def __init__(self, given: Sequence[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._given = given
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one warning."""
+        _say(Scrubber(_confided(self._given))(record.getMessage()))
 
 
 def _told(error: Exception, given: Sequence[str]) -> int:
@@ -134,13 +165,21 @@ def _told(error: Exception, given: Sequence[str]) -> int:
         _say(scrub(f"{error.format_message()}{hint}"))
         return COULD_NOT_RUN
     if is_debug:
-        sys.stderr.write(scrub("".join(traceback.format_exception(error))))
+        told = scrub("".join(traceback.format_exception(error)))
+        sys.stderr.write("".join(f"{shown(line)}\n" for line in told.splitlines()))
     if isinstance(error, CheckpointError):
-        _say(scrub(str(error)))
+        _say(scrub(_as_typed(str(error))))
         return FOUND if isinstance(error, IntegrityError) else COULD_NOT_RUN
     hint = "" if is_debug else " Run it again with --debug and report what that prints."
     _say(scrub(f"unexpected {type(error).__name__}: {str(error).rstrip('.')}.{hint}"))
     return COULD_NOT_RUN
+
+
+def _as_typed(message: str) -> str:
+    """Return what an error tells a Python program to do as it is typed here."""
+    for spelling, option in _TYPED.items():
+        message = message.replace(spelling, option)
+    return message
 
 
 def _is_there(module: str) -> bool:
@@ -185,7 +224,8 @@ def _as_texts(value: object) -> object:
 def _say(message: str) -> None:
     """Print one line on standard error."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"{_NAME}: {' '.join(message.split())}\n")
+        # Names in it may come from a checkpoint.
+        sys.stderr.write(f"{_NAME}: {shown(' '.join(message.split()))}\n")
 
 
 def _leave(code: int) -> NoReturn:

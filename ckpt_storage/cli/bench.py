@@ -25,6 +25,7 @@ _SCENARIOS = (
     "reshard",
     "partial",
     "verify",
+    "verify-cold",
     "export",
     "save-export",
     "stall",
@@ -132,7 +133,8 @@ def bench(  # noqa: PLR0913  # one argument an option
         BenchSettings(
             url=SERVED if url is None else url,
             storage_options=storage_options or {},
-            scenarios=scenarios or [name for name in _SCENARIOS if is_local or name != "load-cold"],
+            scenarios=scenarios
+            or [name for name in _SCENARIOS if is_local or not name.endswith("-cold")],
             rank_count=rank_count,
             gib=gib,
             small_count=small_count,

@@ -5,9 +5,10 @@ Called by `app`.
 
 from __future__ import annotations
 
-import io
-import math
+import contextlib
+import itertools
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pprint import pformat
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,12 +18,13 @@ import click
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.tensorfile import DTYPES
 
-from . import output
+from . import elements, output
 from .exits import SOUND
 from .options import common, fqn_argument, json_option, parse_slice, storage_options, url_argument
 from .values import is_tensor, tensor_of, value_of
 
 if TYPE_CHECKING:
+    from ckpt_storage.checkpoint import Checkpoint
     from ckpt_storage.lazytensor import LazyTensor
 
 __all__ = ["cat"]
@@ -67,11 +69,13 @@ def cat(
 ) -> int:
     """Print the tensor FQN of the checkpoint at URL, or a part of it; or an object.
 
-    Reads only the blocks that hold what is asked for, and checks them. Objects are loaded with
-    torch's weights_only rules.
+    Reads only the blocks that hold what is asked for, and checks them; as text, what is left out by
+    "..." is not asked for. Objects are loaded with torch's weights_only rules.
     """
     from ckpt_storage.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
 
+    if as_json and form != "text":
+        raise click.UsageError(f"--json and --form {form} are two forms: give one of them.")
     wanted = parse_slice(index) if index is not None else (...,)
     with open_checkpoint(url, storage_options=storage_options, timeout=timeout) as checkpoint:
         if not is_tensor(checkpoint, fqn):
@@ -85,9 +89,9 @@ def cat(
         tensor = tensor_of(checkpoint, fqn)
         try:
             if form == "raw":
-                _put(file, _raw(tensor, wanted))
+                _put(file, elements.pieces(tensor, wanted, _piece_bytes(checkpoint)))
             elif form == "npy":
-                _put(file, _npy(tensor, wanted))
+                _put(file, _npy(tensor, wanted, _piece_bytes(checkpoint)))
             else:
                 _print(tensor, wanted, file, as_json=as_json)
         except IndexError as error:
@@ -98,29 +102,25 @@ def cat(
     return SOUND
 
 
-def _array(tensor: LazyTensor, wanted: tuple[Any, ...]) -> Any:  # noqa: ANN401  # numpy's or torch's
-    """Return elements as an array; as a tensor of torch for types that numpy lacks."""
-    try:
-        return tensor.numpy(wanted)
-    except CheckpointError as error:
-        if type(error) is not CheckpointError:
-            raise
-        return tensor.torch(wanted)
+def _piece_bytes(checkpoint: Checkpoint) -> int:
+    return checkpoint._holdings.piece_bytes  # noqa: SLF001  # of this package
 
 
 def _print(tensor: LazyTensor, wanted: tuple[Any, ...], file: str | None, *, as_json: bool) -> None:
-    found = _array(tensor, wanted)
-    shape = tuple(found.shape)
+    shape = elements.shape_of(tensor, wanted)
     if not as_json:
-        _put(file, f"{found}\n".encode())
-        click.echo(f"{tensor.fqn}  {tensor.dtype}  {list(shape)}", err=True)
+        _put(file, [f"{elements.abbreviated(tensor, wanted)}\n".encode()])
+        click.echo(f"{output.safe(tensor.fqn)}  {tensor.dtype}  {list(shape)}", err=True)
         return
-    if math.prod(shape) > _MOST_JSON_ELEMENTS:
+    count = elements.count_of(tensor, wanted)
+    if count > _MOST_JSON_ELEMENTS:
         raise InvalidInputError(
-            f"{math.prod(shape)} elements are too many for JSON.",
+            f"{count} elements are too many for JSON.",
             next_step="Narrow it with --slice, or use --form npy.",
         )
-    output.emit("cat", fqn=tensor.fqn, dtype=tensor.dtype, shape=shape, values=_numbers(found))
+    values = _numbers(elements.elements(tensor, wanted))
+    answer = output.document("cat", fqn=tensor.fqn, dtype=tensor.dtype, shape=shape, values=values)
+    _put(file, [answer.encode(errors="backslashreplace")])
 
 
 def _numbers(found: Any) -> Any:  # noqa: ANN401  # numpy's or torch's
@@ -135,48 +135,57 @@ def _pairs(values: Any) -> Any:  # noqa: ANN401  # nested lists
     return [values.real, values.imag] if isinstance(values, complex) else values
 
 
-def _raw(tensor: LazyTensor, wanted: tuple[Any, ...]) -> bytes:
-    data: bytes
-    if DTYPES[tensor.dtype].numpy is not None:
-        data = tensor.numpy(wanted).tobytes()
-        return data
-    import torch  # noqa: PLC0415  # numpy has no such type
-
-    flat = tensor.torch(wanted).contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes()
-    return data
-
-
-def _npy(tensor: LazyTensor, wanted: tuple[Any, ...]) -> bytes:
-    import numpy as np  # noqa: PLC0415  # only what is read needs it
-
+def _npy(tensor: LazyTensor, wanted: tuple[Any, ...], most_bytes: int) -> Iterable[bytes]:
     if DTYPES[tensor.dtype].numpy is None:
         raise InvalidInputError(
             f"A file of numpy has no {tensor.dtype}.", next_step="Use --form raw."
         )
-    buffer = io.BytesIO()
-    np.save(buffer, tensor.numpy(wanted), allow_pickle=False)
-    return buffer.getvalue()
+    head = elements.npy_head(tensor, wanted)
+    return itertools.chain([head], elements.pieces(tensor, wanted, most_bytes))
 
 
-def _put(file: str | None, data: bytes) -> None:
-    if file is not None:
-        Path(file).write_bytes(data)
+def _put(file: str | None, parts: Iterable[bytes]) -> None:
+    """Write bytes to a file, or to standard output."""
+    if file is None:
+        sys.stdout.flush()
+        for part in parts:
+            sys.stdout.buffer.write(part)
+        sys.stdout.buffer.flush()
         return
-    sys.stdout.flush()
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
+    # What cannot be read at all leaves a file that is there as it is.
+    waiting = iter(parts)
+    first = list(itertools.islice(waiting, 2))
+    path = Path(file)
+    with _writing(path), path.open("wb") as stream:
+        try:
+            stream.writelines(itertools.chain(first, waiting))
+        except BaseException:
+            # Half a file looks like a whole one of fewer elements.
+            with contextlib.suppress(OSError):
+                stream.truncate(0)
+            raise
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Say in one line why a file cannot be written."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise InvalidInputError(
+            f"{path} cannot be written: {error.strerror or error}.",
+            next_step="Give a file in a folder that is there, on a disk with room for it.",
+        ) from error
 
 
 def _print_object(file: str | None, value: object, *, as_json: bool, fqn: str) -> None:
     if as_json:
-        output.emit("cat", fqn=fqn, dtype=None, shape=None, values=_as_data(value))
-        return
-    text = f"{pformat(value, width=100, compact=True)}\n"
-    if file is None:
-        sys.stdout.write(text)
+        text = output.document("cat", fqn=fqn, dtype=None, shape=None, values=_as_data(value))
     else:
-        Path(file).write_text(text, encoding="utf-8")
+        text = f"{pformat(value, width=100, compact=True)}\n"
+    _put(file, [text.encode(errors="backslashreplace")])
 
 
 def _as_data(value: object) -> object:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from ckpt_storage.errors import PhaseTimeoutError
 from ckpt_storage.options import DEFAULT_MEMORY_LIMIT_BYTES
 
 from . import output
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from ckpt_storage.consolidation.report import ConsolidationReport
 
 __all__ = ["consolidate"]
+
+_MEETING_S = 300.0
+"""How long ranks wait for one another to start, unless `--timeout` says."""
 
 
 @click.command(short_help="Export to Hugging Face safetensors.")
@@ -69,7 +74,7 @@ def consolidate(  # one parameter for each option
     """
     from ckpt_storage.consolidating import consolidate as run  # noqa: PLC0415  # called
 
-    with _ranks() as rank:
+    with _ranks(_MEETING_S if timeout is None else timeout) as rank:
         report = run(
             url,
             out,
@@ -95,19 +100,42 @@ def consolidate(  # one parameter for each option
 
 
 @contextmanager
-def _ranks() -> Iterator[int]:
+def _ranks(timeout_s: float) -> Iterator[int]:
     """Join the ranks that torchrun started, if it did; give this one's number."""
-    if int(os.environ.get("WORLD_SIZE", "1")) <= 1 or "MASTER_ADDR" not in os.environ:
+    count = _world_size()
+    if count <= 1:
         yield 0
         return
     import torch.distributed as dist  # noqa: PLC0415  # alone, no torch is needed
 
-    # Only its store is used; no collective runs.
-    dist.init_process_group("gloo")
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        # Perhaps a shell inside a job, whose variables were meant for others.
+        click.echo(f"Waiting for {count} ranks, as WORLD_SIZE and RANK are set.", err=True)
+    try:
+        # Only its store is used; no collective runs.
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise PhaseTimeoutError(
+            f"The {count} ranks that WORLD_SIZE tells of did not meet within {timeout_s:g} s: "
+            f"{' '.join(str(error).split())[:200]}.",
+            phase="plan",
+            next_step="Start all of them, by torchrun; or unset WORLD_SIZE, and this process does "
+            "the work alone.",
+        ) from error
     try:
         yield dist.get_rank()
     finally:
         dist.destroy_process_group()
+
+
+def _world_size() -> int:
+    """Return how many ranks a launcher told this process to be one of; 1 if none did."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        return 1
+    text = os.environ["WORLD_SIZE"]
+    if not text.isascii() or not text.isdigit():
+        raise click.UsageError(f"WORLD_SIZE is {text!r:.80}, which is no number: unset it.")
+    return int(text)
 
 
 def _renames(pairs: tuple[str, ...]) -> dict[str, str] | None:

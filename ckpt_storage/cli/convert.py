@@ -103,6 +103,7 @@ def convert(  # one parameter for each option
             url=report.url,
             format=report.format,
             save_id=report.save_id,
+            kept_count=report.kept_count,
             tensor_count=report.tensor_count,
             object_count=report.blob_count,
             tensor_bytes=report.total_bytes,
@@ -116,6 +117,8 @@ def convert(  # one parameter for each option
         f"and {report.blob_count} objects, {output.size(report.total_bytes)} in "
         f"{report.seconds:.1f} s."
     )
+    if report.kept_count:
+        output.line(f"{report.kept_count} files of an earlier call were sound, and kept.")
     if report.dropped:
         output.line(f"Left out, because {report.format} cannot hold them:")
         for fqn in report.dropped:

@@ -5,7 +5,6 @@ Called by `app`.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,6 +12,7 @@ import click
 from . import output
 from .exits import SOUND
 from .options import common, json_option, storage_options, url_argument
+from .roots import check_root
 
 __all__ = ["ls"]
 
@@ -34,7 +34,7 @@ def ls(
 
     infos = list_checkpoints(root, storage_options=storage_options, timeout=timeout)
     if not infos:
-        _check_there(root, storage_options, timeout)
+        check_root(root, storage_options, timeout)
     if as_json:
         output.emit(
             "ls",
@@ -68,30 +68,3 @@ def ls(
             row.append(", ".join(f"{name} {value:g}" for name, value in info.metrics.items()))
     output.table(head, rows, right="step")
     return SOUND
-
-
-def _check_there(root: str, options: dict[str, Any] | None, timeout: float | None) -> None:
-    """Raise `CheckpointNotFoundError` if the root does not exist."""
-    from ckpt_storage.errors import CheckpointNotFoundError, StorageError  # noqa: PLC0415  # called
-    from ckpt_storage.options import Timeouts  # noqa: PLC0415  # as above
-    from ckpt_storage.store import Location, open_store  # noqa: PLC0415  # as above
-
-    location = Location.of(root, options)
-    if location.is_local:
-        is_there = Path(location.target).is_dir()
-    else:
-        try:
-            # An object storage has no empty folders.
-            store = open_store(location, timeouts=Timeouts.of(timeout))
-            is_there = bool(store.list("", recursive=False))
-        except StorageError as error:
-            if error.kind != "not-found":
-                raise
-            is_there = False
-    if not is_there:
-        raise CheckpointNotFoundError(
-            f"{location.url} does not exist.",
-            path=location.url,
-            phase="load",
-            next_step="Check the path, the bucket and the storage options.",
-        )

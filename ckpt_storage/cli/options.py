@@ -29,10 +29,12 @@ __all__ = [
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _TEXT_KEYS = re.compile(
-    r"account|auth|conn|cred|key|name|pass|pin|project|pwd|sas|secret|sig|token|user",
-    re.IGNORECASE,
+    r".*(account|credentials?|key|name|passphrase|passwd|password|secret|token)"
+    r"|auth|creds?|id|pass|pin|project|pwd|sas|sig|signature|str|string|user"
 )
-"""Options whose values are text, whatever they look like."""
+"""Last words of options whose values are text, whatever they look like."""
+
+_KEY_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
@@ -233,7 +235,8 @@ def _value(key: str, text: str) -> object:
         except ValueError:
             return text
         return found
-    if _TEXT_KEYS.search(key):
+    words = _KEY_WORD.findall(key)
+    if words and _TEXT_KEYS.fullmatch(words[-1].lower()):
         return text
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]

@@ -16,7 +16,17 @@ import click
 
 from ckpt_storage.markup import human_bytes, shown
 
-__all__ = ["emit", "facts", "line", "notice", "shows_progress", "size", "table"]
+__all__ = [
+    "document",
+    "emit",
+    "facts",
+    "line",
+    "notice",
+    "safe",
+    "shows_progress",
+    "size",
+    "table",
+]
 
 _WIDEST = 10_000
 """Columns where the output goes to a file or a pipe: nothing is cut there."""
@@ -35,8 +45,18 @@ def notice(text: str) -> None:
 
 def emit(kind: str, /, **values: object) -> None:
     """Print one JSON object; `schema` names its keys and their version."""
+    click.echo(document(kind, **values), nl=False)
+
+
+def document(kind: str, /, **values: object) -> str:
+    """Return what `emit` prints."""
     body = {"schema": f"ckpt_storage.cli.{kind}/1", **values}
-    click.echo(json.dumps(_plain(body), ensure_ascii=False, allow_nan=False, indent=2))
+    return f"{json.dumps(_plain(body), ensure_ascii=False, allow_nan=False, indent=2)}\n"
+
+
+def safe(text: str) -> str:
+    """Return text that may come from a checkpoint as it may stand on a terminal."""
+    return shown(text)
 
 
 def _plain(value: object) -> Any:  # noqa: ANN401  # what JSON has

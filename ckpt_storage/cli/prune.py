@@ -12,6 +12,7 @@ import click
 from . import output
 from .exits import FOUND, SOUND
 from .options import common, duration_s, json_option, storage_options, url_argument
+from .roots import check_root
 
 if TYPE_CHECKING:
     from ckpt_storage.pruning import PruneReport
@@ -80,7 +81,11 @@ def prune(  # one parameter for each option
         min_age=_age(min_age, "--min-age"),
         storage_options=storage_options,
         timeout=timeout,
+        on_step=lambda name, number, count: output.notice(f"Deleting {name} ({number} of {count})"),
     )
+    plan = report.plan
+    if not (plan.deleted or plan.leftovers or any(one.step is not None for one in plan.kept)):
+        check_root(root, storage_options, timeout)
     if as_json:
         output.emit("prune", **_as_data(report))
     else:
@@ -121,11 +126,13 @@ def _policies(
 def _best(text: str) -> tuple[str, Literal["min", "max"], int]:
     metric, _, rest = text.partition(":")
     mode, _, count = rest.partition(":")
-    if not metric or mode not in {"min", "max"} or not (count or "1").isdigit():
+    count = count or "1"
+    is_count = count.isascii() and count.isdigit() and int(count) > 0
+    if not metric or mode not in {"min", "max"} or not is_count:
         raise click.BadParameter(
             f"{text!r}: write METRIC:min, METRIC:max or METRIC:min:3.", param_hint="--keep-best"
         )
-    return metric, "max" if mode == "max" else "min", int(count or 1)
+    return metric, "max" if mode == "max" else "min", int(count)
 
 
 def _as_data(report: PruneReport) -> dict[str, object]:

@@ -24,12 +24,10 @@ def entries_of(checkpoint: Checkpoint) -> list[Entry]:
 
 def is_tensor(checkpoint: Checkpoint, fqn: str) -> bool:
     """Return whether `fqn` is a tensor. Raises `InvalidInputError` if there is no such value."""
-    for entry in entries_of(checkpoint):
-        if entry.fqn == fqn:
-            return entry.dtype is not None
-    # Indexing says which names are near.
-    value_of(checkpoint, fqn)
-    return False  # pragma: no cover  # it raised
+    if fqn not in checkpoint:
+        # Indexing says which names are near.
+        value_of(checkpoint, fqn)
+    return checkpoint._holdings.is_tensor(fqn)  # noqa: SLF001  # indexing would read an object
 
 
 def value_of(checkpoint: Checkpoint, fqn: str) -> Any:  # noqa: ANN401  # whatever was saved

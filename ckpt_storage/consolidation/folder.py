@@ -39,6 +39,7 @@ from .records import (
     Holder,
     IndexTag,
     Names,
+    Series,
     WeightFileRecord,
     export_path,
     is_probe,
@@ -86,11 +87,29 @@ class ExportFolder:
         store = self._store
         self._index = read_if_there(store, INDEX_NAME)
         names = self._names() or self._claimed()
+        suffix = "" if names.fingerprint == self._fingerprint else suffix_of(self._fingerprint)
+        earlier = self._earlier()
         store.prepare([DOCUMENTS, records_folder(self._fingerprint)])
-        holder = Holder(run_id=self._run_id, fingerprint=self._fingerprint, stamp=stamp())
-        store.replace(HOLDER_PATH, holder.encode())
-        self._clear_uploads()
-        return "" if names.fingerprint == self._fingerprint else suffix_of(self._fingerprint)
+        holder = Holder(
+            run_id=self._run_id,
+            fingerprint=self._fingerprint,
+            series=(Series(len(self._plan.files), suffix),),
+            stamp=stamp(),
+        )
+        store.replace(HOLDER_PATH, holder.after(earlier).encode())
+        if earlier is not None:
+            count = store.abort_uploads("", only=earlier.wrote)
+            if count:
+                log.info("%s: %d uploads that were left open are gone", store.url, count)
+        return suffix
+
+    def _earlier(self) -> Holder | None:
+        """Return the holder that lies there; None for a damaged one: what it wrote is not known."""
+        try:
+            return self._holder()
+        except (IntegrityError, FormatError) as error:
+            log.warning("%s: who worked there is not known: %s", self._store.url, error)
+            return None
 
     def _names(self) -> Names | None:
         """Return what lies there; a damaged one gives the names to nobody."""
@@ -137,22 +156,6 @@ class ExportFolder:
             path=NAMES_PATH,
             next_step="Check the storage and consolidate again.",
         )
-
-    def _clear_uploads(self) -> None:
-        """Abort what an earlier consolidation left open, if nobody else can be meant."""
-        store = self._store
-        others = [entry.path for entry in _listed(store, "") if entry.path.endswith("/")]
-        others = [path for path in others if path != f"{DOCUMENTS}/"]
-        if others:
-            log.info(
-                "%s holds other folders (%s): uploads that may be left over are not looked for",
-                store.url,
-                others[0],
-            )
-            return
-        count = store.abort_uploads("")
-        if count:
-            log.info("%s: %d uploads that were left open are gone", store.url, count)
 
     def complete_files(self, plan: ExportPlan) -> dict[int, FileRef]:
         """Return what an earlier run completed of `plan`: position of the file to its record.

@@ -54,8 +54,9 @@ def _remove(store: Store, folder: str) -> list[str]:
         return [f"{folder}/{path}" for path in paths]
     run_id = layout.new_write_id()
     holder = Holder(run_id=run_id, fingerprint=_NOTHING, stamp=stamp())
+    holder = holder.after(_holder(store, folder))
     store.replace(f"{folder}/{HOLDER_PATH}", holder.encode())
-    _clear_uploads(store, folder)
+    uploads = _clear_uploads(store, folder, holder)
     paths = _below(store, folder)
     documents = [path for path in paths if path.startswith(f"{DOCUMENTS}/")]
     weights = sorted(path for path in paths if is_weight_file(path))
@@ -76,30 +77,29 @@ def _remove(store: Store, folder: str) -> list[str]:
             store.delete([f"{folder}/{path}" for path in step])
     gone = {INDEX_NAME, *weights, *documents, HOLDER_PATH}
     left = [f"{folder}/{path}" for path in paths if path not in gone]
-    if not left and not _below(store, folder):
-        store.delete_folder(folder)  # where folders are more than a prefix
+    # Where folders are more than a prefix.
+    for empty in (folder, f"{folder}/{DOCUMENTS}"):
+        is_used = any(path.startswith(f"{empty}/") for path in (*left, *uploads))
+        if not is_used and not _below(store, empty):
+            store.delete_folder(empty)
+            break
     return left
 
 
-def _clear_uploads(store: Store, folder: str) -> None:
-    """Abort uploads that a dead consolidation left open, if nobody else's can be meant.
+def _clear_uploads(store: Store, folder: str, holder: Holder) -> set[str]:
+    """Abort the uploads that dead consolidations left open; return the paths of those of others."""
+    others: set[str] = set()
 
-    A storage aborts by folder: where others keep anything in this one, theirs would go as well.
-    """
-    others = [path for path in _below(store, folder) if not _is_ours(path)]
+    def is_ours(path: str) -> bool:
+        is_known = holder.wrote(path.removeprefix(f"{folder}/"))
+        if not is_known:
+            others.add(path)
+        return is_known
+
+    store.abort_uploads(folder, only=is_ours)
     if others:
-        log.info(
-            "%s: %s holds files of others (%s): uploads that may be left over are not looked for",
-            store.url,
-            folder,
-            others[0],
-        )
-        return
-    store.abort_uploads(folder)
-
-
-def _is_ours(path: str) -> bool:
-    return path == INDEX_NAME or path.startswith(f"{DOCUMENTS}/") or is_weight_file(path)
+        log.info("%s: others are writing, or once did, %s; it stays", store.url, min(others))
+    return others
 
 
 def _below(store: Store, folder: str) -> list[str]:
@@ -113,11 +113,16 @@ def _below(store: Store, folder: str) -> list[str]:
 
 
 def _is_held(store: Store, folder: str, run_id: str) -> bool:
+    holder = _holder(store, folder)
+    return holder is not None and holder.run_id == run_id
+
+
+def _holder(store: Store, folder: str) -> Holder | None:
     try:
         found = read_if_there(store, f"{folder}/{HOLDER_PATH}")
-        return found is not None and Holder.decode(found.data).run_id == run_id
+        return None if found is None else Holder.decode(found.data)
     except StorageError:
         raise
     except CheckpointError as error:
         log.warning("%s: who works in %s is not known: %s", store.url, folder, error)
-        return False
+        return None

@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ckpt_storage import layout
 from ckpt_storage.agreement import spell_ranks
 from ckpt_storage.documents import FileRef
 from ckpt_storage.errors import CheckpointNotFoundError, RankMismatchError, StorageError
+from ckpt_storage.filemarks import FileMarks, open_marked
 from ckpt_storage.opening import open_source
 from ckpt_storage.options import (
     Phase,
@@ -106,6 +108,7 @@ class _Run:
         self._options = transfer_options(job, source_store, target)
         self._start_s = time.monotonic()
         self._candidates: tuple[tuple[str, ...], ...] = ()
+        self._marks: FileMarks | None = None
         self._folder: ExportFolder | None = None
         self._begin("plan")
 
@@ -193,21 +196,34 @@ class _Run:
     def _open_first(self) -> tuple[_Opening, Source]:
         """Open the source for all; see what there is to look for."""
         slot = self._job.slot
-        if slot is None:
-            source = open_source(self._source_store, deadline=self._deadline, options=self._options)
-        else:
-            source = self._open_commit(slot)
+        source = self._open_any() if slot is None else self._open_commit(slot)
         record, slot, source_id = None, 0, None
         if isinstance(source, CommittedSource):
             record, slot = source.record.encode(), source.record.slot
         else:
             source_id = self._source_id(source)
+            if self._marks is not None:
+                # Else the id would be of another save than the metadata, and later calls would
+                # take what is made by these for made of that.
+                self._marks.check(self._source_store)
         if self._ranks.world_size > 1:
             self._target.prepare([DOCUMENTS])
         marks = place_marks(
             source, self._source_store, self._target, world_size=self._ranks.world_size
         )
         return _Opening(record=record, slot=slot, source_id=source_id, marks=marks), source
+
+    def _open_any(self) -> Source:
+        """Open what lies there; remember how another writer's files look before they are read."""
+        source, marks = open_marked(
+            self._source_store, deadline=self._deadline, options=self._options
+        )
+        if marks is not None:
+            # The export may lie below the source, and be another one by now.
+            own = {*source_files(source), layout.STOCK_METADATA, INDEX_NAME}
+            of = {path: mark for path, mark in marks.of.items() if path in own}
+            self._marks = replace(marks, of=of)
+        return source
 
     def _open_commit(self, slot: int) -> Source:
         """Open the commit in a slot, be it the head or not any more."""
@@ -328,6 +344,9 @@ class _Run:
             ]
             for one in results:
                 complete |= one.completed
+            if self._marks is not None:
+                # The coordinator's are older than what any rank has read, and the index comes last.
+                self._marks.check(self._source_store)
             if keepers(plan):
                 complete |= self._complete(work, plan, results)
         return results, complete

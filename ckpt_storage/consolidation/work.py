@@ -16,7 +16,7 @@ from ckpt_storage import integrity
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.documents import FileRef
 from ckpt_storage.errors import CheckpointError, StorageError
-from ckpt_storage.store.base import PartReceipt, SharedUpload, Store, Upload
+from ckpt_storage.store.base import PartReceipt, SharedUpload, Stoppable, Store, Upload
 from ckpt_storage.workers import Workers
 
 from .executors import Portion, RegionWriter
@@ -111,7 +111,11 @@ class RankWork:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for upload in [*self._open, *self._kept.values()]:
+        left = [*self._open, *self._kept.values()]
+        for upload in left:
+            if isinstance(upload, Stoppable):
+                upload.stop()
+        for upload in left:
             # The error that is on its way says more.
             with contextlib.suppress(CheckpointError):
                 upload.abort()

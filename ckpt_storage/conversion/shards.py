@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,9 +34,10 @@ from ckpt_storage.stockwrite import STOCK_VERSION
 from ckpt_storage.store.base import Store
 from ckpt_storage.tensorfile import DTYPES, PAYLOAD_ALIGN_BYTES, tensor_envelope
 
+from .stream import Item
 from .values import Values
 
-__all__ = ["ShardTarget", "metadata_of", "planned_files", "stock_pickle"]
+__all__ = ["ShardTarget", "bytes_of", "metadata_of", "planned_files", "stock_pickle"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +57,18 @@ class ShardTarget:
 
         On any error the file that was being written is discarded; those before it stay.
         """
+        return self._written(values, enumerate(planned_files(values, self.max_file_bytes)))
+
+    def write_file(self, values: Values, number: int, items: list[Item]) -> RankManifest:
+        """Write file `number` alone, with these values; as `write`."""
+        return self._written(values, [(number, items)])
+
+    def _written(self, values: Values, groups: Iterable[tuple[int, list[Item]]]) -> RankManifest:
         fqns: dict[str, int] = {}
         dtypes: dict[str, int] = {}
         files: list[ShardFile] = []
-        for number, group in enumerate(planned_files(values, self.max_file_bytes)):
-            one = _OneFile(self, values, fqns, dtypes, number, _bytes_of(values, group))
+        for number, group in groups:
+            one = _OneFile(self, values, fqns, dtypes, number, bytes_of(values, group))
             files.append(one.write(group))
         return RankManifest(
             save_id=self.save_id,
@@ -75,16 +83,13 @@ class ShardTarget:
         )
 
 
-Item = tuple[str, Box | None]
-
-
 def planned_files(values: Values, max_file_bytes: int) -> list[list[Item]]:
     """Return which items go into which file: in order, a new file when one is full."""
     groups: list[list[Item]] = [[]]
     size = 0
     items: list[Item] = [(fqn, box) for fqn in values.tensors for box in values.boxes_of(fqn)]
     for item in [*items, *((fqn, None) for fqn in sorted(values.blobs))]:
-        item_bytes = _bytes_of(values, [item])
+        item_bytes = bytes_of(values, [item])
         if groups[-1] and size + item_bytes > max_file_bytes:
             groups.append([])
             size = 0
@@ -93,7 +98,8 @@ def planned_files(values: Values, max_file_bytes: int) -> list[list[Item]]:
     return [group for group in groups if group]
 
 
-def _bytes_of(values: Values, items: list[Item]) -> int:
+def bytes_of(values: Values, items: list[Item]) -> int:
+    """Return how many bytes the elements of these items have."""
     return sum(
         box.volume * DTYPES[values.tensors[fqn].dtype].item_bytes
         for fqn, box in items
@@ -129,6 +135,7 @@ class _OneFile:
 
     def write(self, items: list[Item]) -> ShardFile:
         try:
+            self._values.expect(items)
             for fqn, box in items:
                 self._item(fqn, box)
                 self._deadline.check(f"Writing {self._file.path}")
@@ -189,13 +196,14 @@ def metadata_of(values: Values) -> Metadata:
     )
 
 
-def stock_pickle(values: Values, written: RankManifest, url: str) -> bytes:
-    """Return the `.metadata` of stock torch for what was written."""
+def stock_pickle(values: Values, files: Sequence[RankManifest], url: str) -> bytes:
+    """Return the `.metadata` of stock torch for what was written, one manifest a file."""
     metadata = metadata_of(values)
     metadata.storage_data = {
         MetadataIndex(
             written.fqns[fqn], None if offsets is None else torch.Size(offsets)
         ): _StorageInfo(file.path, start, length)
+        for written in files
         for file in written.files
         for fqn, offsets, start, length in zip(
             file.items.fqn,

@@ -8,6 +8,7 @@ read. Called by `converting`.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -24,8 +25,15 @@ from ckpt_storage.regions import Box, WindowCopy, interval_boxes
 from ckpt_storage.source import Place, TensorInfo, concerns
 from ckpt_storage.store.base import Store
 from ckpt_storage.tensorfile import DTYPES
+from ckpt_storage.tensorlayout import GridBoxes
 
-__all__ = ["Readable", "TensorStream"]
+__all__ = ["Item", "Readable", "TensorStream"]
+
+Item = tuple[str, Box | None]
+"""A box of a tensor, or, without one, a value that is none."""
+
+_MOST_TOGETHER = 1024
+"""Items of one batch, however small: each takes some memory besides its bytes."""
 
 # numpy has no 16-byte integer; a copy of complex numbers keeps their bits.
 _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
@@ -69,6 +77,17 @@ class TensorStream:
         self._options = options
         self._deadline = deadline
         self._window_bytes = window_bytes
+        self._coming: deque[Item] = deque()
+        self._held: dict[Item, memoryview] = {}
+        self._own: dict[str, frozenset[Box]] = {}
+
+    def expect(self, items: Iterable[Item]) -> None:
+        """Say what will be asked for next, in this order, so that small items are read together.
+
+        One that is asked for out of turn is read by itself. At most a window is read ahead.
+        """
+        self._coming = deque(items)
+        self._held = {}
 
     def whole(self, fqn: str) -> Iterator[memoryview]:
         """Yield the bytes of a tensor in C order; each window is the taker's to keep.
@@ -81,12 +100,15 @@ class TensorStream:
 
     def box(self, fqn: str, box: Box) -> Iterator[memoryview]:
         """Yield the bytes of a box of a tensor in C order, as `whole` does."""
+        ahead = self._read_ahead((fqn, box))
+        if ahead is not None:
+            if len(ahead):
+                yield ahead
+            return
         info = self._source.tensors[fqn]
         item_bytes = DTYPES[info.dtype].item_bytes
-        chunks = [chunk for chunk in info.boxes if chunk.intersect(box) is not None]
-        keys = [(fqn, chunk.offsets) for chunk in chunks if not chunk.is_empty]
-        self._source.require(keys)
-        if [place for place in self._places(keys) if place.container != "raw"]:
+        chunks = self._chunks(info, box)
+        if not self._are_plain(fqn, chunks):
             yield self._by_torch(info, box)
             return
         step = max(1, self._window_bytes // item_bytes)
@@ -96,35 +118,110 @@ class TensorStream:
 
     def blob(self, fqn: str) -> memoryview:
         """Return the bytes of a value that is no tensor, as the saver pickled it."""
+        ahead = self._read_ahead((fqn, None))
+        if ahead is not None:
+            return ahead
         self._source.require([(fqn, None)])
         place = self._source.place(fqn, None)
         buffer = bytearray(place.size_bytes)
         self._run([bytes_request(place, buffer)])
         return memoryview(buffer)
 
-    def _places(self, keys: Sequence[tuple[str, tuple[int, ...]]]) -> list[Place]:
-        return [self._source.place(*key) for key in keys]
+    def _read_ahead(self, item: Item) -> memoryview | None:
+        """Return an item that is read together with those that come after it, None if it is not.
+
+        Many small chunks would take a round trip each.
+        """
+        found = self._held.pop(item, None)
+        coming = self._coming
+        if found is not None or not coming or coming[0] != item:
+            return found
+        held: dict[Item, memoryview] = {}
+        requests: list[Request] = []
+        left = self._window_bytes
+        while coming and len(held) < _MOST_TOGETHER:
+            size = self._plain_bytes(coming[0])
+            if size is None or size > left:
+                break
+            left -= size
+            data = bytearray(size)
+            fqn, box = one = coming.popleft()
+            held[one] = memoryview(data)
+            if box is None:
+                requests.append(bytes_request(self._source.place(fqn, None), data))
+            elif size:
+                info = self._source.tensors[fqn]
+                chunks = self._chunks(info, box)
+                requests += self._requests(info, box, chunks, (0, box.volume), held[one])
+        if not held:
+            coming.popleft()
+            return None
+        self._run(requests)
+        self._held = held
+        return held.pop(item)
+
+    def _plain_bytes(self, item: Item) -> int | None:
+        """Return how many bytes an item has; None if torch has to read it, or it is too large."""
+        fqn, box = item
+        if box is None:
+            self._source.require([(fqn, None)])
+            return self._source.place(fqn, None).size_bytes
+        info = self._source.tensors[fqn]
+        size = box.volume * DTYPES[info.dtype].item_bytes
+        if not size:
+            return 0
+        if size > self._window_bytes or not self._are_plain(fqn, self._chunks(info, box)):
+            return None
+        return size
+
+    def _chunks(self, info: TensorInfo, box: Box) -> list[Box]:
+        """Return the chunks that hold elements of a box: where it is one of them, that one."""
+        if isinstance(info.boxes, GridBoxes):
+            is_own = info.chunk_at(box.offsets) == box
+        else:
+            # Looking through all chunks for each of them would take their square.
+            if info.fqn not in self._own:
+                self._own[info.fqn] = frozenset(info.boxes)
+            is_own = box in self._own[info.fqn]
+        return [box] if is_own else [info.boxes[at] for at in info.overlapping(box)]
+
+    def _are_plain(self, fqn: str, chunks: Sequence[Box]) -> bool:
+        """Return whether chunks lie in their files as plain bytes; fetches what tells it."""
+        keys = [(fqn, chunk.offsets) for chunk in chunks if not chunk.is_empty]
+        self._source.require(keys)
+        return all(self._source.place(*key).container == "raw" for key in keys)
 
     def _window(
         self, info: TensorInfo, box: Box, chunks: Sequence[Box], start: int, stop: int
     ) -> memoryview:
         """Return elements [start, stop) of a box, counted in C order."""
+        data = memoryview(bytearray((stop - start) * DTYPES[info.dtype].item_bytes))
+        self._run(self._requests(info, box, chunks, (start, stop), data))
+        return data
+
+    def _requests(
+        self,
+        info: TensorInfo,
+        box: Box,
+        chunks: Sequence[Box],
+        interval: tuple[int, int],
+        data: memoryview,
+    ) -> list[Request]:
+        """Return what reads an interval of the elements of a box, in C order, into `data`."""
         item_bytes = DTYPES[info.dtype].item_bytes
-        data = bytearray((stop - start) * item_bytes)
         requests: list[Request] = []
         at = 0
-        for part in interval_boxes(box.sizes, start, stop):
+        for part in interval_boxes(box.sizes, *interval):
             inner = Box(
                 tuple(a + b for a, b in zip(part.offsets, box.offsets, strict=True)), part.sizes
             )
-            view = memoryview(data)[at : at + inner.volume * item_bytes]
+            view = data[at : at + inner.volume * item_bytes]
             at += len(view)
             for chunk in chunks:
                 overlap = chunk.intersect(inner)
                 if overlap is not None:
                     requests.append(self._request(info, chunk, overlap, inner, view))
-        self._run(requests)
-        return memoryview(data)
+        return requests
 
     def _request(
         self, info: TensorInfo, chunk: Box, overlap: Box, inner: Box, view: memoryview

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import collections
 import io
+import itertools
 import pickle
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ckpt_storage.tensorfile import DTYPES
 from .stream import payload_bytes
 from .values import Values
 
-__all__ = ["write_torch_file"]
+__all__ = ["lists_are_plausible", "write_torch_file"]
 
 _ALIGN_BYTES = 64
 _LOCAL = struct.Struct("<4s5H3L2H")
@@ -46,6 +47,11 @@ _DATE = 0x0021  # the first day that zip knows
 _VERSION, _VERSION64 = 20, 45
 _PADDING_ID = 0x4246  # torch's own choice; nobody reads it
 _ROOT = "archive"
+_SHORT_LIST = 128
+_ABSENT_PER_KEY = 16
+_ABSENT_COUNT = 1 << 16
+
+_Path = tuple[str | int, ...]
 
 
 def write_torch_file(  # one call site, all named
@@ -90,6 +96,7 @@ def write_torch_file(  # one call site, all named
             deadline.check(f"Writing {path}")
         archive.record("version", 2, [memoryview(b"3\n")])
         archive.record(".data/serialization_id", 40, [memoryview(b"0" * 40)])
+        values.check_unchanged()
         archive.finish()
     except BaseException as error:
         try:
@@ -242,10 +249,13 @@ def _pickled(values: Values, *, unsafe_pickle: bool) -> tuple[bytes, Stored]:
         if target not in storages:
             storages[target] = _storage_of(values, target, stored)
         flat[fqn] = _TensorStub(storages[target], info.dtype, info.shape)
+    values.expect((fqn, None) for fqn in sorted(values.blobs))
     for fqn in sorted(values.blobs):
         flat[fqn] = _value(values, fqn, unsafe_pickle=unsafe_pickle)
     file = io.BytesIO()
     _Pickler(file, stored).dump(_nested(flat, values))
+    # In the order of `stored`, which the caller writes them in.
+    values.expect((fqn, values.whole_box(fqn)) for fqn in storages)
     return file.getvalue(), stored
 
 
@@ -275,9 +285,35 @@ def _value(values: Values, fqn: str, *, unsafe_pickle: bool) -> object:
         ) from error
 
 
+def lists_are_plausible(paths: Collection[_Path]) -> bool:
+    """Return whether the lists that paths lead through are about as long as what is in them.
+
+    Whoever nests values anew makes a list as long as its highest index, so one number could take
+    all memory. Planners may leave out some values, but not nearly all.
+    """
+    indices = [key for key in itertools.chain.from_iterable(paths) if type(key) is int]
+    if min(indices, default=0) < 0:
+        return False
+    if max(indices, default=0) <= _SHORT_LIST:
+        return True
+    longest: dict[_Path, int] = {}
+    for path in paths:
+        for at, key in enumerate(path):
+            if isinstance(key, int):
+                longest[path[:at]] = max(longest.get(path[:at], 0), key + 1)
+    key_count = sum(map(len, paths))
+    return sum(longest.values()) <= _ABSENT_PER_KEY * key_count + _ABSENT_COUNT
+
+
 def _nested(flat: Mapping[str, object], values: Values) -> object:
     """Return the nested state dict; lists of which a part was dropped would shift, so refuse."""
     paths = {fqn: values.path_of(fqn) for fqn in flat}
+    if not lists_are_plausible(paths.values()):
+        raise InvalidInputError(
+            "The values do not form a nested state dict: its lists would be far longer than what "
+            "is in them.",
+            next_step="Leave the names whose paths are wrong out with exclude=.",
+        )
     try:
         return unflatten_state_dict(dict(flat), paths)
     except Exception as error:

@@ -6,13 +6,13 @@ Knows sources; knows no target. Made by `converting`, used by the targets.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckpt_storage.regions import Box
 from ckpt_storage.source import TensorInfo
 
-from .stream import TensorStream, payload_bytes
+from .stream import Item, TensorStream, payload_bytes
 
 __all__ = ["Values"]
 
@@ -24,6 +24,8 @@ class Values:
     blobs: FQNs of what is no tensor. held: those of them that are in memory as objects; the
     others are pickled in the source. paths: where each value sits in the nested state dict; a
     value that it does not name sits at the top. ties: alias to target, equal in all bytes.
+    check_unchanged: raises `CheckpointGoneError` if another save touched the source since it was
+    opened; a target is shown only after it held for all that was read.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -32,6 +34,7 @@ class Values:
     paths: Mapping[str, tuple[str | int, ...]]
     ties: Mapping[str, str]
     stream: TensorStream
+    check_unchanged: Callable[[], None]
 
     @property
     def total_bytes(self) -> int:
@@ -57,6 +60,20 @@ class Values:
         buffer = io.BytesIO()
         torch.save(self.held[fqn], buffer)
         return buffer.getbuffer()
+
+    def expect(self, items: Iterable[Item]) -> None:
+        """Say which values will be asked for next, and in which order; see `TensorStream.expect`.
+
+        With the box of a tensor, or without one for what is none.
+        """
+        self.stream.expect(
+            (fqn, box) for fqn, box in items if box is not None or fqn not in self.held
+        )
+
+    def whole_box(self, fqn: str) -> Box:
+        """Return the box of all elements of a tensor."""
+        shape = self.tensors[fqn].shape
+        return Box((0,) * len(shape), shape)
 
     def whole(self, fqn: str) -> Iterator[memoryview]:
         """Yield the bytes of a tensor in C order."""

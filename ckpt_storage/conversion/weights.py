@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckpt_storage.deadline import Deadline
+from ckpt_storage.documents import FileRef
 from ckpt_storage.errors import StorageError
 from ckpt_storage.filewriter import ShardFileWriter
 from ckpt_storage.options import TransferOptions
@@ -21,7 +22,15 @@ from ckpt_storage.tensorfile import DTYPES, SafetensorsEntry, encode_safetensors
 from .stream import payload_bytes
 from .values import Values
 
-__all__ = ["WeightFile", "index_of", "plan_sharded", "plan_whole", "write_weights"]
+__all__ = [
+    "Layout",
+    "WeightFile",
+    "index_of",
+    "lay_out",
+    "plan_sharded",
+    "plan_whole",
+    "write_weights",
+]
 
 _ALIGN_BYTES = 64
 
@@ -99,17 +108,22 @@ def index_of(values: Values, files: list[WeightFile]) -> bytes:
     return (json.dumps(body, indent=2) + "\n").encode()
 
 
+Layout = tuple[bytes, list[tuple[str, Box, int]]]
+"""The header of a weight file, and the boxes with their lengths in the order of their bytes."""
+
+
 def write_weights(  # one call site, all named
     values: Values,
     file: WeightFile,
+    layout: Layout,
     store: Store,
     *,
     options: TransferOptions,
     deadline: Deadline,
     on_bytes: Callable[[int], None],
-) -> None:
-    """Write one file; visible only complete, durable on return."""
-    header, order = _header(values, file)
+) -> FileRef:
+    """Write one file, laid out as `lay_out` says, and return it; durable and visible on return."""
+    header, order = layout
     writer = ShardFileWriter(
         store,
         file.name,
@@ -120,6 +134,7 @@ def write_weights(  # one call site, all named
     )
 
     def data() -> Iterator[memoryview]:
+        values.expect((fqn, box) for fqn, box, _ in order)
         for fqn, box, _ in order:
             yield from values.box(fqn, box)
             deadline.check(f"Writing {file.name}")
@@ -127,19 +142,21 @@ def write_weights(  # one call site, all named
     try:
         writer.frame(header)
         writer.payload(data())
-        writer.finish()
+        size_bytes, crc = writer.finish()
     except BaseException as error:
         try:
             writer.abort()
         except StorageError as failure:
             error.add_note(f"Discarding the upload failed too: {failure}")
         raise
+    return FileRef(path=file.name, size_bytes=size_bytes, crc32c=crc)
 
 
-def _header(values: Values, file: WeightFile) -> tuple[bytes, list[tuple[str, Box, int]]]:
-    """Return the header, and the boxes in the order of their bytes.
+def lay_out(values: Values, file: WeightFile) -> Layout:
+    """Return how a file begins, and what follows; needs no value.
 
     Tensors of larger elements come first, so that each begins at a multiple of its element.
+    Raises `InvalidInputError` for names that a header cannot hold.
     """
     sized = [(fqn, box, DTYPES[values.tensors[fqn].dtype].item_bytes) for fqn, box in file.boxes]
     sized.sort(key=lambda one: -one[2])

@@ -52,6 +52,8 @@ class ZipRecords:
         try:
             with zipfile.ZipFile(file) as archive:
                 found = sorted(archive.infolist(), key=lambda info: info.header_offset)
+                for info in found:
+                    self._check_stored(info)
                 # torch can be told to write none: then it writes zeros.
                 if any(info.CRC for info in found):
                     self._infos = found
@@ -68,6 +70,16 @@ class ZipRecords:
                 next_step=_RESTORE,
             ) from error
         self._offsets = [info.header_offset for info in self._infos]
+
+    def _check_stored(self, info: zipfile.ZipInfo) -> None:
+        """Refuse a compressed record: torch.save makes none, and it may be a zip bomb."""
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            raise FormatError(
+                f"{self._path} holds the compressed record {info.filename:.80}, as no file of "
+                "torch.save does.",
+                path=self._path,
+                next_step="If you trust who made it, load it with torch.load and save it anew.",
+            )
 
     def _check(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
         try:

@@ -139,7 +139,7 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
     ) -> None:
         """Save at rank 0's `filepath`; all ranks call. Raises as `ckpt_storage.save`."""
         rest = {k: v for k, v in checkpoint.items() if k not in {"state_dict", "optimizer_states"}}
-        state = pack(rest)
+        state = pack(rest, is_taken=lambda head: f"{head}.".startswith(_SHARDED))
         state["state_dict"] = checkpoint["state_dict"]
         for number, values in enumerate(checkpoint.get("optimizer_states", [])):
             state[_optimizer(number)] = values

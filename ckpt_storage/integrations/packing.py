@@ -9,7 +9,7 @@ is a tuple of plain values beside them, which loads under torch's `weights_only`
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,19 +29,25 @@ _CONTAINERS: tuple[tuple[str, type], ...] = (
 )
 
 
-def pack(values: Mapping[str, Any]) -> dict[str, Any]:
+def pack(
+    values: Mapping[str, Any], *, is_taken: Callable[[str], bool] = lambda _: False
+) -> dict[str, Any]:
     """Return a state dict for `save` that `unpack` makes `values` of again; copies no tensor.
 
-    A tensor is named after the keys that lead to it, joined by dots. Tensors inside objects of
-    other classes stay in them, and travel in the pickle.
+    A tensor is named after the keys that lead to it, joined by dots. Where its first part is
+    `OUTLINE`, or `is_taken` says that the caller has that key for something else, a name in
+    brackets replaces it. Tensors inside objects of other classes stay in them, and travel in the
+    pickle.
     """
     tensors: dict[str, torch.Tensor] = {}
-    outline = _outline(dict(values), (), tensors)
+    outline = _outline(
+        dict(values), (), _Names(tensors, lambda head: head == OUTLINE or is_taken(head))
+    )
     state: dict[str, Any] = {}
     for name, tensor in tensors.items():
         # The first key stays a level of its own: consolidation takes it off a model's weights.
         head, _, rest = name.partition(".")
-        state.setdefault(head, {})[rest or "value"] = tensor
+        state.setdefault(head, {})[rest] = tensor
     return {**state, OUTLINE: outline}
 
 
@@ -65,32 +71,39 @@ def unpack(tensors: Mapping[str, torch.Tensor], outline: object) -> dict[str, An
     return values
 
 
-def _outline(value: object, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> object:
+class _Names:
+    """Gives tensors names of their own."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], is_taken: Callable[[str], bool]) -> None:
+        self._tensors = tensors
+        self._is_taken = is_taken
+
+    def add(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+        """Note a tensor that was found at `path`; return its name."""
+        head, _, rest = ".".join(path).partition(".")
+        wish = f"[{head}]" if self._is_taken(head) else head
+        wish += f".{rest or 'value'}"
+        # "a.b" and "a" with "b" in it spell one name.
+        name, count = wish, 1
+        while name in self._tensors:
+            count += 1
+            name = f"{wish}#{count}"
+        self._tensors[name] = tensor
+        return name
+
+
+def _outline(value: object, path: tuple[str, ...], names: _Names) -> object:
     if isinstance(value, torch.Tensor):
-        name = _free_name(path, tensors)
-        tensors[name] = value
-        return ("tensor", name)
+        return ("tensor", names.add(value, path))
     kind = next((name for name, cls in _CONTAINERS if type(value) is cls), None)
     if kind is None:
         return ("value", value)
-    parts = tuple(
-        (key, _outline(item, (*path, str(key)), tensors)) for key, item in _items_of(value)
-    )
+    parts = tuple((key, _outline(item, (*path, str(key)), names)) for key, item in _items_of(value))
     return (kind, parts)
 
 
 def _items_of(value: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401  # one of _CONTAINERS
     return iter(value.items()) if isinstance(value, dict) else enumerate(value)
-
-
-def _free_name(path: tuple[str, ...], taken: Mapping[str, torch.Tensor]) -> str:
-    # "a.b" and "a" with "b" in it spell one name.
-    name = wish = ".".join(path) if len(path) > 1 else f"{path[0]}.value"
-    count = 1
-    while name in taken:
-        count += 1
-        name = f"{wish}#{count}"
-    return name
 
 
 def _restored(outline: Any, tensors: Mapping[str, torch.Tensor]) -> object:  # noqa: ANN401  # data

@@ -148,7 +148,7 @@ class CheckpointStorageManager(TitanManager):
     def _load_step(self, step: int) -> None:
         # As torchtitan has it, step 0 is the seed, the model alone.
         states = self._states_to_load(step == 0)
-        self.dcp_load(states, self._manager.url_of(step), from_hf=False, from_quantized=False)
+        self.dcp_load(states, self._manager.target_of(step), from_hf=False, from_quantized=False)
 
     def _resume(self) -> bool:
         """Load the newest that is whole; all ranks load the same one. False if there is none."""

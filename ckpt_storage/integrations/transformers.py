@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ckpt_storage.errors import IntegrityError
+from ckpt_storage.errors import IntegrityError, InvalidInputError
 from ckpt_storage.loading import load
 from ckpt_storage.manager import CheckpointManager
 from ckpt_storage.options import Timeouts
@@ -36,6 +36,8 @@ from ckpt_storage.saver import Mode
 from .whole import WholePlanner
 
 __all__ = ["CheckpointStorageCallback"]
+
+log = logging.getLogger("ckpt_storage")
 
 _TRAINER, _RNG = "trainer", "rng"
 
@@ -48,8 +50,9 @@ class CheckpointStorageCallback(TrainerCallback):
     Trainer writes nothing itself. To resume, pass `resume_folder()` to `Trainer.train`. Every rank
     makes one, after its process group is there (`TrainingArguments` sees to that).
 
-    Not held: the scaler of fp16 training. Not supported: `load_best_model_at_end`, DeepSpeed, and
-    resuming with the Trainer's own FSDP (it insists on reading the model from files of its own).
+    Not held: the scaler of fp16 training; a warning says so. Refused: `load_best_model_at_end`,
+    `save_strategy="best"`, DeepSpeed, and resuming with the Trainer's own FSDP (it insists on
+    reading the model from files of its own).
 
     Args:
         url: where checkpoints go; the same on every rank.
@@ -75,7 +78,9 @@ class CheckpointStorageCallback(TrainerCallback):
             url, keep=keep, storage_options=storage_options, timeout=self._timeouts, mode=mode
         )
         self._saved_step = -1
-        self._resumed_url: str | None = None
+        self._resumed_step: int | None = None
+        self._is_fsdp = False
+        self._has_warned = False
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._quiet = _ModelComesLater()
 
@@ -85,16 +90,24 @@ class CheckpointStorageCallback(TrainerCallback):
         A temporary folder with the few kilobytes from which the Trainer learns its step and its
         random states. Model, optimizer and scheduler are loaded when training begins; by then the
         Trainer has found its place in the data and cannot go back. So every byte of the checkpoint
-        is checked here already, on the coordinator, and a damaged one is passed over for the one
+        is checked here already, by each rank a part, and a damaged one is passed over for the one
         before it, with a warning. `check="read"` leaves that out: a damaged model then ends the
-        run when training begins. Raises as `CheckpointManager.restore`.
+        run when training begins. Raises as `CheckpointManager.restore`, and `InvalidInputError` if
+        there is something to resume and the Trainer that has this callback uses its FSDP.
         """
         own = f"{_RNG}.{_rank()}"
         planner = WholePlanner(wanted=lambda fqn: fqn in {_TRAINER, own})
         restored = self._manager.restore({}, check=check, planner=planner)
         if restored is None:
             return None
-        self._resumed_url = restored.info.url
+        if self._is_fsdp:
+            raise InvalidInputError(
+                f"{restored.info.url} cannot be resumed from under the Trainer's FSDP, which reads "
+                "the model from files of its own.",
+                next_step="Load it with ckpt_storage.load in a loop of your own, or train without "
+                "fsdp.",
+            )
+        self._resumed_step = restored.step
         self._drop_folder()
         self._folder = tempfile.TemporaryDirectory(prefix="ckpt-storage-resume-")
         folder = Path(self._folder.name)
@@ -107,25 +120,40 @@ class CheckpointStorageCallback(TrainerCallback):
         self._quiet.begin()
         return str(folder)
 
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,  # noqa: ARG002  # the Trainer's signature, as below
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ANN401, ARG002
+    ) -> None:
+        """Refuse arguments with which a training would end otherwise than they say.
+
+        Raises `InvalidInputError`; logs what is not kept.
+        """
+        self._check(args)
+
     def on_train_begin(
         self,
-        args: TrainingArguments,  # noqa: ARG002  # the Trainer's signature, as below
+        args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,  # noqa: ARG002
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
         """Load model, optimizer and scheduler where `resume_folder` said so.
 
-        Raises as `ckpt_storage.load`.
+        Raises as `ckpt_storage.load`, and as `on_init_end`.
         """
         self._quiet.end()
-        if self._resumed_url is None:
+        # A callback that was added to a Trainer later has not seen it made.
+        self._check(args)
+        if self._resumed_step is None:
             return
         target = _state_of(kwargs)
         try:
             load(
                 target,
-                self._resumed_url,
+                self._manager.target_of(self._resumed_step),
                 storage_options=self._storage_options,
                 timeout=self._timeouts,
             )
@@ -143,7 +171,7 @@ class CheckpointStorageCallback(TrainerCallback):
         )
         kwargs["lr_scheduler"].load_state_dict(target["lr_scheduler"])
         self._saved_step = state.global_step
-        self._resumed_url = None
+        self._resumed_step = None
 
     def on_step_end(
         self,
@@ -182,6 +210,20 @@ class CheckpointStorageCallback(TrainerCallback):
         self._quiet.end()
         self._manager.close()
 
+    def _check(self, args: TrainingArguments) -> None:
+        for is_asked, what, instead in _refusals(args):
+            if is_asked:
+                raise InvalidInputError(
+                    f"CheckpointStorageCallback cannot serve {what}.", next_step=instead
+                )
+        if args.fp16 and not self._has_warned:
+            log.warning(
+                "The scaler of fp16 training is not saved: a resumed run begins with a new one. "
+                "bf16 needs none."
+            )
+        self._has_warned = self._has_warned or bool(args.fp16)
+        self._is_fsdp = bool(args.fsdp)
+
     def _save_instead(
         self, state: TrainerState, control: TrainerControl, kwargs: Mapping[str, Any]
     ) -> TrainerControl:
@@ -219,6 +261,28 @@ class _ModelComesLater(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("There were missing keys in the checkpoint")
+
+
+def _refusals(args: TrainingArguments) -> list[tuple[bool, str, str]]:
+    """Return what would go wrong, each with whether it is asked for and what to do instead."""
+    deepspeed = args.deepspeed or getattr(args, "deepspeed_plugin", None)
+    return [
+        (
+            bool(args.load_best_model_at_end),
+            "load_best_model_at_end: the Trainer would end with the last weights",
+            "Leave it out, and load the step that was best with ckpt_storage.load.",
+        ),
+        (
+            str(getattr(args.save_strategy, "value", args.save_strategy)) == "best",
+            'save_strategy="best": the Trainer would write those checkpoints itself',
+            "Save by steps or epochs.",
+        ),
+        (
+            bool(deepspeed),
+            "DeepSpeed, whose engine keeps the optimizer to itself",
+            "Use DeepSpeed's own checkpoints.",
+        ),
+    ]
 
 
 def _rank() -> int:

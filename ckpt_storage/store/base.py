@@ -22,6 +22,7 @@ __all__ = [
     "Entry",
     "Existing",
     "PartReceipt",
+    "PathFilter",
     "SharedUpload",
     "Stat",
     "Stoppable",
@@ -42,6 +43,7 @@ class Capabilities:
     parallel_parts: parts of an `Upload` may come in any order and from several threads.
     min_part_bytes: least size of a part that is not the last.
     max_part_count: most parts of one upload; None where there is no limit.
+    max_part_bytes: largest part of an upload; None where there is no limit.
     part_multiple_bytes: every part but the last must be a multiple of this.
     reads_total_size: `read_into` learns the object's size without another request.
     cheap_stat: `stat` costs no network request of its own.
@@ -59,6 +61,8 @@ class Capabilities:
     copy_part_max_bytes: largest such part; None where there is no limit.
     copies_pay: copying a part spares more than it costs, were its bytes read for checking too.
     copy_align_bytes: it pays only where the offsets in source and object are alike modulo this.
+    in_place_views: most buffers of one part that an `Upload` sends from where they lie; of parts
+        of more it makes copies, and besides of three parts at a time at most. 0: copies all.
     """
 
     kind: Literal["posix", "s3", "gcs", "azure", "memory", "generic"]
@@ -68,6 +72,7 @@ class Capabilities:
     parallel_parts: bool
     min_part_bytes: int = 1
     max_part_count: int | None = None
+    max_part_bytes: int | None = None
     part_multiple_bytes: int = 1
     reads_total_size: bool = False
     cheap_stat: bool = False
@@ -81,6 +86,7 @@ class Capabilities:
     copy_part_max_bytes: int | None = None
     copies_pay: bool = False
     copy_align_bytes: int = 1
+    in_place_views: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +112,10 @@ class Version:
 
     data: bytes
     token: str | None
+
+
+PathFilter = Callable[[str], bool]
+"""Says of a path, relative to the root, whether it is meant."""
 
 
 Existing = Literal["refuse", "replace"]
@@ -367,8 +377,14 @@ class Store(Protocol):
         Raises `InvalidInputError` for an empty path: the root is never meant.
         """
 
-    def abort_uploads(self, prefix: str) -> int:
-        """Abort open uploads and remove temporary files below a folder; return how many."""
+    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
+        """Abort open uploads and remove temporary files below a folder; return how many.
+
+        With `only`, those for whose path, relative to the root, it returns True: an upload is
+        abandoned property of whoever began it, and a folder may be shared. It may be asked several
+        times for one. An upload whose path the storage does not tell whole is not asked for, and
+        stays.
+        """
 
     def now_s(self, probe_path: str) -> float:
         """Return the storage's clock in Unix seconds, by writing and removing `probe_path`."""

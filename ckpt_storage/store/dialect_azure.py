@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_storage.errors import StorageError
 
-from .base import Capabilities, Entry, Stat, Version
+from .base import Capabilities, Entry, PathFilter, Stat, Version
 from .clients import Client, ForeignFs
 from .dialect_azure_requests import AzureRequests
 from .dialect_azure_shared import AzureSharedUpload
@@ -30,6 +30,7 @@ CAPABILITIES = Capabilities(
     parallel_parts=True,
     # 50,000 blocks, less a margin that costs nothing.
     max_part_count=45_000,
+    max_part_bytes=4000 << 20,
     reads_total_size=True,
     self_timed=True,
     shared_uploads=True,
@@ -169,9 +170,9 @@ class AzureDialect:
         if folders:
             self._delete_names([self._requests.name(path)])
 
-    def abort_uploads(self, prefix: str) -> int:
+    def abort_uploads(self, prefix: str, only: PathFilter | None) -> int:
         """Find none: blocks that were not committed are invisible and vanish after a week."""
-        del prefix
+        del prefix, only
         return 0
 
     def now_s(self, probe_path: str) -> float:

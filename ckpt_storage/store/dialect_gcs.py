@@ -15,7 +15,7 @@ from typing import Any
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import KIB
 
-from .base import Capabilities, Entry, Stat, Version
+from .base import Capabilities, Entry, PathFilter, Stat, Version
 from .clients import Client
 from .dialect_gcs_requests import GcsRequests
 from .dialect_gcs_upload import GcsUpload
@@ -119,9 +119,9 @@ class GcsDialect:
         for page in self._pages(self._below(path), recursive=True):
             self._delete_names([item["name"] for item in page.get("items", ())])
 
-    def abort_uploads(self, prefix: str) -> int:
+    def abort_uploads(self, prefix: str, only: PathFilter | None) -> int:
         """Find none: the API lists no sessions. Google drops them after a week, unbilled."""
-        del prefix
+        del prefix, only
         return 0
 
     def now_s(self, probe_path: str) -> float:

@@ -9,7 +9,6 @@ as far as their copy does. Called by `remote`.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from glob import has_magic
@@ -19,9 +18,9 @@ from fsspec.spec import AbstractFileSystem
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 
-from .base import Capabilities, Entry, Stat, Version
+from .base import Capabilities, Entry, PathFilter, Stat, Version
 from .clients import Client, ForeignFs
-from .draft import is_draft_name
+from .draft import draft_name, is_draft_name, is_meant
 from .parts import PartList, SentPart, ended, joined, wrong_length
 from .posix import as_bytes
 
@@ -125,13 +124,14 @@ class GenericDialect:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self.fs.rm(full, recursive=True)
 
-    def abort_uploads(self, prefix: str) -> int:
+    def abort_uploads(self, prefix: str, only: PathFilter | None) -> int:
         """Remove the temporary files below the folder, as far as the backend shows them."""
         found = [
             path
             for path, info in self._walk(prefix, recursive=True)
             if info["type"] == "file" and is_draft_name(path.rpartition("/")[2])
         ]
+        found = [path for path in found if is_meant(*path.rpartition("/")[::2], only)]
         self.delete(found)
         return len(found)
 
@@ -164,8 +164,9 @@ class GenericDialect:
 
     def temporary_name(self, path: str) -> str:
         """Return a new full name beside the target, of the form that listings leave out."""
-        folder, slash, _ = self.full(path).rpartition("/")
-        return f"{folder}{slash}.ckpt.tmp-{os.urandom(8).hex()}"
+        folder, slash, name = self.full(path).rpartition("/")
+        # fsspec would take some names for patterns; then the target is not told.
+        return f"{folder}{slash}{draft_name('' if has_magic(name) else name)}"
 
     def write_file(self, full: str, data: bytes) -> None:
         """Write a file whole, under a name that nobody reads yet."""

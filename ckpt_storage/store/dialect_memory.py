@@ -14,7 +14,16 @@ from collections.abc import Sequence
 from ckpt_storage import integrity
 from ckpt_storage.errors import IntegrityError, StorageError
 
-from .base import Capabilities, CopySource, Entry, Existing, PartReceipt, Stat, Version
+from .base import (
+    Capabilities,
+    CopySource,
+    Entry,
+    Existing,
+    PartReceipt,
+    PathFilter,
+    Stat,
+    Version,
+)
 from .clients import Client, ForeignFs
 from .parts import (
     PartList,
@@ -186,9 +195,9 @@ class MemoryDialect:
             for name in [name for name in names if name.startswith(below)]:
                 del names[name]
 
-    def abort_uploads(self, prefix: str) -> int:
+    def abort_uploads(self, prefix: str, only: PathFilter | None) -> int:
         """Find none: parts lie in their upload only."""
-        del prefix
+        del prefix, only
         return 0
 
     def now_s(self, probe_path: str) -> float:

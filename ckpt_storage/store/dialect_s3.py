@@ -15,7 +15,7 @@ from typing import Any
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.options import MIB
 
-from .base import Capabilities, Entry, Stat, Version
+from .base import Capabilities, Entry, PathFilter, Stat, Version
 from .bodies import is_private_path
 from .clients import Client, ForeignFs
 from .dialect_s3_requests import S3Requests, code_of
@@ -34,6 +34,7 @@ CAPABILITIES = Capabilities(
     parallel_parts=True,
     min_part_bytes=5 * MIB,
     max_part_count=10_000,
+    max_part_bytes=5 << 30,
     reads_total_size=True,
     self_timed=True,
     can_list_uploads=True,
@@ -248,9 +249,9 @@ class S3Dialect:
         for page in self._object_pages(self._below(path), recursive=True):
             self._delete_keys([item["Key"] for item in page.get("Contents", ())])
 
-    def abort_uploads(self, prefix: str) -> int:
+    def abort_uploads(self, prefix: str, only: PathFilter | None) -> int:
         """ListMultipartUploads below the exact prefix, and AbortMultipartUpload for each."""
-        below = self._below(prefix)
+        below, root = self._below(prefix), self._below("")
         pages = self._requests.pages(
             "list_multipart_uploads",
             {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"},
@@ -260,7 +261,7 @@ class S3Dialect:
             (item["Key"], item["UploadId"])
             for page in pages
             for item in page.get("Uploads", ())
-            if item["Key"].startswith(below)
+            if item["Key"].startswith(below) and (only is None or only(item["Key"][len(root) :]))
         ]
         for key, upload_id in open_uploads:
             abort_one(self._requests, key, upload_id)

@@ -99,9 +99,10 @@ class S3Upload:
             abort_one(self._requests, self._key, upload_id)
         if self._was_begun_unseen:
             abort_unseen(self._requests, self._key, self._upload_id)
-        if (
-            self._may_be_visible
-            and found_bytes(self._requests, self._key, self._write_id) is not None
+        # What bears no mark may be what another copy of the same save has put there meanwhile.
+        if self._may_be_visible and (
+            found_bytes(self._requests, self._key, self._write_id, unmarked_is_ours=False)
+            is not None
         ):
             self._requests.send("delete_object", Key=self._key)
 

@@ -13,13 +13,13 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 
 from .posix import BLOCK_BYTES, Posix, is_unsupported
 
-__all__ = ["Draft", "is_draft_name", "sync_folder"]
+__all__ = ["Draft", "draft_name", "is_draft_name", "is_meant", "sync_folder"]
 
 _DRAFT_NAME = re.compile(r"\..+\.tmp-[0-9a-f]{16}", re.DOTALL)
 
@@ -29,6 +29,7 @@ _WRITE_BACK_BYTES = 1 << 20
 # A file name has 255 bytes on most file systems: 50 characters are at most 200 of them,
 # which leaves room for the dots and the random part.
 _KEPT_NAME_CHARS = 50
+_UNTOLD = "~"
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 _NO_EXCLUSIVE_RENAME = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -40,6 +41,24 @@ _STAT_BLOCK_BYTES = 512
 def is_draft_name(name: str) -> bool:
     """Return whether a file name is one that only a `Draft` gives."""
     return _DRAFT_NAME.fullmatch(name) is not None
+
+
+def draft_name(target_name: str) -> str:
+    """Return a new name for the temporary file of `target_name`; of "" it tells nothing."""
+    return f".{target_name[:_KEPT_NAME_CHARS] or _UNTOLD}.tmp-{os.urandom(8).hex()}"
+
+
+def is_meant(folder: str, name: str, only: Callable[[str], bool] | None) -> bool:
+    """Return whether the temporary file `name` is one of those that `only` means.
+
+    `only` is asked for the path that the file is to get; where its name was cut, nobody knows it.
+    """
+    if only is None:
+        return True
+    target_name = name[1 : -len(".tmp-") - 16]
+    if len(target_name) >= _KEPT_NAME_CHARS or target_name == _UNTOLD:
+        return False
+    return only(f"{folder}/{target_name}" if folder else target_name)
 
 
 def sync_folder(posix: Posix, path: str) -> None:
@@ -69,8 +88,7 @@ class Draft:
         self._target = target
         self._sync = sync
         self._folder, target_name = os.path.split(target)
-        random = os.urandom(8).hex()
-        self.name = name or f".{target_name[:_KEPT_NAME_CHARS]}.tmp-{random}"
+        self.name = name or draft_name(target_name)
         self._path = f"{self._folder}/{self.name}"
         self._lock = threading.Lock()
         # Of the descriptor; the last of them closes it once the file has ended.

@@ -6,21 +6,22 @@ Called by `remote`.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import logging
 import os
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import Engine, RetryPolicy
 
-from .clients import frozen
 from .location import Location
 from .obstore_client import ObstoreClient, is_cut_off
 from .obstore_plan import ObstorePlan, UntranslatableError
+from .redaction import Scrubber
 
 __all__ = ["obstore_client"]
 
@@ -32,8 +33,9 @@ _ALIASES = {"az": ("abfs", "az"), "gs": ("gcs", "gs"), "s3": ("s3", "s3a")}
 _OLDEST = (0, 11)
 """The first version whose clients take `read_timeout`; others may have come with other packages."""
 
-# What was logged, by process, so that each location is told of once.
-_TOLD: set[tuple[int, Hashable]] = set()
+# What was logged, by process, so that each location is told of once: without its options, which
+# may be credentials that are new each time.
+_TOLD: set[tuple[int, tuple[str, str]]] = set()
 
 
 def obstore_client(
@@ -54,13 +56,15 @@ def obstore_client(
     try:
         plan = _plan(location, request_timeout_s)
     except UntranslatableError as reason:
+        # It names what was given, and what was given in the wrong place may be a credential.
+        told = Scrubber(location.storage_options, location.target)(str(reason))
         if engine == "obstore":
             raise InvalidInputError(
-                f"engine='obstore' cannot serve {location.url}: {reason}.",
+                f"engine='obstore' cannot serve {location.url}: {told}.",
                 path=location.url,
                 next_step=_next_step(reason),
             ) from None
-        _tell(location, "%s is served by fsspec, not by obstore: %s.", reason)
+        _tell(location, "%s is served by fsspec, not by obstore: %s.", told)
         return None
     _tell(location, "%s is served by obstore%s.", "")
     return ObstoreClient(plan, request_timeout_s=request_timeout_s, policy=policy)
@@ -93,8 +97,14 @@ def _plan(location: Location, request_timeout_s: float) -> ObstorePlan:
 
 def _version() -> tuple[int, ...]:
     """Return the first two numbers of obstore's version."""
+    return _version_by(importlib.metadata.version)
+
+
+@functools.cache
+def _version_by(look_up: Callable[[str], str]) -> tuple[int, ...]:
+    """Return what `look_up` tells; it searches the whole path, 3 ms here, so each is asked once."""
     try:
-        text = importlib.metadata.version("obstore")
+        text = look_up("obstore")
     except importlib.metadata.PackageNotFoundError:
         return _OLDEST
     return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
@@ -125,7 +135,7 @@ def _next_step(reason: UntranslatableError) -> str:
 
 
 def _tell(location: Location, message: str, detail: object) -> None:
-    key = (os.getpid(), (location.url, str(detail), frozen(location.storage_options)))
+    key = (os.getpid(), (location.url, str(detail)))
     if key not in _TOLD:
         _TOLD.add(key)
         _LOG.info(message, location.url, detail)

@@ -19,8 +19,8 @@ from typing import Literal, TypeVar
 
 from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, StorageError
 
-from .base import Arrived, Capabilities, CopySource, Entry, Stat, Store, Version
-from .draft import Draft, is_draft_name, sync_folder
+from .base import Arrived, Capabilities, CopySource, Entry, PathFilter, Stat, Store, Version
+from .draft import Draft, is_draft_name, is_meant, sync_folder
 from .local_shared import COPY_SCOPE, TICKET_FIELD, TICKET_KIND, LocalSharedUpload
 from .local_upload import LocalUpload
 from .os_errors import map_os_error
@@ -316,7 +316,7 @@ class LocalStore:
                 return
             self._sync_folder(_folder_of(full))
 
-    def abort_uploads(self, prefix: str) -> int:
+    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
         """Remove the temporary files below a folder, whoever made them; return how many."""
         count = 0
         pending = [prefix.strip("/")]
@@ -327,7 +327,11 @@ class LocalStore:
                     path = f"{folder}/{item.name}" if folder else item.name
                     if item.is_dir(follow_symlinks=False):
                         pending.append(path)
-                    elif is_draft_name(item.name) and item.is_file(follow_symlinks=False):
+                    elif (
+                        is_draft_name(item.name)
+                        and item.is_file(follow_symlinks=False)
+                        and is_meant(folder, item.name, only)
+                    ):
                         with contextlib.suppress(FileNotFoundError):
                             self._posix.unlink(self._full(path))
                             count += 1

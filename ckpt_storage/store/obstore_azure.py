@@ -182,9 +182,9 @@ def _by_connection_string(text: str) -> _Answer:
     """Read a connection string, which adlfs takes in place of all else."""
     pairs = [field.partition("=") for field in text.strip().strip(";").split(";")]
     fields = {name.strip().lower(): value for name, _, value in pairs}
-    unknown = sorted(set(fields) - _CONNECTION_FIELDS - _OTHER_SERVICES)
-    if unknown:
-        raise UntranslatableError(f"{unknown[0]} of the connection string", "is not known")
+    if set(fields) - _CONNECTION_FIELDS - _OTHER_SERVICES:
+        # It is not named: of a key that was given in the wrong place, the name is the key.
+        raise UntranslatableError("The connection string", "has a field that is not known")
     account = fields.get("accountname")
     endpoint = fields.get("blobendpoint")
     if endpoint is None:

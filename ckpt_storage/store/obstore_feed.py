@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from ckpt_storage.errors import InvalidInputError
 
-__all__ = ["Feed", "StoppedError"]
+__all__ = ["MOST_VIEWS", "Feed", "StoppedError"]
 
 _TURN_S = 0.05
 """How long a part waits for the one before it, which another thread is usually about to bring."""
@@ -26,7 +26,7 @@ _TURN_S = 0.05
 _EARLY_CHUNKS = 2
 """How many chunks of parts that came before their turn are copied, beside any budget of memory."""
 
-_MOST_VIEWS = 16
+MOST_VIEWS = 64
 """A chunk of more views is joined: each view costs obstore a call into Python at its end."""
 
 
@@ -156,7 +156,7 @@ class Feed:
         self._lend(chunk, lent, is_full=at <= full_bytes)
 
     def _lend(self, chunk: list[memoryview], lent: _Loans | None, *, is_full: bool) -> None:
-        if not is_full or len(chunk) > _MOST_VIEWS:
+        if not is_full or len(chunk) > MOST_VIEWS:
             data = b"".join(chunk)
             if data:
                 self._ready.append(data)

@@ -80,13 +80,17 @@ class ObstoreUpload:
         put = self._put
         return put is not None and put.has_failed
 
+    def open(self) -> None:
+        """Have obstore begin the upload now, in a thread of its own."""
+        self._begun()
+
     def write_part(
         self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
     ) -> None:
-        """Hand a part to obstore, which begins the upload with the first one."""
+        """Hand a part to obstore, which begins the upload with the first one, or has begun it."""
         if self._state != "open":
             raise ended(self._shown)
-        if last and number == 0:
+        if last and number == 0 and self._put is None:
             self._only_part = joined(buffers)
             return
         put = self._begun()
@@ -146,7 +150,8 @@ class ObstoreUpload:
         self._delete_visible()
 
     def _delete_visible(self) -> None:
-        if self._may_be_visible and self._found_bytes() is not None:
+        # What bears no mark may be what another copy of the same save has put there meanwhile.
+        if self._may_be_visible and self._found_bytes(unmarked_is_ours=False) is not None:
             self._remains.delete(self._path)
 
     def _begun(self) -> _Put:
@@ -212,14 +217,18 @@ class ObstoreUpload:
             next_step="Save again; if it comes back, pass engine='fsspec'.",
         )
 
-    def _found_bytes(self) -> int | None:
-        return found_bytes(self._client, self._name, self._write_id)
+    def _found_bytes(self, *, unmarked_is_ours: bool = True) -> int | None:
+        return found_bytes(
+            self._client, self._name, self._write_id, unmarked_is_ours=unmarked_is_ours
+        )
 
 
-def found_bytes(client: ObstoreClient, name: str, write_id: str) -> int | None:
+def found_bytes(
+    client: ObstoreClient, name: str, write_id: str, *, unmarked_is_ours: bool = True
+) -> int | None:
     """Return the length of the object if it is the one that `write_id` stands for, else None.
 
-    Some servers keep no metadata: an unmarked object is ours, as nobody else writes the name.
+    Some servers keep no metadata: to who only confirms a length, an unmarked object is ours.
     """
     import obstore  # noqa: PLC0415  # an extra
 
@@ -229,7 +238,8 @@ def found_bytes(client: ObstoreClient, name: str, write_id: str) -> int | None:
         if error.status != _NOT_FOUND:
             raise
         return None
-    mark = found.attributes.get(WRITE_IDS[client.family], write_id)
+    unmarked = write_id if unmarked_is_ours else None
+    mark = found.attributes.get(WRITE_IDS[client.family], unmarked)
     return int(found.meta["size"]) if mark == write_id else None
 
 

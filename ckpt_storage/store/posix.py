@@ -171,8 +171,11 @@ class Posix:
         """Copy once within the kernel, perhaps less than `length` bytes; return the bytes copied.
 
         File systems that can share blocks do so where both offsets and the length are multiples
-        of a block, and network ones may leave it to the server.
+        of a block, and network ones may leave it to the server. Raises `OSError` with ENOSYS where
+        the operating system has no such call.
         """
+        if not hasattr(os, "copy_file_range"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         return os.copy_file_range(source_fd, fd, length, source_offset, offset)
 
     def pwritev_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:

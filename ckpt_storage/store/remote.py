@@ -24,6 +24,7 @@ from .base import (
     Capabilities,
     CopySource,
     Entry,
+    PathFilter,
     SharedUpload,
     Stat,
     Store,
@@ -91,8 +92,8 @@ class Dialect(Protocol):
     def delete_folder(self, path: str) -> None:
         """Delete everything below a folder."""
 
-    def abort_uploads(self, prefix: str) -> int:
-        """Abort open uploads below a folder."""
+    def abort_uploads(self, prefix: str, only: PathFilter | None) -> int:
+        """Abort open uploads below a folder, those of the paths that are meant."""
 
     def now_s(self, probe_path: str) -> float:
         """Return the storage's clock in Unix seconds."""
@@ -203,14 +204,13 @@ class RemoteStore:
         Raises `IntegrityError` if the object is not `size_bytes` long or ends early, and a
         retryable `StorageError` if only the answer ended early.
         """
-        del arrived  # what comes over a network comes slower than it can be checked
         wanted = target.nbytes
         if not wanted:
             return
         view = memoryview(target).cast("B")
         try:
             read_bytes, total_bytes = self._run(
-                "read", path, lambda: self._dialect.read_range(path, start, view)
+                "read", path, lambda: self._read_range(path, start, view, size_bytes, arrived)
             )
         except StorageError as error:
             if error.kind != "range":
@@ -223,6 +223,20 @@ class RemoteStore:
         self._check_length(path, size_bytes, total_bytes)
         if read_bytes < wanted:
             self._raise_short(path, start, wanted, read_bytes, total_bytes)
+
+    def _read_range(
+        self,
+        path: str,
+        start: int,
+        view: memoryview,
+        size_bytes: int | None,
+        arrived: Arrived | None,
+    ) -> tuple[int, int | None]:
+        fast, dialect = self._fast, self._dialect
+        if fast is not None and dialect is fast:
+            return fast.read_range(path, start, view, size_bytes=size_bytes, arrived=arrived)
+        # File systems fill the view in their one thread, where checks would take turns.
+        return dialect.read_range(path, start, view)
 
     def stat(self, path: str) -> Stat:
         """Return size and time of one object."""
@@ -342,10 +356,12 @@ class RemoteStore:
             )
         self._run("deletion", folder, lambda: self._dialect.delete_folder(folder))
 
-    def abort_uploads(self, prefix: str) -> int:
+    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
         """Abort open uploads below a folder where they can be found; return how many."""
         folder = prefix.strip("/")
-        return self._run("abort of uploads", folder, lambda: self._dialect.abort_uploads(folder))
+        return self._run(
+            "abort of uploads", folder, lambda: self._dialect.abort_uploads(folder, only)
+        )
 
     def now_s(self, probe_path: str) -> float:
         """Return the storage's clock in Unix seconds; a probe that stays is no error."""

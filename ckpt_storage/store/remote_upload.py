@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 from ckpt_storage.errors import StorageError
 
 from .base import CopySource, Existing, PartReceipt, SharedUpload, Stoppable, Upload
+from .reserving import Opening
 
 __all__ = ["Border", "RemoteSharedUpload", "RemoteUpload"]
 
@@ -32,6 +33,11 @@ class RemoteUpload:
         self._border = border
         self.repeatable = bool(getattr(inner, "repeatable", True))
         """Whether a part may be sent again after an error; `retry` asks."""
+
+    def open(self) -> None:
+        """Begin on the storage, where the dialect can do so without waiting."""
+        if isinstance(self._inner, Opening):
+            self._border("start of the upload", self._inner.open)
 
     def write_part(
         self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool

@@ -1,13 +1,13 @@
-"""Space for an object that is about to be written, where a storage can set it aside.
+"""What some uploads can do before their first part: set space aside, or begin on the storage.
 
-Knows the protocol of uploads only. Called by `retry_upload` and `filewriter`.
+Knows the protocol of uploads only. Called by `retry_upload`, `remote_upload` and `sending`.
 """
 
 from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Reserving"]
+__all__ = ["Opening", "Reserving"]
 
 
 @runtime_checkable
@@ -20,4 +20,15 @@ class Reserving(Protocol):
         Does nothing where the storage cannot tell. Raises `StorageError` of kind "no-space" if
         that many bytes do not fit. The upload goes on without, also while a call that was given
         up still runs; it need not be made again.
+        """
+
+
+@runtime_checkable
+class Opening(Protocol):
+    """An upload that can begin on the storage while its first part is still being made."""
+
+    def open(self) -> None:
+        """Begin an object of several parts, without waiting for the answer; idempotent.
+
+        Raises nothing of the storage's: that comes with the first part.
         """

@@ -27,6 +27,7 @@ from .base import (
     Capabilities,
     CopySource,
     Entry,
+    PathFilter,
     SharedUpload,
     Stat,
     Store,
@@ -286,9 +287,11 @@ class RetryStore:
         """Delete a folder, repeated if need be."""
         self.run("deletion", path, lambda: self._inner.delete_folder(path))
 
-    def abort_uploads(self, prefix: str) -> int:
+    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
         """Abort what is open below a folder, repeated if need be; return the last count."""
-        return self.run("abort of uploads", prefix, lambda: self._inner.abort_uploads(prefix))
+        return self.run(
+            "abort of uploads", prefix, lambda: self._inner.abort_uploads(prefix, only=only)
+        )
 
     def now_s(self, probe_path: str) -> float:
         """Return the storage's clock, repeated if need be."""

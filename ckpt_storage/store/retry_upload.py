@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeVar
 from ckpt_storage.errors import CheckpointError, StorageError
 
 from .base import CopySource, Existing, PartReceipt, SharedUpload, Stoppable, Upload
-from .reserving import Reserving
+from .reserving import Opening, Reserving
 from .timed import AbandonedError
 
 __all__ = ["SYNC_BYTES_PER_S", "Repeat", "RetrySharedUpload", "RetryUpload", "Runner"]
@@ -91,6 +91,11 @@ class RetryUpload:
         except StorageError as error:
             if error.kind == "no-space":
                 raise
+
+    def open(self) -> None:
+        """Begin on the storage, where the upload can do so without waiting."""
+        if isinstance(self._inner, Opening):
+            self._inner.open()
 
     def write_part(
         self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool

@@ -17,6 +17,7 @@ from .base import (
     Capabilities,
     CopySource,
     Entry,
+    PathFilter,
     SharedUpload,
     Stat,
     Store,
@@ -162,9 +163,9 @@ class SplitStore:
         """Delete on the root that holds `path`."""
         self._of(path).delete_folder(path)
 
-    def abort_uploads(self, prefix: str) -> int:
+    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
         """Abort on the root that holds `prefix`."""
-        return self._of(prefix).abort_uploads(prefix)
+        return self._of(prefix).abort_uploads(prefix, only=only)
 
     def now_s(self, probe_path: str) -> float:
         """Return the data root's clock, by which files of attempts are dated."""

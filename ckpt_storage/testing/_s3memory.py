@@ -19,6 +19,9 @@ __all__ = ["BufferPool", "Payload", "Segment"]
 
 _POOLED_FROM_BYTES = 64 * 1024
 _IDLE_LIMIT_BYTES = 1 << 30
+_LARGER = (2, 4)
+"""How much larger than asked for an idle map may be: what is left over costs less than new pages,
+and clients that send the same bytes in parts of other sizes are served alike."""
 
 
 class BufferPool:
@@ -40,10 +43,11 @@ class BufferPool:
             return Segment(memoryview(bytearray(size_bytes)))
         class_bytes = 1 << (size_bytes - 1).bit_length()
         with self._lock:
-            idle = self._idle.get(class_bytes)
+            found = (self._idle.get(class_bytes * larger) for larger in (1, *_LARGER))
+            idle = next(filter(None, found), None)
             block = idle.pop() if idle else None
             if block is not None:
-                self._idle_bytes -= class_bytes
+                self._idle_bytes -= len(block)
         if block is None:
             block = mmap.mmap(-1, class_bytes)
             if hasattr(mmap, "MADV_HUGEPAGE"):

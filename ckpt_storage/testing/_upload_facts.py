@@ -132,6 +132,32 @@ class UploadFacts:
         uploads[1].complete(size + 10)
         assert paths_of(other) == ["saves/ab/x"]
 
+    def test_only_the_uploads_that_are_meant_are_aborted(self, store: Store, other: Store) -> None:
+        """A filter gets each open upload's whole path, and what it does not mean goes on."""
+        size = fill(store.capabilities)
+        names = ["saves/a/mine", "saves/a/theirs", "saves/a/b/mine", "mine"]
+        store.prepare(["saves/a/b"])
+        uploads = {name: store.start_upload(name, part_bytes=size) for name in names}
+        for upload in uploads.values():
+            send(upload, [pattern(size, 1), pattern(10, 2)])
+        asked: list[str] = []
+
+        def is_meant(path: str) -> bool:
+            asked.append(path)
+            return path == names[0]
+
+        count = other.abort_uploads("saves/a", only=is_meant)
+        # Some storages show temporary files without promising that they show all.
+        assert asked or not store.capabilities.can_list_uploads
+        assert count == bool(asked)
+        if asked:
+            assert sorted(asked) == sorted(names[:3])
+            with pytest.raises(CheckpointError):
+                uploads.pop(names[0]).complete(size + 10)
+        for upload in uploads.values():
+            upload.abort()
+        assert other.abort_uploads("") == 0
+
     def test_uploads_run_in_parallel(self, store: Store, other: Store) -> None:
         """Eight threads that upload eight objects at once do not disturb each other."""
         size = fill(store.capabilities)

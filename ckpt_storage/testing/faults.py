@@ -26,6 +26,7 @@ from ckpt_storage.store.base import (
     Entry,
     Existing,
     PartReceipt,
+    PathFilter,
     SharedUpload,
     Stat,
     Store,
@@ -343,9 +344,11 @@ class FaultStore:
 
         self._play("delete_folder", path, lambda: self._inner.delete_folder(path), half)
 
-    def abort_uploads(self, prefix: str) -> int:
+    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
         """Abort what is open below a folder."""
-        return self._play("abort_uploads", prefix, lambda: self._inner.abort_uploads(prefix))
+        return self._play(
+            "abort_uploads", prefix, lambda: self._inner.abort_uploads(prefix, only=only)
+        )
 
     def now_s(self, probe_path: str) -> float:
         """Return the storage's clock."""

@@ -1,0 +1,98 @@
+"""What DCP's own planners answer to `resolve_data` and `resolve_tensor`, without their detours.
+
+Knows torch's default planners and tensors; knows no storage. Called by `shards` and `loads`. For a
+sharded tensor torch goes through autograd and several look-ups, 6 to 8 us each time; of most the
+answer is at hand. Planners of other classes, and kinds of tensors that answer for themselves, are
+asked as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadPlanner,
+    ReadItem,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.tensor import DTensor, Partial
+
+from .localparts import parts_of
+
+__all__ = ["data_resolver", "gives_own_tensors", "target_resolver"]
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+_SAVE_METHODS = ("resolve_data", "lookup_object", "transform_object")
+_LOAD_METHODS = ("resolve_tensor", "lookup_tensor", "transform_tensor")
+_KNOWN = {
+    **{name: getattr(DefaultSavePlanner, name) for name in _SAVE_METHODS},
+    **{name: getattr(DefaultLoadPlanner, name) for name in _LOAD_METHODS},
+}
+
+
+def _answers_as_torch(planner: object, names: tuple[str, ...]) -> bool:
+    """Return whether these methods of a planner are those of torch's default one."""
+    kind = type(planner)
+    own = getattr(planner, "__dict__", {})
+    return all(getattr(kind, name, None) is _KNOWN[name] and name not in own for name in names)
+
+
+def gives_own_tensors(planner: SavePlanner) -> bool:
+    """Return whether what a planner gives is memory of the state, which outlives the save."""
+    return _answers_as_torch(planner, _SAVE_METHODS)
+
+
+def data_resolver(planner: SavePlanner) -> Callable[[WriteItem], Any]:
+    """Return what does as `planner.resolve_data`; the planner has been set up."""
+    if not gives_own_tensors(planner):
+        return planner.resolve_data
+    state: Mapping[str, Any] = planner.state_dict  # type: ignore[attr-defined]  # the default one's
+    slow = planner.resolve_data
+
+    def resolve(item: WriteItem) -> Any:  # noqa: ANN401  # as the planner's
+        index = item.index
+        if item.type is not WriteItemType.BYTE_IO:
+            found = _local(state.get(index.fqn), index.offset)
+            if found is not None:
+                return found
+        return slow(item)
+
+    return resolve
+
+
+def target_resolver(planner: LoadPlanner) -> Callable[[ReadItem], torch.Tensor]:
+    """Return what does as `planner.resolve_tensor`; the planner has been set up."""
+    if not _answers_as_torch(planner, _LOAD_METHODS):
+        return planner.resolve_tensor
+    state: Mapping[str, Any] = planner.state_dict  # type: ignore[attr-defined]  # the default one's
+    slow = planner.resolve_tensor
+
+    def resolve(item: ReadItem) -> torch.Tensor:
+        index = item.dest_index
+        found = _local(state.get(index.fqn), index.offset)
+        # Of a part torch makes a view.
+        return found if found is not None and found.shape == item.lengths else slow(item)
+
+    return resolve
+
+
+def _local(value: object, offset: torch.Size | None) -> torch.Tensor | None:
+    """Return the tensor that holds this rank's elements; None if torch has to be asked."""
+    kind = type(value)
+    if kind is DTensor:
+        spec = value._spec  # type: ignore[attr-defined]  # noqa: SLF001  # its properties are slow
+        for placement in spec.placements:
+            if isinstance(placement, Partial):
+                return None
+        local: torch.Tensor = value._local_tensor  # type: ignore[attr-defined]  # noqa: SLF001  # to_local() is differentiable
+        return local if type(local) in _PLAIN else None
+    if isinstance(value, torch.Tensor) and kind in _PLAIN and parts_of(value) is None:
+        is_origin = offset is None or (len(offset) == value.ndim and not any(offset))
+        return value if is_origin else None
+    return None
