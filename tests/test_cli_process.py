@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,16 @@ def server() -> Iterator[S3Server]:
         yield running
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Start processes that heed SIGINT: jobs that a shell put into the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("command", ["ls", "verify", "doctor"])
 def test_an_interrupt_ends_it_at_once(server: S3Server, command: str, tmp_path: Path) -> None:
     """While the storage hangs: one line, exit code 130."""
@@ -115,12 +126,15 @@ def test_an_interrupt_ends_it_at_once(server: S3Server, command: str, tmp_path: 
     options.write_text(json.dumps(server.storage_options))
     server.faults([FaultRule(times=0, action="hang")])
     line = [sys.executable, "-m", "ckpt_storage", command, "s3://bkt/x"]
-    with subprocess.Popen(
-        [*line, "--storage-options-file", str(options)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as started:
+    with (
+        interruptible(),
+        subprocess.Popen(
+            [*line, "--storage-options-file", str(options)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as started,
+    ):
         server.wait_for(lambda requests: len(requests) > 0, timeout_s=60)
         started.send_signal(signal.SIGINT)
         output, errors = started.communicate(timeout=30)

@@ -151,7 +151,7 @@ def test_a_missing_bucket_is_named_and_not_created() -> None:
         for error_of in (save_error, load_error):
             error = error_of("s3://absent/run", storage_options=server.storage_options)
             assert_says(error, StorageError, "s3://absent/run.*does not exist", "create it first")
-        assert {request.op for request in server.requests} == {"get"}
+        assert {request.op for request in server.requests} == {"get", "head"}
 
 
 def test_a_storage_that_does_not_answer_is_named_without_credentials() -> None:

@@ -14,7 +14,18 @@ from typing import Any
 
 import pytest
 from commit_schedules import Actor, Chooser, Job, Preempting, Wandering, play
-from commit_tools import BOTH, CAS, DAY_S, QUICK, DictStore, Disk, attempted, committed
+from commit_tools import (
+    BOTH,
+    CAS,
+    DAY_S,
+    IN_TURN,
+    QUICK,
+    DictStore,
+    Disk,
+    attempted,
+    committed,
+    take_in_turn,
+)
 from prune_cases import (
     EXPORT,
     OTHERS,
@@ -29,11 +40,16 @@ from prune_cases import (
     scene,
 )
 
-from ckpt_storage import cleaning, commit, slotlog, source
+from ckpt_storage import cleaning, commit, pruneplan, slotlog, source
 from ckpt_storage.consolidation.records import Holder
 from ckpt_storage.consolidation.removal import remove_exports
 from ckpt_storage.deadline import Deadline
-from ckpt_storage.errors import CheckpointError, CheckpointGoneError, CommitConflictError
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CommitConflictError,
+    IntegrityError,
+)
 from ckpt_storage.pruneplan import Soundness
 from ckpt_storage.pruning import Pruner
 from ckpt_storage.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan
@@ -46,9 +62,19 @@ KEPT = {4, 5, 6}
 GONE = {1, 2, 3}
 
 
+def unreadable(*_args: object, **_options: object) -> None:
+    """Say of a checkpoint that cannot be read what a check says: its manifest is none here."""
+    raise IntegrityError("No manifest.", path="manifest.json", offset=0, next_step="Save again.")
+
+
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each prune find out anew what its storage can do, and say nothing of failures."""
+    """Let each prune find out anew what its storage can do, and say nothing of failures.
+
+    Schedules have one request of an actor at a time. What is not known to be sound is damaged.
+    """
+    take_in_turn(monkeypatch, IN_TURN[0])
+    monkeypatch.setattr(pruneplan, "check_part", unreadable)
     monkeypatch.setattr(probe, "_RESULTS", {})
     monkeypatch.setattr(logging.getLogger("ckpt_storage"), "disabled", True)
 
@@ -509,7 +535,7 @@ def test_an_export_that_begins_while_one_is_removed_stays(path: str) -> None:
             holder = Holder(run_id="c" * 32, fingerprint="d" * 64)
             disk.put(f"{name_of(3)}/hf/exports/holder.json", holder.encode())
 
-    turns = {"model.safetensors.index.json": 1, "00001.json": 4, "names.json": 5}
+    turns = {"model.safetensors.index.json": 2, "00001.json": 5, "names.json": 6}
     left = [turns[path]]
 
     def turn() -> bool:

@@ -303,6 +303,8 @@ def _run_in_group(rank: int, job: _Job) -> Any:  # noqa: ANN401  # what a test's
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
     try:
+        # A rank that leaves at once would break the connections that others still make.
+        dist.barrier()
         return job.function(rank, *job.args)
     finally:
         dist.destroy_process_group()
