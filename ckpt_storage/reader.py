@@ -253,8 +253,11 @@ class CheckpointStorageReader(StorageReader):
             part_bytes=None,
             memory_limit_bytes=self._memory_limit_bytes,
         )
-        part_bytes = min(options.part_bytes, REMOTE_READ_BYTES)
-        return dataclasses.replace(options, part_bytes=part_bytes)
+        share = options.part_bytes
+        if is_remote:
+            # Most reads go into place, and take one copy beside it, the client's.
+            share = max(options.memory_limit_bytes // options.thread_count, share)
+        return dataclasses.replace(options, part_bytes=min(share, REMOTE_READ_BYTES))
 
     @at_dcp_border
     def set_up_storage_reader(
