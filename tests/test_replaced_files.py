@@ -152,6 +152,19 @@ def test_an_export_of_two_saves_is_not_published(swapped: Path) -> None:
         assert {name: int(opened[name][0]) for name in opened} == {"a": 5, "b": 9}
 
 
+def test_an_export_made_while_its_source_is_saved_again_is_not_published(tmp_path: Path) -> None:
+    """`consolidate` looks again once all was read: some files may be of the one save, some not."""
+    many_files(tmp_path / "run", 1)
+    output = tmp_path / "hf"
+    on_progress = once(lambda: many_files(tmp_path / "run", 2))
+    with pytest.raises(CheckpointGoneError, match="written again"):
+        consolidate(tmp_path / "run", output, progress=on_progress)
+    assert not (output / "model.safetensors.index.json").exists()
+    consolidate(tmp_path / "run", output)
+    with open_checkpoint(output) as opened:
+        assert {float(opened[name][-1]) for name in opened} == {2.0}
+
+
 def test_what_looks_like_damage_is_told_as_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
