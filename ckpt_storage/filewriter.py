@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from . import integrity
 from .deadline import Deadline
 from .errors import InvalidInputError
 from .manifest import ItemTable, ShardFile
-from .options import TransferOptions
+from .options import MIB, TransferOptions
 from .sending import REMOTE_COPIES, PartSender
 from .store.base import Capabilities, Store
 
 _MAX_UPLOAD_PARTS = 9_000
 """Below S3's 10,000, so that a plan whose sizes were estimated still fits."""
+
+_GROWN_PART_COUNT = 16
+"""How many parts a file has at least before they are made larger: enough to send at a time."""
 
 _SMALL_BYTES = 64 << 10
 """Up to here joining costs less than a buffer of its own."""
@@ -32,7 +36,8 @@ def part_bytes_for(capabilities: Capabilities, options: TransferOptions, planned
 
     Raises `InvalidInputError` if the storage or the memory limit does not allow it.
     """
-    size = max(options.part_bytes, capabilities.min_part_bytes)
+    grown = min(options.grown_part_bytes, planned_bytes // _GROWN_PART_COUNT // MIB * MIB)
+    size = max(options.part_bytes, capabilities.min_part_bytes, grown)
     limit = options.memory_limit_bytes
     if capabilities.max_part_count is not None:
         size = max(size, -(-planned_bytes // min(_MAX_UPLOAD_PARTS, capabilities.max_part_count)))
@@ -54,6 +59,15 @@ def part_bytes_for(capabilities: Capabilities, options: TransferOptions, planned
             next_step=f"Raise memory_limit_bytes to {REMOTE_COPIES * size} or more.",
         )
     return size
+
+
+class _Payload(NamedTuple):
+    """Where the checksums of one payload lie: its first block, its chunk, its piece of the file."""
+
+    first_block: int
+    chunk: int
+    piece: int
+    size_bytes: int
 
 
 class ShardFileWriter:
@@ -97,6 +111,7 @@ class ShardFileWriter:
         # Of what was handed on, piece by piece: a payload, or all that was gathered before one.
         self._crcs: list[int] = []
         self._lengths: list[int] = []
+        self._payloads: list[_Payload] = []
         self.frame_crcs: array[int] = array("I")
         self.chunk_crcs: array[int] = array("I")
         self.block_crcs: array[int] = array("I")
@@ -144,12 +159,27 @@ class ShardFileWriter:
                 self._append(piece, lent=lent)
         blocks = hasher.finish()
         length = self.position - start
-        crc = integrity.combine_blocks(blocks, self.block_bytes, length)
+        self._payloads.append(
+            _Payload(len(self.block_crcs), len(self.chunk_crcs), len(self._crcs), length)
+        )
         self.block_crcs.extend(blocks)
-        self.chunk_crcs.append(crc)
-        self._crcs.append(crc)
+        # Known at the end: those of many payloads together cost less.
+        self.chunk_crcs.append(0)
+        self._crcs.append(0)
         self._lengths.append(length)
         return length
+
+    def _combine_payloads(self) -> None:
+        """Put the checksums of payloads where they belong, now that all are written."""
+        blocks: array[int] = array("I")
+        for payload in self._payloads:
+            count = -(-payload.size_bytes // self.block_bytes)
+            blocks += self.block_crcs[payload.first_block : payload.first_block + count]
+        sizes = [payload.size_bytes for payload in self._payloads]
+        found = integrity.combine_each(blocks, self.block_bytes, sizes)
+        for payload, crc in zip(self._payloads, found, strict=True):
+            self.chunk_crcs[payload.chunk] = self._crcs[payload.piece] = crc
+        self._payloads.clear()
 
     def _end_frame(self) -> None:
         data = b"".join(self._frame)
@@ -199,13 +229,15 @@ class ShardFileWriter:
         return found
 
     def end(self) -> tuple[int, int]:
-        """Send the last part and wait for all; return the file's length in bytes and its CRC-32C.
+        """Hand on the last part and wait for all; return length in bytes and CRC-32C of the file.
 
-        Raises what the store raised.
+        Where the storage queues parts nothing is waited for, and the file may become visible from
+        now on. Raises what the store raised.
         """
         self._end_frame()
         self._hand_on_gathered()
         self._send(last=True)
+        self._combine_payloads()
         crc = integrity.combine_many(self._crcs, self._lengths)
         self._sender.drain()
         return self.position, crc

@@ -17,6 +17,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from crc32c import crc32c as _crc32c
@@ -188,6 +189,41 @@ def combine_blocks(crcs: Sequence[int], block_bytes: int, total_bytes: int) -> i
     else:
         combined = _combine_equal(crcs, block_bytes)
     return combine(combined, int(crcs[count - 1]), last_bytes)
+
+
+def combine_each(crcs: Sequence[int], block_bytes: int, totals: Sequence[int]) -> list[int]:
+    """Return the CRC-32C of each of consecutive payloads, given those of all their blocks in order.
+
+    `totals` are the payloads' lengths in bytes. As `combine_blocks` for each, but payloads of
+    about one length together. Raises `ValueError` if there are not as many checksums as blocks.
+    """
+    counts = [-(-total // block_bytes) for total in totals]
+    if sum(counts) != len(crcs):
+        raise ValueError(f"{len(crcs)} checksums for {sum(counts)} blocks")
+    ends = list(accumulate(counts))
+    if max(counts, default=0) <= _SCALAR_BLOCK_COUNT:
+        return [
+            combine_blocks(crcs[end - count : end], block_bytes, total)
+            for count, end, total in zip(counts, ends, totals, strict=True)
+        ]
+    import numpy as np  # noqa: PLC0415  # see the module's docstring
+
+    blocks = np.asarray(crcs, dtype=np.uint32)
+    combined = [0] * len(counts)
+    alike: dict[int, list[int]] = {}
+    for number, count in enumerate(counts):
+        if count:
+            alike.setdefault((count - 1).bit_length(), []).append(number)
+    for bits, numbers in alike.items():
+        # All but the last block of each, at the end of a row that begins with nothing.
+        rows = np.zeros((len(numbers), 1 << bits), dtype=np.uint32)
+        for row, number in zip(rows, numbers, strict=True):
+            count, end = counts[number], ends[number]
+            row[len(row) - count + 1 :] = blocks[end - count : end - 1]
+        for number, crc in zip(numbers, _fold(rows, block_bytes).tolist(), strict=True):
+            last_bytes = totals[number] - (counts[number] - 1) * block_bytes
+            combined[number] = combine(crc, int(crcs[ends[number] - 1]), last_bytes)
+    return combined
 
 
 def crc_of_zeros(length: int) -> int:
@@ -386,15 +422,21 @@ def _combine_equal(crcs: Sequence[int], block_bytes: int) -> int:
     """Return the combined checksum of all but the last of `crcs`, of `block_bytes` each."""
     import numpy as np  # noqa: PLC0415  # see the module's docstring
 
-    level = np.asarray(crcs, dtype=np.uint32)[:-1]
+    return int(_fold(np.asarray(crcs, dtype=np.uint32)[None, :-1], block_bytes)[0])
+
+
+def _fold(rows: NDArray[np.uint32], block_bytes: int) -> NDArray[np.uint32]:
+    """Return the combined checksum of each row of checksums, of `block_bytes` each."""
+    import numpy as np  # noqa: PLC0415  # see the module's docstring
+
     length = block_bytes
-    while len(level) > 1:
-        if len(level) % 2:
+    while rows.shape[1] > 1:
+        if rows.shape[1] % 2:
             # The checksum of nothing is 0, and 0 stays 0 under every shift.
-            level = np.concatenate((np.zeros(1, dtype=np.uint32), level))
-        left, right = level[0::2], level[1::2]
+            rows = np.concatenate((np.zeros((len(rows), 1), dtype=np.uint32), rows), axis=1)
+        left, right = rows[:, 0::2], rows[:, 1::2]
         table = _shift_tables(length)
-        level = (
+        rows = (
             table[0][left & 255]
             ^ table[1][(left >> 8) & 255]
             ^ table[2][(left >> 16) & 255]
@@ -402,7 +444,7 @@ def _combine_equal(crcs: Sequence[int], block_bytes: int) -> int:
             ^ right
         )
         length *= 2
-    return int(level[0])
+    return rows[:, 0]
 
 
 def _envelope_damage(data: bytes) -> tuple[int, str] | None:

@@ -129,12 +129,16 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
-    """Resources one save or load may use in one process."""
+    """Resources one save or load may use in one process.
+
+    `grown_part_bytes`: parts of a file that is large enough for many of them may be so large.
+    """
 
     thread_count: int = 1
     part_bytes: int = DEFAULT_PART_BYTES
     block_bytes: int = DEFAULT_BLOCK_BYTES
     memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
+    grown_part_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("thread_count", "part_bytes", "block_bytes", "memory_limit_bytes"):

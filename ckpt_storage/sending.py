@@ -5,6 +5,7 @@ Knows stores and uploads; knows no checksum and no format. Called by `filewriter
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ from .deadline import Deadline
 from .options import TransferOptions
 from .pacing import BUDGET, Pacer
 from .store.base import Stoppable, Store, Upload
+from .store.queueing import Queueing
 from .store.reserving import Opening, Reserving
 from .workers import Workers, bounded
 
@@ -30,14 +32,18 @@ _SPARE_PARTS = 3
 _FREE_SHARE = 256
 """What share of a part sent in place may be copies that do not count: the envelopes of tensors."""
 
+_LOOK_S = 0.2
+"""How often who waits for a queued part looks whether the upload still goes on."""
+
 
 class PartSender:
     """Sends the parts of one new object; ended by `complete` or `abort`.
 
-    One thread claims, fills and sends one part after the other. Where a request costs a round
-    trip, or several local writes were asked for, threads send them; else the caller's own does,
-    while their bytes, just hashed, are still in the processor's cache. The memory of the process's
-    transfers together stays below `memory_limit_bytes`.
+    One thread claims, fills and sends one part after the other. An upload that queues parts gets
+    them from that thread. Else, where a request costs a round trip, or several local writes were
+    asked for, threads send them; or the caller's own does, while their bytes, just hashed, are
+    still in the processor's cache. The memory of the process's transfers together stays below
+    `memory_limit_bytes`.
     """
 
     def __init__(  # one call site, all named
@@ -75,15 +81,15 @@ class PartSender:
             most = max(1, min(most, options.memory_limit_bytes // self._cost_bytes))
         self._pacer = Pacer(most, start=_FIRST_REQUESTS if capabilities.is_remote else most)
         self._store = bounded(store, deadline, throttled=self._pacer.slowed_down)
+        self._is_remote = capabilities.is_remote
+        self._thread_count = most
         self._workers: Workers | None = None
-        if capabilities.is_remote or most > 1:
-            self._workers = Workers(
-                most, name=f"write {path}", deadline=deadline, limit=self._pacer.limit
-            )
+        self._queued_count = 0
+        self._freed: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
 
     def open(self) -> None:
         """Let an object of several parts begin on the storage while the first one is made."""
-        if self._planned_bytes > self._part_bytes and self._workers is not None:
+        if self._planned_bytes > self._part_bytes and self._is_remote:
             upload = self._begun()
             if isinstance(upload, Opening):
                 upload.open()
@@ -117,20 +123,23 @@ class PartSender:
         self._copied_bytes = 0
         self._part_count += 1
         self._sent_bytes += size_bytes
+        if isinstance(upload, Queueing) and self._queue(
+            upload, number, offset, views, size_bytes, claimed_bytes, last=last
+        ):
+            return
 
         def send() -> None:
             begin_s = time.monotonic()
             upload.write_part(number, offset, views, last=last)
-            self._pacer.succeeded(time.monotonic() - begin_s, size_bytes)
-            self._deadline.advanced(size_bytes)
-            self._on_bytes(size_bytes)
+            self._sent(time.monotonic() - begin_s, size_bytes)
 
         def end() -> None:
             views.clear()
             BUDGET.release(claimed_bytes)
 
-        if self._workers is not None:
-            self._workers.submit(send, ended=end)
+        workers = self._started_workers()
+        if workers is not None:
+            workers.submit(send, ended=end)
             return
         try:
             self._deadline.check(self._what)
@@ -138,14 +147,93 @@ class PartSender:
         finally:
             end()
 
+    def _sent(self, seconds: float, size_bytes: int) -> None:
+        self._pacer.succeeded(seconds, size_bytes)
+        self._deadline.advanced(size_bytes)
+        self._on_bytes(size_bytes)
+
+    def _started_workers(self) -> Workers | None:
+        if self._workers is None and (self._is_remote or self._thread_count > 1):
+            self._workers = Workers(
+                self._thread_count,
+                name=f"write {self._path}",
+                deadline=self._deadline,
+                limit=self._pacer.limit,
+            )
+        return self._workers
+
+    def _queue(
+        self,
+        upload: Queueing,
+        number: int,
+        offset: int,
+        views: list[memoryview],
+        size_bytes: int,
+        claimed_bytes: int,
+        *,
+        last: bool,
+    ) -> bool:
+        """Hand a part over once there is room for it; return False where none can be queued.
+
+        Then the claim stays with the caller.
+        """
+        begin_s = time.monotonic()
+        freed = self._freed
+
+        def is_freed() -> None:
+            # In whichever thread: what depends on the phase is seen to in ours.
+            BUDGET.release(claimed_bytes)
+            freed.put((time.monotonic() - begin_s, size_bytes))
+
+        if number == 0:
+            self._pacer.guess_refusals(upload.pause_s)
+        try:
+            while not self._freed.empty() or self._queued_count >= self._pacer.limit():
+                self._await_freed(upload)
+            self._deadline.check(self._what)
+            upload.check()
+            begin_s = time.monotonic()
+            is_taken = upload.queue_part(number, offset, views, last=last, freed=is_freed)
+        except BaseException:
+            BUDGET.release(claimed_bytes)
+            raise
+        if is_taken:
+            views.clear()
+            self._queued_count += 1
+        return is_taken
+
+    def _await_freed(self, upload: Queueing) -> None:
+        """Wait until one more of the queued parts was sent. Raises what failed."""
+        while True:
+            try:
+                seconds, size_bytes = self._freed.get(
+                    timeout=min(_LOOK_S, self._deadline.remaining_s() + 0.001)
+                )
+            except queue.Empty:
+                self._deadline.check(self._what)
+                upload.check()
+            else:
+                break
+        upload.check()
+        self._queued_count -= 1
+        self._sent(seconds, size_bytes)
+
     def drain(self) -> None:
-        """Wait until all parts that were sent are on the storage. Raises what failed."""
+        """Wait until all parts that were sent are on the storage. Raises what failed.
+
+        But not for parts that were queued: with the last of them the object is on its way to be
+        complete, and `complete` waits for both.
+        """
         if self._workers is not None:
             self._workers.drain()
 
     def complete(self, total_bytes: int) -> None:
         """Make the object visible and durable, after `drain`. Raises what failed."""
-        self._begun().complete(total_bytes)
+        upload = self._begun()
+        if isinstance(upload, Queueing):
+            while self._queued_count:
+                self._await_freed(upload)
+        upload.complete(total_bytes)
         self._deadline.ended_file()
         self._stop()
 

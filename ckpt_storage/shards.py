@@ -121,7 +121,7 @@ def write_shards(
 
     `record` writes that down as well: after the shard file, or beside its completion where a
     request costs a round trip. A plan without items writes no file. After any error no upload
-    stays open; before `record` is called no shard file is visible. Raises `StorageError`,
+    stays open; before `job.claim` has ended no shard file is visible. Raises `StorageError`,
     `PhaseTimeoutError`, `InvalidInputError`.
     """
     vocabulary = _Vocabulary()
@@ -171,8 +171,9 @@ def write_shards(
                     shard.write(item)
                     job.deadline.check(what)
                     job.claim.check()
-                written = manifest([shard.table.shard_file(file, *file.end())])
+                # From here on the file may become visible.
                 job.claim.wait()
+                written = manifest([shard.table.shard_file(file, *file.end())])
                 # Who reads one finds it by the manifest alone, which comes when both are durable.
                 side_by_side(store, [file.complete, lambda: record(written)])
             except BaseException as error:

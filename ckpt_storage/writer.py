@@ -62,6 +62,13 @@ _IN_PLACE_SHARE = 8
 and of those that hold copies already five are under way."""
 
 
+_GROWN_PART_BYTES = 32 << 20
+"""What a part of a large file is then: each costs a request and wakes several threads."""
+
+_IN_PLACE_MOST = 32
+"""Parts that may be under way then; `sending` begins with fewer."""
+
+
 class _Claimed:
     """The claim of an attempt as the ranks see it that are not its coordinator: no matter."""
 
@@ -198,11 +205,19 @@ class CheckpointStorageWriter(StorageWriter):
             part_bytes=self._part_bytes,
             memory_limit_bytes=self._memory_limit_bytes,
         )
-        if capabilities is None or not capabilities.in_place_views or self._part_bytes is not None:
+        if capabilities is None or not capabilities.in_place_views:
             return options
-        # Few parts are copied, however many are under way.
-        part_bytes = max(options.memory_limit_bytes // _IN_PLACE_SHARE, options.block_bytes)
-        return dataclasses.replace(options, part_bytes=min(DEFAULT_PART_BYTES, part_bytes))
+        # Few parts are copied, however many are under way, and none has a thread of its own.
+        if self._thread_count is None:
+            options = dataclasses.replace(options, thread_count=_IN_PLACE_MOST)
+        if self._part_bytes is not None:
+            return options
+        most = max(options.memory_limit_bytes // _IN_PLACE_SHARE, options.block_bytes)
+        return dataclasses.replace(
+            options,
+            part_bytes=min(DEFAULT_PART_BYTES, most),
+            grown_part_bytes=min(_GROWN_PART_BYTES, most),
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._base.url!r})"

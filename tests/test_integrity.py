@@ -188,6 +188,33 @@ def test_blocks_that_do_not_fit_the_payload_are_refused(count: int, total_bytes:
         integrity.combine_blocks([0] * count, 64, total_bytes)
 
 
+@QUICK
+@given(
+    payloads=st.lists(st.binary(max_size=250), max_size=8),
+    block_bytes=st.integers(1, 20),
+)
+def test_block_checksums_of_many_payloads_combine_to_those_of_each(
+    payloads: list[bytes], block_bytes: int
+) -> None:
+    """Payloads of like and unlike lengths, empty ones among them, get their own checksums."""
+    crcs = [
+        slow_crc(data[at : at + block_bytes])
+        for data in payloads
+        for at in range(0, len(data), block_bytes)
+    ]
+    for given_crcs in (crcs, array("I", crcs)):
+        combined = integrity.combine_each(given_crcs, block_bytes, [len(d) for d in payloads])
+        assert combined == [slow_crc(data) for data in payloads]
+        assert all(type(crc) is int for crc in combined)
+
+
+@pytest.mark.parametrize("totals", [[], [64], [64, 65], [129], [64, 64, 1]])
+def test_blocks_that_do_not_fit_the_payloads_are_refused(totals: list[int]) -> None:
+    """A checksum too few or too many is an error, not a wrong result."""
+    with pytest.raises(ValueError, match="blocks"):
+        integrity.combine_each([0] * 2, 64, totals)
+
+
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 31, 255, 65_536, 20_000_001])
 def test_the_checksum_of_zeros_needs_no_zeros(length: int) -> None:
     """The checksum of a run of zeros is that of as many zero bytes."""

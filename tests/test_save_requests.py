@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from commit_tools import IN_TURN, take_in_turn
 from remote_tools import options_of
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckpt_storage import CheckpointStorageWriter, RetryPolicy, sending, verify
+from ckpt_storage import CheckpointStorageWriter, RetryPolicy, sending, verify, writer
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.filewriter import ShardFileWriter
 from ckpt_storage.options import Engine, TransferOptions
@@ -44,15 +45,14 @@ def save(
 ) -> Counter[str]:
     """Save in this process alone; return how often each operation was asked for."""
     server.reset_counters()
-    writer = CheckpointStorageWriter(
+    saving = CheckpointStorageWriter(
         f"s3://bkt/{name}",
         storage_options=options_of(server),
         engine=engine,
-        retry=RetryPolicy(first_delay_s=0.0, max_delay_s=0.01),
         part_bytes=PART_BYTES,
-        **options,
+        **{"retry": RetryPolicy(first_delay_s=0.0, max_delay_s=0.01), **options},
     )
-    dcp.save(state, storage_writer=writer, no_dist=True)
+    dcp.save(state, storage_writer=saving, no_dist=True)
     return Counter(request.op for request in server.requests)
 
 
@@ -83,37 +83,75 @@ def test_a_save_costs_its_parts_and_a_fixed_number_of_requests(
     assert all(is_sound(server, name) for name in ("few", "many", "large"))
 
 
+class Kept(Pacer):
+    """A pacer that the test can ask."""
+
+    made: ClassVar[list[Kept]] = []
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self.heard = 0
+        self.limits: list[int] = []
+        self.made.append(self)
+
+    def slowed_down(self) -> None:
+        """Count."""
+        self.heard += 1
+        super().slowed_down()
+
+    def limit(self) -> int:
+        """Note the limit."""
+        self.limits.append(super().limit())
+        return self.limits[-1]
+
+
+@pytest.fixture
+def pacers(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
+    """The pacers of all uploads of the test."""
+    monkeypatch.setattr(sending, "Pacer", Kept)
+    monkeypatch.setattr(Kept, "made", [])
+    return Kept.made
+
+
 @EACH_ENGINE
 def test_a_storage_that_asks_for_less_gets_fewer_requests_at_a_time(
-    server: S3Server, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, engine: Engine, pacers: list[Kept]
 ) -> None:
-    """SlowDown reaches whoever decides on the number; the save succeeds.
+    """SlowDown lowers the number of parts under way, told or not, and the save succeeds.
 
-    obstore repeats parts by itself and tells nobody: there only its own pauses make it fewer.
+    obstore repeats parts by itself and tells nobody: that they come late is what can be seen.
     """
-    pacers: list[Pacer] = []
-
-    class Kept(Pacer):
-        """A pacer that the test can ask."""
-
-        def __init__(self, *args: Any, **kw: Any) -> None:
-            super().__init__(*args, **kw)
-            self.heard = 0
-            pacers.append(self)
-
-        def slowed_down(self) -> None:
-            """Count."""
-            self.heard += 1
-            super().slowed_down()
-
-    monkeypatch.setattr(sending, "Pacer", Kept)
-    server.faults([FaultRule(op="part", action="status", times=3)])
-    state = {"w": torch.ones(6 * PART_BYTES, dtype=torch.uint8)}
-    save(server, state, engine, thread_count=4, memory_limit_bytes=256 * MIB)
+    server.faults(
+        [
+            FaultRule(op="part", action="delay", delay_s=0.02, times=8),
+            FaultRule(op="part", action="status", times=8),
+        ]
+    )
+    state = {"w": torch.ones(30 * PART_BYTES, dtype=torch.uint8)}
+    save(
+        server,
+        state,
+        engine,
+        thread_count=8,
+        memory_limit_bytes=256 * MIB,
+        retry=RetryPolicy(first_delay_s=0.5, max_delay_s=0.6),
+    )
     (pacer,) = pacers
-    assert isinstance(pacer, Kept)
-    assert pacer.heard == (3 if engine == "fsspec" else 0)
-    assert server.stats().count["part"] == 7 + 3
+    assert pacer.heard >= 1
+    assert min(pacer.limits) <= pacer.limits[0] // 2
+    assert server.stats().count["part"] == 31 + 8
+    assert is_sound(server)
+
+
+def test_a_storage_that_answers_late_gets_more_requests_at_a_time(
+    server: S3Server, pacers: list[Kept]
+) -> None:
+    """Where a part sent in place takes neither memory nor a thread, latency is made up for."""
+    server.faults([FaultRule(op="part", action="delay", delay_s=0.3, times=0)])
+    save(server, {"w": torch.ones(40 * PART_BYTES, dtype=torch.uint8)}, "obstore")
+    (pacer,) = pacers
+    assert pacer.limits[0] == 8
+    assert max(pacer.limits) > 8
     assert is_sound(server)
 
 
@@ -151,16 +189,28 @@ def test_a_save_keeps_to_its_memory_limit(server: S3Server, engine: Engine) -> N
 def test_parts_do_not_wait_for_the_claim_and_completion_does(
     server: S3Server, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`begun.json` may come as late as the parts; before it, nothing of the rank is completed."""
-    take_in_turn(monkeypatch, IN_TURN[1])
+    """`begun.json` may come as late as the last part; that one, and what completes, wait for it."""
+
+    class Late(Aside):
+        """A call that is made once all parts but the last are on the storage."""
+
+        def __init__(self, call: Callable[[], object], *, is_remote: bool) -> None:
+            def late() -> None:
+                give_up_s = time.monotonic() + 30
+                while server.stats().count.get("part", 0) < 4 and time.monotonic() < give_up_s:
+                    time.sleep(0.01)
+                call()
+
+            super().__init__(late, is_remote=is_remote)
+
+    monkeypatch.setattr(writer, "Aside", Late)
     save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)}, engine)
     asked = [(request.op, request.key.rpartition("/")[2]) for request in server.requests]
     begun = asked.index(("put", "begun.json"))
     ended = [asked.index(("complete", "__0_0.distcp")), asked.index(("put", "rank-00000.json"))]
-    # obstore keeps the last one in hand until it is told to complete.
-    parts = [at for at, (op, _) in enumerate(asked) if op == "part"]
-    assert begun > parts[-2 if engine == "obstore" else -1]
-    assert begun < min(ended)
+    *parts, last = [at for at, (op, _) in enumerate(asked) if op == "part"]
+    assert len(parts) == 4
+    assert max(parts) < begun < min(last, *ended)
     assert is_sound(server)
 
 

@@ -47,6 +47,8 @@ _LOOKUP_SHARE = 0.8
 _AHEAD = timedelta(minutes=6)
 """Credentials that end within this are looked up anew; obstore itself asks 5 minutes before."""
 
+_LEAST_PAUSE_S = 1e-3
+
 _MOST_KEPT = 8
 """Stores of one bucket and use: tokens that change with each save must not pile up."""
 
@@ -157,7 +159,7 @@ class ObstoreClient:
     """Access to obstore's stores of one plan, whichever process asks.
 
     `request_timeout_s` (seconds) is the deadline of one request; `policy` says how often a
-    request inside an upload is repeated.
+    request inside an upload is repeated, after `pause_s` seconds at first.
     """
 
     def __init__(
@@ -166,6 +168,7 @@ class ObstoreClient:
         self._plan = plan
         self._policy = policy or RetryPolicy()
         self.request_timeout_s = request_timeout_s
+        self.pause_s = max(self._policy.first_delay_s, _LEAST_PAUSE_S)
         self.bucket = plan.bucket
         self.family = plan.family
         told = (frozen(plan.config), frozen(plan.client_options))
@@ -259,8 +262,8 @@ class ObstoreClient:
             "max_retries": policy.attempt_count - 1 if use == "upload" else 0,
             "retry_timeout": timedelta(seconds=self.request_timeout_s),
             "backoff": {
-                "init_backoff": timedelta(seconds=max(policy.first_delay_s, 1e-3)),
-                "max_backoff": timedelta(seconds=max(policy.max_delay_s, 1e-3)),
+                "init_backoff": timedelta(seconds=self.pause_s),
+                "max_backoff": timedelta(seconds=max(policy.max_delay_s, _LEAST_PAUSE_S)),
                 "base": 2,
             },
         }

@@ -1,4 +1,4 @@
-"""Parts from several threads, handed to obstore in order and without a copy.
+"""Parts handed to obstore in order and without a copy, by one thread or by several.
 
 obstore takes an object as an iterator of buffers, cuts it into parts of one size and sends several
 at a time from where they lie. It says nothing of a part; but it lets go of its buffers once the
@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ckpt_storage.errors import InvalidInputError
 
@@ -48,6 +48,8 @@ class Feed:
         self._chunk_bytes = chunk_bytes
         self._changed = threading.Condition()
         self._ready: deque[memoryview | bytes] = deque()
+        self._loans: set[_Loan] = set()
+        self._moved_s = time.monotonic()
         self._early: dict[int, bytes] = {}
         self._most_early_bytes = _EARLY_CHUNKS * chunk_bytes
         self._end_bytes = 0
@@ -64,6 +66,7 @@ class Feed:
             if self._is_stopped:
                 raise StoppedError
             if self._ready:
+                self._moved_s = time.monotonic()
                 # In no variable: a reference that stays here would look like one of obstore's.
                 return self._ready.popleft()
             self._is_exhausted = True
@@ -83,6 +86,58 @@ class Feed:
     def end_bytes(self) -> int:
         """How many bytes were brought without a gap from the start."""
         return self._end_bytes
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether all has been brought."""
+        return self._is_ended
+
+    @property
+    def idle_s(self) -> float:
+        """For how many seconds bytes have been on their way of which obstore let none go; else 0.
+
+        Nor has it taken any.
+        """
+        with self._changed:
+            return time.monotonic() - self._moved_s if self._loans else 0.0
+
+    def lend(
+        self,
+        offset: int,
+        views: Sequence[memoryview],
+        *,
+        last: bool,
+        freed: Callable[[], None],
+    ) -> bool:
+        """Bring the bytes of `views` that belong at `offset`, which must be next; wait for nothing.
+
+        `freed` is called once, soon and by any thread, when nobody reads them any more: they are on
+        the storage then, or the feed was stopped. `last` ends the feed. Return False, and take
+        nothing, once it was stopped. Raises `InvalidInputError` for bytes that are not next.
+        """
+        loan = _Loan(self._returned, freed)
+        with self._changed:
+            if self._is_stopped:
+                return False
+            if offset != self._end_bytes or self._is_ended:
+                raise InvalidInputError(
+                    f"Bytes at {offset} of an upload came where {self._end_bytes} is next.",
+                    next_step="Queue parts in order; this is a mistake in a program.",
+                )
+            if not self._loans:
+                self._moved_s = time.monotonic()
+            self._loans.add(loan)
+            self._queue(views, sum(view.nbytes for view in views), loan, last=last)
+            self._is_ended = last
+            self._changed.notify_all()
+        loan.close()
+        return True
+
+    def _returned(self, loan: _Loan) -> None:
+        # By whichever thread drops the last reference, also one that holds the lock: nothing here
+        # may wait.
+        self._moved_s = time.monotonic()
+        self._loans.discard(loan)
 
     def put(self, offset: int, views: Sequence[memoryview], *, timeout_s: float) -> None:
         """Bring the bytes of `views` that belong at `offset`; return once nobody reads them.
@@ -141,9 +196,17 @@ class Feed:
             self._early.clear()
             self._changed.notify_all()
 
-    def _queue(self, views: Sequence[memoryview], size: int, lent: _Loans | None) -> None:
-        """Queue bytes that are next: whole chunks as they lie, the rest as a copy."""
-        full_bytes = (self._end_bytes + size) // self._chunk_bytes * self._chunk_bytes
+    def _queue(
+        self,
+        views: Sequence[memoryview],
+        size: int,
+        lent: _Loans | _Loan | None,
+        *,
+        last: bool = False,
+    ) -> None:
+        """Queue bytes that are next: whole chunks as they lie, the rest as a copy if more come."""
+        end_bytes = self._end_bytes + size
+        full_bytes = end_bytes if last else end_bytes // self._chunk_bytes * self._chunk_bytes
         at = self._end_bytes
         self._end_bytes += size
         chunk: list[memoryview] = []
@@ -155,12 +218,17 @@ class Feed:
                 chunk = []
         self._lend(chunk, lent, is_full=at <= full_bytes)
 
-    def _lend(self, chunk: list[memoryview], lent: _Loans | None, *, is_full: bool) -> None:
+    def _lend(self, chunk: list[memoryview], lent: _Loans | _Loan | None, *, is_full: bool) -> None:
         if not is_full or len(chunk) > MOST_VIEWS:
             data = b"".join(chunk)
-            if data:
-                self._ready.append(data)
-            return
+            chunk.clear()
+            if not is_full or not isinstance(lent, _Loan):
+                if data:
+                    self._ready.append(data)
+                return
+            # The copy takes memory until it is sent.
+            chunk.append(memoryview(data))
+            del data
         while chunk:
             view = chunk.pop(0)
             if lent is not None:
@@ -178,6 +246,35 @@ def _cut(views: Sequence[memoryview], at: int, chunk_bytes: int) -> Iterator[mem
             at += stop - start
             yield flat[start:stop]
             start = stop
+
+
+class _Loan:
+    """Views that were lent out together; `freed` is called when the last one has come back.
+
+    And `returned` right before it, with the loan.
+    """
+
+    def __init__(self, returned: Callable[[_Loan], None], freed: Callable[[], None]) -> None:
+        self._ended = returned
+        self._freed = freed
+        self._watched: list[weakref.ref[memoryview]] = []
+        # Counting is one step of the interpreter's: views come back in several threads.
+        self._count = itertools.count(1)
+
+    def add(self, view: memoryview) -> None:
+        """Watch a view that nobody else refers to for long."""
+        self._watched.append(weakref.ref(view, self._returned))
+
+    def close(self) -> None:
+        """Take no more views; until then the loan itself counts as one that is out."""
+        self._returned(None)
+
+    def _returned(self, _: weakref.ref[memoryview] | None) -> None:
+        # All are watched by the time that the last one comes back.
+        if next(self._count) > len(self._watched):
+            self._watched.clear()
+            self._ended(self)
+            self._freed()
 
 
 class _Loans:

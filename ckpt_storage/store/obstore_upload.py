@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ckpt_storage.errors import StorageError
@@ -105,6 +105,51 @@ class ObstoreUpload:
         if put.feed.is_stopped:
             raise self._ended_unasked()
 
+    @property
+    def pause_s(self) -> float:
+        """For how long (seconds) obstore waits before it repeats a request for the first time."""
+        return self._client.pause_s
+
+    def queue_part(
+        self,
+        number: int,
+        offset: int,
+        buffers: Sequence[memoryview],
+        *,
+        last: bool,
+        freed: Callable[[], None],
+    ) -> bool:
+        """Hand a part to obstore and return; after the last one obstore completes by itself."""
+        if self._state != "open":
+            raise ended(self._shown)
+        if last and number == 0 and self._put is None:
+            self._only_part = joined(buffers)
+            freed()
+            return True
+        put = self._begun()
+        self._may_be_visible = self._may_be_visible or last
+        if not put.feed.lend(offset, buffers, last=last, freed=freed):
+            put.raise_failure()
+            raise self._ended_unasked()
+        return True
+
+    def check(self) -> None:
+        """Raise why obstore ended before the last part, or that it lets go of no part any more."""
+        put = self._put
+        if put is None or put.is_done:
+            return
+        if put.feed.idle_s > self._patience_s:
+            # It may still read the buffers: what comes of it must never count.
+            put.give_up(TimeoutError(f"No part was sent within {self._patience_s:g} s"))
+        if put.feed.is_ended and not put.was_given_up:
+            # Whether it failed after all, `complete` finds out: the object may be there.
+            return
+        put.raise_failure()
+        if self._state != "open":
+            raise ended(self._shown)
+        if put.feed.is_stopped:
+            raise self._ended_unasked()
+
     def complete(self, total_bytes: int) -> None:
         """Put the only part, or let obstore complete; look at the object if its answer is lost."""
         if self._state == "complete":
@@ -188,7 +233,8 @@ class ObstoreUpload:
         )
 
     def _finish(self, put: _Put, total_bytes: int) -> None:
-        put.raise_failure()
+        if not put.feed.is_ended:
+            put.raise_failure()
         if put.feed.end_bytes != total_bytes:
             raise wrong_length(self._shown, put.feed.end_bytes, total_bytes)
         self._may_be_visible = True

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 from ckpt_storage.errors import StorageError
 
 from .base import CopySource, Existing, PartReceipt, SharedUpload, Stoppable, Upload
+from .queueing import Queueing
 from .reserving import Opening
 
 __all__ = ["Border", "RemoteSharedUpload", "RemoteUpload"]
@@ -48,14 +49,40 @@ class RemoteUpload:
             lambda: self._inner.write_part(number, offset, buffers, last=last),
         )
 
+    @property
+    def pause_s(self) -> float:
+        """For how long (seconds) the upload waits before it repeats a request; see `Queueing`."""
+        return self._inner.pause_s if isinstance(self._inner, Queueing) else 0.0
+
+    def queue_part(
+        self,
+        number: int,
+        offset: int,
+        buffers: Sequence[memoryview],
+        *,
+        last: bool,
+        freed: Callable[[], None],
+    ) -> bool:
+        """Take a part without waiting until it is sent, where the dialect can do so."""
+        inner = self._inner
+        return isinstance(inner, Queueing) and self._run(
+            f"write of part {number}",
+            lambda: inner.queue_part(number, offset, buffers, last=last, freed=freed),
+        )
+
+    def check(self) -> None:
+        """Raise what ended the upload while parts were queued."""
+        if isinstance(self._inner, Queueing):
+            self._run("write of the parts", self._inner.check)
+
     def complete(self, total_bytes: int) -> None:
         """Make the object visible; idempotent, and right about an answer that was lost."""
         self._run("completion", lambda: self._inner.complete(total_bytes))
 
-    def _run(self, name: str, call: Callable[[], None]) -> None:
+    def _run(self, name: str, call: Callable[[], T]) -> T:
         """Run a step; what fails for good is not worth repeating, whatever it failed of."""
         try:
-            self._border(name, call)
+            return self._border(name, call)
         except StorageError as error:
             if getattr(self._inner, "is_over", False):
                 error.retryable = False

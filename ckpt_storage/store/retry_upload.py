@@ -12,6 +12,7 @@ from typing import Literal, Protocol, TypeVar
 from ckpt_storage.errors import CheckpointError, StorageError
 
 from .base import CopySource, Existing, PartReceipt, SharedUpload, Stoppable, Upload
+from .queueing import Queueing
 from .reserving import Opening, Reserving
 from .timed import AbandonedError
 
@@ -107,6 +108,32 @@ class RetryUpload:
             lambda: self._inner.write_part(number, offset, buffers, last=last),
         )
         self._sent_bytes += sum(view.nbytes for view in buffers)
+
+    @property
+    def pause_s(self) -> float:
+        """For how long (seconds) the upload waits before it repeats a request; see `Queueing`."""
+        return self._inner.pause_s if isinstance(self._inner, Queueing) else 0.0
+
+    def queue_part(
+        self,
+        number: int,
+        offset: int,
+        buffers: Sequence[memoryview],
+        *,
+        last: bool,
+        freed: Callable[[], None],
+    ) -> bool:
+        """Take a part without waiting until it is sent, where the upload can; never repeated."""
+        self._check_alive()
+        inner = self._inner
+        return isinstance(inner, Queueing) and inner.queue_part(
+            number, offset, buffers, last=last, freed=freed
+        )
+
+    def check(self) -> None:
+        """Raise what ended the upload while parts were queued."""
+        if isinstance(self._inner, Queueing):
+            self._inner.check()
 
     def _sending(self, number: int, operation: str, call: Callable[[], T]) -> T:
         """Run what sends part `number`; the upload is dead if that may still be going on."""

@@ -19,7 +19,7 @@ from http import HTTPStatus
 from typing import Protocol
 from urllib.parse import unquote, unquote_plus
 
-from ._s3memory import BufferPool, Payload, Segment
+from ._s3memory import PIECE_BYTES, BufferPool, Payload, Segment
 from ._s3model import S3Error
 
 try:
@@ -265,7 +265,7 @@ class Wire:
             size_bytes, is_sized = decoded, True
         wanted = size_bytes if is_sized else _BODY_LIMIT_BYTES
         stop = wanted if limit_bytes is None else min(wanted, limit_bytes)
-        payload = self._fill(source, stop) if is_sized else self._grow(source, stop)
+        payload = self._received(source, stop, PIECE_BYTES if is_sized else _GROWTH_BYTES)
         if limit_bytes is not None:
             return Body(payload=payload, is_cut=True)
         if is_sized and payload.size_bytes < wanted:
@@ -278,17 +278,11 @@ class Wire:
             raise S3Error(HTTPStatus.BAD_REQUEST, "MalformedTrailerError", f"No {promised}")
         return Body(payload=payload, trailers=trailers)
 
-    def _fill(self, source: _Source, size_bytes: int) -> Payload:
-        if not size_bytes:
-            return Payload()
-        segment = self._pool.take(size_bytes)
-        return Payload.of_segment(segment, source.readinto(segment.view))
-
-    def _grow(self, source: _Source, limit_bytes: int) -> Payload:
+    def _received(self, source: _Source, limit_bytes: int, piece_bytes: int) -> Payload:
         pieces: list[Payload] = []
         left_bytes = limit_bytes
         while left_bytes:
-            segment: Segment = self._pool.take(min(_GROWTH_BYTES, left_bytes))
+            segment: Segment = self._pool.take(min(piece_bytes, left_bytes))
             got = source.readinto(segment.view)
             pieces.append(Payload.of_segment(segment, got))
             left_bytes -= got

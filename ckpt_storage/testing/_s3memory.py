@@ -15,20 +15,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-__all__ = ["BufferPool", "Payload", "Segment"]
+__all__ = ["PIECE_BYTES", "BufferPool", "Payload", "Segment"]
 
 _POOLED_FROM_BYTES = 64 * 1024
-_IDLE_LIMIT_BYTES = 1 << 30
-_LARGER = (2, 4)
-"""How much larger than asked for an idle map may be: what is left over costs less than new pages,
-and clients that send the same bytes in parts of other sizes are served alike."""
+_IDLE_LIMIT_BYTES = 2 << 30
+PIECE_BYTES = 4 << 20
+"""What a body is received in, so that clients that send the same bytes in parts of other sizes are
+served alike, each from memory that the one before gave back."""
 
 
 class BufferPool:
     """Anonymous memory maps in power-of-two sizes, kept while nobody uses them.
 
     A map that was never touched costs no memory, so rounding a size up costs addresses only.
-    At most 1 GiB stays idle.
+    At most 2 GiB stay idle.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,7 @@ class BufferPool:
             return Segment(memoryview(bytearray(size_bytes)))
         class_bytes = 1 << (size_bytes - 1).bit_length()
         with self._lock:
-            found = (self._idle.get(class_bytes * larger) for larger in (1, *_LARGER))
-            idle = next(filter(None, found), None)
+            idle = self._idle.get(class_bytes)
             block = idle.pop() if idle else None
             if block is not None:
                 self._idle_bytes -= len(block)
