@@ -53,6 +53,7 @@ def begin(
     probe: Callable[[Store], bool],
     replaces: Collection[str] = (),
     claims: bool = True,
+    looked: Looked | None = None,
 ) -> Grant:
     """Open a save attempt: check what is there, draw a save id, make the folders, claim them.
 
@@ -60,9 +61,9 @@ def begin(
     torch's, when `overwrite` is False, unless it is a save of ours whose id is in `replaces`. A
     folder that holds anything else is left as it is.
     `probe` tells whether the storage's exclusive create can be relied on. Without `claims` the
-    caller calls `claim`.
+    caller calls `claim`. `looked` is what `look` returned, if it was called before.
     """
-    found, is_shown = _look(store, with_stock=not overwrite)
+    found, is_shown = looked or look(store, overwrite=overwrite)
     if not overwrite:
         if found.head is not None and found.head.save_id not in replaces:
             raise CheckpointExistsError(
@@ -103,10 +104,14 @@ def claim(store: Store, save_id: str) -> None:
     store.write(layout.begun_path(save_id), integrity.seal(begun))
 
 
-def _look(store: Store, *, with_stock: bool) -> tuple[CommitLog, bool]:
-    """Return the slots, and whether a `.metadata` is there; False if that is not asked."""
+Looked = tuple[CommitLog, bool]
+"""The slots, and whether a `.metadata` is there; False if that is not asked."""
+
+
+def look(store: Store, *, overwrite: bool) -> Looked:
+    """Return what `begin` has to know of the place; reads only. Raises `CheckpointError`."""
     calls: list[Callable[[], Any]] = [lambda: read_log(store)]
-    if with_stock:
+    if not overwrite:
         calls.append(lambda: is_there(store, layout.STOCK_METADATA))
     found, is_shown = [*side_by_side(store, calls), False][:2]
     return found, is_shown

@@ -11,6 +11,7 @@ import logging
 import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -31,12 +32,23 @@ from .stockwrite import planned_of, stock_metadata, stock_note
 from .store.base import Store
 from .workers import side_by_side
 
-__all__ = ["commit_save"]
+__all__ = ["Prepared", "commit_prepared", "commit_save", "prepare_commit"]
 
 log = logging.getLogger("ckpt_storage")
 
 
-def commit_save(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A save whose documents are on the storage; nothing leads to them yet."""
+
+    reference: FileRef
+    stock: FileRef
+    stock_bytes: bytes
+    stock_entries: int | None
+    seen: publishing.Seen | None
+
+
+def prepare_commit(
     store: Store,
     grant: Grant,
     *,
@@ -45,17 +57,12 @@ def commit_save(
     results: Sequence[Sequence[WriteResult]],
     storage_meta: StorageMeta,
     settled_ties: Mapping[str, str],
-    user: Mapping[str, Any],
-    deadline: Deadline,
-    retry: RetryPolicy,
-) -> SlotRecord:
-    """Check that all ranks wrote all of it, commit, publish `.metadata`; return the record.
+) -> Prepared:
+    """Check that all ranks write all of it, and put down the documents of the save.
 
-    `results[i]` is what rank i's `write_data` returned; `settled_ties` as for `assemble`, `user` as
-    for `commit.commit`. Raises
-    `IntegrityError`, `RankFailedError` (not committed), `CommitConflictError` (not committed),
-    `CommitUnknownError`. What follows the commit cannot fail the save: it is logged, and repeated
-    by the next save or load.
+    `results[i]` is what rank i's `write_data` returns; `settled_ties` as for `assemble`. What they
+    tell of need not be durable yet, unless looking at a file costs no request: then it must be
+    there. Raises `IntegrityError`, `RankFailedError`, `StorageError`; nothing is committed.
     """
     save_id = grant.save_id
     reports = check_reports(
@@ -92,27 +99,75 @@ def commit_save(
     body = manifest.to_body()
     _check_readable(body, manifest_path)
     document = integrity.seal(body)
-    reference = _reference(manifest_path, document)
     # Nothing leads to them before the commit, which comes when both are durable.
     calls: list[Callable[[], publishing.Seen | None]] = [
         lambda: store.write(stock.path, stock_bytes),
         lambda: store.write(manifest_path, document),
         lambda: publishing.look(store),
     ]
-    seen = side_by_side(store, calls)[-1]
+    return Prepared(
+        reference=_reference(manifest_path, document),
+        stock=stock,
+        stock_bytes=stock_bytes,
+        stock_entries=stock_entries,
+        seen=side_by_side(store, calls)[-1],
+    )
+
+
+def commit_prepared(
+    store: Store,
+    grant: Grant,
+    prepared: Prepared,
+    *,
+    user: Mapping[str, Any],
+    deadline: Deadline,
+    retry: RetryPolicy,
+) -> SlotRecord:
+    """Commit what all ranks have made durable, publish `.metadata`; return the record.
+
+    `user` as for `commit.commit`. Raises `IntegrityError` (not committed), `CommitConflictError`
+    (not committed), `CommitUnknownError`. What follows the commit cannot fail the save: it is
+    logged, and repeated by the next save or load.
+    """
     record = commit.commit(
         store,
         grant,
-        manifest=reference,
-        stock=stock,
-        stock_entries=stock_entries,
+        manifest=prepared.reference,
+        stock=prepared.stock,
+        stock_entries=prepared.stock_entries,
         deadline=deadline,
         retry=retry,
         user=user,
     )
-    log.info("save %s to %s committed in slot %d", save_id, store.url, record.slot)
-    _after_commit(store, grant, record, stock_bytes, seen, deadline, retry)
+    log.info("save %s to %s committed in slot %d", grant.save_id, store.url, record.slot)
+    _after_commit(store, grant, record, prepared.stock_bytes, prepared.seen, deadline, retry)
     return record
+
+
+def commit_save(
+    store: Store,
+    grant: Grant,
+    *,
+    world_size: int,
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+    storage_meta: StorageMeta,
+    settled_ties: Mapping[str, str],
+    user: Mapping[str, Any],
+    deadline: Deadline,
+    retry: RetryPolicy,
+) -> SlotRecord:
+    """Do both once all ranks' files are durable: `prepare_commit`, then `commit_prepared`."""
+    prepared = prepare_commit(
+        store,
+        grant,
+        world_size=world_size,
+        metadata=metadata,
+        results=results,
+        storage_meta=storage_meta,
+        settled_ties=settled_ties,
+    )
+    return commit_prepared(store, grant, prepared, user=user, deadline=deadline, retry=retry)
 
 
 def _after_commit(

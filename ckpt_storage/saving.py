@@ -16,7 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from .board import BoardError
 from .chaining import Chained, chained_job, consolidate_committed
@@ -240,6 +242,7 @@ class _Save:
         self._timeouts = options.timeouts
         self._plans = PlanExchange(operation, writer, self._planner, keeps=options.planner is None)
         self._write = operation.phase("plan")
+        self._is_told = False
         writer.attend(self._begin)
 
     def _begin(self, phase: Phase) -> Deadline:
@@ -323,8 +326,26 @@ class _Save:
         memory = StateMemory(state)
         plan, tied = self._plans.run(memory.ties())
         writer.note_candidates([name for group in tied for name in group])
+
+        def packed(results: list[WriteResult]) -> bytes:
+            return pickle.dumps((results, memory.objections(tied)))
+
+        writer.tell_early(lambda results: self._tell(packed(results)))
         results = writer.write_data(plan, planner).wait()
-        return pickle.dumps((results, memory.objections(tied)))
+        # What was told before is now known to be durable.
+        return b"" if self._is_told else packed(results)
+
+    def _tell(self, written: bytes) -> None:
+        """Send what this rank is about to have written; the coordinator puts down the documents."""
+        operation = self._operation
+        self._is_told = True
+        try:
+            gathered = operation.gather(written)
+        except BoardError as error:
+            raise operation.lost(error) from error
+        if operation.is_coordinator:
+            metadata, results = self._settle(gathered)
+            self._writer.prepare_finish(metadata, results)
 
     def _set_up(self, state: dict[str, Any]) -> None:
         writer, planner, operation = self._writer, self._planner, self._operation
@@ -337,12 +358,20 @@ class _Save:
             planner.set_up_planner(state, operation.is_coordinator)  # type: ignore[arg-type]  # old
         writer.set_up_storage_writer(operation.is_coordinator, rank=operation.rank)
 
-    def _commit(self, gathered: list[bytes]) -> CheckpointInfo:
+    def _settle(self, gathered: list[bytes]) -> tuple[Metadata, list[list[WriteResult]]]:
+        """Return what a `finish` takes of what all ranks told, and note what they tie."""
         assert self._plans.metadata is not None  # noqa: S101  # the planning step set it
         written = [pickle.loads(packed) for packed in gathered]  # noqa: S301  # our own ranks
         self._writer.note_ties(settled_ties(self._plans.tied, [against for _, against in written]))
-        results = [result for result, _ in written]
-        self._writer.finish(metadata=self._plans.metadata, results=results)
+        return self._plans.metadata, [result for result, _ in written]
+
+    def _commit(self, gathered: list[bytes]) -> CheckpointInfo:
+        if self._is_told:
+            # It has put down the documents; all that it waits for now is that word.
+            self._writer.finish(metadata=Metadata({}), results=[])
+        else:
+            metadata, results = self._settle(gathered)
+            self._writer.finish(metadata=metadata, results=results)
         info = self._writer.committed
         assert info is not None  # noqa: S101  # finish sets it or raises
         return info

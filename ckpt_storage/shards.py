@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -115,14 +115,14 @@ def write_shards(
     planner: SavePlanner,
     job: ShardJob,
     *,
-    record: Callable[[RankManifest], None],
+    record: Callable[[RankManifest], Sequence[Callable[[], object]]],
 ) -> RankManifest:
     """Write the items of `plan` and return what was written; durable on return.
 
-    `record` writes that down as well: after the shard file, or beside its completion where a
-    request costs a round trip. A plan without items writes no file. After any error no upload
-    stays open; before `job.claim` has ended no shard file is visible. Raises `StorageError`,
-    `PhaseTimeoutError`, `InvalidInputError`.
+    `record` takes what will have been written and returns what is to be done of it besides: after
+    the shard file, or beside its completion where a request costs a round trip. A plan without
+    items writes no file. After any error no upload stays open; before `job.claim` has ended no
+    shard file is visible. Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
     """
     vocabulary = _Vocabulary()
     memory = WrittenMemory()
@@ -175,7 +175,7 @@ def write_shards(
                 job.claim.wait()
                 written = manifest([shard.table.shard_file(file, *file.end())])
                 # Who reads one finds it by the manifest alone, which comes when both are durable.
-                side_by_side(store, [file.complete, lambda: record(written)])
+                side_by_side(store, [file.complete, *record(written)])
             except BaseException as error:
                 try:
                     file.abort()
@@ -185,7 +185,7 @@ def write_shards(
     else:
         written = manifest([])
         job.claim.wait()
-        record(written)
+        side_by_side(store, record(written))
     return written
 
 

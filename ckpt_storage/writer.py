@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from . import agreement, commit, integrity, layout
 from .agreement import Granted, Hello, Refused
-from .committing import commit_save
+from .committing import Prepared, commit_prepared, prepare_commit
 from .dcpborder import at_dcp_border
 from .deadline import Deadline
 from .documents import FileRef
@@ -94,6 +94,17 @@ class _Save:
     candidates: Sequence[str] = ()
     item_count: int = 0
     claim: Claim = field(default_factory=_Claimed)
+    look: Callable[[], commit.Looked | None] = lambda: None
+    deadline: Deadline | None = None
+    prepared: Prepared | None = None
+
+
+def is_told_early(capabilities: Capabilities) -> bool:
+    """Return whether ranks tell what they write before it is durable; all ranks find the same.
+
+    Where a request costs a round trip, the documents of the save need not wait for it.
+    """
+    return capabilities.is_remote and not capabilities.cheap_stat
 
 
 class CheckpointStorageWriter(StorageWriter):
@@ -169,6 +180,7 @@ class CheckpointStorageWriter(StorageWriter):
         self._progress = progress
         self._threads = threading.local()
         self._begin_phase: Callable[[Phase], Deadline] = self._timed
+        self._told: Callable[[list[WriteResult]], object] | None = None
         self._user: Mapping[str, Any] = {}
         self._replaces: frozenset[str] = frozenset()
 
@@ -181,6 +193,14 @@ class CheckpointStorageWriter(StorageWriter):
         For the front doors, whose deadlines know of other ranks' failures.
         """
         self._begin_phase = begin
+
+    def tell_early(self, told: Callable[[list[WriteResult]], object]) -> None:
+        """Have `told` called with what `write_data` will return while the last of it is sent.
+
+        For the front doors. Only where `is_told_early`, and then by `write_data` of every rank,
+        in a thread of its own; what it raises, `write_data` raises.
+        """
+        self._told = told
 
     def annotate(self, user: Mapping[str, Any]) -> None:
         """Put `user` into the commit records of the saves to come; plain JSON.
@@ -225,7 +245,7 @@ class CheckpointStorageWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         # Neither can travel; a child process has its own default group and its own threads.
-        del state["_process_group"], state["_threads"], state["_begin_phase"]
+        del state["_process_group"], state["_threads"], state["_begin_phase"], state["_told"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -233,6 +253,7 @@ class CheckpointStorageWriter(StorageWriter):
         self._process_group = None
         self._threads = threading.local()
         self._begin_phase = self._timed
+        self._told = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -298,6 +319,26 @@ class CheckpointStorageWriter(StorageWriter):
             rank=rank,
             nonce=os.urandom(16).hex(),
         )
+        if is_coordinator and not self._threads.save.location.is_local:
+            self._look_ahead(self._threads.save)
+
+    def _look_ahead(self, save: _Save) -> None:
+        """Have what lies at the place read while the ranks plan."""
+        found: list[commit.Looked] = []
+
+        def look() -> None:
+            deadline = self._timed("plan")
+            with deadline.governs(f"Beginning a save to {save.location.url}", rank=save.rank):
+                store = bounded(self._store(save), deadline)
+                found.append(commit.look(store, overwrite=self._overwrite))
+
+        aside = Aside(look, is_remote=True)
+
+        def looked() -> commit.Looked:
+            aside.wait()
+            return found[0]
+
+        save.look = looked
 
     @at_dcp_border
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -377,6 +418,8 @@ class CheckpointStorageWriter(StorageWriter):
             return self._begin(save, hellos, deadline)
 
     def _begin(self, save: _Save, hellos: Sequence[Hello], deadline: Deadline) -> commit.Grant:
+        # First: it opens the store, in another thread.
+        looked = save.look()
         store = bounded(self._store(save), deadline)
         if len(hellos) > 1 and not store.capabilities.shared:
             raise InvalidInputError(
@@ -391,6 +434,7 @@ class CheckpointStorageWriter(StorageWriter):
             replaces=self._replaces,
             probe=lambda prepared: self._probe(prepared, root.scope()),
             claims=False,
+            looked=looked,
         )
         # Beside the first parts: this rank completes nothing before it has ended.
         save.claim = Aside(
@@ -489,18 +533,21 @@ class CheckpointStorageWriter(StorageWriter):
         """
         save = self._save()
         granted = self._granted(save)
-        deadline = self._begin_phase("write")
+        deadline = save.deadline = self._begin_phase("write")
         store = bounded(self._store(save), deadline)
-        documents: list[tuple[str, bytes]] = []
+        results: list[WriteResult] = []
 
-        def record(manifest: RankManifest) -> None:
+        def record(manifest: RankManifest) -> list[Callable[[], object]]:
             document = integrity.seal(manifest.to_body())
             path = layout.rank_manifest_path(manifest.save_id, save.rank)
-            documents.append((path, document))
-            store.write(path, document)
+            results.append(self._result(save, granted, manifest, path, document))
+            calls: list[Callable[[], object]] = [lambda: store.write(path, document)]
+            if self._told is not None and is_told_early(store.capabilities):
+                calls.append(partial(self._tell, save, self._told, results))
+            return calls
 
         with deadline.governs(f"Writing to {store.url}", rank=save.rank):
-            manifest = write_shards(
+            write_shards(
                 store,
                 plan,
                 planner,
@@ -516,7 +563,23 @@ class CheckpointStorageWriter(StorageWriter):
                 ),
                 record=record,
             )
-        ((path, document),) = documents
+        if not save.is_coordinator:
+            self._threads.save = None  # its `finish` is on the coordinator
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result(results)
+        return future
+
+    def _tell(
+        self, save: _Save, told: Callable[[list[WriteResult]], object], results: list[WriteResult]
+    ) -> None:
+        """Call `told` as if in the thread of the save, which waits meanwhile."""
+        self._threads.save = save
+        told(results)
+
+    @staticmethod
+    def _result(
+        save: _Save, granted: Granted, manifest: RankManifest, path: str, document: bytes
+    ) -> WriteResult:
         ref = FileRef(path=path, size_bytes=len(document), crc32c=integrity.crc32c_of(document))
         report = RankReport.of(
             manifest,
@@ -525,16 +588,11 @@ class CheckpointStorageWriter(StorageWriter):
             with_places=granted.with_places,
             candidates=save.candidates,
         )
-        result = WriteResult(
+        return WriteResult(
             index=MetadataIndex(f"ckpt_storage.rank.{save.rank}"),
             size_in_bytes=sum(file.size_bytes for file in manifest.files),
             storage_data=report,
         )
-        if not save.is_coordinator:
-            self._threads.save = None  # its `finish` is on the coordinator
-        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        future.set_result([result])
-        return future
 
     def note_item_count(self, item_count: int) -> None:
         """Take how many items all ranks write, for the `prepare_global_plan` to come.
@@ -558,6 +616,24 @@ class CheckpointStorageWriter(StorageWriter):
         """
         self._save().settled_ties = settled
 
+    def prepare_finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Put down the save's documents, for the `finish` to come; coordinator only.
+
+        For the front doors, with what all ranks told early. Raises as `finish`, but nothing is
+        committed whatever is raised.
+        """
+        save = self._save()
+        granted = self._granted(save)
+        save.prepared = prepare_commit(
+            bounded(self._store(save), save.deadline or self._timed("write")),
+            granted.grant,
+            world_size=granted.world_size,
+            metadata=metadata,
+            results=results,
+            storage_meta=self._storage_meta(),
+            settled_ties=save.settled_ties,
+        )
+
     @at_dcp_border
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check that the save is complete, commit it, publish `.metadata`; coordinator only.
@@ -570,14 +646,20 @@ class CheckpointStorageWriter(StorageWriter):
         granted = self._granted(save)
         deadline = self._begin_phase("commit")
         with deadline.governs(f"Committing to {save.location.url}", rank=save.rank):
-            record = commit_save(
-                bounded(self._store(save), deadline),
+            store = bounded(self._store(save), deadline)
+            prepared = save.prepared or prepare_commit(
+                store,
                 granted.grant,
                 world_size=granted.world_size,
                 metadata=metadata,
                 results=results,
                 storage_meta=self._storage_meta(),
                 settled_ties=save.settled_ties,
+            )
+            record = commit_prepared(
+                store,
+                granted.grant,
+                prepared,
                 user=self._user,
                 deadline=deadline,
                 retry=self._retry,
