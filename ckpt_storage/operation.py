@@ -138,9 +138,7 @@ class Operation:
             log.warning("After %s: %s", self.what, lost)
         finally:
             self._has_ended = True
-            if error is not None:
-                # For a thread of this rank that still waits for others.
-                self._waits.fail(CheckpointError(f"{self.what} has ended with an error."))
+            self._waits.end()
             if self._watcher is not None:
                 self._watcher.stop()
                 self._watcher = None

@@ -49,6 +49,7 @@ class Waits:
         self._silence_s = silence_s
         self._grace_s = grace_s
         self._failure: CheckpointError | None = None
+        self._has_ended = False
         self._wake = threading.Event()
 
     @property
@@ -59,6 +60,11 @@ class Waits:
     def fail(self, error: CheckpointError) -> None:
         """End all waits with `error`; from any thread."""
         self._failure = error
+        self._wake.set()
+
+    def end(self) -> None:
+        """End the waits of threads that the operation has left behind; from any thread."""
+        self._has_ended = True
         self._wake.set()
 
     def patience_s(self) -> float:
@@ -75,6 +81,8 @@ class Waits:
                 return found
             if self._failure is not None:
                 raise self._failure
+            if self._has_ended:
+                raise CheckpointError("What was waited for belongs to an operation that has ended.")
             if time.monotonic() > self.deadline.at_monotonic_s + self._grace_s:
                 raise late()
             self._wake.wait(pause_s)
