@@ -275,6 +275,15 @@ class Posix:
         flags = ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
         _checked(call, fd, ctypes.c_int64(offset), ctypes.c_int64(length), flags)
 
+    def read_on(self, fd: int) -> None:
+        """Tell the kernel that an open file will be read on from wherever it is; promises nothing.
+
+        Raises what `is_unsupported` knows where the system has no such call, as macOS.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
     def truncate(self, fd: int, length: int) -> None:
         """Set an open file's length; gives back blocks that were allocated behind it."""
         os.ftruncate(fd, length)

@@ -108,6 +108,10 @@ class FaultPosix(Posix):
             lambda: self._inner.start_write_back(fd, offset, length),
         )
 
+    def read_on(self, fd: int) -> None:
+        """Tell the kernel what will be read."""
+        self._play("read_on", self._path_of(fd), lambda: self._inner.read_on(fd))
+
     def truncate(self, fd: int, length: int) -> None:
         """Set a file's length."""
         self._play("truncate", self._path_of(fd), lambda: self._inner.truncate(fd, length))
