@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.options import PageCache
 
 from .base import Arrived, Capabilities, CopySource, Entry, PathFilter, Stat, Store, Version
 from .draft import Draft, is_draft_name, is_meant, sync_folder
@@ -71,15 +72,25 @@ class LocalStore:
 
     Holds no descriptor between calls, so it pickles, forks and is shared by threads
     freely. `sync_files=False` leaves out every fsync and nothing else: a crash of the
-    process then still shows old or new, a power cut may show anything.
+    process then still shows old or new, a power cut may show anything. With
+    `page_cache="drop"` the kernel is to keep no copy of what uploads have written, which
+    changes nothing else; small files that are put whole are read soon and stay.
     """
 
-    def __init__(self, root: str, *, sync_files: bool = True, posix: Posix | None = None) -> None:
+    def __init__(
+        self,
+        root: str,
+        *,
+        sync_files: bool = True,
+        page_cache: PageCache = "keep",
+        posix: Posix | None = None,
+    ) -> None:
         if not root or "\0" in root:
             raise InvalidInputError(f"{root!r} names no folder.", next_step="Give a path.")
         # Made absolute now, because the process may change its working folder.
         self._root = str(Path(root).absolute())
         self._sync = sync_files
+        self._page_cache = page_cache
         self._posix = posix or Posix()
         self._copies_pay: bool | None = None
 
@@ -220,14 +231,14 @@ class LocalStore:
         """Open the temporary file; `part_bytes` does not matter here."""
         del part_bytes
         with self._border("write", path):
-            draft = self._open_draft(path, sync=self._sync)
+            draft = self._open_draft(path, sync=self._sync, page_cache=self._page_cache)
         return LocalUpload(draft, self._shown(path), lambda what: self._border(what, path))
 
     def start_shared_upload(self, path: str, *, part_bytes: int) -> LocalSharedUpload:
         """Open the temporary file; `part_bytes` does not matter here."""
         del part_bytes
         with self._border("write", path):
-            draft = self._open_draft(path, sync=self._sync)
+            draft = self._open_draft(path, sync=self._sync, page_cache=self._page_cache)
         return self._shared(draft, path, role="owner")
 
     def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> LocalSharedUpload:
@@ -243,7 +254,10 @@ class LocalStore:
         full = self._full(path)
         with self._border("joining of the upload", path):
             draft = self._revalidated(
-                full, lambda: Draft(self._posix, full, sync=self._sync, name=name)
+                full,
+                lambda: Draft(
+                    self._posix, full, sync=self._sync, name=name, page_cache=self._page_cache
+                ),
             )
         return self._shared(draft, path, role="member")
 
@@ -427,10 +441,12 @@ class LocalStore:
 
         return self._revalidated(full, attempt)
 
-    def _open_draft(self, path: str, *, sync: bool) -> Draft:
+    def _open_draft(self, path: str, *, sync: bool, page_cache: PageCache = "keep") -> Draft:
         full = self._full(path)
         try:
-            return self._revalidated(full, lambda: Draft(self._posix, full, sync=sync))
+            return self._revalidated(
+                full, lambda: Draft(self._posix, full, sync=sync, page_cache=page_cache)
+            )
         except FileNotFoundError as error:
             folder = _folder_of(full)
             raise StorageError(

@@ -32,6 +32,7 @@ _AT_FDCWD = -100
 _KEEP_SIZE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
+_RWF_DONTCACHE = 0x80
 
 # Magic numbers (linux/magic.h; that of ZFS is its own).
 _BCACHEFS, _BTRFS, _F2FS = 0xCA451A4E, 0x9123683E, 0xF2F52010
@@ -158,6 +159,22 @@ def _drop(pending: list[memoryview], first: int, count: int) -> int:
     return first
 
 
+def _write_all(
+    write: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    buffers: Sequence[memoryview],
+    offset: int,
+) -> None:
+    pending = [as_bytes(view) for view in buffers if view.nbytes]
+    first = 0
+    while first < len(pending):
+        count = write(fd, _up_to(_WRITE_BYTES, pending, first), offset)
+        if count <= 0:
+            raise OSError(errno.EIO, "the file system took no byte and gave no reason")
+        offset += count
+        first = _drop(pending, first, count)
+
+
 def _cut_at_blocks(source_offset: int, offset: int, length: int) -> list[int]:
     """Return the lengths of head, whole blocks and tail of a copy; all in one if they cannot be."""
     head = -offset % BLOCK_BYTES
@@ -193,6 +210,19 @@ class Posix:
         """Write once at `offset` (bytes), perhaps less than all; return the bytes written."""
         return os.pwritev(fd, buffers, offset)
 
+    def pwritev_uncached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Write once as `pwritev` does; the kernel writes it back at once, and keeps no copy then.
+
+        Raises what `is_unsupported` knows where kernel (Linux before 6.14) or file system cannot.
+        """
+        if sys.platform != "linux":
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        try:
+            return os.pwritev(fd, buffers, offset, _RWF_DONTCACHE)
+        except NotImplementedError:
+            # A C library without the call.
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read once from `offset` (bytes), perhaps less than all; return the bytes read."""
         return os.preadv(fd, buffers, offset)
@@ -212,14 +242,11 @@ class Posix:
 
     def pwritev_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         """Write all bytes of all buffers from `offset` (bytes) on, in as many calls as it takes."""
-        pending = [as_bytes(view) for view in buffers if view.nbytes]
-        first = 0
-        while first < len(pending):
-            count = self.pwritev(fd, _up_to(_WRITE_BYTES, pending, first), offset)
-            if count <= 0:
-                raise OSError(errno.EIO, "the file system took no byte and gave no reason")
-            offset += count
-            first = _drop(pending, first, count)
+        _write_all(self.pwritev, fd, buffers, offset)
+
+    def pwritev_all_uncached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write as `pwritev_all` does, by `pwritev_uncached`; raises what that raises."""
+        _write_all(self.pwritev_uncached, fd, buffers, offset)
 
     def preadv_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill all buffers from `offset` (bytes) on; return the bytes read, fewer only at the end.
@@ -274,6 +301,15 @@ class Posix:
         call = _function("sync_file_range")
         flags = ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
         _checked(call, fd, ctypes.c_int64(offset), ctypes.c_int64(length), flags)
+
+    def forget(self, fd: int) -> None:
+        """Let the kernel drop what it caches of an open file and has written; promises nothing.
+
+        Raises what `is_unsupported` knows where the system has no such call, as macOS.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read_on(self, fd: int) -> None:
         """Tell the kernel that an open file will be read on from wherever it is; promises nothing.
