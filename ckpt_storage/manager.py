@@ -27,7 +27,7 @@ from .handle import SaveHandle
 from .info import CheckpointInfo
 from .lanes import give_back_lane, lane_of
 from .loading import load
-from .options import Engine, Progress, RetryPolicy, Timeouts
+from .options import Engine, PageCache, Progress, RetryPolicy, Timeouts
 from .preemption import Notices
 from .pruneplan import Soundness
 from .pruning import Pruner, PruneReport
@@ -243,6 +243,7 @@ class CheckpointManager:
         thread_count: int | None = None,
         part_bytes: int | None = None,
         memory_limit_bytes: int | None = None,
+        page_cache: PageCache = "keep",
         sync_files: bool = True,
         engine: Engine = "auto",
     ) -> CheckpointInfo:
@@ -263,6 +264,7 @@ class CheckpointManager:
             thread_count=thread_count,
             part_bytes=part_bytes,
             memory_limit_bytes=memory_limit_bytes,
+            page_cache=page_cache,
             sync_files=sync_files,
             engine=engine,
             retry=self._retry,
@@ -284,6 +286,7 @@ class CheckpointManager:
         thread_count: int | None = None,
         part_bytes: int | None = None,
         memory_limit_bytes: int | None = None,
+        page_cache: PageCache = "keep",
         sync_files: bool = True,
         engine: Engine = "auto",
         block_until_staged: bool = True,
@@ -302,6 +305,7 @@ class CheckpointManager:
             thread_count=thread_count,
             part_bytes=part_bytes,
             memory_limit_bytes=memory_limit_bytes,
+            page_cache=page_cache,
             sync_files=sync_files,
             engine=engine,
             retry=self._retry,

@@ -47,6 +47,7 @@ STOCK_ENTRY_LIMIT = 200_000
 
 Engine = Literal["auto", "fsspec", "obstore"]
 StockMetadata = Literal["auto", "always", "never"]
+PageCache = Literal["keep", "drop"]
 Phase = Literal["plan", "stage", "write", "commit", "consolidate", "load"]
 
 

@@ -29,7 +29,7 @@ from .exits import flush_at_exit
 from .frontdoor import plain_state
 from .handle import SaveHandle
 from .hostbuffers import HostBuffers
-from .options import Engine, Progress, RetryPolicy, Timeouts
+from .options import Engine, PageCache, Progress, RetryPolicy, Timeouts
 from .reports import as_checkpoint_errors, place_of
 from .savetask import SaveTask
 from .saving import SaveOptions
@@ -152,6 +152,7 @@ class AsyncSaver:
         thread_count: int | None = None,
         part_bytes: int | None = None,
         memory_limit_bytes: int | None = None,
+        page_cache: PageCache = "keep",
         sync_files: bool = True,
         engine: Engine = "auto",
         commit_url: str | None = None,
@@ -176,6 +177,7 @@ class AsyncSaver:
             thread_count=thread_count,
             part_bytes=part_bytes,
             memory_limit_bytes=memory_limit_bytes,
+            page_cache=page_cache,
             sync_files=sync_files,
             engine=engine,
             commit_url=commit_url,
@@ -351,7 +353,7 @@ def _lane_of(process_group: dist.ProcessGroup | None) -> str:
     return f"async-{number}"
 
 
-def save_async(  # the public surface, all keyword-only
+def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
     state: Mapping[str, Any],
     url: str | os.PathLike[str],
     *,
@@ -365,6 +367,7 @@ def save_async(  # the public surface, all keyword-only
     thread_count: int | None = None,
     part_bytes: int | None = None,
     memory_limit_bytes: int | None = None,
+    page_cache: PageCache = "keep",
     sync_files: bool = True,
     engine: Engine = "auto",
     commit_url: str | None = None,
@@ -386,6 +389,7 @@ def save_async(  # the public surface, all keyword-only
         thread_count=thread_count,
         part_bytes=part_bytes,
         memory_limit_bytes=memory_limit_bytes,
+        page_cache=page_cache,
         sync_files=sync_files,
         engine=engine,
         commit_url=commit_url,

@@ -33,7 +33,7 @@ from .errors import (
 from .frontdoor import plain_state, takes
 from .info import CheckpointInfo
 from .operation import Operation
-from .options import Engine, Phase, Progress, RetryPolicy, StockMetadata, Timeouts
+from .options import Engine, PageCache, Phase, Progress, RetryPolicy, StockMetadata, Timeouts
 from .planexchange import PlanExchange
 from .reports import COORDINATOR, as_checkpoint_errors, place_of
 from .store import Location
@@ -69,6 +69,7 @@ class SaveOptions:
     thread_count: int | None = None
     part_bytes: int | None = None
     memory_limit_bytes: int | None = None
+    page_cache: PageCache = "keep"
     sync_files: bool = True
     engine: Engine = "auto"
     commit_url: str | None = None
@@ -88,6 +89,7 @@ class SaveOptions:
             thread_count=self.thread_count,
             part_bytes=self.part_bytes,
             memory_limit_bytes=self.memory_limit_bytes,
+            page_cache=self.page_cache,
             sync_files=self.sync_files,
             engine=self.engine,
             commit_url=self.commit_url,
@@ -101,7 +103,7 @@ class SaveOptions:
         return writer
 
 
-def save(  # the public surface, all keyword-only
+def save(  # noqa: PLR0913  # the public surface, all keyword-only
     state: Mapping[str, Any],
     url: str | os.PathLike[str],
     *,
@@ -115,6 +117,7 @@ def save(  # the public surface, all keyword-only
     thread_count: int | None = None,
     part_bytes: int | None = None,
     memory_limit_bytes: int | None = None,
+    page_cache: PageCache = "keep",
     sync_files: bool = True,
     engine: Engine = "auto",
     commit_url: str | None = None,
@@ -145,6 +148,7 @@ def save(  # the public surface, all keyword-only
         thread_count: as for `CheckpointStorageWriter`, like all that follow.
         part_bytes: bytes per upload request.
         memory_limit_bytes: ceiling of bytes in flight per rank beyond the state itself.
+        page_cache: whether the kernel keeps a copy of local files that are on the disk.
         sync_files: make local files durable before they are referenced.
         engine: data plane.
         commit_url: where commit records go if not below `url`.
@@ -172,6 +176,7 @@ def save(  # the public surface, all keyword-only
             thread_count=thread_count,
             part_bytes=part_bytes,
             memory_limit_bytes=memory_limit_bytes,
+            page_cache=page_cache,
             sync_files=sync_files,
             engine=engine,
             commit_url=commit_url,

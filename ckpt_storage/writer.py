@@ -38,6 +38,7 @@ from .options import (
     LOCAL_WRITE_BYTES,
     STOCK_ENTRY_LIMIT,
     Engine,
+    PageCache,
     Phase,
     Progress,
     RetryPolicy,
@@ -123,6 +124,8 @@ class CheckpointStorageWriter(StorageWriter):
         thread_count: parallel uploads per rank; default 1 on local disks, 8 elsewhere.
         part_bytes: bytes per upload request.
         memory_limit_bytes: ceiling of bytes in flight per rank beyond the state itself.
+        page_cache: "drop" lets the kernel keep no copy of what is on the disk (local only), so that
+            saves do not displace what else is cached.
         sync_files: make files and folders durable before they are referenced (local only).
         engine: data plane, see the guide.
         commit_url: where commit records go if not below `path`: for mounts without rename or
@@ -149,6 +152,7 @@ class CheckpointStorageWriter(StorageWriter):
         thread_count: int | None = None,
         part_bytes: int | None = None,
         memory_limit_bytes: int | None = None,
+        page_cache: PageCache = "keep",
         sync_files: bool = True,
         engine: Engine = "auto",
         commit_url: str | None = None,
@@ -161,6 +165,7 @@ class CheckpointStorageWriter(StorageWriter):
         super().__init__()
         self._base = Location.of(path, storage_options)
         self._overwrite = overwrite
+        self._page_cache = page_cache
         self._sync_files = sync_files
         self._thread_count = thread_count
         self._part_bytes = part_bytes
@@ -498,6 +503,7 @@ class CheckpointStorageWriter(StorageWriter):
                 commit_location=self._commit_base.join(save.checkpoint_id)
                 if self._commit_base
                 else None,
+                page_cache=self._page_cache,
                 sync_files=self._sync_files,
                 engine=self._engine,
                 timeouts=self._timeouts,

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from ckpt_storage.benchmark import run, scale
 from ckpt_storage.benchmark.plain import PlainDisk
+from ckpt_storage.benchmark.scenarios import MEASURE
+from ckpt_storage.benchmark.settings import BenchSettings, ScenarioName
+from ckpt_storage.cli import bench as cli_bench
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.store import Location
 
 MOST_BYTES = 1000
 
@@ -51,3 +62,49 @@ def test_a_file_that_is_too_short_is_no_floor(tmp_path: Path) -> None:
     disk.put("a", [memoryview(b"0123")])
     with pytest.raises(EOFError):
         disk.get("a", [memoryview(bytearray(5))])
+
+
+@pytest.mark.parametrize("name", ["load-cold", "verify-cold"])
+def test_a_system_that_empties_no_cache_measures_nothing_cold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: ScenarioName
+) -> None:
+    """Without `posix_fadvise`, as on macOS, a warm figure must not be called a cold one."""
+    root = Location.of(tmp_path)
+    bench: Any = SimpleNamespace(root=root, plain=PlainDisk(root.target))
+    # With the call the scenario begins, and misses what this bench lacks.
+    with pytest.raises(AttributeError):
+        MEASURE[name](bench)
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    with pytest.raises(InvalidInputError, match="empties the cache") as caught:
+        MEASURE[name](bench)
+    assert name in str(caught.value.next_step)
+
+
+@pytest.mark.parametrize(("can_be_cold", "wanted"), [(True, 2), (False, 0)])
+def test_what_cannot_be_cold_is_left_out_of_what_is_measured_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, can_be_cold: bool, wanted: int
+) -> None:
+    """Unless it is named, it is no error that the system cannot do it."""
+    asked: list[BenchSettings] = []
+    monkeypatch.setattr(run, "run_bench", asked.append)
+    if not can_be_cold:
+        monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    result = CliRunner().invoke(cli_bench.bench, [str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert sum(name.endswith("-cold") for name in asked[0].scenarios) == wanted
+
+
+def test_memory_is_told_in_bytes_on_every_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux counts the peak in KiB, macOS in bytes; without /proc what is resident is not known."""
+    used = SimpleNamespace(ru_maxrss=1000)
+    monkeypatch.setattr(resource, "getrusage", lambda _: used)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert scale._peak_resident_bytes() == 1_024_000  # noqa: SLF001  # what `simulate` reports
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert scale._peak_resident_bytes() == 1000  # noqa: SLF001  # what `simulate` reports
+
+    def absent(*_: object, **__: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", absent)
+    assert scale._resident_bytes() is None  # noqa: SLF001  # what `simulate` reports

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -103,6 +105,110 @@ def test_a_call_that_the_c_library_lacks_is_unsupported() -> None:
         posix._function("no_such_function_anywhere")  # noqa: SLF001  # no system lacks the others
     assert caught.value.errno == errno.ENOSYS
     assert is_unsupported(caught.value)
+
+
+@pytest.mark.parametrize("platform", ["darwin", "freebsd15"])
+def test_no_function_of_the_c_library_is_called_by_linux_structs_elsewhere(
+    tmp_path: Path, fd: int, monkeypatch: pytest.MonkeyPatch, platform: str
+) -> None:
+    """`statfs` of macOS writes 2,168 bytes where Linux's writes 120; others differ in numbers."""
+    posix._linux_function.cache_clear()  # noqa: SLF001  # what an earlier test looked up
+
+    def look(*_: object, **__: object) -> None:
+        raise AssertionError("the C library was asked")
+
+    monkeypatch.setattr(ctypes, "CDLL", look)
+    # The test can fail: on Linux the same calls ask the library.
+    with pytest.raises(AssertionError):
+        Posix().shares_blocks(str(tmp_path))
+    monkeypatch.setattr(sys, "platform", platform)
+    assert not Posix().shares_blocks(str(tmp_path))
+    assert not Posix().may_compress(str(tmp_path))
+    calls: list[Callable[[], None]] = [
+        lambda: Posix().allocate(fd, 4096),
+        lambda: Posix().start_write_back(fd, 0, 4096),
+        lambda: Posix().rename_new(str(tmp_path / "x"), str(tmp_path / "y")),
+    ]
+    for call in calls:
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):
+            call()
+
+
+class Drive:
+    """The two calls that make a file durable on macOS, in the order in which they are made."""
+
+    COMMAND = 51
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refusal: int | None) -> None:
+        self.calls: list[str] = []
+        self._refusal = refusal
+        monkeypatch.setattr(fcntl, "F_FULLFSYNC", self.COMMAND, raising=False)
+        monkeypatch.setattr(fcntl, "fcntl", self._fcntl)
+        monkeypatch.setattr(os, "fsync", lambda _: self.calls.append("fsync"))
+
+    def _fcntl(self, fd: int, command: int) -> int:
+        os.fstat(fd)
+        assert command == self.COMMAND
+        self.calls.append("full")
+        if self._refusal is not None:
+            raise OSError(self._refusal, os.strerror(self._refusal))
+        return 0
+
+
+SYNCS = pytest.mark.parametrize(
+    "sync",
+    [lambda fd, _: Posix().fsync(fd), lambda _, folder: Posix().fsync_folder(str(folder))],
+    ids=["file", "folder"],
+)
+
+
+@SYNCS
+def test_where_fsync_leaves_the_drives_cache_the_stronger_call_is_made(
+    fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Callable[[int, Path], None]
+) -> None:
+    """On macOS F_FULLFSYNC makes files and names durable, and nothing else is called."""
+    drive = Drive(monkeypatch, None)
+    sync(fd, tmp_path)
+    assert drive.calls == ["full"]
+
+
+@SYNCS
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.EINVAL, errno.ENOTTY])
+def test_a_file_system_that_refuses_the_stronger_call_gets_fsync(
+    fd: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sync: Callable[[int, Path], None],
+    number: int,
+) -> None:
+    """Network mounts know no F_FULLFSYNC."""
+    drive = Drive(monkeypatch, number)
+    sync(fd, tmp_path)
+    assert drive.calls == ["full", "fsync"]
+
+
+@SYNCS
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_a_stronger_call_that_failed_is_not_followed_by_another(
+    fd: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sync: Callable[[int, Path], None],
+    number: int,
+) -> None:
+    """A second one could report success for what the first could not write."""
+    drive = Drive(monkeypatch, number)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        sync(fd, tmp_path)
+    assert drive.calls == ["full"]
+
+
+def test_elsewhere_fsync_is_called_alone(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux's flushes the drive too and has no other."""
+    drive = Drive(monkeypatch, None)
+    monkeypatch.delattr(fcntl, "F_FULLFSYNC")
+    Posix().fsync(fd)
+    assert drive.calls == ["fsync"]
 
 
 def test_a_system_without_copies_in_the_kernel_copies_by_reading(

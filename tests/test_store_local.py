@@ -31,6 +31,7 @@ from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.store_machine import StoreMachine
 from ckpt_storage.testing.store_suite import StoreSuite
 
+READ_ON_BYTES = 1 << 20
 ODD_ROOT = "röot 100%25 +#[x]*{y}?~'\""
 
 
@@ -540,6 +541,60 @@ def test_without_any_exclusive_call_create_is_unsupported(root: str, number: int
     with pytest.raises(UnsupportedByStoreError, match="commit_url="):
         store.create("commits/1", b"one")
     assert names_in(Path(root, "commits")) == []
+
+
+@pytest.mark.parametrize("length", [READ_ON_BYTES - 1, READ_ON_BYTES])
+def test_long_reads_are_told_to_the_kernel(root: str, length: int) -> None:
+    """Once for each, before its first byte; a short one costs no call more."""
+    Path(root).mkdir(parents=True)
+    data = os.urandom(READ_ON_BYTES + 7)
+    Path(root, "x").write_bytes(data)
+    posix = FaultPosix()
+    target = bytearray(length)
+    LocalStore(root, posix=posix).read_into("x", 7, memoryview(target), arrived=lambda _: None)
+    assert target == data[7 : 7 + length]
+    calls = [call.operation for call in posix.script.calls]
+    told = ["read_on"] if length >= READ_ON_BYTES else []
+    assert [name for name in calls if name in {"read_on", "preadv"}][: len(told) + 1] == [
+        *told,
+        "preadv",
+    ]
+    assert calls.count("read_on") == len(told)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ESPIPE])
+def test_a_file_system_that_takes_no_hint_is_read_without(root: str, number: int) -> None:
+    """It promises nothing, so nothing is missing."""
+    Path(root).mkdir(parents=True)
+    data = os.urandom(READ_ON_BYTES)
+    Path(root, "x").write_bytes(data)
+    posix = FaultPosix([Rule(action="error", operation="read_on", errno=number)])
+    target = bytearray(len(data))
+    LocalStore(root, posix=posix).read_into("x", 0, memoryview(target))
+    assert target == data
+
+
+def test_a_system_without_the_hint_is_read_without(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python on macOS has no `posix_fadvise`."""
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    Path(root).mkdir(parents=True)
+    data = os.urandom(READ_ON_BYTES)
+    Path(root, "x").write_bytes(data)
+    target = bytearray(len(data))
+    LocalStore(root).read_into("x", 0, memoryview(target))
+    assert target == data
+
+
+def test_a_hint_that_finds_a_broken_disk_fails_the_read(root: str) -> None:
+    """Only that a call is not known is passed over."""
+    Path(root).mkdir(parents=True)
+    Path(root, "x").write_bytes(bytes(READ_ON_BYTES))
+    posix = FaultPosix([Rule(action="error", operation="read_on", errno=errno.EIO)])
+    with pytest.raises(StorageError, match="read"):
+        LocalStore(root, posix=posix).read_into("x", 0, memoryview(bytearray(READ_ON_BYTES)))
+    assert posix.open_count == 0
 
 
 def test_folders_that_cannot_be_synced_are_no_failure(root: str) -> None:

@@ -242,7 +242,12 @@ def measure_cold_verify(bench: Bench) -> Comparison:
 
 
 def _check_can_be_cold(bench: Bench, scenario: str) -> None:
-    if not bench.root.is_local:
+    if not isinstance(bench.plain, PlainDisk):
         raise InvalidInputError(
             "Only a local disk has a cache to be cold.", next_step=f"Leave {scenario} out."
+        )
+    if not bench.plain.can_forget:
+        raise InvalidInputError(
+            "This system has no call that empties the cache of a file.",
+            next_step=f"Leave {scenario} out.",
         )

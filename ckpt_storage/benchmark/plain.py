@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from ckpt_storage.integrity import crc32c_of
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.store import Location
+from ckpt_storage.store.posix import Posix
 
 _PART_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 20
@@ -104,7 +105,7 @@ class PlainDisk:
             else:
                 for view in views:
                     _write_all(descriptor, [view])
-            os.fsync(descriptor)
+            Posix().fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -137,11 +138,16 @@ class PlainDisk:
         with (self._root / source).open("rb", 0) as reader, target.open("wb", 0) as writer:
             while count := reader.readinto(buffer):
                 writer.write(buffer[:count])
-            os.fsync(writer.fileno())
+            Posix().fsync(writer.fileno())
 
     def clear(self, folder: str) -> None:
         """Remove a folder."""
         shutil.rmtree(self._root / folder, ignore_errors=True)
+
+    @property
+    def can_forget(self) -> bool:
+        """Whether this system has the call that `forget_cached` makes; macOS has not."""
+        return hasattr(os, "posix_fadvise")
 
     def forget_cached(self) -> None:
         """Ask the kernel to drop what it caches of all files below the root."""

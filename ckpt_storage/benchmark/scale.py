@@ -92,7 +92,7 @@ class ScaleFigures:
     metadata_read_count: int
     plan_s: float
     places_s: float
-    resident_bytes: int
+    resident_bytes: int | None
     peak_resident_bytes: int
 
 
@@ -315,13 +315,18 @@ def _sizes(store: Store) -> dict[str, int]:
     return {entry.path: entry.size_bytes or 0 for entry in store.list("")}
 
 
-def _resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+def _resident_bytes() -> int | None:
+    """Return the memory of this process that is in RAM; None where no file tells."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except FileNotFoundError:
+        return None
     return int(pages) * resource.getpagesize()
 
 
 def _peak_resident_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 def main(arguments: Sequence[str], out: TextIO) -> None:

@@ -127,6 +127,7 @@ def bench(  # noqa: PLR0913  # one argument an option
     from ckpt_storage.benchmark.settings import BenchSettings  # noqa: PLC0415  # as above
 
     is_local = url is not None and "://" not in url.removeprefix("file://")
+    can_be_cold = is_local and hasattr(os, "posix_fadvise")
     if plot_path:
         check_plot(plot_path)
     found = run_bench(
@@ -134,7 +135,7 @@ def bench(  # noqa: PLR0913  # one argument an option
             url=SERVED if url is None else url,
             storage_options=storage_options or {},
             scenarios=scenarios
-            or [name for name in _SCENARIOS if is_local or not name.endswith("-cold")],
+            or [name for name in _SCENARIOS if can_be_cold or not name.endswith("-cold")],
             rank_count=rank_count,
             gib=gib,
             small_count=small_count,

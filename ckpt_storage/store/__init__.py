@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.options import Engine, RetryPolicy, Timeouts
+from ckpt_storage.options import Engine, PageCache, RetryPolicy, Timeouts
 
 from .location import Location
 
@@ -39,6 +39,7 @@ def open_store(  # all but the first are named
     storage_options: Mapping[str, Any] | None = None,
     commit_location: Location | None = None,
     sync_files: bool = True,
+    page_cache: PageCache = "keep",
     engine: Engine = "auto",
     timeouts: Timeouts | None = None,
     retry: RetryPolicy | None = None,
@@ -46,7 +47,8 @@ def open_store(  # all but the first are named
     """Return the store at a path or URL, with deadlines and retries around it.
 
     Nothing is asked of the storage yet. Commit objects go to `commit_location` if it is given
-    (see `split`). `sync_files=False` leaves out fsync on local paths. `engine` is the data
+    (see `split`). `sync_files=False` leaves out fsync on local paths, `page_cache="drop"` has
+    uploads there leave nothing in the kernel's cache. `engine` is the data
     plane of remote ones: "auto" takes obstore where it is installed and every option means the same
     to it, else fsspec, and logs which and why.
     With a `Location`, `storage_options` must not be given again. Raises
@@ -65,6 +67,10 @@ def open_store(  # all but the first are named
         location = url
     else:
         location = Location.of(url, storage_options)
+    if page_cache not in get_args(PageCache):
+        raise InvalidInputError(
+            f"page_cache is {page_cache!r}.", next_step="Give 'keep' or 'drop'."
+        )
     request_timeout_s = (timeouts or Timeouts()).request
     from .retry import RetryStore  # noqa: PLC0415  # stores load when one is opened
 
@@ -72,6 +78,7 @@ def open_store(  # all but the first are named
         _plain_store(
             location,
             sync_files=sync_files,
+            page_cache=page_cache,
             request_timeout_s=request_timeout_s,
             engine=engine,
             policy=retry,
@@ -93,6 +100,7 @@ def _plain_store(
     location: Location,
     *,
     sync_files: bool,
+    page_cache: PageCache,
     request_timeout_s: float,
     engine: Engine,
     policy: RetryPolicy | None,
@@ -100,7 +108,7 @@ def _plain_store(
     if location.is_local:
         from .local import LocalStore  # noqa: PLC0415  # stores load when one is opened
 
-        return LocalStore(location.target, sync_files=sync_files)
+        return LocalStore(location.target, sync_files=sync_files, page_cache=page_cache)
     from .remote import RemoteStore  # noqa: PLC0415  # stores load when one is opened
 
     return RemoteStore(location, request_timeout_s=request_timeout_s, engine=engine, policy=policy)

@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.options import PageCache
 
 from .base import Arrived, Capabilities, CopySource, Entry, PathFilter, Stat, Store, Version
 from .draft import Draft, is_draft_name, is_meant, sync_folder
 from .local_shared import COPY_SCOPE, TICKET_FIELD, TICKET_KIND, LocalSharedUpload
 from .local_upload import LocalUpload
 from .os_errors import map_os_error
-from .posix import BLOCK_BYTES, Posix
+from .posix import BLOCK_BYTES, Posix, is_unsupported
 from .tickets import decode_ticket
 
 __all__ = ["LocalStore"]
@@ -33,6 +34,10 @@ T = TypeVar("T")
 
 # Read and checked before it leaves a processor's second-level cache.
 _PIECE_BYTES = 1 << 20
+
+# Reads of as much are told to the kernel, which then reads twice as far ahead; not by
+# POSIX_FADV_WILLNEED of what comes next, with which cold reads took longer.
+_READ_ON_BYTES = 1 << 20
 
 _CAPABILITIES = Capabilities(
     kind="posix",
@@ -67,15 +72,25 @@ class LocalStore:
 
     Holds no descriptor between calls, so it pickles, forks and is shared by threads
     freely. `sync_files=False` leaves out every fsync and nothing else: a crash of the
-    process then still shows old or new, a power cut may show anything.
+    process then still shows old or new, a power cut may show anything. With
+    `page_cache="drop"` the kernel is to keep no copy of what uploads have written, which
+    changes nothing else; small files that are put whole are read soon and stay.
     """
 
-    def __init__(self, root: str, *, sync_files: bool = True, posix: Posix | None = None) -> None:
+    def __init__(
+        self,
+        root: str,
+        *,
+        sync_files: bool = True,
+        page_cache: PageCache = "keep",
+        posix: Posix | None = None,
+    ) -> None:
         if not root or "\0" in root:
             raise InvalidInputError(f"{root!r} names no folder.", next_step="Give a path.")
         # Made absolute now, because the process may change its working folder.
         self._root = str(Path(root).absolute())
         self._sync = sync_files
+        self._page_cache = page_cache
         self._posix = posix or Posix()
         self._copies_pay: bool | None = None
 
@@ -151,6 +166,8 @@ class LocalStore:
             if arrived is not None:
                 # A file that was replaced meanwhile is opened and read once more.
                 arrived(0)
+            if target.nbytes >= _READ_ON_BYTES:
+                self._read_on(fd)
             while count < target.nbytes:
                 piece = target[count : count + step]
                 taken = self._posix.preadv_all(fd, [piece], start + count)
@@ -170,6 +187,13 @@ class LocalStore:
 
         with self._border("read", path):
             self._with_file(path, fill)
+
+    def _read_on(self, fd: int) -> None:
+        try:
+            self._posix.read_on(fd)
+        except OSError as error:
+            if not is_unsupported(error):
+                raise
 
     def stat(self, path: str) -> Stat:
         """Return size and time of a file; a folder is no object."""
@@ -207,14 +231,14 @@ class LocalStore:
         """Open the temporary file; `part_bytes` does not matter here."""
         del part_bytes
         with self._border("write", path):
-            draft = self._open_draft(path, sync=self._sync)
+            draft = self._open_draft(path, sync=self._sync, page_cache=self._page_cache)
         return LocalUpload(draft, self._shown(path), lambda what: self._border(what, path))
 
     def start_shared_upload(self, path: str, *, part_bytes: int) -> LocalSharedUpload:
         """Open the temporary file; `part_bytes` does not matter here."""
         del part_bytes
         with self._border("write", path):
-            draft = self._open_draft(path, sync=self._sync)
+            draft = self._open_draft(path, sync=self._sync, page_cache=self._page_cache)
         return self._shared(draft, path, role="owner")
 
     def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> LocalSharedUpload:
@@ -230,7 +254,10 @@ class LocalStore:
         full = self._full(path)
         with self._border("joining of the upload", path):
             draft = self._revalidated(
-                full, lambda: Draft(self._posix, full, sync=self._sync, name=name)
+                full,
+                lambda: Draft(
+                    self._posix, full, sync=self._sync, name=name, page_cache=self._page_cache
+                ),
             )
         return self._shared(draft, path, role="member")
 
@@ -414,10 +441,12 @@ class LocalStore:
 
         return self._revalidated(full, attempt)
 
-    def _open_draft(self, path: str, *, sync: bool) -> Draft:
+    def _open_draft(self, path: str, *, sync: bool, page_cache: PageCache = "keep") -> Draft:
         full = self._full(path)
         try:
-            return self._revalidated(full, lambda: Draft(self._posix, full, sync=sync))
+            return self._revalidated(
+                full, lambda: Draft(self._posix, full, sync=sync, page_cache=page_cache)
+            )
         except FileNotFoundError as error:
             folder = _folder_of(full)
             raise StorageError(

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 
 __all__ = ["BLOCK_BYTES", "Posix", "as_bytes", "is_unsupported"]
@@ -30,6 +32,7 @@ _AT_FDCWD = -100
 _KEEP_SIZE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
+_RWF_DONTCACHE = 0x80
 
 # Magic numbers (linux/magic.h; that of ZFS is its own).
 _BCACHEFS, _BTRFS, _F2FS = 0xCA451A4E, 0x9123683E, 0xF2F52010
@@ -54,17 +57,29 @@ _UNSUPPORTED = frozenset(
 )
 
 
+_FULL_SYNC = "F_FULLFSYNC"
+"""The command of macOS's `fcntl` that flushes the drive's cache too, which its fsync does not."""
+
+
 def is_unsupported(error: OSError) -> bool:
     """Return whether `error` only says that a file system or kernel does not know a call."""
     return error.errno in _UNSUPPORTED
 
 
-@functools.cache
 def _function(name: str) -> Callable[..., int]:
-    """Return a function of the C library; while it runs, other Python threads do too.
+    """Return a function of Linux's C library; while it runs, other Python threads do too.
 
     Raises `OSError` with ENOSYS where there is none.
     """
+    # Elsewhere one of the same name takes other numbers, and fills structs of other lengths: that
+    # of `statfs` has 120 bytes on Linux and 2,168 on macOS.
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    return _linux_function(name)
+
+
+@functools.cache
+def _linux_function(name: str) -> Callable[..., int]:
     try:
         found: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
     except AttributeError:
@@ -89,13 +104,31 @@ def _checked(call: Callable[..., int], *arguments: object) -> None:
 
 def _file_system(path: str) -> int | None:
     """Return the magic number of the file system that `path` lies on, None if it is not told."""
-    # The kernel's struct is smaller; its first field is a long that names the file system.
+    # Linux's struct is smaller; its first field is a long that names the file system.
     buffer = ctypes.create_string_buffer(512)
     try:
         failed = _function("statfs")(ctypes.c_char_p(os.fsencode(path)), buffer)
     except OSError:
         return None
     return None if failed else ctypes.c_ulong.from_buffer(buffer).value & 0xFFFFFFFF
+
+
+def _sync(fd: int) -> None:
+    """Make what an open file or folder holds durable, through the drive's cache. Raises `OSError`.
+
+    Where the file system refuses the stronger call nothing was synced by it, so the weaker one is
+    the first; any other failure is final.
+    """
+    command = getattr(fcntl, _FULL_SYNC, None)
+    if command is not None:
+        try:
+            fcntl.fcntl(fd, command)
+        except OSError as error:
+            if error.errno != errno.ENOTTY and not is_unsupported(error):
+                raise
+        else:
+            return
+    os.fsync(fd)
 
 
 def as_bytes(view: memoryview) -> memoryview:
@@ -124,6 +157,22 @@ def _drop(pending: list[memoryview], first: int, count: int) -> int:
         count -= view.nbytes
         first += 1
     return first
+
+
+def _write_all(
+    write: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    buffers: Sequence[memoryview],
+    offset: int,
+) -> None:
+    pending = [as_bytes(view) for view in buffers if view.nbytes]
+    first = 0
+    while first < len(pending):
+        count = write(fd, _up_to(_WRITE_BYTES, pending, first), offset)
+        if count <= 0:
+            raise OSError(errno.EIO, "the file system took no byte and gave no reason")
+        offset += count
+        first = _drop(pending, first, count)
 
 
 def _cut_at_blocks(source_offset: int, offset: int, length: int) -> list[int]:
@@ -161,6 +210,19 @@ class Posix:
         """Write once at `offset` (bytes), perhaps less than all; return the bytes written."""
         return os.pwritev(fd, buffers, offset)
 
+    def pwritev_uncached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Write once as `pwritev` does; the kernel writes it back at once, and keeps no copy then.
+
+        Raises what `is_unsupported` knows where kernel (Linux before 6.14) or file system cannot.
+        """
+        if sys.platform != "linux":
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        try:
+            return os.pwritev(fd, buffers, offset, _RWF_DONTCACHE)
+        except NotImplementedError:
+            # A C library without the call.
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read once from `offset` (bytes), perhaps less than all; return the bytes read."""
         return os.preadv(fd, buffers, offset)
@@ -180,14 +242,11 @@ class Posix:
 
     def pwritev_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         """Write all bytes of all buffers from `offset` (bytes) on, in as many calls as it takes."""
-        pending = [as_bytes(view) for view in buffers if view.nbytes]
-        first = 0
-        while first < len(pending):
-            count = self.pwritev(fd, _up_to(_WRITE_BYTES, pending, first), offset)
-            if count <= 0:
-                raise OSError(errno.EIO, "the file system took no byte and gave no reason")
-            offset += count
-            first = _drop(pending, first, count)
+        _write_all(self.pwritev, fd, buffers, offset)
+
+    def pwritev_all_uncached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write as `pwritev_all` does, by `pwritev_uncached`; raises what that raises."""
+        _write_all(self.pwritev_uncached, fd, buffers, offset)
 
     def preadv_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill all buffers from `offset` (bytes) on; return the bytes read, fewer only at the end.
@@ -243,6 +302,24 @@ class Posix:
         flags = ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
         _checked(call, fd, ctypes.c_int64(offset), ctypes.c_int64(length), flags)
 
+    def forget(self, fd: int) -> None:
+        """Let the kernel drop what it caches of an open file and has written; promises nothing.
+
+        Raises what `is_unsupported` knows where the system has no such call, as macOS.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read_on(self, fd: int) -> None:
+        """Tell the kernel that an open file will be read on from wherever it is; promises nothing.
+
+        Raises what `is_unsupported` knows where the system has no such call, as macOS.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
     def truncate(self, fd: int, length: int) -> None:
         """Set an open file's length; gives back blocks that were allocated behind it."""
         os.ftruncate(fd, length)
@@ -253,7 +330,7 @@ class Posix:
 
     def fsync(self, fd: int) -> None:
         """Make an open file's content and length durable."""
-        os.fsync(fd)
+        _sync(fd)
 
     def close(self, fd: int) -> None:
         """Release a descriptor; on Linux it is gone even after an error."""
@@ -296,7 +373,7 @@ class Posix:
         """Make the names in a folder durable."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
+            _sync(fd)
         finally:
             os.close(fd)
 

@@ -33,7 +33,7 @@ class FaultPosix(Posix):
     """System calls around others that play a `Script`.
 
     Operations bear the names of the methods; the path of a call on a descriptor is that
-    of the file. "torn" and "short" apply to `pwritev`, "short" to `preadv`. A crash
+    of the file. "torn" and "short" apply to writes, "short" to `preadv`. A crash
     closes every descriptor, as the death of a process does.
     """
 
@@ -72,6 +72,15 @@ class FaultPosix(Posix):
             lambda: self._inner.pwritev(fd, _first_half(buffers), offset),
         )
 
+    def pwritev_uncached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Write once; torn or short: the first half of the bytes."""
+        return self._play(
+            "pwritev_uncached",
+            self._path_of(fd),
+            lambda: self._inner.pwritev_uncached(fd, buffers, offset),
+            lambda: self._inner.pwritev_uncached(fd, _first_half(buffers), offset),
+        )
+
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read once; short: the first half of the bytes."""
         return self._play(
@@ -107,6 +116,14 @@ class FaultPosix(Posix):
             self._path_of(fd),
             lambda: self._inner.start_write_back(fd, offset, length),
         )
+
+    def forget(self, fd: int) -> None:
+        """Let the kernel drop what it caches."""
+        self._play("forget", self._path_of(fd), lambda: self._inner.forget(fd))
+
+    def read_on(self, fd: int) -> None:
+        """Tell the kernel what will be read."""
+        self._play("read_on", self._path_of(fd), lambda: self._inner.read_on(fd))
 
     def truncate(self, fd: int, length: int) -> None:
         """Set a file's length."""
