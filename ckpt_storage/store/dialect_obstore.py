@@ -1,9 +1,9 @@
 """S3, Google Cloud Storage and Azure through obstore, the Rust client; the rest through fsspec.
 
 Knows which requests obstore makes as the protocol needs them: get, ranges, put, conditional put and
-streamed uploads. Listings, deletions, open uploads of others and shared uploads are left to the
-fsspec dialect of the family, which is built when the first of them is asked for. Called by
-`remote`.
+(but on Google Cloud Storage) streamed uploads. Listings, deletions, open uploads of others and
+shared uploads are left to the fsspec dialect of the family, which is built when the first of them
+is asked for. Called by `remote`.
 """
 
 from __future__ import annotations
