@@ -149,14 +149,15 @@ def read_referenced(
 ) -> bytes:
     """Return the document that another one names, read no further than that says, and checked.
 
-    Raises `StorageError`, `IntegrityError`, and `FormatError` for a reference to more than
-    `most_bytes`: whoever wrote it made up its length.
+    Raises `StorageError` and `IntegrityError`, also for a reference to more than `most_bytes`:
+    whoever wrote it made up its length.
     """
     if reference.size_bytes > most_bytes:
-        raise FormatError(
+        raise IntegrityError(
             f"{store.url}: {reference.path} is said to have {reference.size_bytes} bytes; no such "
             f"document has more than {most_bytes}.",
             path=reference.path,
+            offset=0,
             next_step=DAMAGED,
         )
     data = store.read(reference.path, most_bytes=reference.size_bytes)

@@ -77,15 +77,13 @@ def only(folder: Path, pattern: str) -> Path:
 def slot_says(folder: Path, **changes: Any) -> None:
     """Change the commit record, as who made it could."""
     path = folder / "commits" / "00000001.json"
-    body = integrity.unseal(path.read_bytes(), path=path.name)
-    path.write_bytes(integrity.seal({**body, **changes}))
+    path.write_bytes(integrity.seal({**slot_of(folder), **changes}))
 
 
-def manifest_of(folder: Path) -> dict[str, Any]:
-    """Return the reference to the manifest."""
+def slot_of(folder: Path) -> dict[str, Any]:
+    """Return what the commit record says."""
     path = folder / "commits" / "00000001.json"
-    found: dict[str, Any] = integrity.unseal(path.read_bytes(), path=path.name)["manifest"]
-    return found
+    return dict(integrity.unseal(path.read_bytes(), path=path.name))
 
 
 def listed(root: Path) -> list[str | None]:
@@ -136,11 +134,27 @@ def test_a_sparse_document_is_read_no_further_than_its_reference_says(
 def test_a_reference_to_more_than_any_document_has_is_refused(folder: Path) -> None:
     """Who makes up a document's length may make it as long."""
     os.truncate(only(folder, "saves/*/manifest.json"), SPARSE_BYTES)
-    slot_says(folder, manifest={**manifest_of(folder), "bytes": SPARSE_BYTES})
-    with little_memory(), pytest.raises(FormatError, match=f"said to have {SPARSE_BYTES} bytes"):
+    slot_says(folder, manifest={**slot_of(folder)["manifest"], "bytes": SPARSE_BYTES})
+    with little_memory(), pytest.raises(IntegrityError, match=f"said to have {SPARSE_BYTES} bytes"):
         load(folder)
     # What a commit record says is all that a list shows.
     assert listed(folder.parent) == ["good", "odd"]
+
+
+def test_a_stock_document_of_a_made_up_length_is_not_published(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint itself loads; torch's own readers find no `.metadata`."""
+    os.truncate(only(folder, "saves/*/stock.metadata"), SPARSE_BYTES)
+    stock = slot_of(folder)["stock"]
+    slot_says(folder, stock={**stock, "bytes": SPARSE_BYTES})
+    (folder / ".metadata").unlink()
+    with little_memory():
+        load(folder)
+        report = ckpt_storage.verify(folder)
+    assert not report.ok
+    assert ".metadata cannot be brought up to date" in caplog.text
+    assert not (folder / ".metadata").exists()
 
 
 @pytest.mark.parametrize("name", ["begun.json", "published.json"])

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from gcs_server import BUCKET, GcsState, gcs_served
 
+import ckpt_storage
 from ckpt_storage.errors import IntegrityError, StorageError, UnsupportedByStoreError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location, obstore_gcs, open_store
@@ -299,6 +301,27 @@ def test_a_lost_compare_and_swap_is_not_repeated(served: Served) -> None:
         store.replace(".metadata", b"two", if_match=seen.token)
     assert store.read(".metadata") == b"two"
     assert len(served.xml("PUT")) == 2
+
+
+def test_a_checkpoint_is_saved_loaded_and_overwritten(served: Served) -> None:
+    """Documents and reads go by obstore, shard files by gcsfs, and both see one bucket."""
+    url = f"gs://{BUCKET}/whole/a"
+    given: dict[str, Any] = {"storage_options": served.options, "retry": POLICY}
+    for value in (1.0, 2.0):
+        state = {"w": torch.full((300, 300), value)}
+        ckpt_storage.save(state, url, overwrite=True, engine="obstore", **given)
+    target = {"w": torch.zeros(300, 300)}
+    ckpt_storage.load(target, url, engine="obstore", **given)
+    assert torch.equal(target["w"], state["w"])
+    assert ckpt_storage.verify(url, **given).ok
+    found = ckpt_storage.list_checkpoints(f"gs://{BUCKET}/whole", **given)
+    assert [info.name for info in found] == ["a"]
+    put = {name.removeprefix("whole/a/") for name in served.xml("PUT")}
+    assert {"commits/00000001.json", "commits/00000002.json", ".metadata"} <= put
+    assert not any(name.endswith(".distcp") for name in put)
+    assert any(name.endswith(".distcp") for name in served.xml("GET"))
+    # The second `.metadata` replaced what was read, in one request each.
+    assert served.xml("PUT").count("whole/a/.metadata") == 2
 
 
 def test_a_token_that_the_server_takes_no_more_is_renewed(served: Served) -> None:

@@ -37,12 +37,11 @@ async def taken_whole(
 ) -> bytes:
     """Return the body of an answer of `told_bytes`, None if it does not tell.
 
-    `read` returns at most as many bytes as it is asked for, b"" at the end; -1 asks for all.
-    Raises `TooLongError`, before anything is read where the length is told.
+    `read` returns at most as many bytes as it is asked for, b"" at the end. Raises `TooLongError`,
+    before anything is read where the length is told. What comes is counted all the same: the length
+    that is told may be that of a packed body.
     """
-    if told_bytes is not None or most_bytes is None:
-        check_bound(told_bytes or 0, most_bytes)
-        return await read(-1)
+    check_bound(told_bytes or 0, most_bytes)
     pieces, count = [], 0
     while piece := await read(_PIECE_BYTES):
         pieces.append(piece)

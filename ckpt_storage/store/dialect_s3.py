@@ -128,11 +128,7 @@ class S3Dialect:
             key = self._requests.key(path)
             answer = await self._requests.request(fs, "get_object", Key=key)
             async with answer["Body"] as body:
-                data = await taken_whole(
-                    lambda count: body.read(None if count < 0 else count),
-                    answer.get("ContentLength"),
-                    most_bytes,
-                )
+                data = await taken_whole(body.read, answer.get("ContentLength"), most_bytes)
             return Version(data=data, token=answer.get("ETag"))
 
         return self._client.run(fetch)
