@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from . import cleaning, commit, integrity, layout, publishing, slotlog
+from .ceilings import MOST_STOCK_BYTES
 from .commit import Grant
 from .deadline import Deadline
 from .documents import FileRef
@@ -203,7 +204,12 @@ class CopyAttempt:
         reference = self._manifest.stock
         if reference is None:
             return None, None
-        data = read_document(self._source, reference, save_id=self._manifest.save_id)
+        data = read_document(
+            self._source,
+            reference,
+            save_id=self._manifest.save_id,
+            most_bytes=MOST_STOCK_BYTES,
+        )
         # A save id has a fixed length, so the lengths that the pickle holds stay true.
         data = data.replace(self._manifest.save_id.encode(), self._save_id.encode())
         path = self._renamed_path(reference.path)

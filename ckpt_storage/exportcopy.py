@@ -11,6 +11,7 @@ import hashlib
 import logging
 from dataclasses import dataclass, field
 
+from .ceilings import MOST_DOCUMENT_BYTES
 from .consolidation.records import (
     DOCUMENTS,
     HOLDER_PATH,
@@ -137,10 +138,10 @@ class _Export:
         tag = self._tag
         assert tag is not None  # noqa: S101  # the caller looked
         record_path = self._at(export_path(tag.fingerprint))
-        record_bytes = self._source.read(record_path)
+        record_bytes = self._source.read(record_path, most_bytes=MOST_DOCUMENT_BYTES)
         record = ExportRecord.decode(record_bytes, path=record_path)
         check_document(self._index, record.index)
-        names = self._source.read(self._at(NAMES_PATH))
+        names = self._source.read(self._at(NAMES_PATH), most_bytes=MOST_DOCUMENT_BYTES)
         if not self._take_place(names):
             return False
         self._target.prepare([self._at(DOCUMENTS), self._at(records_folder(tag.fingerprint))])

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from . import layout
+from .ceilings import MOST_DOCUMENT_BYTES
 from .costs import costs_for
 from .deadline import Deadline
 from .errors import CheckpointError, FormatError, IntegrityError, StorageError
@@ -347,7 +348,7 @@ def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorInfo:
 
 
 def _read_index(store: Store) -> dict[str, str]:
-    data = store.read(INDEX_NAME)
+    data = store.read(INDEX_NAME, most_bytes=MOST_DOCUMENT_BYTES)
     try:
         weight_map = json.loads(data)["weight_map"]
     except (ValueError, KeyError, TypeError):

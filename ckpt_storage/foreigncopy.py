@@ -80,7 +80,7 @@ def _identity(source_url: str, entries: Sequence[Entry]) -> str:
 
 
 def _read_whole(store: Store, path: str, size_bytes: int) -> bytes:
-    data = store.read(path)
+    data = store.read(path, most_bytes=size_bytes)
     if len(data) != size_bytes:
         raise IntegrityError(
             f"{path} has changed while the checkpoint was being copied.",

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from crc32c import crc32c as _crc32c
 
+from .ceilings import MOST_DOCUMENT_BYTES
 from .errors import FormatError, IntegrityError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ def seal(body: Mapping[str, object]) -> bytes:
     """Return `body` as a sealed document: one line of JSON with the CRC-32C of its body.
 
     Keys keep their order. Raises `InvalidInputError` for what JSON cannot say: a NaN, a lone
-    surrogate, an object of another type.
+    surrogate, an object of another type; and for a document longer than readers take.
     """
     try:
         text = json.dumps(
@@ -278,7 +279,14 @@ def seal(body: Mapping[str, object]) -> bytes:
             f"A document of the checkpoint cannot be written as JSON: {error}.",
             next_step="Use plain strings, numbers, lists and dictionaries.",
         ) from error
-    return b"".join((_HEAD, b"%08x" % crc32c_of(text), _MIDDLE, text, _TAIL))
+    sealed = b"".join((_HEAD, b"%08x" % crc32c_of(text), _MIDDLE, text, _TAIL))
+    if len(sealed) > MOST_DOCUMENT_BYTES:
+        raise InvalidInputError(
+            f"A document of the checkpoint would have {len(sealed)} bytes; readers take "
+            f"{MOST_DOCUMENT_BYTES}.",
+            next_step="Save fewer, larger tensors, or spread them over several checkpoints.",
+        )
+    return sealed
 
 
 def unseal(data: bytes, *, path: str) -> dict[str, Any]:

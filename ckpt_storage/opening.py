@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from . import layout, slotlog, stockfooter
+from .ceilings import MOST_STOCK_BYTES
 from .deadline import Deadline
 from .errors import (
     CheckpointGoneError,
@@ -50,7 +51,7 @@ def open_source(
     if found.head is not None:
         manifest = _manifest(store, found.head, known_at)
         return CommittedSource(store, found.head, manifest, deadline, options)
-    current = slotlog.read_if_there(store, layout.STOCK_METADATA)
+    current = slotlog.read_stock(store)
     if current is not None:
         named = stockfooter.split_footer(current.data)[1]
         if named is None:
@@ -58,7 +59,7 @@ def open_source(
             data = current.data
             if before_foreign is not None:
                 before_foreign()
-                data = store.read(layout.STOCK_METADATA)
+                data = store.read(layout.STOCK_METADATA, most_bytes=MOST_STOCK_BYTES)
             return open_stock(store, data, options=options, deadline=deadline)
         if found.last is None:
             raise FormatError(

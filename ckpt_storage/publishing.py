@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import integrity, layout
+from .ceilings import MOST_STOCK_BYTES
 from .documents import FileRef
 from .errors import (
     IntegrityError,
     StorageError,
 )
-from .slotlog import CommitLog, check_document, read_if_there, read_log, stamp
+from .slotlog import CommitLog, check_document, read_log, read_referenced, read_stock, stamp
 from .slots import HeadRef, SlotRecord
 from .stockfooter import read_footer, split_footer, with_footer
 from .store.base import Store, Version
@@ -45,8 +46,8 @@ def look(store: Store) -> Seen | None:
     if not store.capabilities.replace_if_match:
         return None
     try:
-        return Seen(version=read_if_there(store, layout.STOCK_METADATA))
-    except StorageError:
+        return Seen(version=read_stock(store))
+    except (IntegrityError, StorageError):
         return None
 
 
@@ -113,7 +114,7 @@ class _Publisher:
         if head is None:
             found = read_log(store, known=self._own)
             head, last_slot = found.head, found.last_slot
-        current = seen.version if seen else read_if_there(store, layout.STOCK_METADATA)
+        current = seen.version if seen else read_stock(store)
         named = split_footer(current.data)[1] if current else None
         self._has_head = head is not None
         if head is None or head.stock is None:
@@ -219,14 +220,15 @@ class _Publisher:
             return None
         if data is None:
             try:
-                data = self._store.read(reference.path)
+                data = read_referenced(self._store, reference, most_bytes=MOST_STOCK_BYTES)
             except StorageError as error:
                 if error.kind != "not-found":
                     raise
                 if self._is_head(head):
                     raise _missing(self._store, reference) from error
                 return None
-        check_document(data, reference)
+        else:
+            check_document(data, reference)
         pickled, _ = split_footer(data)
         return with_footer(pickled, slot=head.slot, save_id=head.save_id)
 

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any
 
 from . import integrity, layout
-from .documents import FileRef
+from .ceilings import MOST_DOCUMENT_BYTES, MOST_SLOT_BYTES, MOST_STOCK_BYTES
+from .documents import DAMAGED, FileRef
 from .errors import (
     FormatError,
     IntegrityError,
@@ -41,7 +42,7 @@ def read_slot(store: Store, slot: int) -> SlotRecord | None:
     Raises `StorageError`, `IntegrityError`, `FormatError`.
     """
     try:
-        data = store.read(layout.slot_path(slot))
+        data = store.read(layout.slot_path(slot), most_bytes=MOST_SLOT_BYTES)
     except StorageError as error:
         if error.kind == "not-found":
             return None
@@ -117,10 +118,15 @@ def _log_of(
     return CommitLog(last_slot=low, last=low_record, head=head)
 
 
-def read_if_there(store: Store, path: str) -> Version | None:
-    """Return an object with its version token, None if it is absent."""
+def read_if_there(
+    store: Store, path: str, *, most_bytes: int = MOST_DOCUMENT_BYTES
+) -> Version | None:
+    """Return a document with its version token, None if it is absent.
+
+    Raises `IntegrityError` for one of more than `most_bytes`, which is not read.
+    """
     try:
-        return store.read_version(path)
+        return store.read_version(path, most_bytes=most_bytes)
     except StorageError as error:
         if error.kind == "not-found":
             return None
@@ -131,6 +137,32 @@ def stamp() -> dict[str, Any]:
     """Return who writes a record and when, for people."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return {"created_at": now, "host": socket.gethostname(), "pid": os.getpid()}
+
+
+def read_stock(store: Store) -> Version | None:
+    """Return `.metadata` with its version token, None if it is absent. As `read_if_there`."""
+    return read_if_there(store, layout.STOCK_METADATA, most_bytes=MOST_STOCK_BYTES)
+
+
+def read_referenced(
+    store: Store, reference: FileRef, *, most_bytes: int = MOST_DOCUMENT_BYTES
+) -> bytes:
+    """Return the document that another one names, read no further than that says, and checked.
+
+    Raises `StorageError` and `IntegrityError`, also for a reference to more than `most_bytes`:
+    whoever wrote it made up its length.
+    """
+    if reference.size_bytes > most_bytes:
+        raise IntegrityError(
+            f"{store.url}: {reference.path} is said to have {reference.size_bytes} bytes; no such "
+            f"document has more than {most_bytes}.",
+            path=reference.path,
+            offset=0,
+            next_step=DAMAGED,
+        )
+    data = store.read(reference.path, most_bytes=reference.size_bytes)
+    check_document(data, reference)
+    return data
 
 
 def check_document(data: bytes, reference: FileRef) -> None:

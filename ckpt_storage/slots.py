@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from . import integrity, layout
+from .ceilings import MOST_SLOT_BYTES
 from .documents import FileRef, Getter, ref_from_json
-from .errors import FormatError, UnsafeContentError
+from .errors import FormatError, InvalidInputError, UnsafeContentError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,10 @@ class SlotRecord:
     pid: int = 0
 
     def encode(self) -> bytes:
-        """Return the sealed document."""
+        """Return the sealed document.
+
+        Raises `InvalidInputError` for one that is longer than readers take.
+        """
         body: dict[str, Any] = {
             "format": "ckpt_storage.commit/1",
             "type": self.type,
@@ -70,7 +74,17 @@ class SlotRecord:
         if self.type != "commit":
             body["fenced"] = list(self.fenced)
         body.update(created_at=self.created_at, host=self.host, pid=self.pid)
-        return integrity.seal(body)
+        sealed = integrity.seal(body)
+        if len(sealed) > MOST_SLOT_BYTES:
+            raise InvalidInputError(
+                f"The record in {layout.slot_path(self.slot)} would have {len(sealed)} bytes; "
+                f"readers take {MOST_SLOT_BYTES}.",
+                path=layout.slot_path(self.slot),
+                next_step="Keep fewer annotations with a save."
+                if self.user
+                else "Delete leftovers below saves/ by hand, once no job saves here.",
+            )
+        return sealed
 
     @classmethod
     def decode(cls, data: bytes, *, slot: int) -> SlotRecord:

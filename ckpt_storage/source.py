@@ -13,6 +13,7 @@ from functools import partial
 from typing import Literal, Protocol
 
 from . import integrity, layout, slotlog
+from .ceilings import MOST_DOCUMENT_BYTES
 from .deadline import Deadline
 from .documents import FileRef
 from .errors import (
@@ -432,14 +433,17 @@ def gone(store: Store, save_id: str, path: str) -> CheckpointGoneError | None:
     )
 
 
-def read_document(store: Store, reference: FileRef, *, save_id: str) -> bytes:
+def read_document(
+    store: Store, reference: FileRef, *, save_id: str, most_bytes: int = MOST_DOCUMENT_BYTES
+) -> bytes:
     """Return a document that another one of `save_id` names, checked by length and checksum.
 
     A missing one is `IntegrityError`, because what names it was written after it; or
-    `CheckpointGoneError`, if `save_id` has been superseded and freed meanwhile.
+    `CheckpointGoneError`, if `save_id` has been superseded and freed meanwhile. `most_bytes` and
+    other errors as for `slotlog.read_referenced`.
     """
     try:
-        data = store.read(reference.path)
+        return slotlog.read_referenced(store, reference, most_bytes=most_bytes)
     except StorageError as error:
         if error.kind != "not-found":
             raise
@@ -449,8 +453,6 @@ def read_document(store: Store, reference: FileRef, *, save_id: str) -> bytes:
             offset=0,
             next_step=_RESTORE,
         ) from error
-    slotlog.check_document(data, reference)
-    return data
 
 
 def read_rank_manifest(store: Store, reference: FileRef, *, save_id: str) -> RankManifest:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 
 from . import layout
+from .ceilings import MOST_STOCK_BYTES
 from .errors import FormatError, UnsafeContentError
 from .tensorfile.dtypes import DTYPES
 from .tensorfile.inertpickle import (
@@ -27,8 +28,6 @@ from .tensorfile.inertpickle import (
     interpret,
 )
 
-# Ten thousand ranks with two thousand tensors each, at torch's 172 bytes per shard entry.
-_MAX_BYTES = 1 << 32
 # Torch has no tensors of more dimensions, and addresses elements with 63 bits.
 _MAX_DIMS = 64
 _MAX_COUNT = (1 << 63) - 1
@@ -107,8 +106,8 @@ def decode_stock_metadata(data: bytes, *, path: str = layout.STOCK_METADATA) -> 
     path that leaves the checkpoint's folder, naming either; `FormatError` for bytes that
     are cut short, are no pickle of that kind, or are too many.
     """
-    if len(data) > _MAX_BYTES:
-        raise _unusable(path, f"is {len(data)} bytes long; {_MAX_BYTES} is the limit")
+    if len(data) > MOST_STOCK_BYTES:
+        raise _unusable(path, f"is {len(data)} bytes long; {MOST_STOCK_BYTES} is the limit")
     try:
         value, pickle_bytes = interpret(data, allowed=_ALLOWED)
         return _Decoder(path, pickle_bytes).metadata(value)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from .ceilings import MOST_STOCK_BYTES
 from .columns import Counts
 from .errors import InvalidInputError
 from .manifest import Manifest
@@ -29,6 +30,10 @@ log = logging.getLogger("ckpt_storage")
 
 STOCK_VERSION = "1.0.0"
 """What torch 2.13 writes as `Metadata.version`; readers do not check it."""
+
+
+_FOOTER_ROOM_BYTES = 4096
+"""More than the footer takes that makes a `.metadata` of the pickle."""
 
 
 def planned_of(metadata: Metadata) -> Planned:
@@ -80,7 +85,7 @@ def stock_metadata(
 
     Needs the places of all items in `reports`. `metadata` is not changed: with plan caching it is
     shared with later saves. Its dtypes are corrected to what was written, because a cached plan
-    may be out of date.
+    may be out of date. Raises `InvalidInputError` for a pickle that no reader would take.
     """
     state = dict(metadata.state_dict_metadata)
     for fqn, tensor in manifest.tensors.items():
@@ -95,7 +100,16 @@ def stock_metadata(
         storage_meta=storage_meta,
         version=STOCK_VERSION,
     )
-    return pickled(changed, entries_of(reports))
+    found = pickled(changed, entries_of(reports))
+    if len(found) > MOST_STOCK_BYTES - _FOOTER_ROOM_BYTES:
+        raise InvalidInputError(
+            f".metadata for torch's own readers would have {len(found)} bytes; readers take "
+            f"{MOST_STOCK_BYTES}, and storages little more in one piece.",
+            phase="commit",
+            next_step="Nothing was committed. Save with stock_metadata='auto' or 'never': "
+            "ckpt_storage loads it all the same.",
+        )
+    return found
 
 
 def entries_of(reports: Sequence[RankReport]) -> EntryTable:

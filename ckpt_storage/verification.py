@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from . import integrity, layout, slotlog, stockfooter
+from .ceilings import MOST_SLOT_BYTES, MOST_STOCK_BYTES
 from .consolidation.exportcheck import ExportStatus, check_exports
 from .deadline import Deadline
 from .documents import FileRef
@@ -368,12 +369,15 @@ class Verification:
             return
         self.file_count += 2
         try:
-            copy = self.store.read(manifest.stock.path)
-            slotlog.check_document(copy, manifest.stock)
+            copy = slotlog.read_referenced(self.store, manifest.stock, most_bytes=MOST_STOCK_BYTES)
         except CheckpointError as error:
             self._note_or_raise(error, path=manifest.stock.path)
             return
-        current = slotlog.read_if_there(self.store, layout.STOCK_METADATA)
+        try:
+            current = slotlog.read_stock(self.store)
+        except IntegrityError as error:
+            self._note_or_raise(error, path=layout.STOCK_METADATA)
+            return
         named = stockfooter.split_footer(current.data)[1] if current else None
         pickled = stockfooter.split_footer(copy)[0]
         expected = stockfooter.with_footer(pickled, slot=head.slot, save_id=manifest.save_id)
@@ -396,7 +400,7 @@ class Verification:
     def _check_markers(self, save_id: str) -> None:
         for path in layout.markers_of(save_id):
             try:
-                found = slotlog.read_if_there(self.store, path)
+                found = slotlog.read_if_there(self.store, path, most_bytes=MOST_SLOT_BYTES)
                 if found is not None:
                     self.file_count += 1
                     integrity.unseal(found.data, path=path)

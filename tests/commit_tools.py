@@ -24,6 +24,7 @@ from ckpt_storage.errors import UnsupportedByStoreError as Unsupported
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.slots import SlotRecord
 from ckpt_storage.store.base import Capabilities, Entry, PathFilter, Stat, Store, Version
+from ckpt_storage.store.bounds import TooLongError, too_long
 
 CAS = Capabilities(
     kind="s3",
@@ -130,14 +131,16 @@ class DictStore:
         """Do nothing: there are no folders."""
         del folders
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
         """Return an object."""
-        return self.read_version(path).data
+        return self.read_version(path, most_bytes=most_bytes).data
 
-    def read_version(self, path: str) -> Version:
+    def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
         """Return an object and its token."""
         self.gate("read", path)
         data, token, _ = self._found(path)
+        if most_bytes is not None and len(data) > most_bytes:
+            raise too_long(TooLongError(len(data), most_bytes), path=path, shown=path)
         return Version(data=data, token=token if self.capabilities.replace_if_match else None)
 
     def read_into(

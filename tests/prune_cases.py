@@ -73,13 +73,13 @@ class Below:
         """Make folders."""
         self._inner.prepare([self._prefix + folder for folder in folders])
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
         """Return an object."""
-        return self._inner.read(self._prefix + path)
+        return self._inner.read(self._prefix + path, most_bytes=most_bytes)
 
-    def read_version(self, path: str) -> Version:
+    def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
         """Return an object and its token."""
-        return self._inner.read_version(self._prefix + path)
+        return self._inner.read_version(self._prefix + path, most_bytes=most_bytes)
 
     def read_into(self, path: str, start: int, target: memoryview, **more: Any) -> None:
         """Fill `target`."""

@@ -1,4 +1,4 @@
-"""How the tests of remote stores open one on our S3 server, and send an upload to it."""
+"""How the tests of remote stores open one on our S3 server, and by which data plane."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from ckpt_storage.options import Engine, RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store, Upload
+from ckpt_storage.store.engine import obstore_client
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.testing.s3server import S3Server
 
@@ -45,6 +47,22 @@ def served_by(engine: Engine) -> Iterator[None]:
 def engine_now() -> Engine:
     """Return the data plane of `served_by`."""
     return _engine[-1]
+
+
+@contextmanager
+def all_served_by(engine: Engine) -> Iterator[None]:
+    """Let one data plane serve all of S3 until the block ends, whatever engine is asked for.
+
+    For what opens stores itself. An option that obstore cannot follow is an error then.
+    """
+
+    def forced(location: Location, **given: Any) -> Any:
+        if location.protocol == "s3":
+            given["engine"] = engine
+        return obstore_client(location, **given)
+
+    with mock.patch("ckpt_storage.store.remote.obstore_client", forced):
+        yield
 
 
 def plain(server: S3Server, url: str = "s3://bkt/run", request_timeout_s: float = 20) -> Store:

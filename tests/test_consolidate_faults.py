@@ -356,13 +356,13 @@ def test_a_slower_consolidation_does_not_undo_a_later_one(folder: Folder) -> Non
     class Overtaken(FaultStore):
         """Lets another consolidation run just before the holder is looked at."""
 
-        def read_version(self, path: str) -> Any:
+        def read_version(self, path: str, *, most_bytes: int | None = None) -> Any:
             """Read; once this one holds the folder, the holder has just changed when it is read."""
             if path.endswith("holder.json"):
                 looks.append(path)
                 if len(looks) == 2:  # the first is for whose place it takes
                     overtaken.extend(folder.run(2, output))
-            return super().read_version(path)
+            return super().read_version(path, most_bytes=most_bytes)
 
     (ended,) = folder.run(1, output, wrap=lambda _, store: Overtaken(store), file_count=4)
     assert [one.error for one in overtaken] == [None]

@@ -266,12 +266,12 @@ def test_options_of_adlfs_that_obstore_cannot_follow_are_named(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"token": "anon"}, None),
         ({"token": "google_default", "project": "mine"}, None),
+        ({"token": "anon"}, "storage_options['token']"),
         ({}, "storage_options['token']"),
         ({"token": "cloud"}, "storage_options['token']"),
-        ({"token": "anon", "endpoint_url": "http://127.0.0.1:9"}, "endpoint_url"),
-        ({"token": "anon", "requester_pays": True}, "requester_pays"),
+        ({"token": "google_default", "endpoint_url": "http://127.0.0.1:9"}, "endpoint_url"),
+        ({"token": "google_default", "requester_pays": True}, "requester_pays"),
     ],
     ids=repr,
 )
@@ -307,6 +307,18 @@ def test_the_choice_is_logged_once_with_its_reason(
         ),
     ]
     assert SECRET not in caplog.text
+
+
+def test_the_log_tells_what_google_cloud_storage_leaves_to_gcsfs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Uploads there never go by obstore, and nobody is told that they do."""
+    pytest.importorskip("gcsfs")
+    caplog.set_level(logging.INFO, logger="ckpt_storage")
+    assert engine_of("gs://logged-bucket/run", {"token": "google_default"}) == "obstore"
+    assert [record.getMessage() for record in caplog.records] == [
+        "gs://logged-bucket/run is served by obstore, its uploads by gcsfs."
+    ]
 
 
 def test_a_missing_obstore_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ LAYERS = (
     "progress",
     "costs",
     "layout",
+    "ceilings",
     "integrity",
     "regions",
     "sharing",

@@ -312,7 +312,7 @@ class TestOddFiles:
 
     def test_files_beyond_the_limit_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Length alone decides, before anything is read."""
-        monkeypatch.setattr("ckpt_storage.stockmeta._MAX_BYTES", 100)
+        monkeypatch.setattr("ckpt_storage.stockmeta.MOST_STOCK_BYTES", 100)
         with pytest.raises(FormatError, match="100 is the limit"):
             decode_stock_metadata(b"x" * 101)
 

@@ -293,7 +293,7 @@ class Expiring(LocalStore):
         """Fetch another token."""
         self.refresh_count += 1
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
         """Read with the token there is."""
         if not 0 <= self.cured_by <= self.refresh_count:
             if self.barrier is not None:
@@ -301,7 +301,7 @@ class Expiring(LocalStore):
             raise StorageError(
                 "The token is no good.", kind="credentials", retryable=self.cured_by > 0
             )
-        return super().read(path)
+        return super().read(path, most_bytes=most_bytes)
 
 
 def test_expired_credentials_are_refreshed_once(bench: Bench) -> None:
@@ -397,9 +397,9 @@ def test_a_store_that_keeps_time_itself_needs_no_threads(bench: Bench) -> None:
         def capabilities(self) -> Capabilities:
             return dataclasses.replace(super().capabilities, self_timed=True)
 
-        def read(self, path: str) -> bytes:
+        def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
             threads.append(threading.current_thread())
-            return super().read(path)
+            return super().read(path, most_bytes=most_bytes)
 
     store = RetryStore(SelfTimed(str(bench.folder)), request_timeout_s=100, clock=lambda: 0.0)
     store.read("x")

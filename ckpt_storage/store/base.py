@@ -44,6 +44,8 @@ class Capabilities:
     min_part_bytes: least size of a part that is not the last.
     max_part_count: most parts of one upload; None where there is no limit.
     max_part_bytes: largest part of an upload; None where there is no limit.
+    max_put_bytes: largest object that `write`, `create` and `replace` take; None where there is no
+        limit worth telling.
     part_multiple_bytes: every part but the last must be a multiple of this.
     reads_total_size: `read_into` learns the object's size without another request.
     cheap_stat: `stat` costs no network request of its own.
@@ -73,6 +75,7 @@ class Capabilities:
     min_part_bytes: int = 1
     max_part_count: int | None = None
     max_part_bytes: int | None = None
+    max_put_bytes: int | None = None
     part_multiple_bytes: int = 1
     reads_total_size: bool = False
     cheap_stat: bool = False
@@ -289,11 +292,18 @@ class Store(Protocol):
         costs no extra right; the first write tells otherwise.
         """
 
-    def read(self, path: str) -> bytes:
-        """Return a whole small object, never from a cache."""
+    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
+        """Return a whole small object, never from a cache.
 
-    def read_version(self, path: str) -> Version:
-        """Return a whole small object with its version token, in one consistent read."""
+        One of more than `most_bytes` is an `IntegrityError`, and is not read, as far as the storage
+        tells its length first; in no case is much more than that held in memory.
+        """
+
+    def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
+        """Return a whole small object with its version token, in one consistent read.
+
+        `most_bytes` as for `read`.
+        """
 
     def read_into(
         self,

@@ -14,6 +14,7 @@ from typing import Any
 from ckpt_storage.errors import StorageError
 
 from .base import Capabilities, Entry, PathFilter, Stat, Version
+from .bounds import check_bound
 from .clients import Client, ForeignFs
 from .dialect_azure_requests import AzureRequests
 from .dialect_azure_shared import AzureSharedUpload
@@ -31,6 +32,7 @@ CAPABILITIES = Capabilities(
     # 50,000 blocks, less a margin that costs nothing.
     max_part_count=45_000,
     max_part_bytes=4000 << 20,
+    max_put_bytes=5000 << 20,
     reads_total_size=True,
     self_timed=True,
     shared_uploads=True,
@@ -56,12 +58,13 @@ class AzureDialect:
         """Send nothing: asking for the container needs a right that saving does not."""
         del folders
 
-    def get(self, path: str) -> Version:
-        """Get Blob."""
+    def get(self, path: str, *, most_bytes: int | None = None) -> Version:
+        """Get Blob; the SDK holds up to 32 MiB of it before its length is known."""
 
         async def fetch(fs: ForeignFs) -> Version:
             blob = self._requests.blob(fs, path)
             stream = await blob.download_blob(**self._requests.settings)
+            check_bound(stream.size, most_bytes)
             return Version(data=await stream.readall(), token=stream.properties.etag)
 
         return self._client.run(fetch)

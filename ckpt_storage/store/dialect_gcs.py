@@ -53,11 +53,15 @@ class GcsDialect:
         """Send nothing: asking for the bucket needs a right that saving does not."""
         del folders
 
-    def get(self, path: str) -> Version:
+    def get(self, path: str, *, most_bytes: int | None = None) -> Version:
         """Objects: get with alt=media; the generation stands in the answer's headers."""
         reply = self._client.run(
             lambda fs: self._requests.send(
-                fs, "GET", self._requests.media(path), query={"alt": "media"}
+                fs,
+                "GET",
+                self._requests.media(path),
+                query={"alt": "media"},
+                most_bytes=most_bytes,
             )
         )
         return Version(data=reply.body, token=reply.headers.get("X-Goog-Generation"))

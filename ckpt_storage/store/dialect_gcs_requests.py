@@ -16,6 +16,7 @@ from urllib.parse import quote, urlencode
 from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.options import KIB, MIB
 
+from .bounds import taken_whole
 from .clients import Client, ForeignFs
 from .mapping import HttpFailure
 
@@ -119,15 +120,17 @@ class GcsRequests:
         headers: Mapping[str, str] | None = None,
         data: bytes | None = None,
         accepts: Collection[int] = (),
+        most_bytes: int | None = None,
     ) -> Reply:
         """Send one request and return its answer; `address` may be a whole URL.
 
-        Raises `HttpFailure` for a status of 400 and above that is not in `accepts`.
+        Raises `HttpFailure` for a status of 400 and above that is not in `accepts`, and
+        `TooLongError` for a body of more than `most_bytes`.
         """
         async with await self._opened(fs, method, address, query, headers, data) as answer:
-            body = await answer.read()
             if answer.status >= _FIRST_FAILURE and answer.status not in accepts:
-                raise _failure(answer.status, body)
+                raise _failure(answer.status, await answer.read())
+            body = await taken_whole(answer.content.read, answer.content_length, most_bytes)
             return Reply(status=answer.status, headers=answer.headers.copy(), body=body)
 
     async def fetch(

@@ -19,6 +19,7 @@ from fsspec.spec import AbstractFileSystem
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 
 from .base import Capabilities, Entry, PathFilter, Stat, Version
+from .bounds import check_bound
 from .clients import Client, ForeignFs
 from .draft import draft_name, is_draft_name, is_meant
 from .parts import PartList, SentPart, ended, joined, wrong_length
@@ -57,9 +58,9 @@ class GenericDialect:
             if full.strip("/"):
                 self.fs.makedirs(full, exist_ok=True)
 
-    def get(self, path: str) -> Version:
+    def get(self, path: str, *, most_bytes: int | None = None) -> Version:
         """Read the file whole; there is no token."""
-        self._check_is_file(path)
+        check_bound(self._check_is_file(path), most_bytes)
         return Version(data=self.fs.cat_file(self.full(path)), token=None)
 
     def read_range(self, path: str, start: int, view: memoryview) -> tuple[int, int | None]:

@@ -24,6 +24,7 @@ from .base import (
     Stat,
     Version,
 )
+from .bounds import check_bound
 from .clients import Client, ForeignFs
 from .parts import (
     PartList,
@@ -82,9 +83,14 @@ class MemoryDialect:
         """Make nothing: folders are implied by names."""
         del folders
 
-    def get(self, path: str) -> Version:
+    def get(self, path: str, *, most_bytes: int | None = None) -> Version:
         """Copy the object out."""
         with _LOCK:
+            content = self._file(self._client.fs, path).getbuffer()
+            try:
+                check_bound(len(content), most_bytes)
+            finally:
+                content.release()
             data = self._client.fs.cat_file(self._full(path))
         return Version(data=data, token=_token(data))
 

@@ -1,9 +1,9 @@
 """S3, Google Cloud Storage and Azure through obstore, the Rust client; the rest through fsspec.
 
 Knows which requests obstore makes as the protocol needs them: get, ranges, put, conditional put and
-streamed uploads. Listings, deletions, open uploads of others and shared uploads are left to the
-fsspec dialect of the family, which is built when the first of them is asked for. Called by
-`remote`.
+(but on Google Cloud Storage) streamed uploads. Listings, deletions, open uploads of others and
+shared uploads are left to the fsspec dialect of the family, which is built when the first of them
+is asked for. Called by `remote`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .base import Arrived, Capabilities, Entry, PathFilter, SharedUpload, Stat, Upload, Version
+from .bounds import check_bound
 from .mapping import HttpFailure
 from .obstore_client import ObstoreClient
 from .obstore_errors import is_whole_answer
@@ -57,7 +58,7 @@ class ObstoreDialect:
         """Send nothing, as no family of object stores has folders that must be made."""
         del folders
 
-    def get(self, path: str) -> Version:
+    def get(self, path: str, *, most_bytes: int | None = None) -> Version:
         """GET of the whole object, with the token of the same answer."""
         import obstore  # noqa: PLC0415  # an extra
 
@@ -65,6 +66,7 @@ class ObstoreDialect:
 
         def fetch(store: Any) -> Version:  # noqa: ANN401  # obstore's store
             answer = obstore.get(store, name)
+            check_bound(answer.meta["size"], most_bytes)
             token = answer.meta["version" if self._client.family == "gcs" else "e_tag"]
             return Version(data=bytes(answer.bytes()), token=token)
 

@@ -17,6 +17,7 @@ from ckpt_storage.options import MIB
 
 from .base import Capabilities, Entry, PathFilter, Stat, Version
 from .bodies import is_private_path
+from .bounds import taken_whole
 from .clients import Client, ForeignFs
 from .dialect_s3_requests import S3Requests, code_of
 from .dialect_s3_shared import S3SharedUpload
@@ -35,6 +36,7 @@ CAPABILITIES = Capabilities(
     min_part_bytes=5 * MIB,
     max_part_count=10_000,
     max_part_bytes=5 << 30,
+    max_put_bytes=5 << 30,
     reads_total_size=True,
     self_timed=True,
     can_list_uploads=True,
@@ -119,14 +121,14 @@ class S3Dialect:
         """Send nothing: HeadBucket needs a right that saving does not."""
         del folders
 
-    def get(self, path: str) -> Version:
+    def get(self, path: str, *, most_bytes: int | None = None) -> Version:
         """GetObject; the token is the ETag."""
 
         async def fetch(fs: ForeignFs) -> Version:
             key = self._requests.key(path)
             answer = await self._requests.request(fs, "get_object", Key=key)
             async with answer["Body"] as body:
-                data: bytes = await body.read()
+                data = await taken_whole(body.read, answer.get("ContentLength"), most_bytes)
             return Version(data=data, token=answer.get("ETag"))
 
         return self._client.run(fetch)

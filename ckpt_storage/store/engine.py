@@ -28,6 +28,9 @@ __all__ = ["obstore_client"]
 _LOG = logging.getLogger(__name__)
 
 _FAMILIES = {"az": "Azure", "gs": "Google Cloud Storage", "s3": "S3"}
+_BESIDE = {"gs": ", its uploads by gcsfs"}
+"""What obstore's plane leaves to another of what moves much; see `dialect_obstore`."""
+
 _ALIASES = {"az": ("abfs", "az"), "gs": ("gcs", "gs"), "s3": ("s3", "s3a")}
 
 _OLDEST = (0, 11)
@@ -66,7 +69,7 @@ def obstore_client(
             ) from None
         _tell(location, "%s is served by fsspec, not by obstore: %s.", told)
         return None
-    _tell(location, "%s is served by obstore%s.", "")
+    _tell(location, "%s is served by obstore%s.", _BESIDE.get(location.protocol, ""))
     return ObstoreClient(plan, request_timeout_s=request_timeout_s, policy=policy)
 
 

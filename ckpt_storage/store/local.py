@@ -21,6 +21,7 @@ from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputErr
 from ckpt_storage.options import PageCache
 
 from .base import Arrived, Capabilities, CopySource, Entry, PathFilter, Stat, Store, Version
+from .bounds import TooLongError, check_bound, too_long
 from .draft import Draft, is_draft_name, is_meant, sync_folder
 from .local_shared import COPY_SCOPE, TICKET_FIELD, TICKET_KIND, LocalSharedUpload
 from .local_upload import LocalUpload
@@ -124,10 +125,14 @@ class LocalStore:
             with self._border("making", folder):
                 self._make_folder(self._full(folder), made)
 
-    def read(self, path: str) -> bytes:
-        """Return a whole file, read through one descriptor."""
+    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
+        """Return a whole file, read through one descriptor, which tells its length first."""
 
         def read_all(fd: int, size_bytes: int) -> bytes:
+            try:
+                check_bound(size_bytes, most_bytes)
+            except TooLongError as error:
+                raise too_long(error, path=path, shown=self._shown(path)) from None
             content = bytearray(size_bytes)
             count = self._posix.preadv_all(fd, [memoryview(content)], 0)
             return bytes(memoryview(content)[:count])
@@ -135,9 +140,9 @@ class LocalStore:
         with self._border("read", path):
             return self._with_file(path, read_all)
 
-    def read_version(self, path: str) -> Version:
+    def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
         """Return a whole file; POSIX has no version that a replace could be made to match."""
-        return Version(data=self.read(path), token=None)
+        return Version(data=self.read(path, most_bytes=most_bytes), token=None)
 
     def read_into(
         self,

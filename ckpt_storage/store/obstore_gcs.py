@@ -82,19 +82,13 @@ def plan_gcs(
         raise UntranslatableError(given.named("access"), "is not 'full_control'")
     token = given.take("token")
     given.end()
-    config: dict[str, Any] = {}
-    maker = None
-    if token == "anon":  # noqa: S105  # the word for no credentials
-        config["skip_signature"] = True
-    else:
-        maker = _maker_of(token, environ)
     return ObstorePlan(
         family="gcs",
         bucket=bucket,
         prefix=prefix,
-        config=config,
+        config={},
         client_options={},
-        make_provider=maker,
+        make_provider=_maker_of(token, environ),
         connect_timeout_s=min(_CONNECT_TIMEOUT_S, request_timeout_s),
         read_timeout_s=min(_READ_TIMEOUT_S, request_timeout_s),
     )
@@ -105,6 +99,11 @@ def _maker_of(token: object, environ: Mapping[str, str]) -> _Default | _ServiceF
         token is None and environ.get("GOOGLE_APPLICATION_CREDENTIALS")
     ):
         return _Default()
+    if token == "anon":  # noqa: S105  # the word for no credentials
+        # `skip_signature` is heeded by reads only; a write asks the metadata server all the same.
+        raise UntranslatableError(
+            "storage_options['token']", "is 'anon', but obstore writes with credentials only"
+        )
     if token is None or not isinstance(token, str) or token in _SEARCHING:
         raise UntranslatableError(
             "storage_options['token']",

@@ -31,6 +31,7 @@ from .base import (
     Upload,
     Version,
 )
+from .bounds import TooLongError, too_long
 from .clients import Client, ForeignFs
 from .engine import obstore_client
 from .location import Location
@@ -62,8 +63,8 @@ class Dialect(Protocol):
     def prepare(self, folders: Sequence[str]) -> None:
         """Make folders where the storage has such things."""
 
-    def get(self, path: str) -> Version:
-        """Return content and token from one answer."""
+    def get(self, path: str, *, most_bytes: int | None = None) -> Version:
+        """Return content and token from one answer; raises `TooLongError` before it takes more."""
 
     def read_range(self, path: str, start: int, view: memoryview) -> tuple[int, int | None]:
         """Fill `view` from `start` (bytes) on; return bytes read and bytes the object has."""
@@ -182,13 +183,20 @@ class RemoteStore:
         """Make folders where the storage has such things; asks object stores nothing."""
         self._run("making of folders", "", lambda: self._dialect.prepare(folders))
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
         """Return a whole small object."""
-        return self.read_version(path).data
+        return self.read_version(path, most_bytes=most_bytes).data
 
-    def read_version(self, path: str) -> Version:
+    def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
         """Return a whole small object and its token, from one answer."""
-        return self._run("read", path, lambda: self._dialect.get(path))
+
+        def get() -> Version:
+            try:
+                return self._dialect.get(path, most_bytes=most_bytes)
+            except TooLongError as error:
+                raise too_long(error, path=path, shown=self._shown(path)) from None
+
+        return self._run("read", path, get)
 
     def read_into(
         self,
@@ -244,6 +252,7 @@ class RemoteStore:
 
     def write(self, path: str, data: bytes) -> None:
         """Put a whole object."""
+        self._check_put(path, data)
         self._run("write", path, lambda: self._dialect.put(path, data))
 
     def create(self, path: str, data: bytes) -> None:
@@ -256,6 +265,7 @@ class RemoteStore:
                 next_step="Let only one job save here at a time, or pass commit_url= of a "
                 "storage that has it.",
             )
+        self._check_put(path, data)
         try:
             self._run("creation", path, lambda: self._dialect.create(path, data))
         except StorageError as error:
@@ -265,6 +275,7 @@ class RemoteStore:
 
     def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
         """Put a whole object; with `if_match` the storage compares and swaps in one request."""
+        self._check_put(path, data)
         if if_match is None:
             self._run("replace", path, lambda: self._dialect.put(path, data))
             return
@@ -406,6 +417,18 @@ class RemoteStore:
         finally:
             # The traceback leads to this frame, and the frame must not lead back.
             del failure
+
+    def _check_put(self, path: str, data: bytes) -> None:
+        """Refuse before it is sent what the storage would refuse after."""
+        most_bytes = self.capabilities.max_put_bytes
+        if most_bytes is not None and len(data) > most_bytes:
+            raise StorageError(
+                f"{self._shown(path)} would have {len(data)} bytes; the storage takes "
+                f"{most_bytes} in one request.",
+                path=self._shown(path),
+                next_step="Save fewer tensors in one checkpoint; if it is .metadata that is as "
+                "large, save with stock_metadata='never'.",
+            )
 
     def _check_length(self, path: str, size_bytes: int | None, total_bytes: int | None) -> None:
         if size_bytes is None or total_bytes is None or total_bytes == size_bytes:

@@ -179,13 +179,13 @@ class RetryStore:
         """Make folders, repeated if need be."""
         self.run("making of folders", "", lambda: self._inner.prepare(folders))
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
         """Return a whole object, repeated if need be."""
-        return self.run("read", path, lambda: self._inner.read(path))
+        return self.run("read", path, lambda: self._inner.read(path, most_bytes=most_bytes))
 
-    def read_version(self, path: str) -> Version:
+    def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
         """Return a whole object with its token, repeated if need be."""
-        return self.run("read", path, lambda: self._inner.read_version(path))
+        return self.run("read", path, lambda: self._inner.read_version(path, most_bytes=most_bytes))
 
     def read_into(
         self,

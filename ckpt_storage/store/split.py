@@ -87,13 +87,13 @@ class SplitStore:
             if mine:
                 part.prepare(mine)
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
         """Read from the root that holds `path`."""
-        return self._of(path).read(path)
+        return self._of(path).read(path, most_bytes=most_bytes)
 
-    def read_version(self, path: str) -> Version:
+    def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
         """Read from the root that holds `path`."""
-        return self._of(path).read_version(path)
+        return self._of(path).read_version(path, most_bytes=most_bytes)
 
     def read_into(
         self,

@@ -207,23 +207,29 @@ class FaultStore:
             lambda: self._inner.prepare(folders[: len(folders) // 2]),
         )
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
         """Return an object; short: its first half."""
 
+        def whole() -> bytes:
+            return self._inner.read(path, most_bytes=most_bytes)
+
         def half() -> bytes:
-            data = self._inner.read(path)
+            data = whole()
             return data[: len(data) // 2]
 
-        return self._play("read", path, lambda: self._inner.read(path), half)
+        return self._play("read", path, whole, half)
 
-    def read_version(self, path: str) -> Version:
+    def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
         """Return an object with its token; short: its first half."""
 
+        def whole() -> Version:
+            return self._inner.read_version(path, most_bytes=most_bytes)
+
         def half() -> Version:
-            found = self._inner.read_version(path)
+            found = whole()
             return Version(data=found.data[: len(found.data) // 2], token=found.token)
 
-        return self._play("read_version", path, lambda: self._inner.read_version(path), half)
+        return self._play("read_version", path, whole, half)
 
     def read_into(
         self,

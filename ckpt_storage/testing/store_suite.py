@@ -109,6 +109,27 @@ class StoreSuite(UploadFacts, SharedUploadFacts):
         assert store.read("saves/a/x") == b"once"
         assert paths_of(store) == ["saves/a/x"]
 
+    @pytest.mark.parametrize("size_bytes", [0, 1, 5000])
+    def test_a_read_takes_no_more_than_it_may(
+        self, store: Store, other: Store, size_bytes: int
+    ) -> None:
+        """An object as long as allowed is read, a longer one is an error that names it."""
+        data = pattern(size_bytes)
+        store.write("saves/a/x", data)
+        for most_bytes in (size_bytes, size_bytes + 1, 1 << 40):
+            assert other.read("saves/a/x", most_bytes=most_bytes) == data
+            assert other.read_version("saves/a/x", most_bytes=most_bytes).data == data
+        if not size_bytes:
+            return
+        for read in (other.read, other.read_version):
+            with pytest.raises(IntegrityError) as caught:
+                read("saves/a/x", most_bytes=size_bytes - 1)
+            assert "saves/a/x" in str(caught.value)
+            assert caught.value.path == "saves/a/x"
+            assert caught.value.offset == 0
+        assert other.read("saves/a/x") == data
+        assert kind_of(lambda: other.read("saves/a/y", most_bytes=1)) == "not-found"
+
     def test_absent_objects_are_not_found(self, store: Store) -> None:
         """Every read of a name that nothing bears raises kind "not-found"."""
         store.write("saves/a/x", b"x")

@@ -1,0 +1,23 @@
+"""How long documents may be: what writers refuse to write, and readers to read.
+
+A root may be shared with strangers, and what lies at a name may be anybody's: without a ceiling a
+sparse file of a terabyte in place of a commit record ends the process that looks. Each is far above
+what real checkpoints have. Knows no document. Called by `integrity`, `slots`, `slotlog` and what
+reads or writes documents.
+"""
+
+from __future__ import annotations
+
+__all__ = ["MOST_DOCUMENT_BYTES", "MOST_SLOT_BYTES", "MOST_STOCK_BYTES"]
+
+MOST_SLOT_BYTES = 4 << 20
+"""Of a commit record; metrics take 16 KiB of it at most, and a fenced attempt 36 bytes."""
+
+MOST_DOCUMENT_BYTES = 1 << 30
+"""Of every other document of ours, and of an index of others; no reader inflates more either."""
+
+MOST_STOCK_BYTES = 4 << 30
+"""Of `.metadata`: ten thousand ranks with two thousand tensors each have 3.4 GB by torch's count.
+
+Storages take twice that in no single put (S3 5 GiB, Azure 5,000 MiB), and need no more of us.
+"""

@@ -1,0 +1,363 @@
+"""A server of Google Cloud Storage for tests: both of its APIs over one bucket, with faults.
+
+The JSON API as gcsfs's dialect asks it, and the XML API as obstore does: its requests were looked
+at one by one (GET, HEAD, PUT with `x-goog-if-generation-match`). It keeps to the documented
+protocols where emulators do not: a question about a session's state changes nothing, an ended
+session says so, and every write of an object is checked against its condition under one lock.
+Knows no test. Called by `test_store_gcs_faults` and `test_store_gcs_obstore`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+__all__ = ["BUCKET", "MULTIPLE", "GcsState", "gcs_served"]
+
+BUCKET = "bucket"
+MULTIPLE = 256 * 1024
+
+_CODES = {
+    400: "InvalidArgument",
+    401: "AuthenticationRequired",
+    403: "AccessDenied",
+    404: "NoSuchKey",
+    412: "PreconditionFailed",
+    416: "InvalidRange",
+    429: "SlowDown",
+    500: "InternalError",
+    503: "ServiceUnavailable",
+}
+"""The codes of the XML API."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One object as it lies in the bucket."""
+
+    data: bytes
+    metadata: dict[str, str]
+    generation: int
+    changed_s: float
+
+
+@dataclass
+class Session:
+    """One resumable upload."""
+
+    name: str
+    metadata: dict[str, str]
+    data: bytearray = field(default_factory=bytearray)
+    ended: bool = False
+
+
+@dataclass
+class GcsState:
+    """What the server holds, and the faults it has in store, by the first words of a request.
+
+    seen: what was asked for, in order: "begin", "insert", "put SPAN" of a session, and of the XML
+    API "xml GET NAME" and the like. tokens: what authorises; None lets everybody in. sent_bytes:
+    of bodies of objects.
+    """
+
+    objects: dict[str, Stored] = field(default_factory=dict)
+    sessions: dict[str, Session] = field(default_factory=dict)
+    faults: list[tuple[str, str]] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+    tokens: set[str] | None = None
+    sent_bytes: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    generations: Iterator[int] = field(default_factory=lambda: itertools.count(1_790_000_000_000))
+
+    def fault_of(self, what: str) -> str:
+        """Return the fault for a request and forget it, or ""."""
+        with self.lock:
+            self.seen.append(what)
+            for position, (pattern, fault) in enumerate(self.faults):
+                if what.startswith(pattern):
+                    del self.faults[position]
+                    return fault
+        return ""
+
+    def put(
+        self, name: str, data: bytes, metadata: dict[str, str], condition: str | None
+    ) -> Stored | None:
+        """Put an object if its generation is `condition` ("0": none is there); None if not."""
+        with self.lock:
+            found = self.objects.get(name)
+            if condition is not None and int(condition) != (found.generation if found else 0):
+                return None
+            made = Stored(data, metadata, next(self.generations), time.time())
+            self.objects[name] = made
+            return made
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection; which API is asked is told by the address."""
+
+    protocol_version = "HTTP/1.1"
+    state: GcsState
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        if parts.path.startswith(("/storage/v1/", "/download/")):
+            return self._json_get(parts.path, parse_qs(parts.query))
+        return self._xml("GET", b"")
+
+    def do_HEAD(self) -> None:
+        self._xml("HEAD", b"")
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path.startswith("/upload/"):
+            return self._session_put(body)
+        return self._xml("PUT", body)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/token":
+            return self._token()
+        if not self._is_let_in():
+            return self._refuse(401, "authError")
+        return self._json_post(body, parse_qs(urlsplit(self.path).query))
+
+    def do_DELETE(self) -> None:
+        """Cancel a session or delete an object."""
+        parts = urlsplit(self.path)
+        if "upload_id" in parts.query:
+            gone = self.state.sessions.pop(parse_qs(parts.query)["upload_id"][0], None)
+            return self._answer(499 if gone else 404)
+        with self.state.lock:
+            gone_too = self.state.objects.pop(unquote(parts.path.rpartition("/o/")[2]), None)
+        return self._answer(204) if gone_too else self._refuse(404, "notFound")
+
+    def _is_let_in(self) -> bool:
+        known = self.state.tokens
+        return known is None or self.headers.get("Authorization", "") in {
+            f"Bearer {token}" for token in known
+        }
+
+    def _answer(self, status: int, document: object = None, **headers: str) -> None:
+        body = b"" if document is None else json.dumps(document).encode()
+        self._send(status, body, {name.replace("_", "-"): text for name, text in headers.items()})
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str], sent: int = -1) -> None:
+        """Send an answer, but of its body no more than `sent` bytes if that is not negative."""
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if status != 204:  # No Content
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body if sent < 0 else body[:sent])
+        if sent >= 0:
+            self._lose()
+
+    def _refuse(self, status: int, reason: str) -> None:
+        """Send an error as the JSON API spells it."""
+        said = {"code": status, "message": reason, "errors": [{"reason": reason}]}
+        self._answer(status, {"error": said})
+
+    def _refuse_xml(self, status: int, code: str = "") -> None:
+        """Send an error as the XML API spells it."""
+        code = code or _CODES[status]
+        text = f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code>"
+        text += f"<Message>{code} it is.</Message></Error>"
+        self._send(status, text.encode(), {"Content-Type": "application/xml; charset=UTF-8"})
+
+    def _lose(self) -> None:
+        """Close the connection in place of an answer."""
+        self.close_connection = True
+
+    def _token(self) -> None:
+        """Give a new token to whoever asks: signatures are Google's to check."""
+        fault = self.state.fault_of("token")
+        if fault:
+            return self._refuse(int(fault), "unavailable")
+        with self.state.lock:
+            known = self.state.tokens = set() if self.state.tokens is None else self.state.tokens
+            token = f"token-{len(known)}-{time.monotonic_ns()}"
+            known.add(token)
+        return self._answer(
+            200, {"access_token": token, "expires_in": 3600, "token_type": "Bearer"}
+        )
+
+    # The XML API
+
+    def _xml(self, method: str, body: bytes) -> None:
+        parts = urlsplit(self.path)
+        bucket, _, quoted = parts.path[1:].partition("/")
+        name = unquote(quoted)
+        fault = self.state.fault_of(f"xml {method} {name}")
+        if fault == "reset":
+            return self._lose()
+        if fault.isdigit() or not self._is_let_in():
+            return self._refuse_xml(int(fault) if fault.isdigit() else 401)
+        if bucket != BUCKET:
+            return self._refuse_xml(404, "NoSuchBucket")
+        assert name, "obstore was to ask for nothing but objects"
+        assert not parts.query, "obstore was to begin no upload here"
+        if method == "PUT":
+            return self._xml_put(name, body, fault)
+        return self._xml_get(name, fault)
+
+    def _xml_put(self, name: str, body: bytes, fault: str) -> None:
+        made = self.state.put(name, body, {}, self.headers.get("x-goog-if-generation-match"))
+        if fault == "lost":
+            return self._lose()
+        if made is None:
+            return self._refuse_xml(412)
+        return self._send(200, b"", _told_of(made))
+
+    def _xml_get(self, name: str, fault: str) -> None:
+        found = self.state.objects.get(name)
+        if found is None:
+            return self._refuse_xml(404)
+        first, last, status = 0, len(found.data) - 1, 200
+        asked = self.headers.get("Range")
+        headers = {**_told_of(found), "Content-Type": "application/octet-stream"}
+        if asked is not None and fault != "whole":
+            low, _, high = asked.removeprefix("bytes=").partition("-")
+            first, last = int(low), min(last, int(high) if high else last)
+            if first > last:
+                return self._refuse_xml(416)
+            status = 206
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(found.data)}"
+        body = found.data[first : last + 1]
+        if self.command == "GET":
+            with self.state.lock:
+                self.state.sent_bytes += len(body)
+        return self._send(status, body, headers, sent=len(body) // 2 if fault == "short" else -1)
+
+    # The JSON API
+
+    def _described(self, name: str) -> dict[str, Any]:
+        """Return what is told of an object."""
+        found = self.state.objects[name]
+        return {
+            "name": name,
+            "size": str(len(found.data)),
+            "metadata": found.metadata,
+            "generation": str(found.generation),
+            "updated": datetime.fromtimestamp(found.changed_s, UTC).isoformat(),
+        }
+
+    def _json_post(self, body: bytes, query: dict[str, list[str]]) -> None:
+        """Begin a session, or insert a whole object."""
+        if query["uploadType"] == ["resumable"]:
+            fault = self.state.fault_of("begin")
+            if fault == "503":
+                return self._refuse(503, "backendError")
+            key = f"session-{len(self.state.sessions)}-{time.monotonic_ns()}"
+            metadata = json.loads(body)["metadata"]
+            self.state.sessions[key] = Session(name=query["name"][0], metadata=metadata)
+            if fault == "lost":
+                return self._lose()
+            host = self.headers["Host"]
+            return self._answer(200, {}, Location=f"http://{host}/upload/x?upload_id={key}")
+        fault = self.state.fault_of("insert")
+        boundary = self.headers["Content-Type"].partition('boundary="')[2].rstrip('"')
+        _, head, content, _ = body.split(f"--{boundary}".encode())
+        document = json.loads(head.partition(b"\r\n\r\n")[2])
+        data = content.partition(b"\r\n\r\n")[2].removesuffix(b"\r\n")
+        name = document["name"]
+        with self.state.lock:
+            condition = query.get("ifGenerationMatch", [None])[0]
+            if self.state.put(name, data, document["metadata"], condition) is None:
+                return self._refuse(412, "conditionNotMet")
+            described = self._described(name)
+        return self._lose() if fault == "lost" else self._answer(200, described)
+
+    def _session_put(self, body: bytes) -> None:
+        """Take bytes of a session, tell what it holds, or end it."""
+        session = self.state.sessions.get(parse_qs(urlsplit(self.path).query)["upload_id"][0])
+        span, _, total = self.headers["Content-Range"].removeprefix("bytes ").partition("/")
+        fault = self.state.fault_of(f"put {span}/{total}")
+        if fault == "503":
+            return self._refuse(503, "backendError")
+        if session is None:
+            return self._refuse(410, "gone")
+        if not session.ended and span != "*":
+            assert int(span.partition("-")[0]) == len(session.data), "a gap or an overlap"
+            session.data += body[:MULTIPLE] if fault == "half" else body
+        if not session.ended and total != "*" and len(session.data) == int(total):
+            session.ended = True
+            self.state.put(session.name, bytes(session.data), session.metadata, None)
+        if fault == "lost":
+            return self._lose()
+        if session.ended:
+            return self._answer(200, self._described(session.name))
+        held = {"Range": f"bytes=0-{len(session.data) - 1}"} if session.data else {}
+        return self._answer(308, **held)
+
+    def _json_get(self, path: str, query: dict[str, list[str]]) -> None:
+        """Tell what is known of an object, give its bytes, or list what a prefix has."""
+        if not self._is_let_in():
+            return self._refuse(401, "authError")
+        if path.endswith("/o"):
+            return self._listed(query)
+        name = unquote(path.rpartition("/o/")[2])
+        with self.state.lock:
+            found = self.state.objects.get(name)
+            if found is None:
+                return self._refuse(404, "notFound")
+            described = self._described(name)
+        if path.startswith("/download/"):
+            self.state.fault_of(f"media {name}")
+            return self._xml_get(name, "")
+        return self._answer(200, described)
+
+    def _listed(self, query: dict[str, list[str]]) -> None:
+        prefix, delimiter = (query.get(key, [""])[0] for key in ("prefix", "delimiter"))
+        with self.state.lock:
+            below = [name for name in sorted(self.state.objects) if name.startswith(prefix)]
+            folders, items = set(), []
+            for name in below:
+                child, cut, _ = name[len(prefix) :].partition(delimiter or "\0")
+                if cut:
+                    folders.add(f"{prefix}{child}{cut}")
+                else:
+                    items.append(self._described(name))
+        self._answer(200, {"items": items, "prefixes": sorted(folders)})
+
+
+def _told_of(found: Stored) -> dict[str, str]:
+    """Return the headers that tell of an object."""
+    return {
+        "ETag": f'"{hashlib.md5(found.data, usedforsecurity=False).hexdigest()}"',
+        "Last-Modified": formatdate(found.changed_s, usegmt=True),
+        "X-Goog-Generation": str(found.generation),
+        "X-Goog-Metageneration": "1",
+        "X-Goog-Stored-Content-Length": str(len(found.data)),
+    }
+
+
+@contextmanager
+def gcs_served() -> Iterator[tuple[GcsState, str]]:
+    """Run a server until the block ends; give its state and its address."""
+    state = GcsState()
+    handler = type("BoundHandler", (_Handler,), {"state": state})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield state, f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join(10)
