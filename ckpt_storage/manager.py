@@ -27,7 +27,7 @@ from .handle import SaveHandle
 from .info import CheckpointInfo
 from .lanes import give_back_lane, lane_of
 from .loading import load
-from .options import Engine, Progress, RetryPolicy, Timeouts
+from .options import Engine, Progress, RetryPolicy, StockMetadata, Timeouts
 from .preemption import Notices
 from .pruneplan import Soundness
 from .pruning import Pruner, PruneReport
@@ -245,6 +245,7 @@ class CheckpointManager:
         memory_limit_bytes: int | None = None,
         sync_files: bool = True,
         engine: Engine = "auto",
+        stock_metadata: StockMetadata = "auto",
     ) -> CheckpointInfo:
         """Save `state` as the checkpoint of `step` and return what was committed; all ranks call.
 
@@ -265,6 +266,7 @@ class CheckpointManager:
             memory_limit_bytes=memory_limit_bytes,
             sync_files=sync_files,
             engine=engine,
+            stock_metadata=stock_metadata,
             retry=self._retry,
             progress=progress,
         )
@@ -286,6 +288,7 @@ class CheckpointManager:
         memory_limit_bytes: int | None = None,
         sync_files: bool = True,
         engine: Engine = "auto",
+        stock_metadata: StockMetadata = "auto",
         block_until_staged: bool = True,
     ) -> SaveHandle:
         """Begin to save `state` as the checkpoint of `step`; all ranks call.
@@ -304,6 +307,7 @@ class CheckpointManager:
             memory_limit_bytes=memory_limit_bytes,
             sync_files=sync_files,
             engine=engine,
+            stock_metadata=stock_metadata,
             retry=self._retry,
             progress=progress,
         )

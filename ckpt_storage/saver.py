@@ -29,7 +29,7 @@ from .exits import flush_at_exit
 from .frontdoor import plain_state
 from .handle import SaveHandle
 from .hostbuffers import HostBuffers
-from .options import Engine, Progress, RetryPolicy, Timeouts
+from .options import Engine, Progress, RetryPolicy, StockMetadata, Timeouts
 from .reports import as_checkpoint_errors, place_of
 from .savetask import SaveTask
 from .saving import SaveOptions
@@ -155,6 +155,7 @@ class AsyncSaver:
         sync_files: bool = True,
         engine: Engine = "auto",
         commit_url: str | None = None,
+        stock_metadata: StockMetadata = "auto",
         retry: RetryPolicy | None = None,
         block_until_staged: bool = True,
     ) -> SaveHandle:
@@ -179,6 +180,7 @@ class AsyncSaver:
             sync_files=sync_files,
             engine=engine,
             commit_url=commit_url,
+            stock_metadata=stock_metadata,
             retry=retry,
             progress=progress,
         )
@@ -351,7 +353,7 @@ def _lane_of(process_group: dist.ProcessGroup | None) -> str:
     return f"async-{number}"
 
 
-def save_async(  # the public surface, all keyword-only
+def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
     state: Mapping[str, Any],
     url: str | os.PathLike[str],
     *,
@@ -368,6 +370,7 @@ def save_async(  # the public surface, all keyword-only
     sync_files: bool = True,
     engine: Engine = "auto",
     commit_url: str | None = None,
+    stock_metadata: StockMetadata = "auto",
     retry: RetryPolicy | None = None,
     block_until_staged: bool = True,
 ) -> SaveHandle:
@@ -389,6 +392,7 @@ def save_async(  # the public surface, all keyword-only
         sync_files=sync_files,
         engine=engine,
         commit_url=commit_url,
+        stock_metadata=stock_metadata,
         retry=retry,
         progress=progress,
     )
