@@ -155,6 +155,8 @@ def bench(  # noqa: PLR0913  # one argument an option
         output.emit("bench", **as_json_body(comparisons, facts))
         return SOUND
     output.line(heading(facts))
+    for reason in facts["left_out"]:
+        output.line(f"Left out: {reason}.")
     for comparison in comparisons:
         rows = rows_of(comparison)
         kept = [at for at in range(len(COLUMNS)) if any(row[at] for row in rows)]
