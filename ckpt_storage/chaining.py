@@ -18,7 +18,7 @@ from .deadline import Deadline
 from .errors import CheckpointError, ConsolidationError, InvalidInputError, StorageError
 from .info import CheckpointInfo
 from .operation import Operation
-from .options import Phase, Progress, RetryPolicy, Timeouts
+from .options import Engine, Phase, Progress, RetryPolicy, Timeouts
 from .reports import as_checkpoint_errors
 from .store import Location
 
@@ -33,6 +33,7 @@ def chained_job(
     source: Location,
     *,
     rank: int,
+    engine: Engine,
     timeouts: Timeouts,
     retry: RetryPolicy | None,
     progress: Progress,
@@ -56,6 +57,7 @@ def chained_job(
         options=options,
         timeouts=timeouts,
         retry=retry or RetryPolicy(),
+        engine=engine,
         track=partial(track, progress, rank),
     )
 

@@ -37,6 +37,7 @@ from .options import (
     DEFAULT_MEMORY_LIMIT_BYTES,
     LOCAL_READ_BYTES,
     MIB,
+    Engine,
     Progress,
     RetryPolicy,
     Timeouts,
@@ -110,6 +111,7 @@ def convert(  # the public surface, all keyword-only
     unsafe_pickle: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     destination_storage_options: Mapping[str, Any] | None = None,
+    engine: Engine = "auto",
     timeout: float | timedelta | Timeouts | None = None,
     retry: RetryPolicy | None = None,
     progress: Progress = None,
@@ -149,6 +151,7 @@ def convert(  # the public surface, all keyword-only
         storage_options: passed to the fsspec file system of `src`.
         destination_storage_options: passed to that of `dst`; default: `storage_options` where
             both are of one kind.
+        engine: data plane of both storages.
         timeout: seconds, `timedelta` or `Timeouts` (`write` and `commit` count); default an hour.
             `write` is how long nothing may move, however long the whole takes.
         retry: how failed storage requests are repeated.
@@ -176,6 +179,7 @@ def convert(  # the public surface, all keyword-only
         max_file_bytes=parse_bytes(max_file_bytes, option="max_file_bytes"),
         memory_limit_bytes=memory_limit_bytes,
         unsafe_pickle=unsafe_pickle,
+        engine=engine,
         timeouts=timeouts,
         retry=retry or RetryPolicy(),
         progress=progress,
@@ -197,6 +201,7 @@ class _Conversion:
         max_file_bytes: int,
         memory_limit_bytes: int,
         unsafe_pickle: bool,
+        engine: Engine,
         timeouts: Timeouts,
         retry: RetryPolicy,
         progress: Progress,
@@ -217,6 +222,7 @@ class _Conversion:
         self._max_file_bytes = max_file_bytes
         self._memory_limit_bytes = memory_limit_bytes
         self._unsafe_pickle = unsafe_pickle
+        self._engine: Engine = engine
         self._timeouts = timeouts
         self._retry = retry
         self._progress = progress
@@ -226,7 +232,8 @@ class _Conversion:
 
     def _open(self, location: Location) -> Store:
         return bounded(
-            open_store(location, timeouts=self._timeouts, retry=self._retry), self.deadline
+            open_store(location, engine=self._engine, timeouts=self._timeouts, retry=self._retry),
+            self.deadline,
         )
 
     def _options(self, store: Store) -> TransferOptions:

@@ -47,7 +47,14 @@ from .exportcopy import CopiedExports, copy_exports
 from .filecopies import Copies, FileCopier, Tally
 from .filemarks import open_marked
 from .foreigncopy import copy_foreign
-from .options import LOCAL_READ_BYTES, Progress, RetryPolicy, Timeouts, TransferOptions
+from .options import (
+    LOCAL_READ_BYTES,
+    Engine,
+    Progress,
+    RetryPolicy,
+    Timeouts,
+    TransferOptions,
+)
 from .overlap import is_within, place_within
 from .progress import reporting
 from .slotlog import CommitLog
@@ -110,6 +117,7 @@ def copy(  # the public surface, all keyword-only
     copies: Copies = "auto",
     thread_count: int | None = None,
     memory_limit_bytes: int | None = None,
+    engine: Engine = "auto",
     timeout: float | timedelta | Timeouts | None = None,
     retry: RetryPolicy | None = None,
     progress: Progress = None,
@@ -140,6 +148,7 @@ def copy(  # the public surface, all keyword-only
             "always" also where that does not pay; "never" reads and sends every byte.
         thread_count: requests in flight; default 2 between local disks, 8 elsewhere.
         memory_limit_bytes: ceiling of buffers.
+        engine: data plane of both storages.
         timeout: seconds, `timedelta` or `Timeouts` (`write` and `commit` count); default an hour.
             `write` is how long nothing may move, however long the whole takes.
         retry: how failed storage requests are repeated.
@@ -165,6 +174,7 @@ def copy(  # the public surface, all keyword-only
         copies=copies,
         thread_count=thread_count,
         memory_limit_bytes=memory_limit_bytes,
+        engine=engine,
         timeouts=timeouts,
         retry=retry or RetryPolicy(),
         progress=progress,
@@ -209,6 +219,7 @@ class _Copy:
     copies: Copies
     thread_count: int | None
     memory_limit_bytes: int | None
+    engine: Engine
     timeouts: Timeouts
     retry: RetryPolicy
     progress: Progress
@@ -221,7 +232,7 @@ class _Copy:
     def __post_init__(self) -> None:
         what = f"Copying {self.source.url} to {self.target.url}"
         self.deadline, _ = stalling_deadline("write", self.timeouts.write, what)
-        opened = partial(open_store, timeouts=self.timeouts, retry=self.retry)
+        opened = partial(open_store, engine=self.engine, timeouts=self.timeouts, retry=self.retry)
         self.source_store = bounded(opened(self.source), self.deadline)
         self.target_store = bounded(opened(self.target), self.deadline)
         stores = self.source_store, self.target_store

@@ -27,7 +27,7 @@ from .handle import SaveHandle
 from .info import CheckpointInfo
 from .lanes import give_back_lane, lane_of
 from .loading import load
-from .options import Engine, PageCache, Progress, RetryPolicy, Timeouts
+from .options import Engine, PageCache, Progress, RetryPolicy, StockMetadata, Timeouts
 from .preemption import Notices
 from .pruneplan import Soundness
 from .pruning import Pruner, PruneReport
@@ -246,6 +246,7 @@ class CheckpointManager:
         page_cache: PageCache = "keep",
         sync_files: bool = True,
         engine: Engine = "auto",
+        stock_metadata: StockMetadata = "auto",
     ) -> CheckpointInfo:
         """Save `state` as the checkpoint of `step` and return what was committed; all ranks call.
 
@@ -267,6 +268,7 @@ class CheckpointManager:
             page_cache=page_cache,
             sync_files=sync_files,
             engine=engine,
+            stock_metadata=stock_metadata,
             retry=self._retry,
             progress=progress,
         )
@@ -289,6 +291,7 @@ class CheckpointManager:
         page_cache: PageCache = "keep",
         sync_files: bool = True,
         engine: Engine = "auto",
+        stock_metadata: StockMetadata = "auto",
         block_until_staged: bool = True,
     ) -> SaveHandle:
         """Begin to save `state` as the checkpoint of `step`; all ranks call.
@@ -308,6 +311,7 @@ class CheckpointManager:
             page_cache=page_cache,
             sync_files=sync_files,
             engine=engine,
+            stock_metadata=stock_metadata,
             retry=self._retry,
             progress=progress,
         )

@@ -227,12 +227,7 @@ class CheckpointStorageReader(StorageReader):
 
     def _opened(self) -> Source:
         if self._source is None:
-            store = open_store(
-                self._location,
-                engine=self._engine,
-                timeouts=self._timeouts,
-                retry=self._retry,
-            )
+            store = self._open_store()
             deadline = self._begin("load")
             self._store = store
             self._source, self._marks = open_marked(
@@ -241,6 +236,11 @@ class CheckpointStorageReader(StorageReader):
                 options=self._transfer_options(is_remote=store.capabilities.is_remote),
             )
         return self._source
+
+    def _open_store(self) -> Store:
+        return open_store(
+            self._location, engine=self._engine, timeouts=self._timeouts, retry=self._retry
+        )
 
     def _transfer_options(self, *, is_remote: bool) -> TransferOptions:
         options = TransferOptions.for_storage(

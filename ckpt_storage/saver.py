@@ -29,7 +29,7 @@ from .exits import flush_at_exit
 from .frontdoor import plain_state
 from .handle import SaveHandle
 from .hostbuffers import HostBuffers
-from .options import Engine, PageCache, Progress, RetryPolicy, Timeouts
+from .options import Engine, PageCache, Progress, RetryPolicy, StockMetadata, Timeouts
 from .reports import as_checkpoint_errors, place_of
 from .savetask import SaveTask
 from .saving import SaveOptions
@@ -156,6 +156,7 @@ class AsyncSaver:
         sync_files: bool = True,
         engine: Engine = "auto",
         commit_url: str | None = None,
+        stock_metadata: StockMetadata = "auto",
         retry: RetryPolicy | None = None,
         block_until_staged: bool = True,
     ) -> SaveHandle:
@@ -181,6 +182,7 @@ class AsyncSaver:
             sync_files=sync_files,
             engine=engine,
             commit_url=commit_url,
+            stock_metadata=stock_metadata,
             retry=retry,
             progress=progress,
         )
@@ -371,6 +373,7 @@ def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
     sync_files: bool = True,
     engine: Engine = "auto",
     commit_url: str | None = None,
+    stock_metadata: StockMetadata = "auto",
     retry: RetryPolicy | None = None,
     block_until_staged: bool = True,
 ) -> SaveHandle:
@@ -393,6 +396,7 @@ def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
         sync_files=sync_files,
         engine=engine,
         commit_url=commit_url,
+        stock_metadata=stock_metadata,
         retry=retry,
         progress=progress,
     )

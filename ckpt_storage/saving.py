@@ -221,6 +221,7 @@ def run_save(
             chosen.consolidate,
             Location.of(url, chosen.storage_options),
             rank=operation.rank,
+            engine=chosen.engine,
             timeouts=chosen.timeouts,
             retry=chosen.retry,
             progress=chosen.progress,

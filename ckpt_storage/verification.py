@@ -31,7 +31,7 @@ from .errors import (
 from .fetching import Fetch, run_fetches
 from .manifest import Manifest, RankManifest
 from .opening import open_source
-from .options import LOCAL_READ_BYTES, Progress, RetryPolicy, Timeouts, TransferOptions
+from .options import LOCAL_READ_BYTES, Engine, Progress, RetryPolicy, Timeouts, TransferOptions
 from .progress import reporting
 from .regions import covers_exactly
 from .shardspots import (
@@ -101,6 +101,7 @@ def verify(  # the public surface, all keyword-only
     storage_options: Mapping[str, Any] | None = None,
     thread_count: int | None = None,
     memory_limit_bytes: int | None = None,
+    engine: Engine = "auto",
     timeout: float | Timeouts | Any = None,  # noqa: ANN401  # timedelta too; Timeouts.of checks
     retry: RetryPolicy | None = None,
     progress: Progress = None,
@@ -111,15 +112,16 @@ def verify(  # the public surface, all keyword-only
     documents and file lengths are checked. Checkpoints of other writers carry no checksums:
     there only that the files can be read. Any rank; not collective; changes nothing.
 
-    `timeout` (`Timeouts.load`) is how long nothing may arrive, however long the whole takes.
-    `progress`: True: a bar; or a callable that takes each `ProgressEvent`.
+    `engine` is the data plane. `timeout` (`Timeouts.load`) is how long nothing may arrive, however
+    long the whole takes. `progress`: True: a bar; or a callable that takes each `ProgressEvent`.
 
     Raises what opening raises if there is no checkpoint to check; damage is reported, not raised.
     """
     location = Location.of(url, storage_options)
     timeouts = Timeouts.of(timeout)
     deadline, watch = stalling_deadline("load", timeouts.load, f"Verifying {location.url}")
-    store = bounded(open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()), deadline)
+    opened = open_store(location, engine=engine, timeouts=timeouts, retry=retry or RetryPolicy())
+    store = bounded(opened, deadline)
 
     def checked() -> Verification:
         one = verification_of(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from ckpt_storage.benchmark.compare import Comparison
 from ckpt_storage.benchmark.meter import Measurement, Summary
+from ckpt_storage.benchmark.peers import left_out
 from ckpt_storage.benchmark.report import COLUMNS, as_json_body, check_plot, plot, rows_of
 from ckpt_storage.benchmark.settings import SCENARIOS, BenchSettings
 from ckpt_storage.cli.app import app
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.store import Location
 
 _FACTS = {
     "storage": "file",
@@ -77,6 +82,20 @@ def test_what_is_deducted_is_taken_off_those_that_contain_it() -> None:
     assert found.net_s("floor") == pytest.approx(2.0)
 
 
+def test_what_moves_nothing_has_neither_ratio_nor_throughput() -> None:
+    """A plug-in that does nothing has seconds, and those that are net of the planner's."""
+    found = _comparison(deducted="planner", idle=frozenset({"planner", "whole"}))
+    assert found.ratio("planner") is None
+    assert found.ratio("whole") is None
+    rows = {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in rows_of(found)}
+    for name, net_s in (("planner", ""), ("whole", "2.0000")):
+        assert (rows[name]["x floor"], rows[name]["GB/s"]) == ("", "")
+        assert rows[name]["net s"] == net_s
+    assert rows["ours"]["net s"] == "4.0000"
+    assert rows["ours"]["x floor"] == "2.00"
+    assert dict(zip(COLUMNS, rows_of(_comparison())[2], strict=True))["net s"] == ""
+
+
 def test_rows_leave_out_what_was_not_measured() -> None:
     """A figure that the storage does not tell is an empty cell, not a zero."""
     row = dict(zip(COLUMNS, rows_of(_comparison())[2], strict=True))
@@ -92,6 +111,24 @@ def test_json_has_every_figure() -> None:
     assert body["rank_count"] == 2
     ours = body["comparisons"][0]["contenders"]["ours"]
     assert (ours["median_s"], ours["floor_ratio"]) == (5.0, 2.5)
+
+
+def test_ratios_can_be_computed_from_the_json() -> None:
+    """From its medians, and the lists of who contains what is deducted and who moves nothing."""
+    found = _comparison(
+        deducted="planner",
+        whole=frozenset({"whole"}),
+        idle=frozenset({"planner"}),
+        checked="whole",
+    )
+    (told,) = json.loads(json.dumps(as_json_body([found], _FACTS)))["comparisons"]
+    medians = {name: each["median_s"] for name, each in told["contenders"].items()}
+    for name, each in told["contenders"].items():
+        is_net = name in {told["deducted"], told["floor"], *told["whole"]}
+        assert each["net_s"] == medians[name] - (0 if is_net else medians[told["deducted"]])
+        for ratio, floor in (("floor_ratio", "floor"), ("checked_floor_ratio", "checked_floor")):
+            expected = None if name in told["idle"] else each["net_s"] / medians[told[floor]]
+            assert each[ratio] == expected
 
 
 @pytest.mark.parametrize("name", ["figures.svg", "figures.png"])
@@ -150,16 +187,78 @@ def test_every_scenario_runs_on_a_disk(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(600)
-def test_served_storage_counts_requests() -> None:
-    """On the bench's own S3 server a save's requests and bytes are known, those of all ranks."""
-    arguments = ["bench", "--serve", "--json", "--runs", "1", "--gib", "0.004"]
-    ended = CliRunner().invoke(app, [*arguments, "--scenario", "save", "--scenario", "load"])
+@pytest.fixture(scope="module")
+def served() -> dict[str, Any]:
+    """What a small run of all scenarios with all peers prints, on the bench's own S3 server."""
+    arguments = ["bench", "--serve", "--json", "--peers", "--runs", "1", "--gib", "0.004"]
+    ended = CliRunner().invoke(
+        app, [*arguments, "--small", "20", "--engine", "auto", "--engine", "fsspec"]
+    )
     assert ended.exit_code == 0, ended.output
-    body = json.loads(ended.output[ended.output.index("{\n") :])
+    body: dict[str, Any] = json.loads(ended.output[ended.output.index("{\n") :])
+    return body
+
+
+@pytest.mark.timeout(600)
+def test_every_scenario_runs_on_s3(served: dict[str, Any]) -> None:
+    """All but those of a cold cache, each data plane under its name, each with its floor."""
+    scenarios = [name for name in SCENARIOS if not name.endswith("-cold")]
+    assert len(served["comparisons"]) == len(scenarios)
+    assert served["auto_engine"] == "obstore"
+    for scenario, comparison in zip(scenarios, served["comparisons"], strict=True):
+        contenders = comparison["contenders"]
+        assert contenders[comparison["floor"]]["floor_ratio"] == 1.0
+        ours = [name for name in contenders if name.startswith("ckpt_storage")]
+        assert ours
+        if scenario != "stall":
+            assert comparison["floor"].endswith(" by obstore alone")
+            assert [name for name in ours if name.endswith(", fsspec")]
+            assert [name for name in ours if not name.endswith(", fsspec")]
+
+
+@pytest.mark.timeout(600)
+def test_every_scenario_has_its_peers_on_s3(served: dict[str, Any]) -> None:
+    """Also those for which stock has no call of its own; who is missing is named with a reason."""
+    names = ["torch Fsspec"]
+    if any(line.startswith("the AWS connector") for line in served["left_out"]):
+        assert importlib.util.find_spec("s3torchconnector") is None
+    else:
+        names.append("AWS connector")
+    for comparison in served["comparisons"]:
+        contenders = list(comparison["contenders"])
+        for name in names if "verify" not in comparison["what"] else []:
+            if comparison["what"].startswith("trainer") and name != "torch Fsspec":
+                continue
+            assert [each for each in contenders if each.startswith(name)], comparison["what"]
+
+
+@pytest.mark.timeout(600)
+def test_served_storage_counts_requests(served: dict[str, Any]) -> None:
+    """A save's and a load's requests and bytes are known, those of all ranks."""
     for comparison, direction in zip(
-        body["comparisons"], ("sent_bytes", "received_bytes"), strict=True
+        served["comparisons"][:2], ("sent_bytes", "received_bytes"), strict=True
     ):
         ours = comparison["contenders"]["ckpt_storage"]
         assert ours["request_count"] > 0
         assert ours[direction] >= comparison["moved_bytes"]
+
+
+@pytest.mark.timeout(600)
+def test_a_slice_takes_one_request_or_three(served: dict[str, Any]) -> None:
+    """One of a checkpoint that is open; opened anew two more, for the slots."""
+    (found,) = [one for one in served["comparisons"] if one["what"].startswith("one slice")]
+    for name, count in (("already open", 1), ("opened anew", 3)):
+        for plane in ("", ", fsspec"):
+            told = found["contenders"][f"ckpt_storage, {name}{plane}"]
+            assert told["request_count"] == count
+
+
+def test_a_missing_peer_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an empty place in a table is not taken for a contender that lost."""
+    location = Location.of("s3://bucket/run")
+    monkeypatch.setitem(sys.modules, "s3torchconnector", None)
+    monkeypatch.setattr("ckpt_storage.benchmark.peers.has_safetensors", lambda: False)
+    assert [reason.rpartition(": ")[2] for reason in left_out(location)] == [
+        "s3torchconnector cannot be imported",
+        "safetensors is not installed",
+    ]

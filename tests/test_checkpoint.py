@@ -137,7 +137,8 @@ def test_a_step_may_pass_over_chunks(ranks: RankPool, tmp_path: Path) -> None:
     lazy = open_checkpoint(tmp_path / "run")["rows"]
     assert lazy[::11].tolist() == [[0, 1, 2], [33, 34, 35]]
     assert lazy[-1::-11, ::2].tolist() == [[33, 35], [0, 2]]
-    with pytest.raises(IntegrityError, match="rank 1 wrote"):
+    # Two threads look for both; whichever is first tells.
+    with pytest.raises(IntegrityError, match=r"rank [12] wrote"):
         lazy[::4]
 
 

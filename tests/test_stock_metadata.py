@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import ckpt_storage
-from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, InvalidInputError
+from ckpt_storage import (
+    CheckpointInfo,
+    CheckpointStorageReader,
+    CheckpointStorageWriter,
+    InvalidInputError,
+)
 from ckpt_storage.stockpickle import EntryTable, StockEntry, pickled
 from ckpt_storage.stockwrite import entries_of
 
@@ -275,6 +281,46 @@ def test_the_front_door_passes_it_on(tmp_path: Path) -> None:
     assert info.stock_metadata is False
     check_note(tmp_path / "run")
     assert ckpt_storage.save(STATE, tmp_path / "other").stock_metadata is True
+
+
+def later(path: Path, **options: Any) -> CheckpointInfo:
+    """Save by the function for the background."""
+    return ckpt_storage.save_async(STATE, path, **options).result()
+
+
+def by_thread(path: Path, **options: Any) -> CheckpointInfo:
+    """Save by a saver's thread."""
+    with ckpt_storage.AsyncSaver(mode="thread") as saver:
+        return saver.save(STATE, path, **options).result()
+
+
+def by_process(path: Path, **options: Any) -> CheckpointInfo:
+    """Save by a saver's process."""
+    with ckpt_storage.AsyncSaver(mode="process") as saver:
+        return saver.save(STATE, path, **options).result()
+
+
+def by_manager(path: Path, **options: Any) -> CheckpointInfo:
+    """Save a step."""
+    with ckpt_storage.CheckpointManager(path.parent) as manager:
+        return manager.save(1, STATE, **options)
+
+
+def by_manager_later(path: Path, **options: Any) -> CheckpointInfo:
+    """Save a step in the background."""
+    with ckpt_storage.CheckpointManager(path.parent) as manager:
+        return manager.save_async(1, STATE, **options).result()
+
+
+@pytest.mark.parametrize("saved", [later, by_thread, by_process, by_manager, by_manager_later])
+def test_every_other_front_door_passes_it_on(
+    tmp_path: Path, saved: Callable[..., CheckpointInfo]
+) -> None:
+    """The background's and the manager's too."""
+    info = saved(tmp_path / "never" / "run", stock_metadata="never")
+    assert info.stock_metadata is False
+    check_note(tmp_path / "never" / info.name)
+    assert saved(tmp_path / "auto" / "run").stock_metadata is True
 
 
 def test_plans_that_a_planner_keeps_do_not_hide_items(tmp_path: Path) -> None:

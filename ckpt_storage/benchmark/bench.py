@@ -53,6 +53,10 @@ class Bench:
         """Return this rank's part of the model."""
         return llama_state(self.settings.gib, sharding or self.settings.sharding, filled=filled)
 
+    def floor(self, what: str) -> str:
+        """Return how the floor is called that does `what` by the plainest client of the storage."""
+        return f"floor: {what}{self.plain.by}"
+
     def options(self, engine: str) -> dict[str, Any]:
         """Return what our saves and loads are called with."""
         chosen: dict[str, Any] = {
@@ -78,6 +82,7 @@ class Bench:
         floor: str | None = None,
         deducted: str | None = None,
         whole: frozenset[str] = frozenset(),
+        idle: frozenset[str] = frozenset(),
         checked: str | None = None,
     ) -> Comparison:
         """Let the contenders take turns; the first is the floor unless one is named."""
@@ -88,13 +93,15 @@ class Bench:
             summaries=take_turns(self.meter, contenders, self.settings.run_count),
             deducted=deducted,
             whole=whole,
+            idle=idle,
             checked=checked,
         )
 
 
-def our_name(engine: str) -> str:
-    """Return how the contender with this data plane is called."""
-    return "ckpt_storage" if engine == "auto" else f"ckpt_storage, {engine}"
+def our_name(engine: str, what: str = "") -> str:
+    """Return how the contender is called that does `what` with this data plane."""
+    name = f"ckpt_storage, {what}" if what else "ckpt_storage"
+    return name if engine == "auto" else f"{name}, {engine}"
 
 
 def put_own(bench: Bench, state: State, folder: str) -> None:

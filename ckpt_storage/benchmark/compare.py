@@ -37,7 +37,8 @@ class Comparison:
 
     `what` names the scenario for people, `moved_bytes` is what it moves. Ratios are against
     `floor`. `deducted`, if any, is the contender whose time the others contain and which is taken
-    off before the ratios: torch's planner. Those in `whole` do not contain it. `checked`, if any,
+    off before the ratios: torch's planner. Those in `whole` do not contain it. Those in `idle`
+    move nothing, and have no ratio. `checked`, if any,
     is a second floor, that does what the first does and checksums what it moves.
     """
 
@@ -47,6 +48,7 @@ class Comparison:
     summaries: Mapping[str, Summary]
     deducted: str | None = None
     whole: frozenset[str] = frozenset()
+    idle: frozenset[str] = frozenset()
     checked: str | None = None
 
     def net_s(self, name: str) -> float:
@@ -55,15 +57,16 @@ class Comparison:
         has_it = name not in {self.deducted, self.floor, *self.whole}
         return self.summaries[name].median_s - (off if has_it else 0.0)
 
-    def ratio(self, name: str) -> float:
-        """Return how many times the floor's median a contender takes."""
-        return self.net_s(name) / self.summaries[self.floor].median_s
+    def ratio(self, name: str) -> float | None:
+        """Return how many times the floor's median a contender takes; None: it moves nothing."""
+        return self._over(name, self.floor)
 
     def checked_ratio(self, name: str) -> float | None:
         """Return how many times the median of the floor with checksums a contender takes."""
-        if self.checked is None:
-            return None
-        return self.net_s(name) / self.summaries[self.checked].median_s
+        return None if self.checked is None else self._over(name, self.checked)
+
+    def _over(self, name: str, floor: str) -> float | None:
+        return None if name in self.idle else self.net_s(name) / self.summaries[floor].median_s
 
 
 def take_turns(meter: Meter, contenders: Sequence[Contender], run_count: int) -> dict[str, Summary]:

@@ -6,16 +6,20 @@ Knows consolidation, the floor and torch's own. Called by `scenarios` on every r
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ckpt_storage.consolidating import consolidate
+from ckpt_storage.options import DEFAULT_MEMORY_LIMIT_BYTES, Engine
 from ckpt_storage.saving import save
 
 from .bench import Bench, our_name, put_own
 from .compare import Comparison, Contender
+from .peers import Peer, has_safetensors
 from .workload import State, state_bytes
 
 
@@ -33,26 +37,81 @@ def measure_export(bench: Bench) -> Comparison:
     dist.barrier()
     contenders = [
         Contender(
-            name="floor: read, write",
+            name=bench.floor("read, write"),
             run=functools.partial(_through, bench, state, "export-floor-in", "export-floor"),
             after=functools.partial(bench.clear, "export-floor"),
         ),
-        Contender(
-            name="ckpt_storage",
-            run=lambda: consolidate(
-                bench.root.join("export").target,
-                bench.root.join("export-hf").target,
-                storage_options=bench.root.storage_options,
-                output_storage_options=bench.root.storage_options,
-            ),
-            after=functools.partial(bench.clear, "export-hf"),
+        *(
+            Contender(
+                name=our_name(engine),
+                run=functools.partial(_consolidate, bench, engine),
+                after=functools.partial(bench.clear, "export-hf"),
+            )
+            for engine in bench.settings.engines
         ),
     ]
     contenders += _torch_exports(bench, state)
+    peers = _loading_peers(bench)
+    for number, peer in enumerate(peers):
+        peer.save(state, bench.root.join(f"export-{number}"))
+        contenders.append(
+            Contender(
+                name=f"{peer.name}: load, write",
+                run=functools.partial(
+                    _load_and_write, bench, state, peer, f"export-{number}", "export-peer"
+                ),
+                after=functools.partial(bench.clear, "export-peer"),
+            )
+        )
     found = bench.compare("export", state_bytes(state), contenders)
-    for folder in ("export", "export-floor-in", "export-torch"):
+    folders = ("export", "export-floor-in", "export-torch")
+    for folder in (*folders, *(f"export-{number}" for number in range(len(peers)))):
         bench.clear(folder)
     return found
+
+
+def _consolidate(bench: Bench, engine: Engine) -> None:
+    options = bench.options(engine)
+    limit_bytes = options.pop("memory_limit_bytes") or DEFAULT_MEMORY_LIMIT_BYTES
+    consolidate(
+        bench.root.join("export").target,
+        bench.root.join("export-hf").target,
+        memory_limit_bytes=limit_bytes,
+        output_storage_options=bench.root.storage_options,
+        **options,
+    )
+
+
+def _loading_peers(bench: Bench) -> list[Peer]:
+    """Return the peers that export by a load: where none of them has an export of its own."""
+    return bench.peers if has_safetensors() and not bench.root.is_local else []
+
+
+def _load_and_write(bench: Bench, state: State, peer: Peer, source: str, output: str) -> None:
+    """Export as one does without an export: load whole tensors, write them as safetensors.
+
+    Every rank takes its share of the tensors, so none holds the model. All ranks.
+    """
+    from safetensors.torch import save as serialised  # noqa: PLC0415  # an optional package
+
+    count, rank = dist.get_world_size(), bench.rank
+    files = {
+        name: f"model-{at % count + 1:05}-of-{count:05}.safetensors"
+        for at, name in enumerate(sorted(state))
+    }
+    own = f"model-{rank + 1:05}-of-{count:05}.safetensors"
+    whole = {
+        name: torch.empty(tuple(state[name].shape), dtype=state[name].dtype)
+        for name, file in files.items()
+        if file == own
+    }
+    if whole:
+        peer.load_alone(whole, bench.root.join(source))
+        peer.write_file(bench.root.join(output), own, serialised(whole))
+    if rank == 0:
+        index = {"metadata": {"total_size": state_bytes(state)}, "weight_map": files}
+        document = json.dumps(index).encode()
+        peer.write_file(bench.root.join(output), "model.safetensors.index.json", document)
 
 
 def _torch_exports(bench: Bench, state: State) -> list[Contender]:
@@ -98,7 +157,7 @@ def measure_save_export(bench: Bench) -> Comparison:
 
     contenders = [
         Contender(
-            name="floor: write, read, write",
+            name=bench.floor("write, read, write"),
             run=floor,
             after=functools.partial(clear, "chain-floor", "chain-floor-out"),
         ),
@@ -134,6 +193,19 @@ def measure_save_export(bench: Bench) -> Comparison:
                 name="torch safetensors",
                 run=torch_way,
                 after=functools.partial(clear, "chain-torch"),
+            )
+        )
+    for peer in _loading_peers(bench):
+
+        def by_load(peer: Peer = peer) -> None:
+            peer.save(state, bench.root.join("chain-peer"))
+            _load_and_write(bench, state, peer, "chain-peer", "chain-peer-hf")
+
+        contenders.append(
+            Contender(
+                name=f"{peer.name}: save, load, write",
+                run=by_load,
+                after=functools.partial(clear, "chain-peer", "chain-peer-hf"),
             )
         )
     return bench.compare("save and export", state_bytes(state), contenders)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ckpt_storage.checkpoint import open_checkpoint
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.loading import load
+from ckpt_storage.options import Engine
 from ckpt_storage.saving import save
 from ckpt_storage.store import open_store
 from ckpt_storage.verification import verify
@@ -75,9 +76,7 @@ def measure_load(
     checked_name = _CHECKED if target_sharding is None else _CHECKED_ONCE
     contenders = [
         contender(
-            bench.plain.name.replace(
-                "write, fsync", "map, copy" if target_sharding else "read into place"
-            ),
+            bench.floor(_whole_name(bench) if target_sharding else "read into place"),
             floor,
         ),
         contender(checked_name, checked_floor),
@@ -100,6 +99,10 @@ def measure_load(
     for folder in ("load-floor", "load-ours", *(f"load-{at}" for at in range(len(peers)))):
         bench.clear(folder)
     return found
+
+
+def _whole_name(bench: Bench) -> str:
+    return "map, copy" if isinstance(bench.plain, PlainDisk) else "fetch, copy"
 
 
 def _get_resharded(
@@ -134,45 +137,68 @@ def _get_resharded(
 
 
 def measure_partial(bench: Bench) -> Comparison:
-    """Measure the read of 1 MiB of one tensor, by a process that has read from it before."""
+    """Measure the read of 1 MiB of one tensor, by a process that has read from it before.
+
+    Ours does so twice: with the checkpoint open already, and opened anew each time, as peers do.
+    """
     state = bench.state(filled=True, sharding="rows")
     at = bench.root.join("partial")
-    dcp_at = bench.root.join("partial-dcp")
     save(state, at.target, **bench.options(bench.settings.engines[0]))
-    peers = [peer for peer in bench.peers if peer.name in {"torch FileSystem", "torch Fsspec"}]
-    for peer in peers[:1]:
-        peer.save(state, dcp_at)
+    peers = bench.peers
+    for number, peer in enumerate(peers):
+        peer.save(state, bench.root.join(f"partial-{number}"))
     bench.plain.put(f"partial-floor/{bench.rank}", own_views(state))
     dist.barrier()
     row_bytes = state[_PARTIAL_FQN].shape[1] * state[_PARTIAL_FQN].element_size()
     rows = min(_PARTIAL_ROWS, state[_PARTIAL_FQN].shape[0] // 2)
     buffer = memoryview(bytearray(rows * row_bytes))
 
-    checkpoint = open_checkpoint(at.target, storage_options=bench.root.storage_options)
+    opened = {
+        engine: open_checkpoint(at.target, **bench.options(engine))
+        for engine in bench.settings.engines
+    }
 
     def alone(action: Callable[[], object]) -> Callable[[], object]:
         return action if bench.rank == 0 else lambda: None
 
-    def one_key(peer: Peer) -> None:
+    def anew(engine: Engine) -> None:
+        with open_checkpoint(at.target, **bench.options(engine)) as checkpoint:
+            checkpoint[_PARTIAL_FQN][:rows]
+
+    def one_key(peer: Peer, number: int) -> None:
         whole = torch.empty(tuple(state[_PARTIAL_FQN].shape), dtype=torch.bfloat16)
-        peer.load_alone(_PARTIAL_FQN, whole, dcp_at)
+        peer.load_alone({_PARTIAL_FQN: whole}, bench.root.join(f"partial-{number}"))
 
     contenders = [
         Contender(
-            name=bench.plain.name.replace("write, fsync", "read"),
+            name=bench.floor("read"),
             run=alone(lambda: bench.plain.get("partial-floor/0", [buffer])),
         ),
-        Contender(
-            name="ckpt_storage",
-            run=alone(lambda: checkpoint[_PARTIAL_FQN][:rows]),
+        *(
+            Contender(
+                name=our_name(engine, "already open"),
+                run=alone(lambda checkpoint=checkpoint: checkpoint[_PARTIAL_FQN][:rows]),  # type: ignore[misc]  # bound
+            )
+            for engine, checkpoint in opened.items()
         ),
         *(
-            Contender(name=f"{peer.name}, all of it", run=alone(functools.partial(one_key, peer)))
-            for peer in peers
+            Contender(
+                name=our_name(engine, "opened anew"), run=alone(functools.partial(anew, engine))
+            )
+            for engine in opened
+        ),
+        *(
+            Contender(
+                name=f"{peer.name}, all of it",
+                run=alone(functools.partial(one_key, peer, number)),
+            )
+            for number, peer in enumerate(peers)
         ),
     ]
     found = bench.compare("one slice of a tensor", len(buffer), contenders)
-    for folder in ("partial", "partial-dcp", "partial-floor"):
+    for checkpoint in opened.values():
+        checkpoint.close()
+    for folder in ("partial", "partial-floor", *(f"partial-{at}" for at in range(len(peers)))):
         bench.clear(folder)
     return found
 
@@ -206,23 +232,26 @@ def measure_verify(
             if size_bytes:
                 bench.plain.get(path, [*[buffer] * whole, buffer[:rest]], seen=seen)
 
-    def checked() -> None:
-        found = verify(
-            at.target,
-            storage_options=bench.root.storage_options,
-            memory_limit_bytes=bench.settings.memory_limit_bytes,
-        )
+    def checked(engine: Engine) -> None:
+        found = verify(at.target, **bench.options(engine))
         if not found.ok:
             raise RuntimeError(f"verify found {found.problems[0].message}")
 
     contenders = [
         Contender(
-            name=bench.plain.name.replace("write, fsync", "read every file"),
+            name=bench.floor("read every file"),
             run=alone(read_all),
             before=before,
         ),
         Contender(name=_CHECKED, run=alone(functools.partial(read_all, checksum)), before=before),
-        Contender(name="ckpt_storage", run=alone(checked), before=before),
+        *(
+            Contender(
+                name=our_name(engine),
+                run=alone(functools.partial(checked, engine)),
+                before=before,
+            )
+            for engine in bench.settings.engines
+        ),
     ]
     found = bench.compare(what, sum(sizes.values()), contenders, checked=_CHECKED)
     bench.clear("verify")

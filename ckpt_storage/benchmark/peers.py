@@ -5,6 +5,7 @@ Knows how others are called, and torch's planner with no storage behind it. Call
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 from collections.abc import Callable, Mapping
@@ -45,9 +46,15 @@ class Peer:
         """Load in place; all ranks."""
         dcp.load(dict(state), storage_reader=self.reader(folder.target))
 
-    def load_alone(self, fqn: str, target: torch.Tensor, folder: Location) -> None:
-        """Load one whole tensor on this rank alone."""
-        dcp.load({fqn: target}, storage_reader=self.reader(folder.target), no_dist=True)
+    def load_alone(self, targets: dict[str, torch.Tensor], folder: Location) -> None:
+        """Load whole tensors on this rank alone."""
+        dcp.load(dict(targets), storage_reader=self.reader(folder.target), no_dist=True)
+
+    def write_file(self, folder: Location, name: str, data: bytes) -> None:
+        """Write one file by the file system of the peer's writer."""
+        writer: Any = self.writer(folder.target)
+        with writer.fs.create_stream(f"{folder.target}/{name}", "wb") as stream:
+            stream.write(data)
 
 
 def peers_for(location: Location) -> list[Peer]:
@@ -56,6 +63,21 @@ def peers_for(location: Location) -> list[Peer]:
         return [_TORCH_FILES, _TORCH_SAFETENSORS]
     connector = _aws_connector(location) if location.protocol == "s3" else None
     return [_torch_fsspec(location), *([connector] if connector else [])]
+
+
+def left_out(location: Location) -> list[str]:
+    """Return which peers of this storage are not measured, and for want of what."""
+    found = []
+    if location.protocol == "s3" and _aws_connector(location) is None:
+        found.append("the AWS connector: s3torchconnector cannot be imported")
+    if not has_safetensors():
+        found.append("exports by peers: safetensors is not installed")
+    return found
+
+
+def has_safetensors() -> bool:
+    """Return whether weight files can be made as everyone else makes them."""
+    return importlib.util.find_spec("safetensors") is not None
 
 
 _TORCH_FILES = Peer(

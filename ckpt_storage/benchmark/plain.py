@@ -39,7 +39,10 @@ def checksum(view: memoryview) -> None:
 class Plain(Protocol):
     """Whole files on one storage; paths are relative to its folder."""
 
-    name: str
+    put_name: str
+    """What `put` does."""
+    by: str
+    """Behind what is done: by which client."""
 
     def put(self, path: str, views: Sequence[memoryview]) -> None:
         """Write a file of consecutive views, durable as far as the storage promises it."""
@@ -88,7 +91,8 @@ def _behind(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:
 class PlainDisk:
     """Files on a local disk or mount."""
 
-    name = "floor: write, fsync"
+    put_name = "write, fsync"
+    by = ""
 
     def __init__(self, root: str) -> None:
         self._root = Path(root)
@@ -162,7 +166,8 @@ class PlainDisk:
 class PlainObstore:
     """Objects on S3 through the Rust client, parts and ranges eight at a time."""
 
-    name = "floor: obstore"
+    put_name = "put"
+    by = " by obstore alone"
 
     def __init__(self, location: Location) -> None:
         from obstore.store import S3Store  # noqa: PLC0415  # an optional package
@@ -257,7 +262,7 @@ class PlainObstore:
 class PlainFsspec:
     """Files on anything that fsspec reaches."""
 
-    name = "floor: fsspec"
+    put_name = "put"
 
     def __init__(self, location: Location) -> None:
         import fsspec.core  # noqa: PLC0415  # local benchmarks need none
@@ -265,6 +270,7 @@ class PlainFsspec:
         self._buffer = bytearray()
 
         self._fs, self._root = fsspec.core.url_to_fs(location.target, **location.storage_options)
+        self.by = f" by fsspec's {type(self._fs).__name__} alone"
 
     def put(self, path: str, views: Sequence[memoryview]) -> None:
         """Put one file."""

@@ -21,6 +21,7 @@ COLUMNS = (
     "median s",
     "min",
     "max",
+    "net s",
     "x floor",
     "x floor+CRC",
     "GB/s",
@@ -41,22 +42,27 @@ def rows_of(comparison: Comparison) -> list[list[str]]:
 
 def _row(comparison: Comparison, name: str, summary: Summary) -> list[str]:
     net_s = comparison.net_s(name)
-    is_part = name == comparison.deducted
-    checked = comparison.checked_ratio(name)
+    moves = name not in comparison.idle and net_s > 0
+    has_net = comparison.deducted not in {None, name}
     return [
         name,
         f"{summary.median_s:.4f}",
         f"{summary.min_s:.4f}",
         f"{summary.max_s:.4f}",
-        "" if is_part else f"{comparison.ratio(name):.2f}",
-        "" if is_part or checked is None else f"{checked:.2f}",
-        "" if is_part or net_s <= 0 else f"{comparison.moved_bytes / net_s / 1e9:.2f}",
+        f"{net_s:.4f}" if has_net else "",
+        _times(comparison.ratio(name)),
+        _times(comparison.checked_ratio(name)),
+        f"{comparison.moved_bytes / net_s / 1e9:.2f}" if moves else "",
         f"{summary.cpu_s:.2f}",
         _shown(summary.extra_bytes, _MIB),
         _shown(summary.request_count, 1),
         _shown(summary.sent_bytes, 1e6),
         _shown(summary.received_bytes, 1e6),
     ]
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def _shown(value: int | None, unit: float) -> str:
@@ -66,15 +72,22 @@ def _shown(value: int | None, unit: float) -> str:
 def heading(facts: Mapping[str, Any]) -> str:
     """Return one line that says what the figures are of; `facts` as `run_bench` returns them."""
     latency = f", {facts['latency_s'] * 1e3:.0f} ms added a request" if facts["latency_s"] else ""
+    taken = facts.get("auto_engine")
+    engine = f", auto takes {taken}" if taken else ""
     return (
-        f"{facts['storage']}{latency}; {facts['rank_count']} ranks, {facts['run_count']} runs, "
+        f"{facts['storage']}{engine}{latency}; {facts['rank_count']} ranks, "
+        f"{facts['run_count']} runs, "
         f"{facts['processor_count']} processors, load {facts['load_average']:.1f}, "
         f"torch {facts['torch']}, Python {facts['python']}"
     )
 
 
 def as_json_body(comparisons: Sequence[Comparison], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `--json` prints: `facts` of the run and all figures under `comparisons`."""
+    """Return what `--json` prints: `facts` of the run and all figures under `comparisons`.
+
+    `net_s` is the median less that of `deducted`, except for the floor and those in `whole`;
+    ratios are of it to the medians of `floor` and `checked_floor`, null for those in `idle`.
+    """
     return {
         **facts,
         "comparisons": [
@@ -84,9 +97,12 @@ def as_json_body(comparisons: Sequence[Comparison], facts: Mapping[str, Any]) ->
                 "floor": comparison.floor,
                 "checked_floor": comparison.checked,
                 "deducted": comparison.deducted,
+                "whole": sorted(comparison.whole),
+                "idle": sorted(comparison.idle),
                 "contenders": {
                     name: {
                         **asdict(summary),
+                        "net_s": comparison.net_s(name),
                         "floor_ratio": comparison.ratio(name),
                         "checked_floor_ratio": comparison.checked_ratio(name),
                     }
@@ -139,7 +155,7 @@ def plot(comparisons: Sequence[Comparison], path: str, title: str) -> None:
             capsize=2,
         )
         labels = [
-            f"{median:.3g} s" + ("" if name == comparison.deducted else _times(comparison, name))
+            f"{median:.3g} s" + _of_floor(comparison, name)
             for name, median in zip(names, medians, strict=True)
         ]
         panel.bar_label(bars, labels, padding=6, fontsize=8)
@@ -152,8 +168,9 @@ def plot(comparisons: Sequence[Comparison], path: str, title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _times(comparison: Comparison, name: str) -> str:
-    return f"  ({comparison.ratio(name):.2f} x floor)"
+def _of_floor(comparison: Comparison, name: str) -> str:
+    times = _times(comparison.ratio(name))
+    return f"  ({times} x floor)" if times else ""
 
 
 def _colour(name: str, comparison: Comparison) -> str:

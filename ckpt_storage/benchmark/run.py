@@ -25,10 +25,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location
+from ckpt_storage.store.remote import RemoteStore
 
 from .bench import Bench
 from .compare import Comparison
+from .peers import left_out
 from .scenarios import MEASURE
 from .settings import BenchSettings
 
@@ -130,12 +133,14 @@ def _measure(
         if bench.rank == 0:
             bench.plain.clear("")
     dist.barrier()
-    return (comparisons, _facts(settings)) if bench.rank == 0 else None
+    return (comparisons, _facts(settings, bench.root)) if bench.rank == 0 else None
 
 
-def _facts(settings: BenchSettings) -> dict[str, Any]:
+def _facts(settings: BenchSettings, root: Location) -> dict[str, Any]:
     return {
-        "storage": Location.of(settings.url, settings.storage_options).protocol,
+        "storage": root.protocol,
+        "auto_engine": _auto_engine(root),
+        "left_out": left_out(root) if settings.peers else [],
         "rank_count": settings.rank_count,
         "run_count": settings.run_count,
         "latency_s": settings.latency_s,
@@ -146,3 +151,14 @@ def _facts(settings: BenchSettings) -> dict[str, Any]:
         "processor_count": os.cpu_count(),
         "load_average": os.getloadavg()[0],
     }
+
+
+def _auto_engine(root: Location) -> str | None:
+    """Return the data plane that `engine="auto"` takes there; None: a path needs none."""
+    if root.is_local:
+        return None
+    store = RemoteStore(root, request_timeout_s=Timeouts().request, engine="auto")
+    try:
+        return store.engine
+    finally:
+        store.close()

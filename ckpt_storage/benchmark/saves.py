@@ -18,6 +18,7 @@ from ckpt_storage.store import Location
 
 from .bench import Bench, our_name, put_own
 from .compare import Comparison, Contender
+from .peers import Peer
 from .workload import state_bytes
 
 
@@ -34,7 +35,7 @@ def measure_save(bench: Bench) -> Comparison:
         )
 
     floor = Contender(
-        name=bench.plain.name,
+        name=bench.floor(bench.plain.put_name),
         run=functools.partial(put_own, bench, state, "save-floor"),
         after=functools.partial(bench.clear, "save-floor"),
     )
@@ -72,32 +73,37 @@ def measure_stall(bench: Bench) -> Comparison:
     def copy() -> None:
         torch._foreach_copy_(warm, [tensor.to_local() for tensor in state.values()])
 
-    def torch_async(kind: AsyncCheckpointerType) -> Callable[[Location], Callable[[], object]]:
+    def torch_async(
+        peer: Peer, kind: AsyncCheckpointerType
+    ) -> Callable[[Location], Callable[[], object]]:
         def start(folder: Location) -> Callable[[], object]:
             return dcp.async_save(  # type: ignore[union-attr]  # no stager, so a future
                 dict(state),
-                storage_writer=dcp.FileSystemWriter(folder.target),
+                storage_writer=peer.writer(folder.target),
                 async_checkpointer_type=kind,
             ).result
 
         return start
 
-    options = bench.options(bench.settings.engines[0])
+    first = bench.settings.engines[0]
+    options = bench.options(first)
     with AsyncSaver(mode="thread") as threads, AsyncSaver(mode="process") as processes:
         contenders = [
             Contender(name="floor: one memcpy", run=copy),
             contender(
-                "ckpt_storage, thread",
+                our_name(first, "thread"),
                 lambda folder: threads.save(state, folder.target, **options).result,
             ),
             contender(
-                "ckpt_storage, process",
+                our_name(first, "process"),
                 lambda folder: processes.save(state, folder.target, **options).result,
             ),
         ]
-        if bench.settings.peers and bench.root.is_local:
+        for peer in bench.peers[:1]:
             contenders += [
-                contender("torch, thread", torch_async(AsyncCheckpointerType.THREAD)),
-                contender("torch, process", torch_async(AsyncCheckpointerType.PROCESS)),
+                contender(f"{peer.name}, thread", torch_async(peer, AsyncCheckpointerType.THREAD)),
+                contender(
+                    f"{peer.name}, process", torch_async(peer, AsyncCheckpointerType.PROCESS)
+                ),
             ]
         return bench.compare("trainer blocked by a background save", state_bytes(state), contenders)

@@ -57,7 +57,7 @@ from ckpt_storage.rankreport import RankReport
 from ckpt_storage.reader import CheckpointStorageReader
 from ckpt_storage.stockwrite import planned_of
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
+from ckpt_storage.store.base import Store, Version
 
 from .scaleworld import Sharding, World
 
@@ -71,7 +71,9 @@ class ScaleFigures:
     `coordinator_s` is all of the storage's work on the coordinator between the last report and the
     end of the save, `gather_s` (unpickling the reports) included; `assemble_s` is the part of it
     that checks the reports. `written_bytes` and `write_count` are the coordinator's. `metadata_s`
-    and `metadata_bytes` are what `read_metadata` takes on each rank, `plan_s` the local plan of the
+    and `metadata_bytes` are what `read_metadata` takes on each rank, in `metadata_read_count` reads
+    counted at the store; `inlined_bytes` is what of `report_bytes` are documents, which
+    the manifest then holds. `plan_s` the local plan of the
     front doors' load planner for one rank of the same world, `places_s` finding its bytes.
     """
 
@@ -81,6 +83,7 @@ class ScaleFigures:
     item_count: int
     report_s: float
     report_bytes: int
+    inlined_bytes: int
     gather_s: float
     assemble_s: float
     coordinator_s: float
@@ -127,11 +130,12 @@ def simulate(
     grant = commit.begin(store, overwrite=False, probe=lambda _: True)
     report_s: list[float] = []
     packed: list[bytes] = []
-    item_count = 0
+    item_count = inlined_bytes = 0
     for rank in range(rank_count):
         manifest = world.manifest(rank, grant.save_id)
         report, seconds = _reported(store, manifest, with_places=stock_metadata)
         item_count += report.item_count
+        inlined_bytes += len(report.document or b"")
         report_s.append(seconds)
         packed.append(pickle.dumps([_result(report)]))
     metadata = world.metadata(with_chunks=stock_metadata)
@@ -161,11 +165,10 @@ def simulate(
     assemble_s = time.perf_counter() - started
     written = {path: size for path, size in _sizes(store).items() if path not in before}
     del results, reports
-    reader = CheckpointStorageReader(url)
+    reader = _CountedReader(url)
     started = time.perf_counter()
     found = reader.read_metadata()
     metadata_s = time.perf_counter() - started
-    slot = store.stat(layout.slot_path(record.slot)).size_bytes
     plan_s, places_s = _loaded(store, world, found)
     return ScaleFigures(
         rank_count=rank_count,
@@ -174,6 +177,7 @@ def simulate(
         item_count=item_count,
         report_s=statistics.median(report_s),
         report_bytes=sum(map(len, packed)) // rank_count,
+        inlined_bytes=inlined_bytes // rank_count,
         gather_s=gather_s,
         assemble_s=assemble_s,
         coordinator_s=coordinator_s,
@@ -181,8 +185,8 @@ def simulate(
         write_count=len(written),
         has_stock_metadata=record.stock_entries != 0,
         metadata_s=metadata_s,
-        metadata_bytes=store.stat(layout.manifest_path(grant.save_id)).size_bytes + slot,
-        metadata_read_count=3,
+        metadata_bytes=sum(reader.answers),
+        metadata_read_count=len(reader.answers),
         plan_s=plan_s,
         places_s=places_s,
         resident_bytes=resident_bytes,
@@ -191,7 +195,7 @@ def simulate(
 
 
 _RANK = 0
-"""The rank whose document is stored and whose load is measured."""
+"""The rank whose document is stored and whose load is measured; those of others are never read."""
 
 
 def _reported(
@@ -200,18 +204,13 @@ def _reported(
     """Return what a rank reports, and the seconds that encoding, storing and reporting took."""
     started = time.perf_counter()
     path = layout.rank_manifest_path(manifest.save_id, manifest.rank)
+    document = integrity.seal(manifest.to_body())
     if manifest.rank == _RANK:
-        document = integrity.seal(manifest.to_body())
+        # Thousands of them would fill the memory.
         store.write(path, document)
-    else:
-        # Thousands of them fill the memory and are never read.
-        document = _OTHER
     ref = FileRef(path=path, size_bytes=len(document), crc32c=integrity.crc32c_of(document))
     report = RankReport.of(manifest, ref, document, with_places=with_places)
-    return dataclasses.replace(report, document=None), time.perf_counter() - started
-
-
-_OTHER = b"a rank's document"
+    return report, time.perf_counter() - started
 
 
 def _result(report: RankReport) -> WriteResult:
@@ -261,6 +260,53 @@ class _Remote:
 
 def _without_shards(store: Store) -> Store:
     return cast("Store", _Remote(store))
+
+
+class _Counted:
+    """A store that notes the bytes of each answer to a reader; 0 for absent objects too."""
+
+    def __init__(self, store: Store, answers: list[int]) -> None:
+        self._store = store
+        self._answers = answers
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the store has
+        found = getattr(self._store, name)
+        if name == "with_deadline":
+            return lambda *args: _Counted(found(*args), self._answers)
+        if name not in _READS:
+            return found
+
+        def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # of any signature
+            came = 0
+            try:
+                answer = found(*args, **kwargs)
+                came = _bytes_of(answer) if name != "read_into" else args[2].nbytes
+            finally:
+                # Appended, not added: two threads may look at once.
+                self._answers.append(came)
+            return answer
+
+        return counted
+
+
+_READS = frozenset({"read", "read_version", "read_into", "stat", "list"})
+
+
+def _bytes_of(answer: object) -> int:
+    if isinstance(answer, Version):
+        return len(answer.data)
+    return len(answer) if isinstance(answer, bytes) else 0
+
+
+class _CountedReader(CheckpointStorageReader):
+    """The real reader, whose store is counted."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.answers: list[int] = []
+
+    def _open_store(self) -> Store:
+        return cast("Store", _Counted(super()._open_store(), self.answers))
 
 
 def simulate_stock(

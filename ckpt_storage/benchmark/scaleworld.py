@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterator
 from typing import Literal
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -88,6 +89,12 @@ class World:
             at += -(-(length + 1600) // 64) * 64
         count = len(fqns)
         blocks = sum(-(-length // _BLOCK_BYTES) for length in lengths)
+        # As those of real bytes, which do not shrink when a document is deflated.
+        random = np.random.default_rng(rank)
+
+        def crcs(count: int) -> array[int]:
+            return array("I", random.integers(1 << 32, size=count, dtype=np.uint32).tobytes())
+
         table = ItemTable(
             fqn=range(count),
             dtype=[0] * count,
@@ -97,9 +104,9 @@ class World:
             item_bytes=[length + 1536 for length in lengths],
             payload_start=[start + 704 for start in starts],
             payload_bytes=lengths,
-            chunk_crcs=[0] * count,
-            block_crcs=array("I", bytes(4 * blocks)),
-            frame_crcs=[0] * (count + 1),
+            chunk_crcs=crcs(count),
+            block_crcs=crcs(blocks),
+            frame_crcs=crcs(count + 1),
         )
         file = ShardFile(
             path=layout.shard_path(save_id, rank, 0),

@@ -15,11 +15,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage.loading import load
+from ckpt_storage.options import Engine
 from ckpt_storage.reader import CheckpointStorageReader
 from ckpt_storage.saving import save
 from ckpt_storage.writer import CheckpointStorageWriter
 
-from .bench import PLANNER, Bench, get_own, put_own
+from .bench import PLANNER, Bench, get_own, our_name, put_own
 from .compare import Comparison, Contender
 from .peers import NullReader, NullWriter
 from .workload import State, check_same, small_state, state_bytes, zeroed
@@ -81,24 +82,36 @@ def measure_small_save(bench: Bench) -> Comparison:
         bench.clear("small")
 
     at = bench.root.join("small")
-    options = bench.options(bench.settings.engines[0])
+    engines = bench.settings.engines
+    floor = bench.floor(bench.plain.put_name)
+
+    def by_dcp(engine: Engine) -> None:
+        writer = CheckpointStorageWriter(at.target, **bench.options(engine))
+        dcp.save(dict(state), storage_writer=writer)
+
     contenders = [
         Contender(name=PLANNER, run=_save_steps(state)),
         Contender(name=_NOTHING, run=lambda: dcp.save(dict(state), storage_writer=NullWriter())),
         Contender(
-            name=bench.plain.name,
+            name=floor,
             run=functools.partial(put_own, bench, state, "small"),
             after=clear,
         ),
-        Contender(
-            name="ckpt_storage, dcp.save",
-            run=lambda: dcp.save(
-                dict(state), storage_writer=CheckpointStorageWriter(at.target, **options)
-            ),
-            after=clear,
+        *(
+            Contender(
+                name=our_name(engine, "dcp.save"),
+                run=functools.partial(by_dcp, engine),
+                after=clear,
+            )
+            for engine in engines
         ),
-        Contender(
-            name="ckpt_storage.save", run=lambda: save(state, at.target, **options), after=clear
+        *(
+            Contender(
+                name=our_name(engine, "save"),
+                run=functools.partial(save, state, at.target, **bench.options(engine)),
+                after=clear,
+            )
+            for engine in engines
         ),
         *(
             Contender(name=peer.name, run=functools.partial(peer.save, state, at), after=clear)
@@ -109,9 +122,10 @@ def measure_small_save(bench: Bench) -> Comparison:
         f"save of {len(state)} small tensors",
         state_bytes(state),
         contenders,
-        floor=bench.plain.name,
+        floor=floor,
         deducted=PLANNER,
-        whole=frozenset({"ckpt_storage.save"}),
+        whole=frozenset(our_name(engine, "save") for engine in engines),
+        idle=frozenset({PLANNER, _NOTHING}),
     )
 
 
@@ -120,7 +134,8 @@ def measure_small_load(bench: Bench) -> Comparison:
     state = small_state(bench.settings.small_count, filled=True)
     target = small_state(bench.settings.small_count, filled=False)
     at = bench.root.join("small-ours")
-    options = bench.options(bench.settings.engines[0])
+    engines = bench.settings.engines
+    options = bench.options(engines[0])
     save(state, at.target, **options)
     put_own(bench, state, "small-floor")
     peers = bench.peers
@@ -136,7 +151,11 @@ def measure_small_load(bench: Bench) -> Comparison:
     def contender(name: str, run: Callable[[], object]) -> Contender:
         return Contender(name=name, run=run, after=functools.partial(checked, name))
 
-    floor = bench.plain.name.replace("write, fsync", "read into place")
+    def by_dcp(engine: Engine) -> None:
+        reader = CheckpointStorageReader(at.target, **bench.options(engine))
+        dcp.load(dict(target), storage_reader=reader)
+
+    floor = bench.floor("read into place")
     contenders = [
         Contender(name=PLANNER, run=_load_steps(target, metadata)),
         Contender(
@@ -144,13 +163,17 @@ def measure_small_load(bench: Bench) -> Comparison:
             run=lambda: dcp.load(dict(target), storage_reader=NullReader(metadata)),
         ),
         contender(floor, functools.partial(get_own, bench, target, "small-floor")),
-        contender(
-            "ckpt_storage, dcp.load",
-            lambda: dcp.load(
-                dict(target), storage_reader=CheckpointStorageReader(at.target, **options)
-            ),
+        *(
+            contender(our_name(engine, "dcp.load"), functools.partial(by_dcp, engine))
+            for engine in engines
         ),
-        contender("ckpt_storage.load", lambda: load(target, at.target, **options)),
+        *(
+            contender(
+                our_name(engine, "load"),
+                functools.partial(load, target, at.target, **bench.options(engine)),
+            )
+            for engine in engines
+        ),
         *(
             contender(
                 peer.name, functools.partial(peer.load, target, bench.root.join(f"small-{number}"))
@@ -164,7 +187,8 @@ def measure_small_load(bench: Bench) -> Comparison:
         contenders,
         floor=floor,
         deducted=PLANNER,
-        whole=frozenset({"ckpt_storage.load"}),
+        whole=frozenset(our_name(engine, "load") for engine in engines),
+        idle=frozenset({PLANNER, _NOTHING}),
     )
     for folder in ("small-ours", "small-floor", *(f"small-{n}" for n in range(len(peers)))):
         bench.clear(folder)

@@ -156,6 +156,8 @@ def bench(  # noqa: PLR0913  # one argument an option
         output.emit("bench", **as_json_body(comparisons, facts))
         return SOUND
     output.line(heading(facts))
+    for reason in facts["left_out"]:
+        output.line(f"Left out: {reason}.")
     for comparison in comparisons:
         rows = rows_of(comparison)
         kept = [at for at in range(len(COLUMNS)) if any(row[at] for row in rows)]
@@ -173,19 +175,13 @@ def _simulate(rank_counts: Sequence[int], tensor_count: int, *, as_json: bool) -
     if "RANK" in os.environ and os.environ["RANK"] != "0":
         return SOUND
     from ckpt_storage.benchmark.scale import simulate  # noqa: PLC0415  # torch loads when called
+    from ckpt_storage.benchmark.scaletable import scale_table  # noqa: PLC0415  # as above
 
-    found = [dataclasses.asdict(simulate(count, tensor_count)) for count in rank_counts]
+    found = [simulate(count, tensor_count) for count in rank_counts]
     if as_json:
-        output.emit("bench", simulated=found)
+        output.emit("bench", simulated=[dataclasses.asdict(figures) for figures in found])
         return SOUND
-    names = list(found[0])
-    output.table(
-        ["figure", *(f"{count}\N{NO-BREAK SPACE}ranks" for count in rank_counts)],
-        [[name, *(_figure(each[name]) for each in found)] for name in names],
-        right=" ".join(f"{count}\N{NO-BREAK SPACE}ranks" for count in rank_counts),
-    )
+    head, rows = scale_table(found)
+    head = [name.replace(" ", "\N{NO-BREAK SPACE}") for name in head]
+    output.table(head, rows, right=" ".join(head[1:]))
     return SOUND
-
-
-def _figure(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -18,10 +18,19 @@ from ckpt_storage.options import DEFAULT_MEMORY_LIMIT_BYTES
 
 from . import output
 from .exits import SOUND
-from .options import byte_count, common, json_option, memory_option, storage_options, url_argument
+from .options import (
+    byte_count,
+    common,
+    engine_option,
+    json_option,
+    memory_option,
+    storage_options,
+    url_argument,
+)
 
 if TYPE_CHECKING:
     from ckpt_storage.consolidation.report import ConsolidationReport
+    from ckpt_storage.options import Engine
 
 __all__ = ["consolidate"]
 
@@ -44,6 +53,7 @@ _MEETING_S = 300.0
     show_default=True,
     help="What happens to aliases of tied tensors.",
 )
+@engine_option
 @memory_option
 @json_option
 @storage_options(of="URL, and of OUT where that is of the same kind")
@@ -59,6 +69,7 @@ def consolidate(  # one parameter for each option
     exclude: tuple[str, ...],
     rename: tuple[str, ...],
     tied: Literal["drop", "keep"],
+    engine: Engine,
     memory_limit_bytes: int | None,
     as_json: bool,
     storage_options: dict[str, Any] | None,
@@ -88,6 +99,7 @@ def consolidate(  # one parameter for each option
             output_storage_options=output_storage_options,
             timeout=timeout,
             progress=output.shows_progress(),
+            engine=engine,
             memory_limit_bytes=memory_limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES,
         )
     if rank:

@@ -16,6 +16,7 @@ from .exits import SOUND
 from .options import (
     byte_count,
     common,
+    engine_option,
     json_option,
     memory_option,
     storage_options,
@@ -24,6 +25,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ckpt_storage.converting import TargetFormat
+    from ckpt_storage.options import Engine
 
 __all__ = ["convert"]
 
@@ -50,6 +52,7 @@ _FORMATS = ("ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save
 @click.option(
     "--unsafe-pickle", is_flag=True, help="Unpickle anything: runs code of whoever wrote SRC."
 )
+@engine_option
 @memory_option
 @json_option
 @storage_options(of="SRC, and of DST where that is of the same kind")
@@ -66,6 +69,7 @@ def convert(  # one parameter for each option
     overwrite: bool,
     max_file_bytes: str,
     unsafe_pickle: bool,
+    engine: Engine,
     memory_limit_bytes: int | None,
     as_json: bool,
     storage_options: dict[str, Any] | None,
@@ -93,6 +97,7 @@ def convert(  # one parameter for each option
         destination_storage_options=destination_storage_options,
         timeout=timeout,
         progress=output.shows_progress(),
+        engine=engine,
         memory_limit_bytes=memory_limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES,
     )
     if as_json:

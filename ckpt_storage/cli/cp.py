@@ -11,11 +11,19 @@ import click
 
 from . import output
 from .exits import FOUND, SOUND
-from .options import common, json_option, memory_option, storage_options, url_argument
+from .options import (
+    common,
+    engine_option,
+    json_option,
+    memory_option,
+    storage_options,
+    url_argument,
+)
 
 if TYPE_CHECKING:
     from ckpt_storage.copying import CopyReport
     from ckpt_storage.filecopies import Copies
+    from ckpt_storage.options import Engine
 
 __all__ = ["cp"]
 
@@ -32,6 +40,7 @@ __all__ = ["cp"]
     help="Whether the storage copies by itself what it can.",
 )
 @click.option("--threads", "thread_count", type=click.IntRange(min=1), help="Requests in flight.")
+@engine_option
 @memory_option
 @json_option
 @storage_options(of="SRC, and of DST where that is of the same kind")
@@ -44,6 +53,7 @@ def cp(  # one parameter for each option
     overwrite: bool,
     copies: Copies,
     thread_count: int | None,
+    engine: Engine,
     memory_limit_bytes: int | None,
     as_json: bool,
     storage_options: dict[str, Any] | None,
@@ -65,6 +75,7 @@ def cp(  # one parameter for each option
         overwrite=overwrite,
         copies=copies,
         thread_count=thread_count,
+        engine=engine,
         memory_limit_bytes=memory_limit_bytes,
         timeout=timeout,
         progress=output.shows_progress(),

@@ -106,7 +106,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, right: str =
     is_terminal = sys.stdout.isatty()
     console = Console(file=sys.stdout, width=None if is_terminal else _WIDEST, highlight=False)
     drawn = Table(box=None, pad_edge=False, header_style="bold")
-    numeric = right.split()
+    # Not at other blanks: no-break spaces hold names of several words together.
+    numeric = [name for name in right.split(" ") if name]
     for name in head:
         drawn.add_column(name, justify="right" if name in numeric else "left", overflow="fold")
     for row in rows:

@@ -11,9 +11,17 @@ import click
 
 from . import output
 from .exits import FOUND, SOUND
-from .options import common, json_option, memory_option, storage_options, url_argument
+from .options import (
+    common,
+    engine_option,
+    json_option,
+    memory_option,
+    storage_options,
+    url_argument,
+)
 
 if TYPE_CHECKING:
+    from ckpt_storage.options import Engine
     from ckpt_storage.verification import VerifyReport
 
 __all__ = ["verify"]
@@ -25,6 +33,7 @@ __all__ = ["verify"]
     "--shallow", is_flag=True, help="Check documents and lengths of files; read no tensor."
 )
 @click.option("--threads", "thread_count", type=click.IntRange(min=1), help="Reads in flight.")
+@engine_option
 @memory_option
 @json_option
 @storage_options()
@@ -34,6 +43,7 @@ def verify(
     *,
     shallow: bool,
     thread_count: int | None,
+    engine: Engine,
     memory_limit_bytes: int | None,
     as_json: bool,
     storage_options: dict[str, Any] | None,
@@ -52,6 +62,7 @@ def verify(
         deep=not shallow,
         storage_options=storage_options,
         thread_count=thread_count,
+        engine=engine,
         memory_limit_bytes=memory_limit_bytes,
         timeout=timeout,
         progress=output.shows_progress(),

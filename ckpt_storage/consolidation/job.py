@@ -17,6 +17,7 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import (
     DEFAULT_PART_BYTES,
     MIB,
+    Engine,
     Phase,
     RetryPolicy,
     Timeouts,
@@ -81,6 +82,7 @@ class ConsolidateJob:
     ties: Mapping[str, str] | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
     retry: RetryPolicy = field(default_factory=RetryPolicy)
+    engine: Engine = "auto"
     copies: Copies = "auto"
     thread_count: int | None = None
     slot: int | None = None

@@ -87,8 +87,8 @@ def run_consolidate(ranks: Ranks, job: ConsolidateJob) -> ConsolidationReport:
     before anything was written; `IntegrityError`, `StorageError`, `PhaseTimeoutError`,
     `ConsolidationError` if another consolidation took the folder over.
     """
-    source_store = open_store(job.source, timeouts=job.timeouts, retry=job.retry)
-    target = open_store(job.output, timeouts=job.timeouts, retry=job.retry)
+    opened = partial(open_store, engine=job.engine, timeouts=job.timeouts, retry=job.retry)
+    source_store, target = opened(job.source), opened(job.output)
     try:
         return _Run(ranks, job, source_store, target).run()
     finally:

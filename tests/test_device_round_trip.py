@@ -1,0 +1,149 @@
+"""Whole saves, background saves and loads of tensors on a device: CUDA, where there is one.
+
+The same runs with CPU tensors, so that the tests themselves are tried where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dcp_cases import same
+
+import ckpt_storage
+from ckpt_storage.testing.s3server import S3Server
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    ),
+]
+BUSY_COUNT = 50
+
+
+def state_on(device: str) -> dict[str, Any]:
+    """Return tensors of every form: of many windows, strided, tiny, empty, and one on the host."""
+    grid = torch.arange(3_000_000, dtype=torch.float32).reshape(1000, 3000)
+    state = {
+        "large": grid,
+        "transposed": grid[:500].t(),
+        "strided": torch.arange(900_000).to(torch.bfloat16)[::3],
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.empty(0, 5),
+        "flags": torch.arange(5000) % 3 == 0,
+        **{f"small.{at}": torch.full((at % 7 + 1,), float(at)) for at in range(300)},
+    }
+    moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in state.items()}
+    # `to` keeps strides, but only of what is dense.
+    moved["strided"] = torch.arange(900_000).to(device, torch.bfloat16)[::3]
+    return {**moved, "host": torch.arange(10), "step": 7}
+
+
+def tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state."""
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy whose tensors are on the host."""
+    return {
+        name: value.cpu().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }
+
+
+def loaded(target: dict[str, Any], url: str, **options: Any) -> dict[str, Any]:
+    """Load into zeros like `target`, on its devices; return copies on the host."""
+    zeros = {
+        name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+        for name, value in target.items()
+    }
+    ckpt_storage.load(zeros, url, **options)
+    for name, value in tensors_of(target).items():
+        assert tensors_of(zeros)[name].device == value.device
+    return on_host(zeros)
+
+
+@pytest.fixture(params=["disk", "fsspec", "obstore"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A URL and options: a local disk, and S3 by both data planes."""
+    if request.param == "disk":
+        yield str(tmp_path / "run"), {}
+        return
+    with S3Server() as server:
+        server.create_bucket("bucket")
+        yield (
+            "s3://bucket/run",
+            {"storage_options": server.storage_options, "engine": request.param},
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_save_and_loads_on_either_side(place: tuple[str, dict[str, Any]], device: str) -> None:
+    """What a device saved comes back, there and on the host; and what the host saved, there."""
+    url, options = place
+    state = state_on(device)
+    expected = on_host(state)
+    ckpt_storage.save(state, url, **options)
+    assert same(on_host(state), expected)
+    assert same(loaded(state, url, **options), expected)
+    assert same(loaded(expected, url, **options), expected)
+    ckpt_storage.save(expected, url, overwrite=True, **options)
+    assert same(loaded(state, url, **options), expected)
+
+
+def by_thread(state: dict[str, Any], url: str, change: Callable[[], None], **options: Any) -> None:
+    """Save by a saver's thread, and change the state as soon as that is allowed."""
+    with ckpt_storage.AsyncSaver(mode="thread") as saver:
+        handle = saver.save(state, url, **options)
+        change()
+        handle.result()
+
+
+def by_process(state: dict[str, Any], url: str, change: Callable[[], None], **options: Any) -> None:
+    """As `by_thread`, by a saver's process."""
+    with ckpt_storage.AsyncSaver(mode="process") as saver:
+        handle = saver.save(state, url, **options)
+        change()
+        handle.result()
+
+
+def guarded(state: dict[str, Any], url: str, change: Callable[[], None], **options: Any) -> None:
+    """As `by_thread`, copied in the background too: the change waits for the copies."""
+    with ckpt_storage.AsyncSaver(mode="thread") as saver:
+        handle = saver.save(state, url, block_until_staged=False, **options)
+        with saver.step_guard():
+            change()
+        handle.result()
+
+
+@pytest.mark.parametrize("saved", [by_thread, by_process, guarded])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_background_save_has_the_state_as_it_was(
+    tmp_path: Path, device: str, saved: Callable[..., None]
+) -> None:
+    """Kernels enqueued before the call are in it, those after it are not; twice, for the buffers.
+
+    The second save is of other values through the buffers of the first.
+    """
+    state = state_on(device)
+    for number in range(2):
+        for _ in range(BUSY_COUNT):
+            state["large"] += 1
+        expected = on_host(state)
+        url = str(tmp_path / f"run-{number}")
+
+        def change() -> None:
+            for value in tensors_of(state).values():
+                value.zero_()
+
+        saved(state, url, change)
+        assert same(loaded(state, url), expected)
+        for name, value in tensors_of(state_on(device)).items():
+            state[name].copy_(value)
+        state["large"] += 1000
