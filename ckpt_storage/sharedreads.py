@@ -307,7 +307,7 @@ class SharedReads:
             self._send(distant, members, view)
         if memory is not None:
             memory.done(view)
-            memory.pump(0, deadline)
+            memory.glance(deadline)
 
     def _send(
         self, ranks: Sequence[int], members: Sequence[tuple[int, Span]], view: memoryview
