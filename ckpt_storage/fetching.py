@@ -18,10 +18,13 @@ from .deadline import Deadline
 from .errors import CheckpointError
 from .options import TransferOptions
 from .pacing import Budget, Pacer
-from .store.base import Store
+from .store.base import LendingStore, Store
 from .workers import Workers, bounded
 
 _READ_GRACE_S = 330.0
+
+_PIECE_BYTES = 256 << 10
+"""Copied out of lent memory and checked while it is in a processor's own cache."""
 
 _BUDGET = Budget()
 """Of this process's reads. Not that of its writes: one that waits for what it is to write holds
@@ -40,6 +43,7 @@ class Fetch:
     bytes, runs in a worker thread, verifies them and copies them out. `size_bytes` is the
     length the file must have. With `borrow`, which may wait, the buffer is what that returns;
     it counts for no limit here and belongs to its lender again once `done` was called with it.
+    `looks` says that `done` only looks at the bytes: they may lie in memory of the store's client.
 
     `check` gets the bytes as they arrive, with their distance from `start`, every byte once an
     attempt; what it gets ends at a multiple of `check_bytes`, or where `edge_before` says that
@@ -53,6 +57,7 @@ class Fetch:
     target: memoryview | None = None
     borrow: Callable[[int], memoryview] | None = None
     size_bytes: int | None = None
+    looks: bool = False
     check: Callable[[memoryview, int], None] | None = None
     check_bytes: int = 1
     edge_before: Callable[[int], int] | None = None
@@ -139,8 +144,9 @@ class _Run:
         self._options = options
         self._deadline = deadline
         self._on_bytes = on_bytes
+        self._lends = store.capabilities.lends_reads
         self._buffer_bytes = max(
-            (f.stop - f.start for f in fetches if f.target is None and f.borrow is None), default=0
+            (f.stop - f.start for f in fetches if self._needs_buffer(f)), default=0
         )
         # Fresh memory costs the kernel more than the copy out of it: buffers are used again.
         self._buffers: list[memoryview] = []
@@ -159,10 +165,14 @@ class _Run:
         """Whether one read at a time is all there may be."""
         return self._most == 1
 
+    def _needs_buffer(self, fetch: Fetch) -> bool:
+        """Return whether the bytes of a read need memory that is used again."""
+        is_lent = self._lends and fetch.looks
+        return fetch.target is None and fetch.borrow is None and not is_lent
+
     def _cost_bytes(self, fetch: Fetch) -> int:
         """Return the memory that a read takes beside its target: a buffer, a client's copy."""
-        has_memory = fetch.target is not None or fetch.borrow is not None
-        buffer_bytes = 0 if has_memory else self._buffer_bytes
+        buffer_bytes = self._buffer_bytes if self._needs_buffer(fetch) else 0
         return buffer_bytes + (fetch.stop - fetch.start if self._is_remote else 0)
 
     def in_this_thread(self, fetches: Sequence[Fetch]) -> None:
@@ -204,15 +214,34 @@ class _Run:
     def _read(self, fetch: Fetch) -> None:
         length = fetch.stop - fetch.start
         buffer = None
-        view = fetch.target if fetch.borrow is None else fetch.borrow(length)
-        if view is None:
-            # One list operation is atomic: no lock.
-            try:
-                buffer = self._buffers.pop()
-            except IndexError:
-                buffer = memoryview(bytearray(self._buffer_bytes))
-            view = buffer[:length]
+        if self._lends and length and (fetch.borrow is not None or fetch.looks):
+            view = self._read_lent(fetch, length)
+        else:
+            if fetch.target is not None:
+                view = fetch.target
+            elif fetch.borrow is not None:
+                view = fetch.borrow(length)
+            else:
+                buffer = self._buffer()
+                view = buffer[:length]
+            self._read_into(fetch, view)
+        fetch.done(view)
+        # Not after a failure: a request that was left behind may still fill the buffer.
+        if buffer is not None:
+            self._buffers.append(buffer)
+        self._deadline.advanced(length)
+        self._on_bytes(length)
+
+    def _buffer(self) -> memoryview:
+        # One list operation is atomic: no lock.
+        try:
+            return self._buffers.pop()
+        except IndexError:
+            return memoryview(bytearray(self._buffer_bytes))
+
+    def _read_into(self, fetch: Fetch, view: memoryview) -> None:
         arrivals = _Arrivals(fetch, view, self.given_up)
+        length = len(view)
         if length:
             begin_s = time.monotonic()
             self._store.read_into(
@@ -224,12 +253,25 @@ class _Run:
             )
             self._pacer.succeeded(time.monotonic() - begin_s, length)
         arrivals.finish()
-        fetch.done(view)
-        # Not after a failure: a request that was left behind may still fill the buffer.
-        if buffer is not None:
-            self._buffers.append(buffer)
-        self._deadline.advanced(length)
-        self._on_bytes(length)
+
+    def _read_lent(self, fetch: Fetch, length: int) -> memoryview:
+        """Return checked bytes, in the client's memory or copied into what is borrowed for them.
+
+        Borrowed only now: while a request is under way it needs none.
+        """
+        store = self._store
+        assert isinstance(store, LendingStore)  # noqa: S101  # its capabilities said so
+        begin_s = time.monotonic()
+        lent = store.read_lent(fetch.path, fetch.start, length, size_bytes=fetch.size_bytes)
+        self._pacer.succeeded(time.monotonic() - begin_s, length)
+        view = lent if fetch.borrow is None else fetch.borrow(length)
+        arrivals = _Arrivals(fetch, view, self.given_up)
+        for at in range(0, length if fetch.borrow is not None else 0, _PIECE_BYTES):
+            stop = min(at + _PIECE_BYTES, length)
+            view[at:stop] = lent[at:stop]
+            arrivals.arrived(stop)
+        arrivals.finish()
+        return view
 
 
 @contextmanager

@@ -312,6 +312,17 @@ class HostMemory:
         with self._pumping:
             self._pump(seconds, deadline)
 
+    def glance(self, deadline: Deadline) -> None:
+        """Take what mates have said, unless another thread is at it, which may wait for them.
+
+        Raises as `pump`.
+        """
+        if self._pumping.acquire(blocking=False):
+            try:
+                self._pump(0, deadline)
+            finally:
+                self._pumping.release()
+
     def settle(self, deadline: Deadline) -> None:
         """Give the answers that found pipes full; called last, when no thread pumps any more.
 

@@ -446,7 +446,12 @@ class CheckpointStorageReader(StorageReader):
         ):
             shared = SharedReads(order, load.shared)
             own = shared.fetches(costs_for(is_remote=self._store.capabilities.is_remote))
-            wish = shared.wish(own, options, verifies=self._verify)
+            wish = shared.wish(
+                own,
+                options,
+                verifies=self._verify,
+                lends_reads=self._store.capabilities.lends_reads,
+            )
         with sharers.joined(wish, deadline) as links:
             if links is None or shared is None:
                 load.share_nothing()

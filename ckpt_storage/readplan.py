@@ -73,6 +73,9 @@ def bytes_request(place: Place, buffer: bytearray) -> Request:
     )
 
 
+_PIECE_BYTES = 256 << 10
+"""Checked and copied while they are in a processor's own cache."""
+
 # Where a window begins and ends in its file, whose it is, and where it begins in the payload.
 _Window = tuple[int, int, Request, int]
 _INTERVAL = itemgetter(0, 1)
@@ -117,6 +120,7 @@ def plan_reads(
                     stop=extent.stop,
                     done=partial(_deliver, members, extent.start),
                     size_bytes=members[0][2].place.file_bytes,
+                    looks=all(_has_plain_target(member[2]) for member in members),
                 )
             )
         fetches.sort(key=lambda fetch: fetch.start)
@@ -306,8 +310,21 @@ def _check(place: Place, first_byte: int, view: memoryview, offset: int) -> None
 def _deliver(members: Sequence[_Window], extent_start: int, view: memoryview) -> None:
     for file_start, file_stop, request, start in members:
         part = view[file_start - extent_start : file_stop - extent_start]
-        request.place.check(part, start)
-        deliver(request, start, part)
+        step = len(part)
+        if _has_plain_target(request):
+            block = request.place.block_bytes
+            step = max(block, _PIECE_BYTES - _PIECE_BYTES % block)
+        for at in range(0, len(part), step):
+            piece = part[at : at + step]
+            request.place.check(piece, start + at)
+            deliver(request, start + at, piece)
+
+
+def _has_plain_target(request: Request) -> bool:
+    """Return whether bytes of a request are only copied into its target, as they come."""
+    if request.target is None:
+        return False
+    return request.region is None or run_count(request.chunk_sizes, request.region) == 1
 
 
 def deliver(request: Request, start: int, part: memoryview) -> None:

@@ -48,6 +48,9 @@ _WORDS = 3
 _JOIN_S = 30.0
 _LOOK_S = 0.2
 
+_FILLED_AT_ONCE = 4
+"""Buffers that are filled by copying answers: few, as fresh memory costs more than the copy."""
+
 _MEMORY_SHARE = 2
 """Buffers take at most this part of the memory that a load may use: the rest is for requests."""
 
@@ -166,17 +169,25 @@ class SharedReads:
         ]
 
     def wish(
-        self, fetches: Sequence[Fetch], options: TransferOptions, *, verifies: bool
+        self,
+        fetches: Sequence[Fetch],
+        options: TransferOptions,
+        *,
+        verifies: bool,
+        lends_reads: bool,
     ) -> Wish | None:
         """Return what this rank needs for `fetches`; None where it may not use so much memory."""
         buffer_bytes = max((fetch.stop - fetch.start for fetch in fetches), default=0)
         affordable = options.memory_limit_bytes // _MEMORY_SHARE // max(1, buffer_bytes)
         if not affordable:
             return None
+        filled_count = options.thread_count
+        if lends_reads:
+            filled_count = min(filled_count, _FILLED_AT_ONCE)
         return Wish(
             buffer_bytes=buffer_bytes,
             # Beside those that are being filled, one that mates have not taken yet.
-            buffer_count=min(len(fetches), affordable, options.thread_count + 1),
+            buffer_count=min(len(fetches), affordable, filled_count + 1),
             partners=self._order.partners,
             among=self._order.among,
             verifies=verifies,
@@ -307,7 +318,7 @@ class SharedReads:
             self._send(distant, members, view)
         if memory is not None:
             memory.done(view)
-            memory.pump(0, deadline)
+            memory.glance(deadline)
 
     def _send(
         self, ranks: Sequence[int], members: Sequence[tuple[int, Span]], view: memoryview

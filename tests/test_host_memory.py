@@ -261,3 +261,39 @@ def test_a_mate_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     finally:
         memory.close()
         child.communicate()
+
+
+def test_a_glance_does_not_wait_for_the_thread_that_pumps() -> None:
+    """That one may be long about it, and takes what there is to be taken."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(_rank: int, _view: memoryview, _pairs: Sequence[tuple[int, int]]) -> None:
+        entered.set()
+        leave.wait(20)
+
+    with two() as (first, second):
+        second.takes(slow)
+        pumping = threading.Thread(target=second.pump, args=(5, deadline()))
+        pumping.start()
+        first.announce(filled(first, b"abc"), [(1, 0)], [1], deadline())
+        try:
+            assert entered.wait(20)
+            glancing = threading.Thread(target=second.glance, args=(deadline(),), daemon=True)
+            glancing.start()
+            glancing.join(10)
+            assert not glancing.is_alive()
+            assert pumping.is_alive()
+        finally:
+            leave.set()
+            pumping.join(20)
+
+
+def test_a_glance_takes_what_was_said() -> None:
+    """Where nobody else does, it is a pump that does not wait."""
+    with two() as (first, second):
+        taker = Taker()
+        second.takes(taker)
+        second.glance(deadline())
+        first.announce(filled(first, b"abc"), [(1, 0)], [1], deadline())
+        second.glance(deadline())
+        assert taker.seen == [(0, b"abc", [(1, 0)])]

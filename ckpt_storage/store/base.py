@@ -21,6 +21,7 @@ __all__ = [
     "CopySource",
     "Entry",
     "Existing",
+    "LendingStore",
     "PartReceipt",
     "PathFilter",
     "SharedUpload",
@@ -65,6 +66,7 @@ class Capabilities:
     copy_align_bytes: it pays only where the offsets in source and object are alike modulo this.
     in_place_views: most buffers of one part that an `Upload` sends from where they lie; of parts
         of more it makes copies, and besides of three parts at a time at most. 0: copies all.
+    lends_reads: it is a `LendingStore`: an answer lies in its client's memory anyway.
     """
 
     kind: Literal["posix", "s3", "gcs", "azure", "memory", "generic"]
@@ -90,6 +92,7 @@ class Capabilities:
     copies_pay: bool = False
     copy_align_bytes: int = 1
     in_place_views: int = 0
+    lends_reads: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,3 +404,16 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release clients owned by this store; idempotent."""
+
+
+@runtime_checkable
+class LendingStore(Protocol):
+    """What a `Store` with `capabilities.lends_reads` can besides: read into memory of its own."""
+
+    def read_lent(
+        self, path: str, start: int, length: int, *, size_bytes: int | None = None
+    ) -> memoryview:
+        """Return the `length` bytes from `start` (bytes) on, only to be looked at.
+
+        They live as long as the view. Raises as `Store.read_into`.
+        """

@@ -86,20 +86,7 @@ class ObstoreDialect:
         Of an object that is not `size_bytes` long nothing is copied. A server that answers with
         the whole object is read by the complement, which skips what was not asked for, or refuses.
         """
-        import obstore  # noqa: PLC0415  # an extra
-
-        name = self._client.name(path)
-
-        def fetch(store: Any) -> tuple[memoryview, int] | None:  # noqa: ANN401  # obstore's store
-            try:
-                answer = obstore.get(store, name, options={"range": (start, start + view.nbytes)})
-            except obstore.exceptions.GenericError as error:
-                if is_whole_answer(error):
-                    return None
-                raise
-            return memoryview(answer.bytes()), answer.meta["size"]
-
-        found = self._client.run("read", fetch)
+        found = self._get_range(path, start, view.nbytes)
         if found is None:
             answer: tuple[int, int | None] = self._complement().read_range(path, start, view)
             return answer
@@ -116,6 +103,32 @@ class ObstoreDialect:
             if arrived is not None and count == view.nbytes:
                 arrived(stop)
         return count, total_bytes
+
+    def read_lent(self, path: str, start: int, length: int) -> tuple[memoryview, int | None]:
+        """GET with Range: what came, in obstore's memory, and how many bytes the object has."""
+        found = self._get_range(path, start, length)
+        if found is not None:
+            return found
+        view = memoryview(bytearray(length))
+        count, total_bytes = self._complement().read_range(path, start, view)
+        return view[:count], total_bytes
+
+    def _get_range(self, path: str, start: int, length: int) -> tuple[memoryview, int] | None:
+        """Return what came and the object's size; None if the whole object was the answer."""
+        import obstore  # noqa: PLC0415  # an extra
+
+        name = self._client.name(path)
+
+        def fetch(store: Any) -> tuple[memoryview, int] | None:  # noqa: ANN401  # obstore's store
+            try:
+                answer = obstore.get(store, name, options={"range": (start, start + length)})
+            except obstore.exceptions.GenericError as error:
+                if is_whole_answer(error):
+                    return None
+                raise
+            return memoryview(answer.bytes()), answer.meta["size"]
+
+        return self._client.run("read", fetch)
 
     def stat(self, path: str) -> Stat:
         """HEAD; if it is refused, GET of a byte, as only that answer says why."""
@@ -237,11 +250,15 @@ def capabilities_of(family: str) -> Capabilities:
     if family == "s3":
         from .dialect_s3 import CAPABILITIES as S3  # noqa: PLC0415  # one family is loaded
 
-        return dataclasses.replace(S3, in_place_views=MOST_VIEWS, self_timed=False)
+        return dataclasses.replace(
+            S3, in_place_views=MOST_VIEWS, self_timed=False, lends_reads=True
+        )
     if family == "azure":
         from .dialect_azure import CAPABILITIES as AZURE  # noqa: PLC0415  # one family is loaded
 
-        return dataclasses.replace(AZURE, in_place_views=MOST_VIEWS, self_timed=False)
+        return dataclasses.replace(
+            AZURE, in_place_views=MOST_VIEWS, self_timed=False, lends_reads=True
+        )
     from .dialect_gcs import CAPABILITIES as GCS  # noqa: PLC0415  # one family is loaded
 
-    return dataclasses.replace(GCS, self_timed=False)
+    return dataclasses.replace(GCS, self_timed=False, lends_reads=True)

@@ -232,6 +232,34 @@ class RemoteStore:
         if read_bytes < wanted:
             self._raise_short(path, start, wanted, read_bytes, total_bytes)
 
+    def read_lent(
+        self, path: str, start: int, length: int, *, size_bytes: int | None = None
+    ) -> memoryview:
+        """Return bytes in the client's memory, or in fresh one where the client has none.
+
+        Raises as `read_into`.
+        """
+        fast = self._fast
+        if fast is None or self._dialect is not fast:
+            view = memoryview(bytearray(length))
+            self.read_into(path, start, view, size_bytes=size_bytes)
+            return view
+        total_bytes: int | None
+        try:
+            found, total_bytes = self._run(
+                "read", path, lambda: fast.read_lent(path, start, length)
+            )
+        except StorageError as error:
+            if error.kind != "range":
+                raise
+            found, total_bytes = memoryview(b""), self.stat(path).size_bytes
+        if len(found) < length and total_bytes is None:
+            total_bytes = self.stat(path).size_bytes
+        self._check_length(path, size_bytes, total_bytes)
+        if len(found) < length:
+            self._raise_short(path, start, length, len(found), total_bytes)
+        return found[:length]
+
     def _read_range(
         self,
         path: str,
