@@ -44,6 +44,7 @@ LAYERS = (
     "workers",
     "doctor",
     "fetching",
+    "relay",
     "sending",
     "filewriter",
     "filecopies",
