@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from ckpt_storage.errors import PhaseTimeoutError
-from ckpt_storage.options import DEFAULT_MEMORY_LIMIT_BYTES
 
 from . import output
 from .exits import SOUND
@@ -88,7 +87,7 @@ def consolidate(  # one parameter for each option
             output_storage_options=output_storage_options,
             timeout=timeout,
             progress=output.shows_progress(),
-            memory_limit_bytes=memory_limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES,
+            memory_limit_bytes=memory_limit_bytes,
         )
     if rank:
         return SOUND
