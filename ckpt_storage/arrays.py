@@ -150,7 +150,12 @@ def read_regions(
         )
         known.extend(piece.place for piece in pieces)
         run = partial(
-            run_fetches, store, options=session.options, deadline=deadline, on_bytes=on_bytes
+            run_fetches,
+            store,
+            options=session.options,
+            deadline=deadline,
+            on_bytes=on_bytes,
+            pacer=session.pacer,
         )
         run(_plan(session, [p for p in pieces if p.place.container == "raw"], gaps))
         for place, users in _wholes(pieces):
@@ -185,6 +190,7 @@ def read_blobs(
             options=session.options,
             deadline=deadline,
             on_bytes=on_bytes,
+            pacer=session.pacer,
         )
     return list(zip(buffers, known, strict=True))
 

@@ -25,7 +25,7 @@ from .consolidation.report import ConsolidationReport
 from .consolidation.run import run_consolidate
 from .coordination import Coordinator, solo
 from .errors import CheckpointError
-from .options import DEFAULT_MEMORY_LIMIT_BYTES, Engine, Progress, RetryPolicy, Timeouts
+from .options import Engine, Progress, RetryPolicy, Timeouts
 from .progress import reporting
 from .reports import as_checkpoint_errors, place_of
 from .store import Location
@@ -49,7 +49,7 @@ def consolidate(  # the public surface, all keyword-only
     include: Selection | None = None,
     exclude: Selection | None = None,
     tied: Literal["drop", "keep"] | Mapping[str, str] = "drop",
-    memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES,
+    memory_limit_bytes: int | None = None,
     progress: Progress = None,
     storage_options: Mapping[str, Any] | None = None,
     output_storage_options: Mapping[str, Any] | None = None,

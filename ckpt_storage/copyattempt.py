@@ -29,6 +29,7 @@ from .errors import (
 from .filecopies import FileCopier, FileToCopy
 from .manifest import Manifest, RankManifest
 from .options import RetryPolicy
+from .pacing import Pacer
 from .shardspans import ShardSpans
 from .slotlog import CommitLog
 from .slots import SlotRecord
@@ -73,8 +74,13 @@ class CopyAttempt:
         save_id: str,
     ) -> None:
         self._means = means
-        self._source = means.source
-        self._target = means.target
+        self._paces = copier.paces
+        self._source = bounded(
+            means.source, means.deadline, throttled=self._paces.source.slowed_down
+        )
+        self._target = bounded(
+            means.target, means.deadline, throttled=self._paces.target.slowed_down
+        )
         self._copier = copier
         self._head = head
         self._manifest = manifest
@@ -185,16 +191,18 @@ class CopyAttempt:
                 self._source, reference, save_id=self._manifest.save_id
             )
 
-        self._all([partial(fetch, reference) for reference in references], "read rank manifests")
+        jobs = [partial(fetch, reference) for reference in references]
+        self._all(jobs, "read rank manifests", self._paces.source)
         return [found[reference.path] for reference in references]
 
     def _write_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
         jobs = [partial(self._target.write, path, data) for path, data in documents]
-        self._all(jobs, "write rank manifests")
+        self._all(jobs, "write rank manifests", self._paces.target)
 
-    def _all(self, jobs: Sequence[partial[None]], name: str) -> None:
+    def _all(self, jobs: Sequence[partial[None]], name: str, pacer: Pacer) -> None:
         count = min(self._means.thread_count, len(jobs))
-        with Workers(count, name=name, deadline=self._means.deadline) as workers:
+        deadline = self._means.deadline
+        with Workers(count, name=name, deadline=deadline, limit=pacer.limit) as workers:
             for one in jobs:
                 workers.submit(one)
             workers.drain()

@@ -108,16 +108,18 @@ def run_fetches(
     options: TransferOptions,
     deadline: Deadline,
     on_bytes: Callable[[int], None] = lambda _: None,
+    pacer: Pacer | None = None,
 ) -> None:
     """Do all reads, at most `thread_count` at a time, in the given order of start.
 
-    Where a request costs a round trip, how many are under way follows what the storage bears.
+    Where a request costs a round trip, how many are under way follows what the storage bears; who
+    reads from it again passes the same `pacer`, which remembers.
     Buffers, and the answers that clients hold meanwhile, take at most `memory_limit_bytes` in
     all of the process's reads. Raises the first failure; targets are then undefined.
     """
     if not fetches:
         return
-    run = _Run(store, fetches, options=options, deadline=deadline, on_bytes=on_bytes)
+    run = _Run(store, fetches, options=options, deadline=deadline, on_bytes=on_bytes, pacer=pacer)
     try:
         if run.is_alone:
             run.in_this_thread(fetches)
@@ -138,6 +140,7 @@ class _Run:
         options: TransferOptions,
         deadline: Deadline,
         on_bytes: Callable[[int], None],
+        pacer: Pacer | None,
     ) -> None:
         self.given_up = threading.Event()
         self._is_remote = store.capabilities.is_remote
@@ -154,7 +157,7 @@ class _Run:
         affordable = options.memory_limit_bytes // max(1, dearest)
         most = max(1, min(options.thread_count, len(fetches), affordable))
         # All at once: reads wait for the first byte, and a storage that has too many says so.
-        self._pacer = Pacer(most)
+        self._pacer = pacer or Pacer(most)
         self._most = most
         self._store = bounded(
             store, deadline, self.given_up.is_set, throttled=self._pacer.slowed_down
@@ -191,7 +194,7 @@ class _Run:
             self._most,
             name=f"read from {self._store.url}",
             deadline=self._deadline,
-            limit=self._pacer.limit,
+            limit=lambda: min(self._most, self._pacer.limit()),
             grace_s=_READ_GRACE_S,
         )
         with workers, _setting(self.given_up):

@@ -22,9 +22,10 @@ from .deadline import Deadline
 from .errors import CheckpointError, IntegrityError, StorageError
 from .filewriter import part_bytes_for
 from .options import MIB, TransferOptions
+from .relay import Buffers, Paces, PartWorkers, timed
 from .shardspans import SpanCheck, Spans
 from .store.base import SharedUpload, Stoppable, Store, Upload
-from .workers import Workers, bounded
+from .workers import bounded
 
 __all__ = ["Copies", "FileCopier", "FileToCopy", "Tally"]
 
@@ -123,9 +124,10 @@ class _OpenFile:
 class FileCopier:
     """Copies files between two stores; one thread calls it.
 
-    Buffers take at most `options.memory_limit_bytes`. After a failure nothing half-written is
-    visible and no upload is open; what was complete before stays. `explain_missing` is asked for
-    the error to raise where the source's file of a path is not there.
+    Buffers take at most `options.memory_limit_bytes` of the process's budget. `paces` decides how
+    many parts are under way. After a failure nothing half-written is visible and no upload is
+    open; what was complete before stays. `explain_missing` is asked for the error to raise where
+    the source's file of a path is not there.
     """
 
     def __init__(
@@ -140,15 +142,16 @@ class FileCopier:
         explain_missing: Callable[[str], CheckpointError | None] = lambda _: None,
     ) -> None:
         self.tally = Tally()
+        self.paces = Paces(options.thread_count)
         self._explain_missing = explain_missing
-        self._source = bounded(source, deadline)
-        self._target = bounded(target, deadline)
+        self._source = bounded(source, deadline, throttled=self.paces.source.slowed_down)
+        self._target = bounded(target, deadline, throttled=self.paces.target.slowed_down)
         self._options = options
         self._deadline = deadline
         self._on_bytes = on_bytes
         self._wanted: Copies = copies
         self._copies = False
-        self._scratch = threading.local()
+        self._buffers = Buffers()
         self._open: dict[str, _OpenFile] = {}
         self._open_lock = threading.Lock()
 
@@ -165,17 +168,31 @@ class FileCopier:
         self._copies = self._storage_copies()
         largest = max(file.size_bytes for file in files)
         part_bytes = part_bytes_for(self._target.capabilities, options, largest)
-        # A client may join the views of a part, so a part counts twice.
-        count = max(1, min(options.thread_count, options.memory_limit_bytes // (2 * part_bytes)))
         with (
             self._aborting(),
-            Workers(count, name=f"copy to {self._target.url}", deadline=self._deadline) as workers,
+            self._workers(f"copy to {self._target.url}", part_bytes) as workers,
             # Before the workers are waited for: they may wait for a part that will not come.
             self._stopping(),
         ):
             for file in files:
                 self._submit(workers, file)
             workers.drain()
+
+    def _workers(self, name: str, part_bytes: int) -> PartWorkers:
+        """Return threads that each hold a part of that size at a time."""
+        options = self._options
+        is_remote = any(s.capabilities.is_remote for s in (self._source, self._target))
+        # A client may join the views of a part, so a part counts twice.
+        each_bytes = (2 if is_remote else 1) * part_bytes
+        return PartWorkers(
+            max(1, min(options.thread_count, options.memory_limit_bytes // each_bytes)),
+            name=name,
+            paces=self.paces,
+            each_bytes=each_bytes,
+            limit_bytes=options.memory_limit_bytes,
+            buffers=self._buffers,
+            deadline=self._deadline,
+        )
 
     def _storage_copies(self) -> bool:
         capabilities = self._target.capabilities
@@ -207,8 +224,7 @@ class FileCopier:
             with lock:
                 lacking.append(file)
 
-        count = self._options.thread_count
-        with Workers(count, name=f"check {self._target.url}", deadline=self._deadline) as workers:
+        with self._workers(f"check {self._target.url}", self._options.part_bytes) as workers:
             for file in files:
                 workers.submit(partial(look, file))
             workers.drain()
@@ -228,12 +244,13 @@ class FileCopier:
         check = SpanCheck(file.spans)
         step = self._options.part_bytes
         try:
-            for start in range(0, size_bytes, step):
-                view = self._buffer(step)[: min(step, size_bytes - start)]
-                self._target.read_into(file.target, start, view, size_bytes=size_bytes)
-                self.tally.add(read_bytes=len(view))
-                self._deadline.advanced(len(view))
-                check.take(start, view)
+            with self._buffers.taken(min(step, size_bytes)) as buffer:
+                for start in range(0, size_bytes, step):
+                    view = buffer[: min(step, size_bytes - start)]
+                    self._read_target(file, start, view)
+                    self.tally.add(read_bytes=len(view))
+                    self._deadline.advanced(len(view))
+                    check.take(start, view)
             check.check_complete()
         except IntegrityError:
             return "damaged"
@@ -242,19 +259,24 @@ class FileCopier:
     def _is_same(self, file: FileToCopy) -> bool:
         """Return whether the target's file is the source's; both are read."""
         step = max(1, min(self._options.part_bytes, file.size_bytes) // 2)
-        views = self._buffer(2 * step)
-        for start in range(0, file.size_bytes, step):
-            count = min(step, file.size_bytes - start)
-            old, new = views[:count], views[step : step + count]
-            self._target.read_into(file.target, start, old, size_bytes=file.size_bytes)
-            self._source.read_into(file.path, start, new, size_bytes=file.size_bytes)
-            self.tally.add(read_bytes=2 * count)
-            self._deadline.advanced(2 * count)
-            if old != new:
-                return False
+        with self._buffers.taken(2 * step) as views:
+            for start in range(0, file.size_bytes, step):
+                count = min(step, file.size_bytes - start)
+                old, new = views[:count], views[step : step + count]
+                self._read_target(file, start, old)
+                with timed(self.paces.source, count):
+                    self._source.read_into(file.path, start, new, size_bytes=file.size_bytes)
+                self.tally.add(read_bytes=2 * count)
+                self._deadline.advanced(2 * count)
+                if old != new:
+                    return False
         return True
 
-    def _submit(self, workers: Workers, file: FileToCopy) -> None:
+    def _read_target(self, file: FileToCopy, start: int, view: memoryview) -> None:
+        with timed(self.paces.target, len(view)):
+            self._target.read_into(file.target, start, view, size_bytes=file.size_bytes)
+
+    def _submit(self, workers: PartWorkers, file: FileToCopy) -> None:
         """Hand a file to the workers: whole if it is one part, else part by part."""
         parts = self._copy_parts(file)
         is_copied = bool(parts)
@@ -267,7 +289,8 @@ class FileCopier:
             # The first copy tells whether the storage will, before the others are asked for.
             one = self._begun(file, parts, is_copied=True)
             try:
-                self._copy_part(one, parts[0])
+                with workers.claimed():
+                    self._copy_part(one, parts[0])
             except _CopyRefusedError:
                 self._wanted, self._copies = "never", False
                 self._give_up(one)
@@ -409,11 +432,13 @@ class FileCopier:
 
     def _stream_part(self, one: _OpenFile, part: _Part) -> None:
         file, length = one.file, part.stop - part.start
-        view = self._buffer(length)[:length]
-        self._read(file, part.start, view)
-        if one.check is not None:
-            one.check.take(part.start, view)
-        one.upload.write_part(part.number, part.start, [view], last=part.is_last)
+        with self._buffers.taken(length) as buffer:
+            view = buffer[:length]
+            self._read(file, part.start, view)
+            if one.check is not None:
+                one.check.take(part.start, view)
+            with timed(self.paces.target, length):
+                one.upload.write_part(part.number, part.start, [view], last=part.is_last)
         self.tally.add(read_bytes=length, sent_bytes=length)
         self._deadline.advanced(length)
         self._on_bytes(length)
@@ -425,15 +450,16 @@ class FileCopier:
         if source is None or not isinstance(one.upload, SharedUpload):
             raise _CopyRefusedError
         try:
-            told = one.upload.copy_part(
-                part.number,
-                part.start,
-                source,
-                part.start,
-                length,
-                source_bytes=file.size_bytes,
-                last=part.is_last,
-            )
+            with timed(self.paces.target, length):
+                told = one.upload.copy_part(
+                    part.number,
+                    part.start,
+                    source,
+                    part.start,
+                    length,
+                    source_bytes=file.size_bytes,
+                    last=part.is_last,
+                )
         except StorageError as error:
             if error.kind in _REFUSALS:
                 raise _CopyRefusedError from error
@@ -456,16 +482,18 @@ class FileCopier:
 
     def _read_through(self, one: _OpenFile, part: _Part) -> None:
         step = self._options.part_bytes
-        for start in range(part.start, part.stop, step):
-            view = self._buffer(step)[: min(step, part.stop - start)]
-            self._read(one.file, start, view)
-            self.tally.add(read_bytes=len(view))
-            if one.check is not None:
-                one.check.take(start, view)
+        with self._buffers.taken(min(step, part.stop - part.start)) as buffer:
+            for start in range(part.start, part.stop, step):
+                view = buffer[: min(step, part.stop - start)]
+                self._read(one.file, start, view)
+                self.tally.add(read_bytes=len(view))
+                if one.check is not None:
+                    one.check.take(start, view)
 
     def _read(self, file: FileToCopy, start: int, view: memoryview) -> None:
         try:
-            self._source.read_into(file.path, start, view, size_bytes=file.size_bytes)
+            with timed(self.paces.source, len(view)):
+                self._source.read_into(file.path, start, view, size_bytes=file.size_bytes)
         except IntegrityError as error:
             # Stores name a file in their own way; callers compare paths.
             error.path = file.path
@@ -483,13 +511,6 @@ class FileCopier:
             if failure.kind == "not-found":
                 return self._explain_missing(file.path) or failure
         return error
-
-    def _buffer(self, size_bytes: int) -> memoryview:
-        """Return this thread's buffer of at least that length; fresh memory costs the kernel."""
-        buffer: memoryview | None = getattr(self._scratch, "buffer", None)
-        if buffer is None or len(buffer) < size_bytes:
-            buffer = self._scratch.buffer = memoryview(bytearray(size_bytes))
-        return buffer
 
 
 def _miscopied(file: FileToCopy, part: _Part, told: int, known: int) -> IntegrityError:

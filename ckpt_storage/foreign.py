@@ -20,6 +20,7 @@ from .deadline import Deadline
 from .errors import CheckpointError, FormatError, IntegrityError, StorageError
 from .fetching import run_fetches
 from .options import TransferOptions
+from .pacing import Pacer
 from .readplan import bytes_request, plan_reads
 from .regions import Box, covers_exactly
 from .source import Place, SourceFormat, TensorInfo, concerns
@@ -77,6 +78,7 @@ class StockSource:
     planner_data: Mapping[str, tuple[str | int, ...]] | None = field(init=False)
     _places: dict[Key, Place] = field(default_factory=dict)
     _sizes: dict[Key, tuple[int, ...]] = field(init=False)
+    _pacer: Pacer = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.tensors = {
@@ -89,6 +91,7 @@ class StockSource:
         }
         self.blobs = self.metadata.blobs
         self.planner_data = self.metadata.paths
+        self._pacer = Pacer(self.options.thread_count)
 
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Take over the store and deadline of the step that begins."""
@@ -136,7 +139,13 @@ class StockSource:
                 costs=costs_for(is_remote=self.store.capabilities.is_remote),
             )
             try:
-                run_fetches(self.store, fetches, options=self.options, deadline=self.deadline)
+                run_fetches(
+                    self.store,
+                    fetches,
+                    options=self.options,
+                    deadline=self.deadline,
+                    pacer=self._pacer,
+                )
             except StorageError as error:
                 if error.kind != "not-found":
                     raise

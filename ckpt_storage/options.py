@@ -6,7 +6,8 @@ Values only: no I/O. Called by every layer below it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -42,8 +43,27 @@ REMOTE_THREADS = 8
 DEFAULT_MEMORY_LIMIT_BYTES = 256 * MIB
 """Ceiling of buffers that hold bytes in flight, per process."""
 
+_NODE_MEMORY_BYTES = 1024 * MIB
+"""What the defaults of all ranks of a node have together: what 200 Gbit/s carry in 40 ms. More in
+flight would wait for the link."""
+
+_LEAST_SHARE_BYTES = 64 * MIB
+"""The least default: a few parts at a time of the size that S3 wants, each twice."""
+
 STOCK_ENTRY_LIMIT = 200_000
 """Items of all ranks up to which `.metadata` is written unasked: some 40 MB, read by every rank."""
+
+
+def default_memory_limit_bytes(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the default ceiling of buffers of this process, one of several ranks of its node.
+
+    How many there are, torchrun and those that do as it does tell in `LOCAL_WORLD_SIZE`.
+    """
+    told = environ.get("LOCAL_WORLD_SIZE", "")
+    rank_count = max(1, int(told)) if told.isascii() and told.isdigit() else 1
+    share_bytes = max(_LEAST_SHARE_BYTES, _NODE_MEMORY_BYTES // rank_count)
+    return min(DEFAULT_MEMORY_LIMIT_BYTES, share_bytes)
+
 
 Engine = Literal["auto", "fsspec", "obstore"]
 StockMetadata = Literal["auto", "always", "never"]
@@ -184,7 +204,9 @@ class TransferOptions:
         A network round trip is paid for by more requests at a time and larger ones. The default
         part is never larger than the memory that the user allows.
         """
-        memory = DEFAULT_MEMORY_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes
+        memory = memory_limit_bytes
+        if memory is None:
+            memory = default_memory_limit_bytes()
         if thread_count is None:
             thread_count = REMOTE_THREADS if is_remote else local_threads
         if part_bytes is None:

@@ -24,6 +24,7 @@ from .filemarks import open_marked
 from .foreign import StockSource
 from .info import CheckpointInfo
 from .options import LOCAL_READ_BYTES, Engine, RetryPolicy, Timeouts, TransferOptions
+from .pacing import Pacer
 from .sharding import Sharding
 from .slots import SlotRecord
 from .source import CommittedSource, Place, Source, SourceFormat, concerns
@@ -72,6 +73,8 @@ class Settings:
 class Session:
     """One open checkpoint; every read has a deadline of its own.
 
+    All reads have one `pacer`: a storage that asked for less is not asked for more by the next.
+
     Files of another writer bear no checksums and names that its next save uses again. Their
     length and time are noted when the checkpoint is opened and looked at after every read, so that
     bytes of two saves do not get mixed unnoticed.
@@ -91,6 +94,7 @@ class Session:
             part_bytes=None,
             memory_limit_bytes=settings.memory_limit_bytes,
         )
+        self.pacer = Pacer(self.options.thread_count)
         self.costs = costs_for(is_remote=self._whole.capabilities.is_remote)
         self._lock = threading.RLock()
         self._is_closed = False

@@ -32,6 +32,7 @@ from .fetching import Fetch, run_fetches
 from .manifest import Manifest, RankManifest
 from .opening import open_source
 from .options import LOCAL_READ_BYTES, Engine, Progress, RetryPolicy, Timeouts, TransferOptions
+from .pacing import Pacer
 from .progress import reporting
 from .regions import covers_exactly
 from .shardspots import (
@@ -123,14 +124,11 @@ def verify(  # the public surface, all keyword-only
     opened = open_store(location, engine=engine, timeouts=timeouts, retry=retry or RetryPolicy())
     store = bounded(opened, deadline)
 
+    options = _options_for(store, thread_count, memory_limit_bytes)
+    pacer = Pacer(options.thread_count)
+
     def checked() -> Verification:
-        one = verification_of(
-            store,
-            deadline,
-            deep=deep,
-            thread_count=thread_count,
-            memory_limit_bytes=memory_limit_bytes,
-        )
+        one = Verification(store, options, deadline, deep=deep, pacer=pacer)
         with contextlib.ExitStack() as shown:
             one.run(lambda total, save_id: _show(shown, watch, progress, total, save_id))
         return one
@@ -160,11 +158,15 @@ def verification_of(
     *,
     deep: bool,
     part: Part | None = None,
-    thread_count: int | None = None,
-    memory_limit_bytes: int | None = None,
 ) -> Verification:
     """Return a verification of what lies in `store`, to be run; arguments as for `verify`."""
-    options = TransferOptions.for_storage(
+    return Verification(store, _options_for(store), deadline, deep=deep, part=part)
+
+
+def _options_for(
+    store: Store, thread_count: int | None = None, memory_limit_bytes: int | None = None
+) -> TransferOptions:
+    return TransferOptions.for_storage(
         is_remote=store.capabilities.is_remote,
         local_threads=_LOCAL_THREADS,
         local_part_bytes=LOCAL_READ_BYTES,
@@ -172,7 +174,6 @@ def verification_of(
         part_bytes=None,
         memory_limit_bytes=memory_limit_bytes,
     )
-    return Verification(store, options, deadline, deep=deep, part=part)
 
 
 def _show(
@@ -204,7 +205,8 @@ class Verification:
     """One run of `verify`: collects problems instead of raising at the first.
 
     With a `part`, of several processes each has one: together they check what loads need, and
-    nothing that is made of it (exports, `.metadata`). Each ends soon after its first problem.
+    nothing that is made of it (exports, `.metadata`). Each ends soon after its first problem. All
+    reads have one `pacer`, its own unless one is given.
     """
 
     def __init__(
@@ -215,6 +217,7 @@ class Verification:
         *,
         deep: bool,
         part: Part | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         self.store = store
         self.options = options
@@ -227,6 +230,7 @@ class Verification:
         self.checked_bytes = 0
         self.exports: Sequence[ExportStatus] = ()
         self._listed: dict[int, dict[str, FileRef]] = {}
+        self._pacer = pacer or Pacer(options.thread_count)
         self._part = part
         self._stretches: Mapping[str, range] = {}
 
@@ -268,6 +272,7 @@ class Verification:
             options=self.options,
             deadline=self.deadline,
             note=lambda error, path: self.note(error, path=path),
+            pacer=self._pacer,
         )
         for export in self.exports:
             # The weight files, the index and the record.
@@ -543,7 +548,13 @@ class Verification:
                 part_bytes,
             )
         ]
-        run_fetches(self.store, fetches, options=self.options, deadline=self.deadline)
+        run_fetches(
+            self.store,
+            fetches,
+            options=self.options,
+            deadline=self.deadline,
+            pacer=self._pacer,
+        )
         self.checked_bytes += sum(fetch.stop - fetch.start for fetch in fetches)
 
     def _is_ours(self, span: Span) -> bool:

@@ -100,13 +100,17 @@ class Workers:
         `ended` is called once, after `job` or in its place where it is not run any more.
         """
         try:
-            self._wait(lambda: self._open_count < self._limit())
+            self.wait_for_place()
         except BaseException:
             ended()
             raise
         with self._changed:
             self._open_count += 1
         self._jobs.put(_Job(job, ended))
+
+    def wait_for_place(self) -> None:
+        """Wait until `submit` would not; raises what it would."""
+        self._wait(lambda: self._open_count < self._limit())
 
     def drain(self) -> None:
         """Wait until every job has ended; raise the first failure, or `PhaseTimeoutError`."""

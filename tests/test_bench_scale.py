@@ -26,7 +26,8 @@ def test_a_small_world_is_counted_to_the_last_request() -> None:
     assert not found.has_stock_metadata
     assert found.gather_s < found.coordinator_s
     assert min(found.report_s, found.metadata_s, found.plan_s, found.places_s) > 0
-    assert min(found.peak_resident_bytes, found.resident_bytes) > 0
+    assert found.peak_resident_bytes
+    assert found.resident_bytes
 
 
 @pytest.mark.parametrize("limit_bytes", [0, INLINE_LIMIT_BYTES])

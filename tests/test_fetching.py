@@ -13,6 +13,7 @@ from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import IntegrityError, StorageError
 from ckpt_storage.fetching import Fetch, run_fetches
 from ckpt_storage.options import TransferOptions
+from ckpt_storage.pacing import Pacer
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.store.local import LocalStore
 
@@ -98,6 +99,23 @@ def test_reads_keep_to_the_memory_limit(tmp_path: Path, parts: int) -> None:
     assert store.most == parts
     assert len(store.buffers) <= parts
     assert b"".join(got[number] for number in range(24)) == content(24)
+
+
+def test_a_pacer_that_is_passed_remembers_what_the_storage_asked_for(tmp_path: Path) -> None:
+    """Fewer reads are under way after it was cut, and never more than the memory allows."""
+    (tmp_path / "f").write_bytes(content(24))
+    deadline = Deadline("load", 60)
+    pacer = Pacer(8)
+    pacer.slowed_down()
+    store = CountingStore(str(tmp_path), 7, patience_s=0.2)
+    run_fetches(store, fetches_of(7, {}), options=options_for(8), deadline=deadline, pacer=pacer)
+    # Four, and one more after the first round.
+    assert store.most <= 5
+    store = CountingStore(str(tmp_path), 4, patience_s=0.2)
+    run_fetches(
+        store, fetches_of(12, {}), options=options_for(3), deadline=deadline, pacer=Pacer(8)
+    )
+    assert store.most == 3
 
 
 def test_transfers_of_one_process_share_the_limit(tmp_path: Path) -> None:

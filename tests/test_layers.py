@@ -45,6 +45,7 @@ LAYERS = (
     "workers",
     "doctor",
     "fetching",
+    "relay",
     "sending",
     "filewriter",
     "filecopies",

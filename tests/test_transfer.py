@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +25,13 @@ from ckpt_storage import (
     list_checkpoints,
 )
 from ckpt_storage.agreement import Hello, check_agreement
+from ckpt_storage.consolidation.job import ConsolidateJob, transfer_options
+from ckpt_storage.consolidation.options import ConsolidateOptions
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import RankMismatchError
 from ckpt_storage.fetching import Fetch, run_fetches
 from ckpt_storage.filewriter import part_bytes_for
-from ckpt_storage.options import TransferOptions
+from ckpt_storage.options import MIB, TransferOptions, default_memory_limit_bytes
 from ckpt_storage.store import Location, endpoint_of
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.store.dialect_obstore import capabilities_of
@@ -229,3 +233,61 @@ def test_a_part_that_no_storage_takes_is_refused_before_it_is_sent() -> None:
     with pytest.raises(InvalidInputError, match="at most") as caught:
         part_bytes_for(capabilities, options, 48 << 40)
     assert "more ranks" in (caught.value.next_step or "")
+
+
+@pytest.mark.parametrize(
+    ("told", "mib"),
+    [
+        ("", 256),
+        ("1", 256),
+        ("4", 256),
+        ("8", 128),
+        ("12", 85),
+        ("100", 64),
+        ("x", 256),
+        ("0", 256),
+    ],
+)
+def test_ranks_of_a_node_share_what_is_the_default(
+    told: str, mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gibibyte in all, no more than one alone has, and enough for some parts."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    assert default_memory_limit_bytes() // MIB == mib
+
+    def options(memory_limit_bytes: int | None) -> TransferOptions:
+        return TransferOptions.for_storage(
+            is_remote=True,
+            local_threads=1,
+            local_part_bytes=MIB,
+            thread_count=None,
+            part_bytes=None,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+
+    assert options(None).memory_limit_bytes // MIB == mib
+    assert options(512 * MIB).memory_limit_bytes == 512 * MIB
+
+
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_ranks_on_full_and_on_empty_nodes_plan_one_export(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, is_remote: bool
+) -> None:
+    """The share of the node decides how many parts are under way, not how large they are."""
+    capabilities = dataclasses.replace(
+        LocalStore(str(tmp_path)).capabilities, is_remote=is_remote, min_part_bytes=5 * MIB
+    )
+    store: Any = SimpleNamespace(capabilities=capabilities)
+
+    def options(rank_count: int, **given: Any) -> TransferOptions:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(rank_count))
+        job = ConsolidateJob(
+            source=Location.of(tmp_path / "run"),
+            output=Location.of(tmp_path / "out"),
+            options=ConsolidateOptions(**given),
+        )
+        return transfer_options(job, store, store)
+
+    assert options(16).part_bytes == options(1).part_bytes
+    assert [options(count).memory_limit_bytes // MIB for count in (1, 16)] == [256, 64]
+    assert options(16, memory_limit_bytes=256 * MIB) == options(1)

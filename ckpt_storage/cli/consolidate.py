@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from ckpt_storage.errors import PhaseTimeoutError
-from ckpt_storage.options import DEFAULT_MEMORY_LIMIT_BYTES
 
 from . import output
 from .exits import SOUND
@@ -100,7 +99,7 @@ def consolidate(  # one parameter for each option
             timeout=timeout,
             progress=output.shows_progress(),
             engine=engine,
-            memory_limit_bytes=memory_limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES,
+            memory_limit_bytes=memory_limit_bytes,
         )
     if rank:
         return SOUND

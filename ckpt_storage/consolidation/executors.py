@@ -22,15 +22,16 @@ from ckpt_storage import integrity
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.options import MIB, TransferOptions
+from ckpt_storage.relay import Buffers, Paces, PartWorkers, timed
 from ckpt_storage.source import Source
 from ckpt_storage.store.base import Capabilities, SharedUpload, Stoppable, Store, Upload
-from ckpt_storage.workers import Workers, bounded
+from ckpt_storage.workers import bounded
 
 from .plan import ExportPlan, Region
 from .storagecopy import CopyPart, CopyRun, StreamPart, copy_runs, cut_region, streamed
 from .stream import WindowReader
 
-__all__ = ["Copies", "Portion", "RegionWriter"]
+__all__ = ["Copies", "Portion", "RegionWriter", "paces_for"]
 
 Copies = Literal["auto", "always", "never"]
 """Which parts the storage copies: where that pays, wherever it can, none."""
@@ -68,9 +69,11 @@ class Portion:
 class RegionWriter:
     """Writes regions, one after the other, of one plan on one rank; buffers are kept in between.
 
-    Used by one thread. Buffers take at most `options.memory_limit_bytes` in all. `on_bytes` gets
-    the bytes of weight files that are done; it is called from several threads. After a failure
-    the writer must not be used again, since a thread that hangs may still fill a buffer.
+    Used by one thread. Buffers take at most `options.memory_limit_bytes` of the process's budget.
+    `paces` decides how many parts are under way; for what is heard of the target, uploads are
+    begun on a store that tells it. `on_bytes` gets the bytes of weight files that are done; it is
+    called from several threads. After a failure the writer must not be used again, since a thread
+    that hangs may still fill a buffer.
     """
 
     def __init__(  # one call site, all named
@@ -84,21 +87,32 @@ class RegionWriter:
         deadline: Deadline,
         copies: Copies = "auto",
         on_bytes: Callable[[int], None] = lambda _: None,
+        paces: Paces | None = None,
     ) -> None:
         capabilities = target_store.capabilities
         window_bytes = read_bytes = options.part_bytes
         if not (capabilities.is_remote or source_store.capabilities.is_remote):
             window_bytes = min(_LOCAL_WINDOW_BYTES, options.part_bytes)
             read_bytes = min(_LOCAL_READ_BYTES, options.part_bytes)
-        store = bounded(source_store, deadline)
+        paces = paces or paces_for(options)
+        store = bounded(source_store, deadline, throttled=paces.source.slowed_down)
         self._means = _Means(
             source_store=store,
             capabilities=capabilities,
-            reader=WindowReader(plan, source, store, deadline=deadline, read_bytes=read_bytes),
+            reader=WindowReader(
+                plan,
+                source,
+                store,
+                deadline=deadline,
+                read_bytes=read_bytes,
+                options=options,
+                pacer=paces.source,
+            ),
+            paces=paces,
             options=options,
             window_bytes=window_bytes,
             deadline=deadline,
-            buffers=_Buffers(),
+            buffers=Buffers(),
             on_bytes=on_bytes,
         )
         self._copies = (
@@ -144,34 +158,6 @@ class RegionWriter:
         return cut_region(region, runs, means.capabilities, stream_bytes=means.window_bytes)
 
 
-class _Buffers:
-    """Windows and scratch memory of the threads of one writer, kept from region to region.
-
-    Fresh memory costs the kernel more than the copies that go through it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._free: list[memoryview] = []
-
-    @contextmanager
-    def taken(self, size_bytes: int) -> Iterator[memoryview]:
-        """Lend a buffer of at least `size_bytes`; one in use when an error came is not kept."""
-        with self._lock:
-            fitting = [buffer for buffer in self._free if len(buffer) >= size_bytes]
-            buffer = min(fitting, key=len, default=None)
-            if buffer is not None:
-                self._free.remove(buffer)
-            elif self._free:
-                # One that is too small would count against the limit for nothing.
-                self._free.remove(min(self._free, key=len))
-        if buffer is None:
-            buffer = memoryview(bytearray(size_bytes))
-        yield buffer
-        with self._lock:
-            self._free.append(buffer)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Means:
     """What the regions of one writer are written with."""
@@ -179,11 +165,17 @@ class _Means:
     source_store: Store
     capabilities: Capabilities
     reader: WindowReader
+    paces: Paces
     options: TransferOptions
     window_bytes: int
     deadline: Deadline
-    buffers: _Buffers
+    buffers: Buffers
     on_bytes: Callable[[int], None]
+
+
+def paces_for(options: TransferOptions) -> Paces:
+    """Return what is to decide how many parts of one consolidation are under way on a rank."""
+    return Paces(max(options.thread_count, _LEAST_THREADS))
 
 
 class _Job:
@@ -214,12 +206,15 @@ class _Job:
     def run(self) -> Portion:
         """Do all parts; raise the first failure."""
         region, means = self._region, self._means
-        count = self._thread_count()
-        with Workers(
-            count,
+        each_bytes = self._each_bytes()
+        with PartWorkers(
+            self._thread_count(each_bytes),
             name=f"consolidate file {region.file} from byte {region.start}",
+            paces=means.paces,
+            each_bytes=each_bytes,
+            limit_bytes=means.options.memory_limit_bytes,
+            buffers=means.buffers,
             deadline=means.deadline,
-            limit=count + 1,
         ) as workers:
             try:
                 for part in self._parts:
@@ -240,12 +235,15 @@ class _Job:
             copied_bytes=self._copied_bytes,
         )
 
-    def _thread_count(self) -> int:
-        """Return how many threads may work at a time within the memory limit."""
-        options = self._means.options
+    def _each_bytes(self) -> int:
+        """Return the memory that one part takes."""
         # A store may join the views of a part, so a part counts twice.
         windows = 2 if self._means.capabilities.is_remote else 1
-        each_bytes = windows * self._window_bytes + self._scratch_bytes
+        return windows * self._window_bytes + self._scratch_bytes
+
+    def _thread_count(self, each_bytes: int) -> int:
+        """Return how many threads may work at a time within the memory limit."""
+        options = self._means.options
         affordable = options.memory_limit_bytes // each_bytes
         if not affordable:
             raise InvalidInputError(
@@ -299,7 +297,7 @@ class _Job:
                 self._region.file, part.start, part.stop, window, scratch
             )
             crc32c = integrity.crc32c_of(window)
-            with self._my_turn(part):
+            with self._my_turn(part), timed(means.paces.target, length):
                 self._upload.write_part(part.number, part.start, [window], last=part.is_last)
         with self._lock:
             self._crcs[part.start] = crc32c, length
@@ -335,15 +333,16 @@ class _Job:
         if source is None or not isinstance(self._upload, SharedUpload):
             return False
         try:
-            told = self._upload.copy_part(
-                part.number,
-                part.start,
-                source,
-                place.start + part.source_start,
-                length,
-                source_bytes=place.file_bytes,
-                last=part.is_last,
-            )
+            with timed(means.paces.target, length):
+                told = self._upload.copy_part(
+                    part.number,
+                    part.start,
+                    source,
+                    place.start + part.source_start,
+                    length,
+                    source_bytes=place.file_bytes,
+                    last=part.is_last,
+                )
         except (StorageError, IntegrityError) as error:
             if isinstance(error, StorageError) and error.kind in _COPY_REFUSALS:
                 self._copies_refused = True

@@ -17,6 +17,7 @@ from ckpt_storage.documents import FileRef
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
 from ckpt_storage.fetching import Fetch, run_fetches
 from ckpt_storage.options import TransferOptions
+from ckpt_storage.pacing import Pacer
 from ckpt_storage.slotlog import check_document, is_there, read_if_there
 from ckpt_storage.store.base import Store
 
@@ -56,6 +57,7 @@ def check_exports(
     options: TransferOptions,
     deadline: Deadline,
     note: Note,
+    pacer: Pacer,
 ) -> list[ExportStatus]:
     """Check all exports directly below the root of `store`, and one at the root itself.
 
@@ -64,7 +66,7 @@ def check_exports(
     """
     found = []
     for folder in _folders(store):
-        check = _Check(store, folder, deep=deep, options=options, deadline=deadline)
+        check = _Check(store, folder, deep=deep, options=options, deadline=deadline, pacer=pacer)
         status = check.run(head)
         if status is not None:
             found.append(status)
@@ -96,6 +98,7 @@ class _Check:
         deep: bool,
         options: TransferOptions,
         deadline: Deadline,
+        pacer: Pacer,
     ) -> None:
         self._store = store
         self._prefix = f"{folder}/" if folder else ""
@@ -103,6 +106,7 @@ class _Check:
         self._deep = deep
         self._options = options
         self._deadline = deadline
+        self._pacer = pacer
         self.problems: list[tuple[CheckpointError, str]] = []
 
     def run(self, head: str | None) -> ExportStatus | None:
@@ -218,7 +222,13 @@ class _Check:
 
     def _is_sound(self, path: str, file: FileRef) -> bool:
         at = FileRef(path=path, size_bytes=file.size_bytes, crc32c=file.crc32c)
-        return has_checksum(self._store, at, options=self._options, deadline=self._deadline)
+        return has_checksum(
+            self._store,
+            at,
+            options=self._options,
+            deadline=self._deadline,
+            pacer=self._pacer,
+        )
 
     def _note(self, error: CheckpointError, path: str) -> None:
         """Note damage and absence; a storage that does not answer is no finding."""
@@ -230,7 +240,12 @@ class _Check:
 
 
 def has_checksum(
-    store: Store, file: FileRef, *, options: TransferOptions, deadline: Deadline
+    store: Store,
+    file: FileRef,
+    *,
+    options: TransferOptions,
+    deadline: Deadline,
+    pacer: Pacer | None = None,
 ) -> bool:
     """Return whether a file of the length that `file` says has its CRC-32C; reads all of it."""
     step = options.part_bytes
@@ -250,6 +265,6 @@ def has_checksum(
         )
         for start in starts
     ]
-    run_fetches(store, fetches, options=options, deadline=deadline)
+    run_fetches(store, fetches, options=options, deadline=deadline, pacer=pacer)
     lengths = [min(step, file.size_bytes - start) for start in starts]
     return integrity.combine_many([crcs[start] for start in starts], lengths) == file.crc32c

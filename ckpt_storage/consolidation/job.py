@@ -15,6 +15,7 @@ from typing import Protocol
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import (
+    DEFAULT_MEMORY_LIMIT_BYTES,
     DEFAULT_PART_BYTES,
     MIB,
     Engine,
@@ -22,6 +23,7 @@ from ckpt_storage.options import (
     RetryPolicy,
     Timeouts,
     TransferOptions,
+    default_memory_limit_bytes,
 )
 from ckpt_storage.store import Location, endpoint_of
 from ckpt_storage.store.base import Store
@@ -138,15 +140,17 @@ def transfer_options(job: ConsolidateJob, source: Store, target: Store) -> Trans
     """Return threads and sizes that suit both storages within the memory limit."""
     is_remote = source.capabilities.is_remote or target.capabilities.is_remote
     memory = job.options.memory_limit_bytes
+    # All ranks plan alike, on nodes with more of them and with fewer.
+    planned = DEFAULT_MEMORY_LIMIT_BYTES if memory is None else memory
     threads = job.thread_count or (_REMOTE_THREADS if is_remote else _LOCAL_THREADS)
     part_bytes = _LOCAL_PART_BYTES
     # A part in flight takes up to three times its bytes: read, put together, joined by a client.
-    share_bytes = memory // (3 * threads)
+    share_bytes = planned // (3 * threads)
     if is_remote:
         part_bytes = DEFAULT_PART_BYTES
         share_bytes -= share_bytes % MIB if share_bytes > MIB else 0
     return TransferOptions(
         thread_count=threads,
         part_bytes=max(min(part_bytes, share_bytes), MIB // 16),
-        memory_limit_bytes=memory,
+        memory_limit_bytes=default_memory_limit_bytes() if memory is None else memory,
     )

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.options import DEFAULT_MEMORY_LIMIT_BYTES, MIB
+from ckpt_storage.options import MIB
 
 Selection = str | Collection[str] | Callable[[str], bool]
 """FQNs and glob patterns, or a function that says of each FQN whether it is meant."""
@@ -54,7 +54,8 @@ class ConsolidateOptions:
     tied: what happens to aliases of recorded ties: "drop" leaves them out, because
         `transformers` ties them again; "keep" writes their bytes once more. A mapping from alias
         to target is "drop" with more ties than were recorded.
-    memory_limit_bytes: ceiling of buffers that hold bytes in flight, per process.
+    memory_limit_bytes: ceiling of buffers that hold bytes in flight, per process; None: 256 MiB,
+        or this rank's share of the node's (`docs/performance.md`).
     output: folder or URL of the export that a save makes; None: `hf` below the checkpoint.
         `consolidate` itself takes it as an argument of its own.
     output_storage_options: passed to the file system of `output`.
@@ -67,7 +68,7 @@ class ConsolidateOptions:
     include: Selection | None = None
     exclude: Selection | None = None
     tied: Literal["drop", "keep"] | Mapping[str, str] = "drop"
-    memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
+    memory_limit_bytes: int | None = None
     output: str | os.PathLike[str] | None = None
     output_storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
@@ -98,7 +99,7 @@ class ConsolidateOptions:
                 next_step='Give "drop", "keep", or a mapping from alias to target.',
             )
         limit = self.memory_limit_bytes
-        if type(limit) is not int or limit < MIN_MEMORY_LIMIT_BYTES:
+        if limit is not None and (type(limit) is not int or limit < MIN_MEMORY_LIMIT_BYTES):
             raise InvalidInputError(
                 f"memory_limit_bytes is {limit!r}.",
                 next_step=f"Give an integer of {MIN_MEMORY_LIMIT_BYTES} or more.",

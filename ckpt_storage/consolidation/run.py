@@ -32,7 +32,7 @@ from ckpt_storage.store.base import Store
 from ckpt_storage.workers import Workers, bounded
 
 from .division import WriteRules, divide
-from .executors import RegionWriter
+from .executors import RegionWriter, paces_for
 from .exportcheck import has_checksum
 from .folder import ExportFolder, stale_exports
 from .job import ConsolidateJob, Ranks, transfer_options
@@ -106,6 +106,7 @@ class _Run:
         self._job = job
         self._plain_source, self._plain_target = source_store, target
         self._options = transfer_options(job, source_store, target)
+        self._paces = paces_for(self._options)
         self._start_s = time.monotonic()
         self._candidates: tuple[tuple[str, ...], ...] = ()
         self._marks: FileMarks | None = None
@@ -151,7 +152,11 @@ class _Run:
             number
             for number in sorted(complete)[ranks.rank :: ranks.world_size]
             if not has_checksum(
-                self._target, complete[number], options=self._options, deadline=self._deadline
+                self._target,
+                complete[number],
+                options=self._options,
+                deadline=self._deadline,
+                pacer=self._paces.target,
             )
         ]
         told = ranks.gather(pickle.dumps(damaged))
@@ -324,18 +329,21 @@ class _Run:
         """Write and complete all files; return what all ranks did, on the coordinator."""
         ranks = self._ranks
         complete: dict[int, FileRef] = {}
-        with RankWork(plan, ranks.rank, self._target) as work:
+        paces = self._paces
+        target = bounded(self._target, self._deadline, throttled=paces.target.slowed_down)
+        with RankWork(plan, ranks.rank, target) as work:
             tickets = self._share_tickets(work, plan) if keepers(plan) else {}
             with self._job.track(own_bytes, plan.save_id) as on_bytes:
                 writer = RegionWriter(
                     plan,
                     source=source,
                     source_store=self._source_store,
-                    target_store=self._target,
+                    target_store=target,
                     options=self._options,
                     deadline=self._deadline,
                     copies=self._job.copies,
                     on_bytes=on_bytes,
+                    paces=paces,
                 )
                 result = work.write(writer, tickets, self._deadline)
             results: list[RankResult] = [

@@ -23,6 +23,7 @@ from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import FormatError, IntegrityError, StorageError
 from ckpt_storage.fetching import Fetch, run_fetches
 from ckpt_storage.options import TransferOptions
+from ckpt_storage.pacing import Pacer
 from ckpt_storage.readplan import Request, plan_reads
 from ckpt_storage.regions import WindowCopy
 from ckpt_storage.source import Place, Source, concerns
@@ -40,7 +41,8 @@ _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 class WindowReader:
     """Reads what weight files are made of; may be used by several threads at once.
 
-    A read takes at most `read_bytes`, or one block of the source where that is larger.
+    A read takes at most `read_bytes`, or one block of the source where that is larger. All tell
+    `pacer`, by which the caller decides how many windows are filled at a time.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class WindowReader:
         *,
         deadline: Deadline,
         read_bytes: int,
+        options: TransferOptions,
+        pacer: Pacer,
     ) -> None:
         self._plan = plan
         self._source = source
@@ -58,7 +62,8 @@ class WindowReader:
         self._deadline = deadline
         self._read_bytes = read_bytes
         # Parallelism is the caller's: each of its threads reads for a window of its own.
-        self._options = TransferOptions(thread_count=1)
+        self._options = dataclasses.replace(options, thread_count=1)
+        self._pacer = pacer
         self._finder = PieceFinder(plan, source.tensors)
         self._places: dict[tuple[str, tuple[int, ...]], Place] = {}
         self._lock = threading.Lock()
@@ -148,7 +153,13 @@ class WindowReader:
             for fetch in fetches
         ]
         try:
-            run_fetches(self._store, aimed, options=self._options, deadline=self._deadline)
+            run_fetches(
+                self._store,
+                aimed,
+                options=self._options,
+                deadline=self._deadline,
+                pacer=self._pacer,
+            )
         except (StorageError, IntegrityError) as error:
             raise self.explained(error, places) from error
         return sum(fetch.stop - fetch.start for fetch in fetches)

@@ -20,6 +20,7 @@ from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.fetching import run_fetches
 from ckpt_storage.options import TransferOptions
+from ckpt_storage.pacing import Pacer
 from ckpt_storage.readplan import Request, Sink, bytes_request, plan_reads
 from ckpt_storage.regions import Box, WindowCopy, interval_boxes
 from ckpt_storage.source import Place, TensorInfo, concerns
@@ -75,6 +76,7 @@ class TensorStream:
         self._source = source
         self._store = store
         self._options = options
+        self._pacer = Pacer(options.thread_count)
         self._deadline = deadline
         self._window_bytes = window_bytes
         self._coming: deque[Item] = deque()
@@ -255,7 +257,13 @@ class TensorStream:
             stream_count=self._options.thread_count,
         )
         try:
-            run_fetches(self._store, fetches, options=self._options, deadline=self._deadline)
+            run_fetches(
+                self._store,
+                fetches,
+                options=self._options,
+                deadline=self._deadline,
+                pacer=self._pacer,
+            )
         except (StorageError, IntegrityError) as error:
             places = [r.place for r in requests if concerns(error, r.place.path)]
             if isinstance(error, StorageError):
