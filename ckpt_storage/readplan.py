@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from operator import itemgetter
 
 from .costs import LOCAL_COSTS, ReadCosts
@@ -35,6 +35,10 @@ Sink = Callable[[memoryview, Sequence[WindowCopy]], None]
 
 GAP_BYTES = LOCAL_COSTS.gap_bytes
 """Bytes one reads over rather than ask anew, where nothing is known of the storage."""
+
+
+_ALIKE_COUNT = 1024
+"""Regions remembered: most layers of a model are cut alike, and come in many windows each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +314,11 @@ def _deliver(members: Sequence[_Window], extent_start: int, view: memoryview) ->
         deliver(request, start, part)
 
 
+@lru_cache(_ALIKE_COUNT)
+def _is_one_run(sizes: tuple[int, ...], region: Box) -> bool:
+    return run_count(sizes, region) == 1
+
+
 def deliver(request: Request, start: int, part: memoryview) -> None:
     """Put where they belong the elements that `request` wants of verified bytes of its chunk.
 
@@ -321,7 +330,7 @@ def deliver(request: Request, start: int, part: memoryview) -> None:
             target[start : start + len(part)] = part
             return
         region = Box((0,) * len(sizes), sizes)
-    elif target is not None and run_count(sizes, region) == 1:
+    elif target is not None and _is_one_run(sizes, region):
         run = run_extent(sizes, region, request.item_bytes)
         low, high = max(start, run.start), min(start + len(part), run.stop)
         if low < high:

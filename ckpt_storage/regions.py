@@ -13,9 +13,13 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import add, ge, le, mul, sub
 
 from .errors import InvalidInputError
+
+_ALIKE_COUNT = 4096
+"""Windows remembered: most layers of a model are cut alike, and each window takes 30 us."""
 
 _CALLER = "This is a bug in the caller or a checkpoint that contradicts itself."
 
@@ -388,6 +392,13 @@ def window_copies(
     whatever the sizes; over windows that partition the payload each element of the region is
     copied once. Raises `InvalidInputError` if the region or the window leaves the chunk.
     """
+    return list(_window_copies(tuple(chunk_sizes), region, start_element, stop_element))
+
+
+@lru_cache(_ALIKE_COUNT)
+def _window_copies(
+    chunk_sizes: tuple[int, ...], region: Box, start_element: int, stop_element: int
+) -> tuple[WindowCopy, ...]:
     _check_inside(chunk_sizes, region)
     strides = _strides(chunk_sizes)
     copies = []
@@ -401,7 +412,7 @@ def window_copies(
                 dest_offsets=part.relative_to(region).offsets,
             )
             copies.append(copy)
-    return copies
+    return tuple(copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
