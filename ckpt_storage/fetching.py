@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from .errors import CheckpointError
 from .options import TransferOptions
 from .pacing import Budget, Pacer
 from .store.base import LendingStore, Store
-from .workers import Workers, bounded
+from .workers import Workers, bounded, in_one_thread
 
 _READ_GRACE_S = 330.0
 
@@ -122,7 +122,7 @@ def run_fetches(
     run = _Run(store, fetches, options=options, deadline=deadline, on_bytes=on_bytes, pacer=pacer)
     try:
         if run.is_alone:
-            run.in_this_thread(fetches)
+            run.in_one_thread(fetches)
         else:
             run.in_threads(fetches)
     finally:
@@ -153,6 +153,7 @@ class _Run:
         )
         # Fresh memory costs the kernel more than the copy out of it: buffers are used again.
         self._buffers: list[memoryview] = []
+        self._claimed: list[Fetch] = []
         dearest = max(map(self._cost_bytes, fetches))
         affordable = options.memory_limit_bytes // max(1, dearest)
         most = max(1, min(options.thread_count, len(fetches), affordable))
@@ -178,14 +179,27 @@ class _Run:
         buffer_bytes = self._buffer_bytes if self._needs_buffer(fetch) else 0
         return buffer_bytes + (fetch.stop - fetch.start if self._is_remote else 0)
 
-    def in_this_thread(self, fetches: Sequence[Fetch]) -> None:
+    def in_one_thread(self, fetches: Sequence[Fetch]) -> None:
+        if self._is_remote:
+            self._one_by_one(fetches)
+        else:
+            # From a kernel's cache a read takes little longer than its way to a thread and back,
+            # which leads to another core, where nothing of what was read is in cache.
+            try:
+                in_one_thread(self._store, partial(self._one_by_one, fetches))
+            finally:
+                # A thread that was left behind in a read gives nothing back.
+                self._release_claimed()
+
+    def _one_by_one(self, fetches: Sequence[Fetch]) -> None:
         for fetch in fetches:
             self._deadline.check(f"Reading {fetch.path}")
             self._claim(fetch)
+            self._claimed.append(fetch)
             try:
                 self._read(fetch)
             finally:
-                self._release(fetch)
+                self._release_claimed()
 
     def in_threads(self, fetches: Sequence[Fetch]) -> None:
         # A read that still runs after a failure would write into targets that the caller may
@@ -213,6 +227,11 @@ class _Run:
         cost_bytes = self._cost_bytes(fetch)
         if cost_bytes:
             _BUDGET.release(cost_bytes)
+
+    def _release_claimed(self) -> None:
+        """Give back what is claimed for the one read under way, unless that was done before."""
+        with suppress(IndexError):
+            self._release(self._claimed.pop())
 
     def _read(self, fetch: Fetch) -> None:
         length = fetch.stop - fetch.start

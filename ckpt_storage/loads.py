@@ -306,4 +306,12 @@ def _tensor_sink(target: torch.Tensor, dtype: torch.dtype) -> Sink:
                 with lock:
                     dest.copy_(source)
 
-    return sink
+    if not target.is_inference():
+        return sink
+
+    def in_inference_mode(window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        # The mode is a thread's own, and such a tensor can be written to in it alone.
+        with torch.inference_mode():
+            sink(window, copies)
+
+    return in_inference_mode

@@ -269,3 +269,15 @@ def bounded(
     given_up = deadline.has_failed if deadline.is_watched else None
     narrowed: Store = narrow(deadline.at_monotonic_s, cancelled, given_up, throttled)
     return narrowed
+
+
+def in_one_thread(store: Store, call: Callable[[], T]) -> T:
+    """Return what `call` returns, which makes many short operations on `store`, one by one.
+
+    They need no thread each; their deadlines hold as ever.
+    """
+    hold = getattr(store, "in_one_thread", None)
+    if hold is None:
+        return call()
+    result: T = hold(call)
+    return result

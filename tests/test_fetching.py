@@ -16,6 +16,9 @@ from ckpt_storage.options import TransferOptions
 from ckpt_storage.pacing import Pacer
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.retry import RetryStore
+from ckpt_storage.store.timed import AbandonedError
+from ckpt_storage.testing.faults import FaultStore, Rule
 
 KIB = 1024
 PART_BYTES = 64 * KIB
@@ -263,3 +266,20 @@ def test_damage_in_lent_memory_is_found_before_it_is_given_away(tmp_path: Path) 
     with pytest.raises(IntegrityError, match="damaged"):
         run_fetches(store, [fetch], options=options_for(2), deadline=Deadline("load", 60))
     assert not given
+
+
+def test_a_read_that_hangs_keeps_no_memory_from_others(tmp_path: Path) -> None:
+    """A read that was given up delivers nothing, and the next transfer has the whole limit."""
+    (tmp_path / "f").write_bytes(content(4))
+    faults = FaultStore(LocalStore(str(tmp_path)), [Rule(action="hang", operation="read_into")])
+    store = RetryStore(faults, request_timeout_s=0.2)
+    got: dict[int, bytes] = {}
+    options = dataclasses.replace(options_for(1, threads=1), memory_limit_bytes=PART_BYTES)
+    with pytest.raises(AbandonedError):
+        run_fetches(store, fetches_of(4, got), options=options, deadline=Deadline("load", 60))
+    again: dict[int, bytes] = {}
+    run_fetches(store, fetches_of(4, again), options=options, deadline=Deadline("load", 5))
+    assert b"".join(again[number] for number in range(4)) == content(4)
+    faults.script.release()
+    store.close()
+    assert got == {}

@@ -25,3 +25,14 @@ def test_one_element_of_any_stride_is_filled(tmp_path: Path, dtype: torch.dtype)
     assert same(plane[2:3, 3:4].clone(), square)
     assert int(torch.count_nonzero(line)) <= 1
     assert int(torch.count_nonzero(plane)) <= 1
+
+
+def test_targets_of_inference_mode_are_filled(tmp_path: Path) -> None:
+    """What only code in inference mode may write to is filled, whichever thread reads."""
+    value = seeded(5, 64, 48)
+    dcp_cases.save({"value": value}, tmp_path / "c")
+    with torch.inference_mode():
+        whole = torch.zeros(64, 96)
+        dcp_cases.load({"value": whole[:, ::2]}, tmp_path / "c")
+        assert same(whole[:, ::2].contiguous(), value)
+        assert int(torch.count_nonzero(whole[:, 1::2])) == 0

@@ -537,6 +537,73 @@ def test_threads_are_used_again_and_end(bench: Bench) -> None:
     del bench
 
 
+def test_operations_in_one_thread_take_no_other(bench: Bench) -> None:
+    """What is called and the operations that it makes share a thread, which is none of ours."""
+    store = bench.store()
+    threads: list[threading.Thread] = []
+
+    def arrived(_: int) -> None:
+        threads.append(threading.current_thread())
+
+    def read_twice() -> str:
+        threads.append(threading.current_thread())
+        for _ in range(2):
+            store.read_into("x", 0, memoryview(bytearray(4)), arrived=arrived)
+        return "done"
+
+    assert store.in_one_thread(read_twice) == "done"
+    assert len(threads) > 2
+    assert len(set(threads)) == 1
+    assert threads[0] is not threading.current_thread()
+
+
+def test_what_fails_in_one_thread_is_raised_to_the_caller(bench: Bench) -> None:
+    """Errors of the storage and others come through, and the thread is used again."""
+    store = bench.store()
+    assert error_of(lambda: store.in_one_thread(lambda: store.read("absent"))).kind == "not-found"
+    with pytest.raises(ZeroDivisionError):
+        store.in_one_thread(lambda: 1 // 0)
+    assert store.in_one_thread(lambda: store.read("x")) == b"data"
+    assert abandoned_thread_count() == 0
+
+
+def test_a_hanging_operation_ends_all_in_its_thread(bench: Bench) -> None:
+    """The caller gets its error in time; what was to come after it is not done, even late."""
+    store = bench.store(fault("read_into", action="hang"), request_timeout_s=SHORT_S)
+    done: list[str] = []
+
+    def read_and_go_on() -> None:
+        store.read_into("x", 0, memoryview(bytearray(4)))
+        done.append("went on")
+
+    error = error_of(lambda: store.in_one_thread(read_and_go_on))
+    assert isinstance(error, AbandonedError)
+    assert not error.retryable
+    assert f"read of {store.url}/x did not end within 0.2 s" in str(error)
+    assert abandoned_thread_count() == 1
+    bench.faults.script.release()
+    wait_until(lambda: abandoned_thread_count() == 0)
+    assert done == []
+    assert bench.calls == ["read_into"]
+
+
+def test_operations_in_one_thread_end_soon_after_they_are_given_up(bench: Bench) -> None:
+    """A read that hangs does not keep a caller whose operation has failed elsewhere."""
+    has_failed = threading.Event()
+    store = bench.store(fault("read_into", action="hang")).with_deadline(
+        bench.time.now_s + WAIT_S, given_up=has_failed.is_set
+    )
+    threading.Timer(SHORT_S, has_failed.set).start()
+    begin_s = time.monotonic()
+    error = error_of(
+        lambda: store.in_one_thread(
+            lambda: store.read_into("x", 0, memoryview(bytearray(4))),
+        )
+    )
+    assert "was given up, because" in str(error)
+    assert time.monotonic() - begin_s < WAIT_S / 2
+
+
 def test_a_pool_that_is_forgotten_ends_its_threads() -> None:
     """Threads do not outlive a store that was never closed."""
     pool = TimedPool("a test")

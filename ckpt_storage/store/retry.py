@@ -119,6 +119,8 @@ class RetryStore:
         self._inner = inner
         self._policy = policy or RetryPolicy()
         self._request_timeout_s = request_timeout_s
+        # Asked once: to look through a protocol takes longer than a read from a cache.
+        self._may_refresh = isinstance(inner, Refreshable)
         self._clock = clock
         self._sleep = sleep
         self._random = random
@@ -166,6 +168,14 @@ class RetryStore:
         view._given_up = given_up or self._given_up  # noqa: SLF001  # the same class
         view._throttled = throttled or self._throttled  # noqa: SLF001  # the same class
         return view
+
+    def in_one_thread(self, call: Callable[[], T]) -> T:
+        """Return what `call` returns, which makes many short operations on this store.
+
+        They share a thread, with each other and with `call`, in place of one hand-over each.
+        Deadlines hold as ever; one that is given up ends all of it, and is not repeated.
+        """
+        return self._pool.hold(call)
 
     def cleaning_up(self) -> RetryStore:
         """Return this store with a deadline of its own, near and for discarding what failed."""
@@ -332,7 +342,7 @@ class RetryStore:
         """
         what = f"{operation} of {self.url.rstrip('/')}/{path}".rstrip("/")
         refreshed = self._refreshes.count
-        may_refresh = isinstance(self._inner, Refreshable)
+        may_refresh = self._may_refresh
         start_s = self._clock()
         attempt = 1
         while True:

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckpt_storage.errors import StorageError
@@ -159,6 +160,99 @@ def _result(
                 raise
 
 
+_local = threading.local()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """One call: what it does, and when it is given up."""
+
+    what: str
+    timeout_s: float
+    repeatable: bool
+    cancelled: Callable[[], bool]
+
+    @property
+    def left_name(self) -> str:
+        """The name of a thread that was left behind in this call."""
+        return f"ckpt-storage abandoned: {self.what}"
+
+    def error(self) -> AbandonedError:
+        """Return what whoever waited for it raises."""
+        if self.cancelled():
+            return AbandonedError(
+                f"The {self.what} was given up, because what it belongs to has failed.",
+                kind="timeout",
+                next_step="Look at the first failure.",
+            )
+        return AbandonedError(
+            f"The {self.what} did not end within {self.timeout_s:.3g} s and was given up.",
+            kind="timeout",
+            retryable=self.repeatable,
+            next_step="Check that the storage answers; if it is only slow, raise "
+            "Timeouts(request=...).",
+        )
+
+
+class _Hold:
+    """One thread that makes many calls, each with its own deadline, while another one watches."""
+
+    def __init__(self, pool: TimedPool) -> None:
+        self.pool = pool
+        self._lock = threading.Lock()
+        self._now: tuple[_Request, float] | None = None
+        self._is_left = False
+
+    def serve(self, call: Callable[[], T]) -> T:
+        """Run `call`, whose calls through the pool are made in this thread."""
+        _local.hold = self
+        try:
+            return call()
+        finally:
+            _local.hold = None
+
+    def run(self, call: Callable[[], T], request: _Request, late: Callable[[T], None] | None) -> T:
+        """Make one call; raise if this thread was left behind before it ended."""
+        with self._lock:
+            is_left = self._is_left
+            self._now = request, time.monotonic() + request.timeout_s
+        if is_left:
+            raise AbandonedError(f"Nobody waits for the {request.what} any more.")
+        try:
+            value = call()
+        finally:
+            with self._lock:
+                self._now, is_left = None, self._is_left
+        if is_left:
+            if late is not None:
+                late(value)
+            raise AbandonedError(f"Nobody waited for the {request.what} any more.")
+        return value
+
+    def left_s(self) -> float:
+        """Return how long whoever watches may look away."""
+        now = self._now
+        left_s = _LOOK_S if now is None else now[1] - time.monotonic()
+        return max(0.0, min(_LOOK_S, left_s))
+
+    def leave_late(self) -> _Request | None:
+        """Leave the thread if its call is late or not wanted any more; return that call."""
+        with self._lock:
+            if self._now is None:
+                return None
+            request, end_s = self._now
+            self._is_left = time.monotonic() >= end_s or request.cancelled()
+            return request if self._is_left else None
+
+    def leave(self) -> None:
+        """Leave the thread, which raises when it begins or ends its next call."""
+        with self._lock:
+            self._is_left = True
+
+
+_local = threading.local()
+
+
 def _stop_all(idle: list[_Worker]) -> None:
     while idle:
         idle.pop().stop()
@@ -197,32 +291,65 @@ class TimedPool:
         the abandoned thread.
         """
         halted()
+        request = _Request(
+            what=what, timeout_s=timeout_s, repeatable=repeatable, cancelled=cancelled
+        )
+        hold: _Hold | None = getattr(_local, "hold", None)
+        if hold is not None and hold.pool is self:
+            return hold.run(call, request, late)
         worker = self._take()
         worker.call(call)
-        name = f"ckpt-storage abandoned: {what}"
         try:
             value, error = _result(worker, timeout_s, cancelled)
         except queue.Empty:
-            if worker.abandon(name, late):
-                if cancelled():
-                    raise AbandonedError(
-                        f"The {what} was given up, because what it belongs to has failed.",
-                        kind="timeout",
-                        next_step="Look at the first failure.",
-                    ) from None
-                raise AbandonedError(
-                    f"The {what} did not end within {timeout_s:.3g} s and was given up.",
-                    kind="timeout",
-                    retryable=repeatable,
-                    next_step="Check that the storage answers; if it is only slow, raise "
-                    "Timeouts(request=...).",
-                ) from None
+            if worker.abandon(request.left_name, late):
+                raise request.error() from None
             value, error = worker.result(None)
         except BaseException:
             # An interrupt of the main thread: the call goes on without anyone waiting.
-            if not worker.abandon(name, late):
+            if not worker.abandon(request.left_name, late):
                 worker.stop()
             raise
+        result: T = self._ended(worker, value, error)
+        return result
+
+    def hold(self, call: Callable[[], T]) -> T:
+        """Return what `call` returns; it runs in one thread, with all that it calls by `run`.
+
+        For many short calls, each of which would else be handed to a thread and back. A call by
+        `run` that is late, or not wanted any more, ends this as it would end alone, within a
+        moment: the thread is left behind, and raises as soon as that call returns. What is done
+        between the calls must end by itself.
+        """
+        halted()
+        worker, hold = self._take(), _Hold(self)
+        worker.call(lambda: hold.serve(call))
+        try:
+            value, error = self._watched(worker, hold)
+        except AbandonedError:
+            raise
+        except BaseException:
+            # An interrupt of the main thread: what is under way goes on without anyone waiting.
+            hold.leave()
+            if not worker.abandon(f"{self._name} abandoned", None):
+                worker.stop()
+            raise
+        result: T = self._ended(worker, value, error)
+        return result
+
+    def _watched(self, worker: _Worker, hold: _Hold) -> tuple[Any, BaseException | None]:
+        while True:
+            try:
+                return worker.result(hold.left_s())
+            except queue.Empty:
+                request = hold.leave_late()
+            if request is None:
+                continue
+            if worker.abandon(request.left_name, None):
+                raise request.error()
+            return worker.result(None)
+
+    def _ended(self, worker: _Worker, value: T, error: BaseException | None) -> T:
         self._give_back(worker)
         if error is not None:
             try:
@@ -230,8 +357,7 @@ class TimedPool:
             finally:
                 # The traceback leads to this frame, and the frame must not lead back.
                 del error
-        result: T = value
-        return result
+        return value
 
     def close(self) -> None:
         """End the waiting threads and join them; idempotent."""
