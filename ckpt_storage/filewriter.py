@@ -229,21 +229,22 @@ class ShardFileWriter:
         return found
 
     def end(self) -> tuple[int, int]:
-        """Hand on the last part and wait for all; return length in bytes and CRC-32C of the file.
+        """Hand on the last part; return length in bytes and CRC-32C of the file.
 
-        Where the storage queues parts nothing is waited for, and the file may become visible from
-        now on. Raises what the store raised.
+        `complete` waits for what was handed on. Where the storage queues parts the file may become
+        visible from now on. Raises what the store raised so far.
         """
         self._end_frame()
         self._hand_on_gathered()
         self._send(last=True)
         self._combine_payloads()
-        crc = integrity.combine_many(self._crcs, self._lengths)
-        self._sender.drain()
-        return self.position, crc
+        return self.position, integrity.combine_many(self._crcs, self._lengths)
 
     def complete(self) -> None:
-        """Make the file visible and durable, after `end`. Raises what the store raised."""
+        """Wait for all parts, make the file visible and durable; after `end`, in any thread.
+
+        Raises what the store raised.
+        """
         self._sender.complete(self.position)
 
     def abort(self) -> None:

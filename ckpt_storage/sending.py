@@ -218,18 +218,14 @@ class PartSender:
         self._queued_count -= 1
         self._sent(seconds, size_bytes)
 
-    def drain(self) -> None:
-        """Wait until all parts that were sent are on the storage. Raises what failed.
+    def complete(self, total_bytes: int) -> None:
+        """Wait until all parts are on the storage, make the object visible and durable.
 
-        But not for parts that were queued: with the last of them the object is on its way to be
-        complete, and `complete` waits for both.
+        Raises what failed.
         """
+        upload = self._begun()
         if self._workers is not None:
             self._workers.drain()
-
-    def complete(self, total_bytes: int) -> None:
-        """Make the object visible and durable, after `drain`. Raises what failed."""
-        upload = self._begun()
         if isinstance(upload, Queueing):
             while self._queued_count:
                 self._await_freed(upload)
