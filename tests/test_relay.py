@@ -14,14 +14,13 @@ import torch
 from remote_tools import options_of
 
 import ckpt_storage
-from ckpt_storage import copying, fetching, relay
+from ckpt_storage import fetching, relay
 from ckpt_storage.consolidating import consolidate
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.options import MIB, Engine, RetryPolicy
 from ckpt_storage.pacing import BUDGET, Pacer
 from ckpt_storage.relay import Buffers, Paces, PartWorkers
-from ckpt_storage.store import open_store
 from ckpt_storage.testing.s3server import FaultRule, S3Server
 
 RETRY = RetryPolicy(first_delay_s=0.0, max_delay_s=0.01)
@@ -81,9 +80,8 @@ def export(server: S3Server) -> None:
     )
 
 
-def copy(server: S3Server, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def copy(server: S3Server, engine: Engine) -> None:
     """Copy every byte through this process, by one of the data planes."""
-    monkeypatch.setattr(copying, "open_store", partial(open_store, engine=engine))
     ckpt_storage.copy(
         "s3://bkt/run",
         f"s3://bkt/{uuid.uuid4().hex}",
@@ -91,6 +89,7 @@ def copy(server: S3Server, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
         storage_options=options_of(server),
         memory_limit_bytes=LIMIT_BYTES,
         retry=RETRY,
+        engine=engine,
     )
 
 
@@ -110,40 +109,38 @@ def test_an_export_hears_what_its_storages_ask_for(
 
 @EACH_ENGINE
 def test_a_copy_hears_that_its_source_is_asked_too_much(
-    server: S3Server, pacers: list[Noted], engine: Engine, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, pacers: list[Noted], engine: Engine
 ) -> None:
     """On both planes: neither repeats a read unheard."""
     server.faults([FaultRule(op="get", key="distcp", action="status", times=3)])
-    copy(server, engine, monkeypatch)
+    copy(server, engine)
     source, target = pacers
     assert (source.heard, target.heard) == (3, 0)
     assert source.lowest < source.start
 
 
 def test_a_copy_hears_that_its_target_is_asked_too_much(
-    server: S3Server, pacers: list[Noted], monkeypatch: pytest.MonkeyPatch
+    server: S3Server, pacers: list[Noted]
 ) -> None:
     """By fsspec; what obstore repeats inside of an upload is for the saves' test to tell."""
     server.faults([FaultRule(op="part", key="distcp", action="status", times=3)])
-    copy(server, "fsspec", monkeypatch)
+    copy(server, "fsspec")
     source, target = pacers
     assert (source.heard, target.heard) == (0, 3)
     assert target.lowest < target.start
 
 
 @EACH_ENGINE
-def test_exports_and_copies_at_a_time_keep_to_one_budget(
-    server: S3Server, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exports_and_copies_at_a_time_keep_to_one_budget(server: S3Server, engine: Engine) -> None:
     """Together they claim no more than one may, they claim it, and all of it is given back."""
-    copy(server, engine, monkeypatch)
+    copy(server, engine)
     assert LIMIT_BYTES // 4 <= BUDGET.peak_bytes <= LIMIT_BYTES
     BUDGET.reset()
     export(server)
     assert LIMIT_BYTES // 4 <= BUDGET.peak_bytes <= LIMIT_BYTES
     both = [
         threading.Thread(target=export, args=(server,)),
-        threading.Thread(target=copy, args=(server, engine, monkeypatch)),
+        threading.Thread(target=copy, args=(server, engine)),
     ]
     for thread in both:
         thread.start()
@@ -155,9 +152,7 @@ def test_exports_and_copies_at_a_time_keep_to_one_budget(
 
 
 @pytest.mark.parametrize("op", ["part", "get"])
-def test_what_fails_gives_its_memory_back(
-    server: S3Server, op: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_gives_its_memory_back(server: S3Server, op: str) -> None:
     """An export and a copy that are refused leave the whole budget to the next."""
     key = "safetensors|hf/|[0-9a-f]{32}/saves.*distcp" if op == "part" else "distcp"
     server.faults([FaultRule(op=op, key=key, action="status", status=403, times=0)])
@@ -165,7 +160,7 @@ def test_what_fails_gives_its_memory_back(
         export(server)
     assert BUDGET.held_bytes == 0
     with pytest.raises(CheckpointError):
-        copy(server, "fsspec", monkeypatch)
+        copy(server, "fsspec")
     assert BUDGET.held_bytes == 0
 
 
