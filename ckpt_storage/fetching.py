@@ -181,7 +181,7 @@ class _Run:
 
     def in_one_thread(self, fetches: Sequence[Fetch]) -> None:
         if self._is_remote:
-            self._one_by_one(fetches)
+            self._one_by_one(fetches, self._store)
         else:
             # From a kernel's cache a read takes little longer than its way to a thread and back,
             # which leads to another core, where nothing of what was read is in cache.
@@ -191,7 +191,8 @@ class _Run:
                 # A thread that was left behind in a read gives nothing back.
                 self._release_claimed()
 
-    def _one_by_one(self, fetches: Sequence[Fetch]) -> None:
+    def _one_by_one(self, fetches: Sequence[Fetch], store: Store) -> None:
+        self._store = store
         for fetch in fetches:
             self._deadline.check(f"Reading {fetch.path}")
             self._claim(fetch)

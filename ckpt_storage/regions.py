@@ -8,6 +8,7 @@ are half open.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
@@ -299,6 +300,12 @@ def byte_runs(chunk_sizes: Sequence[int], region: Box, item_bytes: int) -> Itera
 
 def run_count(chunk_sizes: Sequence[int], region: Box) -> int:
     """Return how many runs `byte_runs` yields, without making them."""
+    return _run_count(tuple(chunk_sizes), region)
+
+
+@functools.lru_cache(maxsize=256)
+def _run_count(chunk_sizes: tuple[int, ...], region: Box) -> int:
+    # Remembered as `_strides_around`.
     _check_inside(chunk_sizes, region)
     if region.is_empty:
         return 0
@@ -388,10 +395,9 @@ def window_copies(
     whatever the sizes; over windows that partition the payload each element of the region is
     copied once. Raises `InvalidInputError` if the region or the window leaves the chunk.
     """
-    _check_inside(chunk_sizes, region)
-    strides = _strides(chunk_sizes)
+    strides = _strides_around(tuple(chunk_sizes), region)
     copies = []
-    for box in interval_boxes(chunk_sizes, start_element, stop_element):
+    for box in _window_boxes(chunk_sizes, strides, start_element, stop_element):
         part = box.intersect(region)
         if part is not None:
             copy = WindowCopy(
@@ -402,6 +408,18 @@ def window_copies(
             )
             copies.append(copy)
     return copies
+
+
+def _window_boxes(
+    chunk_sizes: Sequence[int], strides: Sequence[int], start: int, stop: int
+) -> Sequence[Box]:
+    """Return what `interval_boxes` does; soon where the interval is of whole rows, as most are."""
+    if chunk_sizes and (row := strides[0]) and not (start % row or stop % row):
+        first, last = start // row, stop // row
+        if 0 <= first < last <= chunk_sizes[0]:
+            inner = chunk_sizes[1:]
+            return (Box((first, *(0 for _ in inner)), (last - first, *inner)),)
+    return interval_boxes(chunk_sizes, start, stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,6 +476,16 @@ def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the C-order strides of an array, in elements."""
     inner = itertools.accumulate(reversed(sizes[1:]), mul, initial=1)
     return tuple(inner)[::-1] if sizes else ()
+
+
+@functools.lru_cache(maxsize=256)
+def _strides_around(chunk_sizes: tuple[int, ...], region: Box) -> tuple[int, ...]:
+    """Return the strides of a chunk, after making sure that a region lies in it.
+
+    Remembered, because many windows of one chunk follow one another.
+    """
+    _check_inside(chunk_sizes, region)
+    return _strides(chunk_sizes)
 
 
 def _dot(left: Sequence[int], right: Sequence[int]) -> int:

@@ -76,10 +76,19 @@ def target_resolver(planner: LoadPlanner) -> Callable[[ReadItem], torch.Tensor]:
     def resolve(item: ReadItem) -> torch.Tensor:
         index = item.dest_index
         found = _local(state.get(index.fqn), index.offset)
-        # Of a part torch makes a view.
-        return found if found is not None and found.shape == item.lengths else slow(item)
+        if found is None or found.ndim != len(item.lengths):
+            return slow(item)
+        return found if found.shape == item.lengths else _part(found, item)
 
     return resolve
+
+
+def _part(tensor: torch.Tensor, item: ReadItem) -> torch.Tensor:
+    """Return the part of a rank's own tensor that an item fills, as torch's planner does."""
+    for dim, (start, size) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+        if size < tensor.size(dim):
+            tensor = tensor.narrow(dim, start, size)
+    return tensor
 
 
 def _local(value: object, offset: torch.Size | None) -> torch.Tensor | None:

@@ -271,13 +271,13 @@ def bounded(
     return narrowed
 
 
-def in_one_thread(store: Store, call: Callable[[], T]) -> T:
-    """Return what `call` returns, which makes many short operations on `store`, one by one.
+def in_one_thread(store: Store, call: Callable[[Store], T]) -> T:
+    """Return what `call` returns, which makes many short operations on the store it gets: `store`.
 
     They need no thread each; their deadlines hold as ever.
     """
     hold = getattr(store, "in_one_thread", None)
     if hold is None:
-        return call()
+        return call(store)
     result: T = hold(call)
     return result

@@ -15,7 +15,7 @@ import pytest
 
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.base import Capabilities, Store
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.retry import RetryStore, abandoned_thread_count
@@ -545,10 +545,10 @@ def test_operations_in_one_thread_take_no_other(bench: Bench) -> None:
     def arrived(_: int) -> None:
         threads.append(threading.current_thread())
 
-    def read_twice() -> str:
+    def read_twice(same: Store) -> str:
         threads.append(threading.current_thread())
         for _ in range(2):
-            store.read_into("x", 0, memoryview(bytearray(4)), arrived=arrived)
+            same.read_into("x", 0, memoryview(bytearray(4)), arrived=arrived)
         return "done"
 
     assert store.in_one_thread(read_twice) == "done"
@@ -560,10 +560,12 @@ def test_operations_in_one_thread_take_no_other(bench: Bench) -> None:
 def test_what_fails_in_one_thread_is_raised_to_the_caller(bench: Bench) -> None:
     """Errors of the storage and others come through, and the thread is used again."""
     store = bench.store()
-    assert error_of(lambda: store.in_one_thread(lambda: store.read("absent"))).kind == "not-found"
+    assert (
+        error_of(lambda: store.in_one_thread(lambda same: same.read("absent"))).kind == "not-found"
+    )
     with pytest.raises(ZeroDivisionError):
-        store.in_one_thread(lambda: 1 // 0)
-    assert store.in_one_thread(lambda: store.read("x")) == b"data"
+        store.in_one_thread(lambda _: 1 // 0)
+    assert store.in_one_thread(lambda same: same.read("x")) == b"data"
     assert abandoned_thread_count() == 0
 
 
@@ -572,8 +574,8 @@ def test_a_hanging_operation_ends_all_in_its_thread(bench: Bench) -> None:
     store = bench.store(fault("read_into", action="hang"), request_timeout_s=SHORT_S)
     done: list[str] = []
 
-    def read_and_go_on() -> None:
-        store.read_into("x", 0, memoryview(bytearray(4)))
+    def read_and_go_on(same: Store) -> None:
+        same.read_into("x", 0, memoryview(bytearray(4)))
         done.append("went on")
 
     error = error_of(lambda: store.in_one_thread(read_and_go_on))
@@ -597,7 +599,7 @@ def test_operations_in_one_thread_end_soon_after_they_are_given_up(bench: Bench)
     begin_s = time.monotonic()
     error = error_of(
         lambda: store.in_one_thread(
-            lambda: store.read_into("x", 0, memoryview(bytearray(4))),
+            lambda same: same.read_into("x", 0, memoryview(bytearray(4))),
         )
     )
     assert "was given up, because" in str(error)

@@ -12,6 +12,7 @@ Errors: every method raises only `CheckpointError`s, nearly always `StorageError
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -28,6 +29,7 @@ __all__ = [
     "Stat",
     "Stoppable",
     "Store",
+    "TurnStore",
     "Upload",
     "Version",
 ]
@@ -417,3 +419,11 @@ class LendingStore(Protocol):
 
         They live as long as the view. Raises as `Store.read_into`.
         """
+
+
+@runtime_checkable
+class TurnStore(Protocol):
+    """What a `Store` can besides whose reads by one thread, one after the other, can be cheaper."""
+
+    def reading_in_turn(self) -> AbstractContextManager[Store]:
+        """Give the store that one thread reads from during a block."""

@@ -8,6 +8,7 @@ into being through `draft`, system calls go through `posix`, and every `OSError`
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import errno
 import os
@@ -25,6 +26,7 @@ from .bounds import TooLongError, check_bound, too_long
 from .draft import Draft, is_draft_name, is_meant, sync_folder
 from .local_shared import COPY_SCOPE, TICKET_FIELD, TICKET_KIND, LocalSharedUpload
 from .local_upload import LocalUpload
+from .openfile import KeptFile, Opened
 from .os_errors import map_os_error
 from .posix import BLOCK_BYTES, Posix, is_unsupported
 from .tickets import decode_ticket
@@ -72,10 +74,11 @@ class LocalStore:
     """A `Store` below one folder.
 
     Holds no descriptor between calls, so it pickles, forks and is shared by threads
-    freely. `sync_files=False` leaves out every fsync and nothing else: a crash of the
-    process then still shows old or new, a power cut may show anything. With
-    `page_cache="drop"` the kernel is to keep no copy of what uploads have written, which
-    changes nothing else; small files that are put whole are read soon and stay.
+    freely; what `reading_in_turn` gives is for one thread. `sync_files=False` leaves out
+    every fsync and nothing else: a crash of the process then still shows old or new, a
+    power cut may show anything. With `page_cache="drop"` the kernel is to keep no copy of
+    what uploads have written, which changes nothing else; small files that are put whole
+    are read soon and stay.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class LocalStore:
         self._page_cache = page_cache
         self._posix = posix or Posix()
         self._copies_pay: bool | None = None
+        self._kept: KeptFile | None = None
 
     def __repr__(self) -> str:
         return f"LocalStore({self._root!r})"
@@ -192,6 +196,16 @@ class LocalStore:
 
         with self._border("read", path):
             self._with_file(path, fill)
+
+    @contextlib.contextmanager
+    def reading_in_turn(self) -> Iterator[LocalStore]:
+        """Give this store for the reads of one thread: it keeps open what it read from last."""
+        view = copy.copy(self)
+        view._kept = kept = KeptFile(self._posix)  # noqa: SLF001  # the same class
+        try:
+            yield view
+        finally:
+            kept.close()
 
     def _read_on(self, fd: int) -> None:
         try:
@@ -435,12 +449,22 @@ class LocalStore:
         """Return what `use` makes of the descriptor and the size (bytes) of an open file."""
         full = self._full(path)
 
-        def attempt() -> T:
+        def opened() -> Opened:
             fd = self._posix.open_read(full)
             try:
                 found = self._posix.fstat(fd)
                 _check_is_file(found, full)
-                return use(fd, found.st_size)
+            except BaseException:
+                self._posix.close(fd)
+                raise
+            return fd, found.st_size
+
+        def attempt() -> T:
+            if self._kept is not None:
+                return self._kept.use(full, opened, use)
+            fd, size_bytes = opened()
+            try:
+                return use(fd, size_bytes)
             finally:
                 self._posix.close(fd)
 

@@ -32,6 +32,7 @@ from .base import (
     SharedUpload,
     Stat,
     Store,
+    TurnStore,
     Upload,
     Version,
 )
@@ -169,13 +170,24 @@ class RetryStore:
         view._throttled = throttled or self._throttled  # noqa: SLF001  # the same class
         return view
 
-    def in_one_thread(self, call: Callable[[], T]) -> T:
-        """Return what `call` returns, which makes many short operations on this store.
+    def in_one_thread(self, call: Callable[[Store], T]) -> T:
+        """Return what `call` returns, which makes many short operations on the store it gets.
 
-        They share a thread, with each other and with `call`, in place of one hand-over each.
-        Deadlines hold as ever; one that is given up ends all of it, and is not repeated.
+        That is this one, and they share a thread, with each other and with `call`, in place of one
+        hand-over each. Deadlines hold as ever; one that is given up ends all of it, and is not
+        repeated.
         """
-        return self._pool.hold(call)
+
+        def run() -> T:
+            inner = self._inner
+            if not isinstance(inner, TurnStore):
+                return call(self)
+            view = copy.copy(self)
+            view._is_view = True  # noqa: SLF001  # the same class
+            with inner.reading_in_turn() as view._inner:  # noqa: SLF001  # the same class
+                return call(view)
+
+        return self._pool.hold(run)
 
     def cleaning_up(self) -> RetryStore:
         """Return this store with a deadline of its own, near and for discarding what failed."""
