@@ -13,9 +13,17 @@ import pytest
 from click.testing import CliRunner
 
 from ckpt_storage.benchmark.compare import Comparison
+from ckpt_storage.benchmark.memory import Curve
 from ckpt_storage.benchmark.meter import Measurement, Summary
 from ckpt_storage.benchmark.peers import left_out
-from ckpt_storage.benchmark.report import COLUMNS, as_json_body, check_plot, plot, rows_of
+from ckpt_storage.benchmark.report import (
+    COLUMNS,
+    as_json_body,
+    check_plot,
+    plot,
+    plot_memory,
+    rows_of,
+)
 from ckpt_storage.benchmark.settings import SCENARIOS, BenchSettings
 from ckpt_storage.cli.app import app
 from ckpt_storage.errors import InvalidInputError
@@ -139,6 +147,19 @@ def test_a_plot_is_a_picture_of_its_kind(tmp_path: Path, name: str) -> None:
     assert head.startswith(b"\x89PNG") if name.endswith("png") else b"<?xml" in head
 
 
+def test_memory_curves_are_told_and_drawn(tmp_path: Path) -> None:
+    """The JSON has the curve of each contender that was looked at; the picture names them."""
+    curve = Curve(seconds=(0.0, 0.5), extra_bytes=(0, 3 << 20))
+    found = _comparison(curves={"ours": curve})
+    told = json.loads(json.dumps(as_json_body([found], _FACTS)))["comparisons"][0]["contenders"]
+    assert told["ours"]["memory_curve"] == {"seconds": [0.0, 0.5], "extra_bytes": [0, 3 << 20]}
+    assert "memory_curve" not in told["floor"]
+    for name in ("memory.svg", "memory.png"):
+        plot_memory([found], str(tmp_path / name), "a run")
+        head = (tmp_path / name).read_bytes()[:100]
+        assert head.startswith(b"\x89PNG") if name.endswith("png") else b"<?xml" in head
+
+
 def test_a_plot_of_another_kind_is_refused_before_measuring() -> None:
     """A name that says neither PNG nor SVG is refused with what to write."""
     with pytest.raises(InvalidInputError, match=r"\.png or \.svg"):
@@ -188,13 +209,16 @@ def test_every_scenario_runs_on_a_disk(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def served() -> dict[str, Any]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a small run of all scenarios with all peers prints, on the bench's own S3 server."""
     arguments = ["bench", "--serve", "--json", "--peers", "--runs", "1", "--gib", "0.004"]
+    picture = tmp_path_factory.mktemp("bench") / "memory.svg"
+    arguments += ["--memory-plot", str(picture)]
     ended = CliRunner().invoke(
         app, [*arguments, "--small", "20", "--engine", "auto", "--engine", "fsspec"]
     )
     assert ended.exit_code == 0, ended.output
+    assert picture.stat().st_size
     body: dict[str, Any] = json.loads(ended.output[ended.output.index("{\n") :])
     return body
 
@@ -251,6 +275,17 @@ def test_a_slice_takes_one_request_or_three(served: dict[str, Any]) -> None:
         for plane in ("", ", fsspec"):
             told = found["contenders"][f"ckpt_storage, {name}{plane}"]
             assert told["request_count"] == count
+
+
+@pytest.mark.timeout(600)
+def test_memory_is_looked_at_in_a_run_of_its_own(served: dict[str, Any]) -> None:
+    """Of every contender, from nothing on, in order of time."""
+    for comparison in served["comparisons"]:
+        for told in comparison["contenders"].values():
+            curve = told["memory_curve"]
+            assert (curve["seconds"][0], curve["extra_bytes"][0]) == (0.0, 0)
+            assert len(curve["seconds"]) == len(curve["extra_bytes"]) > 1
+            assert curve["seconds"] == sorted(curve["seconds"])
 
 
 def test_a_missing_peer_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ckpt_storage.store import Location
 
-from .compare import Comparison, Contender, take_turns
+from .compare import Comparison, Contender, take_turns, watch_all
 from .meter import Meter
 from .peers import Peer, peers_for
 from .plain import Plain, Seen, plain_storage
@@ -86,6 +86,8 @@ class Bench:
         checked: str | None = None,
     ) -> Comparison:
         """Let the contenders take turns; the first is the floor unless one is named."""
+        # First runs, where memory is looked at: later ones find what allocators have kept.
+        curves = watch_all(self.meter, contenders) if self.settings.memory_curves else {}
         return Comparison(
             what=what,
             moved_bytes=moved_bytes,
@@ -95,6 +97,7 @@ class Bench:
             whole=whole,
             idle=idle,
             checked=checked,
+            curves=curves,
         )
 
 

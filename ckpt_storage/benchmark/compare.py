@@ -7,10 +7,11 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from .memory import Curve
 from .meter import Measurement, Meter, Summary
 
 
@@ -39,7 +40,8 @@ class Comparison:
     `floor`. `deducted`, if any, is the contender whose time the others contain and which is taken
     off before the ratios: torch's planner. Those in `whole` do not contain it. Those in `idle`
     move nothing, and have no ratio. `checked`, if any,
-    is a second floor, that does what the first does and checksums what it moves.
+    is a second floor, that does what the first does and checksums what it moves. `curves` has
+    how memory went, for contenders that were looked at.
     """
 
     what: str
@@ -50,6 +52,7 @@ class Comparison:
     whole: frozenset[str] = frozenset()
     idle: frozenset[str] = frozenset()
     checked: str | None = None
+    curves: Mapping[str, Curve] = field(default_factory=dict)
 
     def net_s(self, name: str) -> float:
         """Return the median seconds of a contender less what is deducted."""
@@ -86,3 +89,19 @@ def take_turns(meter: Meter, contenders: Sequence[Contender], run_count: int) ->
             if run:
                 seen[contender.name].append(measured)
     return {name: Summary.of(runs) for name, runs in seen.items()}
+
+
+def watch_all(meter: Meter, contenders: Sequence[Contender]) -> dict[str, Curve]:
+    """Run every contender once and return how memory went; all ranks.
+
+    Raises what a contender raises.
+    """
+    curves = {}
+    for contender in contenders:
+        contender.before()
+        curve = meter.watch(contender.run)
+        contender.after()
+        dist.barrier()
+        if curve is not None:
+            curves[contender.name] = curve
+    return curves

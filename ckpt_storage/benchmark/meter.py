@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from .memory import Curve, watched
+
 _ANSWER_TIMEOUT_S = 30.0
 
 
@@ -112,6 +114,10 @@ class Meter:
             sent_bytes=counts[1],
             received_bytes=counts[2],
         )
+
+    def watch(self, action: Callable[[], object]) -> Curve | None:
+        """Run `action` on all ranks; return how the memory of the one that took most went."""
+        return watched(action, self._group)
 
     def _served(self) -> tuple[int, int, int] | None:
         """Return requests, bytes received and bytes sent by the bench's server until now."""

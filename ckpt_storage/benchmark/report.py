@@ -105,6 +105,7 @@ def as_json_body(comparisons: Sequence[Comparison], facts: Mapping[str, Any]) ->
                         "net_s": comparison.net_s(name),
                         "floor_ratio": comparison.ratio(name),
                         "checked_floor_ratio": comparison.checked_ratio(name),
+                        **_curve_of(comparison, name),
                     }
                     for name, summary in comparison.summaries.items()
                 },
@@ -114,17 +115,37 @@ def as_json_body(comparisons: Sequence[Comparison], facts: Mapping[str, Any]) ->
     }
 
 
-def check_plot(path: str) -> None:
-    """Raise `InvalidInputError` if nothing can be drawn to `path`, before minutes are spent."""
-    if Path(path).suffix not in {".png", ".svg"}:
-        raise InvalidInputError(
-            f"{path} is neither PNG nor SVG.", next_step="End the name in .png or .svg."
-        )
-    if util.find_spec("matplotlib") is None:
+def _curve_of(comparison: Comparison, name: str) -> dict[str, Any]:
+    curve = comparison.curves.get(name)
+    return {} if curve is None else {"memory_curve": asdict(curve)}
+
+
+def check_plot(*paths: str | None) -> None:
+    """Raise `InvalidInputError` if nothing can be drawn to a path, before minutes are spent.
+
+    None stands for a picture that is not wanted.
+    """
+    wanted = [path for path in paths if path]
+    for path in wanted:
+        if Path(path).suffix not in {".png", ".svg"}:
+            raise InvalidInputError(
+                f"{path} is neither PNG nor SVG.", next_step="End the name in .png or .svg."
+            )
+    if wanted and util.find_spec("matplotlib") is None:
         raise InvalidInputError(
             "A plot needs matplotlib, which is not installed.",
             next_step="pip install matplotlib, or leave --plot out.",
         )
+
+
+def draw(
+    comparisons: Sequence[Comparison], title: str, *, figures: str | None, memory: str | None
+) -> None:
+    """Draw what is wanted of both pictures. Raises as `check_plot`."""
+    if figures:
+        plot(comparisons, figures, title)
+    if memory:
+        plot_memory(comparisons, memory, title)
 
 
 def plot(comparisons: Sequence[Comparison], path: str, title: str) -> None:
@@ -165,6 +186,31 @@ def plot(comparisons: Sequence[Comparison], path: str, title: str) -> None:
         panel.tick_params(labelsize=8)
         panel.spines[["top", "right"]].set_visible(b=False)
     panels[-1].set_xlabel("seconds, median with minimum and maximum", fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def plot_memory(comparisons: Sequence[Comparison], path: str, title: str) -> None:
+    """Draw how memory went with time, one panel a comparison; PNG or SVG by the name.
+
+    Raises as `check_plot`.
+    """
+    check_plot(path)
+    from matplotlib.figure import Figure  # noqa: PLC0415  # an optional package
+
+    figure = Figure(figsize=(8, 2.6 * len(comparisons) + 0.6), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    panels = figure.subplots(len(comparisons), 1, squeeze=False)[:, 0]
+    for panel, comparison in zip(panels, comparisons, strict=True):
+        for name, curve in comparison.curves.items():
+            dashes = "--" if name == comparison.floor else "-"
+            mebibytes = [count / 2**20 for count in curve.extra_bytes]
+            panel.plot(curve.seconds, mebibytes, dashes, label=name, linewidth=1.2)
+        panel.set_title(comparison.what, loc="left", fontsize=9)
+        panel.set_ylabel("extra MiB", fontsize=8)
+        panel.tick_params(labelsize=8)
+        panel.spines[["top", "right"]].set_visible(b=False)
+        panel.legend(fontsize=7, frameon=False)
+    panels[-1].set_xlabel("seconds; resident memory of the rank that takes most", fontsize=8)
     figure.savefig(path, dpi=150)
 
 

@@ -38,7 +38,8 @@ class BenchSettings:
     gib: size of the whole state, in GiB; run_count: measured runs of each contender, after one
     that warms up. engines: data planes of ours to compare. peers: measure stock torch and the
     AWS connector too, where they can reach the storage. latency_s: seconds that the bench's own
-    S3 server waits before it serves a request.
+    S3 server waits before it serves a request. memory_curves: look at the memory of a
+    first run of every contender, which is not timed.
     """
 
     url: str
@@ -53,6 +54,7 @@ class BenchSettings:
     peers: bool = False
     memory_limit_bytes: int | None = None
     latency_s: float = 0.0
+    memory_curves: bool = False
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.scenarios if name not in SCENARIOS]

@@ -77,6 +77,12 @@ _SCENARIOS = (
     "--simulate-tensors", default=2_000, show_default=True, help="Tensors of the simulated state."
 )
 @click.option("--plot", "plot_path", metavar="FILE", help="Draw the figures: .png or .svg.")
+@click.option(
+    "--memory-plot",
+    "memory_plot_path",
+    metavar="FILE",
+    help="Draw how memory goes in a first run of each: .png or .svg.",
+)
 @json_option
 @memory_option
 @storage_options()
@@ -97,6 +103,7 @@ def bench(  # noqa: PLR0913  # one argument an option
     simulate_ranks: Sequence[int],
     simulate_tensors: int,
     plot_path: str | None,
+    memory_plot_path: str | None,
     as_json: bool,
     memory_limit_bytes: int | None,
     storage_options: dict[str, Any] | None,
@@ -119,8 +126,8 @@ def bench(  # noqa: PLR0913  # one argument an option
         COLUMNS,
         as_json_body,
         check_plot,
+        draw,
         heading,
-        plot,
         rows_of,
     )
     from ckpt_storage.benchmark.run import SERVED, run_bench  # noqa: PLC0415  # as above
@@ -128,8 +135,7 @@ def bench(  # noqa: PLR0913  # one argument an option
 
     is_local = url is not None and "://" not in url.removeprefix("file://")
     can_be_cold = is_local and hasattr(os, "posix_fadvise")
-    if plot_path:
-        check_plot(plot_path)
+    check_plot(plot_path, memory_plot_path)
     found = run_bench(
         BenchSettings(
             url=SERVED if url is None else url,
@@ -145,13 +151,13 @@ def bench(  # noqa: PLR0913  # one argument an option
             peers=peers,
             memory_limit_bytes=memory_limit_bytes,
             latency_s=latency_ms / 1e3,
+            memory_curves=memory_plot_path is not None,
         )
     )
     if found is None:  # another rank prints
         return SOUND
     comparisons, facts = found
-    if plot_path:
-        plot(comparisons, plot_path, heading(facts))
+    draw(comparisons, heading(facts), figures=plot_path, memory=memory_plot_path)
     if as_json:
         output.emit("bench", **as_json_body(comparisons, facts))
         return SOUND
