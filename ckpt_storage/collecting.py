@@ -1,9 +1,10 @@
 """A pause of Python's cyclic garbage collector, for steps that make many objects and no cycles.
 
-Knows the collector only. Called by `reader`, `loads` and `planpack`. Thousands of plan items that
-live until the end of a load make the collector believe that it should look through everything,
-which in a process with torch takes 0.3 s each time; what ends while it is young is not counted.
-Only for steps of our own, which wait for nothing: meanwhile no thread's cycles are collected.
+Knows the collector only. Called by `source`, `reader`, `loads`, `loading` and `planpack`. Thousands
+of plan items that live until the end of a load make the collector believe that it should look
+through everything, which in a process with torch takes 0.3 s each time; what ends while it is young
+is not counted. Only for steps of our own, which wait for nothing: meanwhile no thread's cycles are
+collected.
 """
 
 from __future__ import annotations

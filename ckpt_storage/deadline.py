@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from .errors import CheckpointError, PhaseTimeoutError, StorageError
-from .options import Phase
+from .options import Phase, Timeouts
 
 __all__ = ["Deadline", "Watch"]
 
@@ -61,6 +61,11 @@ class Deadline:
         self._clock = clock
         self._watch = watch
         self._at = clock() + timeout_s
+
+    @classmethod
+    def of(cls, timeouts: Timeouts, phase: Phase) -> Deadline:
+        """Return the deadline of a phase that begins now."""
+        return cls(phase, getattr(timeouts, phase))
 
     @property
     def at_monotonic_s(self) -> float:

@@ -124,27 +124,29 @@ def _run(
 ) -> None:
     operation.meet(reader.terms())
     operation.phase("load")
-    metadata = reader.read_metadata()
-    planner.set_up_planner(state, metadata, operation.is_coordinator)
-    reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
-
     if type(planner) is OwnChunksLoadPlanner:
-        plan = _own_plan(operation, reader, planner)
+        plan = _own_plan(operation, reader, planner, state)
     else:
-        plan = _agreed_plan(operation, reader, planner)
+        plan = _agreed_plan(operation, reader, planner, state)
     reader.read_data(plan, planner).wait()
     operation.all_gather(pickle.dumps(None))
 
 
 def _own_plan(
-    operation: Operation, reader: CheckpointStorageReader, planner: OwnChunksLoadPlanner
+    operation: Operation,
+    reader: CheckpointStorageReader,
+    planner: OwnChunksLoadPlanner,
+    state: dict[str, Any],
 ) -> LoadPlan:
     """Return this rank's plan, which the planner of no other rank has a say in.
 
     Ranks still agree on what they read; their plans travel only where reads may be shared.
     """
+    metadata = reader.read_lazily()
     with collector_paused():
+        planner.set_up_planner(state, metadata, operation.is_coordinator)
         plan = planner.create_local_plan()
+    reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
     told = plan if reader.may_share(operation.world_size, plan) else replace(plan, items=[])
 
     def decide(plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -156,9 +158,15 @@ def _own_plan(
 
 
 def _agreed_plan(
-    operation: Operation, reader: CheckpointStorageReader, planner: LoadPlanner
+    operation: Operation,
+    reader: CheckpointStorageReader,
+    planner: LoadPlanner,
+    state: dict[str, Any],
 ) -> LoadPlan:
     """Return this rank's plan as a planner makes it that may look at all ranks' plans."""
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata, operation.is_coordinator)
+    reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
 
     def decide(plans: list[LoadPlan]) -> list[LoadPlan]:
         return reader.prepare_global_plan(planner.create_global_plan(plans))

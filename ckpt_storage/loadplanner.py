@@ -145,26 +145,23 @@ def _reads_of(fqn: str, chunks: ChunkList, value: torch.Tensor, cuts: _Cuts) -> 
 
 def _items(fqn: str, parts: Iterable[_Part]) -> list[ReadItem]:
     kind = LoadItemType.TENSOR
-    return [
-        ReadItem(
-            kind,
-            MetadataIndex(fqn, dest, number),
-            dest_offsets,
-            MetadataIndex(fqn, saved, at),
-            saved_offsets,
-            sizes,
-        )
-        for dest, number, dest_offsets, saved, at, saved_offsets, sizes in parts
-    ]
+    items = []
+    for dest, number, dest_offsets, saved, at, saved_offsets, sizes in parts:
+        index = MetadataIndex(fqn, dest, number)
+        # Of what is cut as it was saved one index does: nobody can change it.
+        source = index if number == at and dest == saved else MetadataIndex(fqn, saved, at)
+        items.append(ReadItem(kind, index, dest_offsets, source, saved_offsets, sizes))
+    return items
 
 
 def _whole(fqn: str, shape: torch.Size) -> ReadItem:
     zeros = torch.Size((0,) * len(shape))
+    index = MetadataIndex(fqn, zeros, 0)
     return ReadItem(
         type=LoadItemType.TENSOR,
-        dest_index=MetadataIndex(fqn, zeros, 0),
+        dest_index=index,
         dest_offsets=zeros,
-        storage_index=MetadataIndex(fqn, zeros, 0),
+        storage_index=index,
         storage_offsets=zeros,
         lengths=shape,
     )

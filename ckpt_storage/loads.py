@@ -50,7 +50,9 @@ class LoadJob:
         self.requests: list[Request] = []
         self.shared: dict[Key, list[Request]] = {key: [] for key in shared}
         self._places: dict[str, list[Place]] = {}
-        self._tensors: list[tuple[ReadItem, torch.Tensor]] = []
+        # In two columns: thousands of pairs are as many objects for the collector to look at.
+        self._items: list[ReadItem] = []
+        self._targets: list[torch.Tensor] = []
         self._blobs: list[tuple[ReadItem, bytearray, Place]] = []
         self._sizes: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
         self._wholes: dict[tuple[str, int], tuple[Place, list[tuple[ReadItem, torch.Tensor]]]] = {}
@@ -58,13 +60,14 @@ class LoadJob:
     def plan(self, items: Sequence[ReadItem]) -> None:
         """Turn read items into requests; resolves every target, reads no payload."""
         keys = [(item.storage_index.fqn, _offsets_of(item)) for item in items]
-        places = self._source.places(keys)
-        if not self._verify:
-            places = [dataclasses.replace(place, crcs=None, block_bytes=1) for place in places]
+        self._source.require(keys)
         with collector_paused():
+            places = self._source.places(keys)
+            if not self._verify:
+                places = [dataclasses.replace(place, crcs=None, block_bytes=1) for place in places]
             self._request_all(items, keys, places)
         # Our copies to a GPU are not on the caller's stream: let what is queued there end first.
-        for device in {target.device for _, target in self._tensors if target.is_cuda}:
+        for device in {target.device for target in self._targets if target.is_cuda}:
             torch.cuda.synchronize(device)
 
     def _request_all(
@@ -97,7 +100,8 @@ class LoadJob:
                     phase="load",
                     next_step="Materialise it first, by to_empty() say.",
                 )
-            self._tensors.append((item, target))
+            self._items.append(item)
+            self._targets.append(target)
             if place.container == "torch_zip":
                 key = (place.path, place.start)
                 self._wholes.setdefault(key, (place, []))[1].append((item, target))
@@ -213,7 +217,7 @@ class LoadJob:
         if not unsafe_pickle:
             for _, buffer, place in self._blobs:
                 scan_blob(buffer, place)
-        for item, target in self._tensors:
+        for item, target in zip(self._items, self._targets, strict=True):
             self._planner.commit_tensor(item, target)
         for item, buffer, _ in self._blobs:
             self._planner.load_bytes(item, io.BytesIO(buffer))
@@ -267,7 +271,8 @@ def _contradiction(place: Place, found: str, sizes: tuple[int, ...]) -> FormatEr
 def _offsets_of(item: ReadItem) -> tuple[int, ...] | None:
     if item.type is LoadItemType.BYTE_IO:
         return None
-    return tuple(item.storage_index.offset or ())
+    # A size is a tuple, and equal to one: no copy of each.
+    return item.storage_index.offset or ()
 
 
 def _direct_view(target: torch.Tensor, dtype: torch.dtype) -> memoryview | None:

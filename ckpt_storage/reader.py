@@ -37,7 +37,7 @@ from .errors import (
 from .fetching import Fetch, run_fetches
 from .filemarks import FileMarks, open_marked, told_from_damage
 from .hostmemory import host_identity
-from .lazychunks import metadata_of
+from .lazychunks import lazy_metadata_of, metadata_of
 from .loads import LoadJob, cut_bytes, wanted_regions
 from .options import (
     LOCAL_READ_BYTES,
@@ -139,7 +139,7 @@ class CheckpointStorageReader(StorageReader):
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry or RetryPolicy()
         self._progress = progress
-        self._begin: Callable[[Phase], Deadline] = self._timed
+        self._begin: Callable[[Phase], Deadline] = partial(Deadline.of, self._timeouts)
         self._sharers: Sharers | None = None
         self._catching_up: threading.Thread | None = None
         self._own_order: ShareOrder | None = None
@@ -161,10 +161,7 @@ class CheckpointStorageReader(StorageReader):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin = self._timed
-
-    def _timed(self, phase: Phase) -> Deadline:
-        return Deadline(phase, getattr(self._timeouts, phase))
+        self._begin = partial(Deadline.of, self._timeouts)
 
     def attend(self, begin: Callable[[Phase], Deadline], sharers: Sharers | None = None) -> None:
         """Let `begin` start the phases of the loads to come, in place of our own clock.
@@ -224,6 +221,11 @@ class CheckpointStorageReader(StorageReader):
         source = self._opened()
         with collector_paused():
             return metadata_of(source, url=self._location.url)
+
+    def read_lazily(self) -> Metadata:
+        """Do as `read_metadata` for a planner of ours, which asks for entries one by one."""
+        self._source = None
+        return lazy_metadata_of(self._opened(), url=self._location.url)
 
     def _opened(self) -> Source:
         if self._source is None:
@@ -352,12 +354,13 @@ class CheckpointStorageReader(StorageReader):
             or not can_plan(sum(len(plan.items) for plan in plans))
         ):
             return None
-        return plan_shares(
-            wanted_regions(plans),
-            partial(_shape_of, source),
-            hosts=[hellos[rank].host for rank in range(len(plans))],
-            policy=policy,
-        )
+        with collector_paused():
+            return plan_shares(
+                wanted_regions(plans),
+                partial(_shape_of, source),
+                hosts=[hellos[rank].host for rank in range(len(plans))],
+                policy=policy,
+            )
 
     @at_dcp_border
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
@@ -474,14 +477,15 @@ class CheckpointStorageReader(StorageReader):
     ) -> None:
         is_remote = store.capabilities.is_remote
         costs = costs_for(is_remote=is_remote)
-        fetches = plan_reads(
-            load.requests,
-            part_bytes=options.part_bytes,
-            costs=costs,
-            stream_count=options.thread_count,
-            # A disk likes order; servers like to be asked for several things at a time.
-            turn=self._rank if is_remote else None,
-        )
+        with collector_paused():
+            fetches = plan_reads(
+                load.requests,
+                part_bytes=options.part_bytes,
+                costs=costs,
+                stream_count=options.thread_count,
+                # A disk likes order; servers like to be asked for several things at a time.
+                turn=self._rank if is_remote else None,
+            )
         total_bytes = sum(fetch.stop - fetch.start for fetch in [*own, *fetches])
         total_bytes += 0 if shared is None else shared.awaited_bytes
         deadline.expect(total_bytes)

@@ -227,7 +227,11 @@ def run_save(
             progress=chosen.progress,
         )
         terms = {**writer.terms(), **(job.terms() if job else {"consolidate": "no"})}
-        info = _Save(operation, writer, chosen).run(state(), terms)
+        save = _Save(operation, writer, chosen)
+        try:
+            info = save.run(state(), terms)
+        finally:
+            save.part()
         if job is None:
             return info
         operation.committed = info
@@ -259,6 +263,14 @@ class _Save:
         if phase == "write":
             self._write = deadline
         return deadline
+
+    def part(self) -> None:
+        """Let go of the writer, which holds this save as this save holds it.
+
+        Else the state that was saved stays in memory until Python looks for cycles.
+        """
+        self._writer.attend(self._operation.phase)
+        self._writer.tell_early(None)
 
     def run(self, state: dict[str, Any], terms: Mapping[str, str]) -> CheckpointInfo:
         operation = self._operation

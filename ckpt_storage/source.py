@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 from . import integrity, layout, slotlog
 from .ceilings import MOST_DOCUMENT_BYTES
+from .collecting import collector_paused
 from .deadline import Deadline
 from .documents import FileRef
 from .errors import (
@@ -159,6 +160,7 @@ class _Tensors(Mapping[str, TensorInfo]):
     def __init__(self, records: Mapping[str, TensorRecord]) -> None:
         self._records = records
         self._made: dict[str, TensorInfo] = {}
+        self._boxes: dict[tuple[int, tuple[int, ...]], Sequence[Box]] = {}
 
     def __getitem__(self, fqn: str) -> TensorInfo:
         found = self._made.get(fqn)
@@ -168,9 +170,19 @@ class _Tensors(Mapping[str, TensorInfo]):
                 fqn=fqn,
                 dtype=record.dtype,
                 shape=record.shape,
-                boxes=[box for box, _ in record.chunks or ()]
+                boxes=self._boxes_of(record),
+            )
+        return found
+
+    def _boxes_of(self, record: TensorRecord) -> Sequence[Box]:
+        # Tensors that are cut alike share one layout, which lives as long as the records.
+        key = (id(record.chunks if record.grid is None else record.grid), record.shape)
+        found = self._boxes.get(key)
+        if found is None:
+            found = self._boxes[key] = (
+                [box for box, _ in record.chunks or ()]
                 if record.grid is None
-                else GridBoxes(record.grid, record.shape),
+                else GridBoxes(record.grid, record.shape)
             )
         return found
 
@@ -270,7 +282,8 @@ class CommittedSource:
         found = self._ranks.get(rank)
         if found is None:
             if self.manifest.inline_ranks is not None:
-                found = self.manifest.inline_ranks[rank]
+                with collector_paused():
+                    found = self.manifest.inline_ranks[rank]
             else:
                 found = read_rank_manifest(
                     self.store, self.manifest.ranks[rank], save_id=self.manifest.save_id
@@ -357,7 +370,9 @@ class CommittedSource:
     def _place(self, key: Key, box: Box | None, rank: int) -> Place:
         index = self._indexes.get(rank)
         if index is None:
-            index = self._indexes[rank] = _RankIndex.of(self.rank_manifest(rank))
+            manifest = self.rank_manifest(rank)
+            with collector_paused():
+                index = self._indexes[rank] = _RankIndex.of(manifest)
         at = index.items.get(key)
         if at is None:
             raise FormatError(
@@ -457,8 +472,10 @@ def read_document(
 
 def read_rank_manifest(store: Store, reference: FileRef, *, save_id: str) -> RankManifest:
     """Return one rank manifest of `save_id`, checked. Raises as `read_document`."""
-    body = integrity.unseal(read_document(store, reference, save_id=save_id), path=reference.path)
-    return RankManifest.from_body(body, where=reference.path)
+    document = read_document(store, reference, save_id=save_id)
+    with collector_paused():
+        body = integrity.unseal(document, path=reference.path)
+        return RankManifest.from_body(body, where=reference.path)
 
 
 def read_manifest(store: Store, record: SlotRecord) -> Manifest:
@@ -466,8 +483,10 @@ def read_manifest(store: Store, record: SlotRecord) -> Manifest:
     reference, save_id = record.manifest, record.save_id
     if reference is None or save_id is None:  # pragma: no cover  # SlotRecord.decode refuses it
         raise FormatError(f"{layout.slot_path(record.slot)} names no manifest.")
-    body = integrity.unseal(read_document(store, reference, save_id=save_id), path=reference.path)
-    manifest = Manifest.from_body(body, where=reference.path)
+    document = read_document(store, reference, save_id=save_id)
+    with collector_paused():
+        body = integrity.unseal(document, path=reference.path)
+        manifest = Manifest.from_body(body, where=reference.path)
     if manifest.save_id != record.save_id:
         raise FormatError(
             f"{reference.path} belongs to save {manifest.save_id}.",

@@ -184,13 +184,10 @@ class CheckpointStorageWriter(StorageWriter):
         self._retry = retry or RetryPolicy()
         self._progress = progress
         self._threads = threading.local()
-        self._begin_phase: Callable[[Phase], Deadline] = self._timed
+        self._begin_phase: Callable[[Phase], Deadline] = partial(Deadline.of, self._timeouts)
         self._told: Callable[[list[WriteResult]], object] | None = None
         self._user: Mapping[str, Any] = {}
         self._replaces: frozenset[str] = frozenset()
-
-    def _timed(self, phase: Phase) -> Deadline:
-        return Deadline(phase, getattr(self._timeouts, phase))
 
     def attend(self, begin: Callable[[Phase], Deadline]) -> None:
         """Let `begin` start the phases of the saves to come, in place of our own clock.
@@ -199,7 +196,7 @@ class CheckpointStorageWriter(StorageWriter):
         """
         self._begin_phase = begin
 
-    def tell_early(self, told: Callable[[list[WriteResult]], object]) -> None:
+    def tell_early(self, told: Callable[[list[WriteResult]], object] | None) -> None:
         """Have `told` called with what `write_data` will return while the last of it is sent.
 
         For the front doors. Only where `is_told_early`, and then by `write_data` of every rank,
@@ -257,7 +254,7 @@ class CheckpointStorageWriter(StorageWriter):
         self.__dict__.update(state)
         self._process_group = None
         self._threads = threading.local()
-        self._begin_phase = self._timed
+        self._begin_phase = partial(Deadline.of, self._timeouts)
         self._told = None
 
     @classmethod
@@ -332,7 +329,7 @@ class CheckpointStorageWriter(StorageWriter):
         found: list[commit.Looked] = []
 
         def look() -> None:
-            deadline = self._timed("plan")
+            deadline = Deadline.of(self._timeouts, "plan")
             with deadline.governs(f"Beginning a save to {save.location.url}", rank=save.rank):
                 store = bounded(self._store(save), deadline)
                 found.append(commit.look(store, overwrite=self._overwrite))
@@ -631,7 +628,7 @@ class CheckpointStorageWriter(StorageWriter):
         save = self._save()
         granted = self._granted(save)
         save.prepared = prepare_commit(
-            bounded(self._store(save), save.deadline or self._timed("write")),
+            bounded(self._store(save), save.deadline or Deadline.of(self._timeouts, "write")),
             granted.grant,
             world_size=granted.world_size,
             metadata=metadata,

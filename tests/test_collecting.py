@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import ReadItem
 
-from ckpt_storage import load, save
+from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, load, save
 from ckpt_storage.collecting import collector_paused
 from ckpt_storage.resolving import target_resolver
 
@@ -82,3 +84,73 @@ def test_it_works_while_storage_is_waited_for(
     load({"w": torch.zeros(3)}, tmp_path / "run")
     assert seen == {"plan": False, "read": True}
     assert gc.isenabled()
+
+
+def small_state(count: int) -> dict[str, torch.Tensor]:
+    """Return so many tensors of a few bytes."""
+    return {f"w{number}": torch.ones(3) for number in range(count)}
+
+
+def by_front_doors(state: dict[str, torch.Tensor], at: str) -> None:
+    """Save and load by `save` and `load`."""
+    save(state, at, overwrite=True)
+    load(state, at)
+
+
+def by_dcp(state: dict[str, torch.Tensor], at: str) -> None:
+    """Save and load by torch's calls with our plug-ins."""
+    dcp.save(state, storage_writer=CheckpointStorageWriter(at, overwrite=True), no_dist=True)
+    dcp.load(state, storage_reader=CheckpointStorageReader(at), no_dist=True)
+
+
+@pytest.mark.parametrize("saved_and_loaded", [by_front_doors, by_dcp])
+def test_nothing_of_a_state_waits_for_the_collector(
+    tmp_path: Path, saved_and_loaded: Callable[[dict[str, torch.Tensor], str], None]
+) -> None:
+    """What was saved and loaded ends with its last user, though the collector never runs."""
+    gc.disable()
+    state = small_state(3)
+    refs = [weakref.ref(tensor) for tensor in state.values()]
+    saved_and_loaded(state, str(tmp_path / "run"))
+    saved_and_loaded(state, str(tmp_path / "run"))
+    del state
+    assert [ref() for ref in refs] == [None] * 3
+
+
+@pytest.mark.parametrize("saved_and_loaded", [by_front_doors, by_dcp])
+def test_what_is_left_to_the_collector_does_not_grow_with_a_state(
+    tmp_path: Path, saved_and_loaded: Callable[[dict[str, torch.Tensor], str], None]
+) -> None:
+    """Plans and metadata of thousands of tensors are freed when a call ends, not some time later.
+
+    Else they count as long-lived, and the collector soon looks through all that a process holds.
+    """
+    left = []
+    for count in (10, 10, 200):
+        state = small_state(count)
+        saved_and_loaded(state, str(tmp_path / "run"))
+        gc.collect()
+        gc.disable()
+        saved_and_loaded(state, str(tmp_path / "run"))
+        left.append(gc.collect())
+    assert left[2] - left[1] < 190
+
+
+def test_a_load_of_many_tensors_hardly_wakes_it(tmp_path: Path) -> None:
+    """What lives as long as a load is made in a few bounded steps, which wait for nothing."""
+    state = small_state(3000)
+    save(state, tmp_path / "run")
+    load(state, tmp_path / "run")
+    gc.collect()
+    begun = []
+
+    def noted(phase: str, _: object) -> None:
+        if phase == "start":
+            begun.append(phase)
+
+    gc.callbacks.append(noted)
+    try:
+        load(state, tmp_path / "run")
+    finally:
+        gc.callbacks.remove(noted)
+    assert len(begun) < 25

@@ -372,7 +372,11 @@ class RetryStore:
             if not self._may_repeat(failure, repeat, attempt, delay_s):
                 if attempt > 1:
                     failure.add_note(f"Tried {attempt} times in {self._clock() - start_s:.1f} s.")
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    # The traceback leads to this frame, and the frame must not lead back.
+                    del failure
             # Kept no longer than this, since its traceback holds the caller's buffers.
             del failure
             self._wait(delay_s)

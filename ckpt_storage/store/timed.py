@@ -310,7 +310,11 @@ class TimedPool:
             if not worker.abandon(request.left_name, late):
                 worker.stop()
             raise
-        result: T = self._ended(worker, value, error)
+        try:
+            result: T = self._ended(worker, value, error)
+        finally:
+            # Its traceback leads to this frame, and the frame must not lead back.
+            del error
         return result
 
     def hold(self, call: Callable[[], T]) -> T:
@@ -334,7 +338,11 @@ class TimedPool:
             if not worker.abandon(f"{self._name} abandoned", None):
                 worker.stop()
             raise
-        result: T = self._ended(worker, value, error)
+        try:
+            result: T = self._ended(worker, value, error)
+        finally:
+            # Its traceback leads to this frame, and the frame must not lead back.
+            del error
         return result
 
     def _watched(self, worker: _Worker, hold: _Hold) -> tuple[Any, BaseException | None]:
