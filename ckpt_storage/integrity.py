@@ -20,9 +20,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from crc32c import crc32c as _crc32c
-
 from .ceilings import MOST_DOCUMENT_BYTES
+from .checksums import crc32c_of, crcs_of_blocks
 from .errors import FormatError, IntegrityError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -30,17 +29,29 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
+__all__ = [
+    "BlockHasher",
+    "block_crcs",
+    "check_format",
+    "combine",
+    "combine_blocks",
+    "combine_each",
+    "combine_many",
+    "crc32c_of",
+    "crc_of_zeros",
+    "decode_crcs",
+    "encode_crcs",
+    "encode_format",
+    "first_wrong_block",
+    "seal",
+    "unseal",
+]
+
 _POLYNOMIAL = 0x82F63B78
 _ALL_ONES = 0xFFFFFFFF
 # Polynomials are reflected, as in the checksum itself: the highest bit is the coefficient of 1.
 _ONE = 1 << 31
 _X = 1 << 30
-
-# Up to this length the interpreter's lock is kept: 16 MiB take well under a millisecond. A thread
-# that gives the lock away gets it back only after `sys.getswitchinterval()` (5 ms) when another
-# runs Python, which made a 64 KiB block cost 1.2 ms instead of 5 us beside a busy thread.
-_KEEP_LOCK_BYTES = 16 << 20
-_KEEP_LOCK, _RELEASE_LOCK = 0, 1
 
 # Below this many blocks plain integers beat numpy's cost per call.
 _SCALAR_BLOCK_COUNT = 10
@@ -56,16 +67,6 @@ _RESTORE = "Restore the file from a copy, or load another checkpoint."
 _WRONG_FILE = "Check that the URL names a checkpoint and that no other program wrote the file."
 
 
-def crc32c_of(data: Buffer, crc: int = 0) -> int:
-    """Return the CRC-32C of what `crc` stands for followed by the bytes of `data`.
-
-    `data` is any C-contiguous buffer. Other Python threads run meanwhile only when it is longer
-    than 16 MiB.
-    """
-    keep = memoryview(data).nbytes <= _KEEP_LOCK_BYTES
-    return _crc32c(data, crc, _KEEP_LOCK if keep else _RELEASE_LOCK)
-
-
 def first_wrong_block(
     view: memoryview, block_bytes: int, crcs: Sequence[int], first_block: int
 ) -> int | None:
@@ -74,12 +75,12 @@ def first_wrong_block(
     `view` is of bytes and begins with block `first_block`, whose checksum is at that place in
     `crcs`; its last block may be shorter. None if all are right.
     """
-    # One call a block and nothing else: what Python does around it costs a tenth of the checksum.
-    mode = _KEEP_LOCK if block_bytes <= _KEEP_LOCK_BYTES else _RELEASE_LOCK
-    for at in range(0, len(view), block_bytes):
-        if _crc32c(view[at : at + block_bytes], 0, mode) != crcs[first_block]:
-            return at
-        first_block += 1
+    found = crcs_of_blocks(view, block_bytes)
+    if found == list(crcs[first_block : first_block + len(found)]):
+        return None
+    for number, crc in enumerate(found):
+        if crc != crcs[first_block + number]:
+            return number * block_bytes
     return None
 
 
@@ -90,13 +91,12 @@ class BlockHasher:
     payload has none. Nothing is copied. Not safe to share between threads.
     """
 
-    __slots__ = ("_block_bytes", "_crc", "_crcs", "_filled_bytes", "_mode")
+    __slots__ = ("_block_bytes", "_crc", "_crcs", "_filled_bytes")
 
     def __init__(self, block_bytes: int) -> None:
         if block_bytes < 1:
             raise ValueError(f"block_bytes is {block_bytes}")
         self._block_bytes = block_bytes
-        self._mode = _KEEP_LOCK if block_bytes <= _KEEP_LOCK_BYTES else _RELEASE_LOCK
         self._crcs: array[int] = array("I")
         self._crc = 0
         self._filled_bytes = 0
@@ -110,21 +110,19 @@ class BlockHasher:
             return
         if view.ndim != 1 or view.format != "B":
             view = view.cast("B")
-        block, mode = self._block_bytes, self._mode
+        block = self._block_bytes
         start = 0
         if self._filled_bytes:
             start = min(block - self._filled_bytes, size)
-            self._crc = _crc32c(view[:start], self._crc, mode)
+            self._crc = crc32c_of(view[:start], self._crc)
             self._filled_bytes += start
             if self._filled_bytes < block:
                 return
             self._crcs.append(self._crc)
         rest = size - (size - start) % block
-        self._crcs.extend(
-            [_crc32c(view[at : at + block], 0, mode) for at in range(start, rest, block)]
-        )
+        self._crcs.extend(crcs_of_blocks(view[start:rest], block))
         self._filled_bytes = size - rest
-        self._crc = _crc32c(view[rest:], 0, mode)
+        self._crc = crc32c_of(view[rest:])
 
     def finish(self) -> array[int]:
         """Return the checksums of all blocks (type code "I"), and begin a new payload."""

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckpt_storage.integrity import crc32c_of
+from ckpt_storage.checksums import crcs_of_blocks
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.store import Location
 from ckpt_storage.store.posix import Posix
@@ -32,8 +32,7 @@ Seen = Callable[[memoryview], object]
 
 def checksum(view: memoryview) -> None:
     """Compute the CRC-32C of each block, as a reader does that holds them to something."""
-    for at in range(0, len(view), DEFAULT_BLOCK_BYTES):
-        crc32c_of(view[at : at + DEFAULT_BLOCK_BYTES])
+    crcs_of_blocks(view, DEFAULT_BLOCK_BYTES)
 
 
 class Plain(Protocol):

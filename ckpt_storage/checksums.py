@@ -1,0 +1,139 @@
+"""CRC-32C of a buffer and of each of its blocks, by the faster of two libraries.
+
+`crc32c` is always there. `fastcrc`, of the extra `fast`, uses wider vectors where the processor
+has them; whether that pays here is measured at the first long buffer. Knows no block length, no
+document and no file. Called by `integrity` and by the bench's floors.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING
+
+from crc32c import crc32c as _crc32c
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+log = logging.getLogger("ckpt_storage")
+
+Digest = Callable[["Buffer", int], int]
+"""Returns the CRC-32C of what a checksum stands for followed by the bytes of a buffer."""
+
+# Up to this length the interpreter's lock is kept: 16 MiB take well under a millisecond. A thread
+# that gives the lock away gets it back only after `sys.getswitchinterval()` (5 ms) when another
+# runs Python, which made a 64 KiB block cost 1.2 ms instead of 5 us beside a busy thread.
+_KEEP_LOCK_BYTES = 16 << 20
+_KEEP_LOCK, _RELEASE_LOCK = 0, 1
+
+# From 16 KiB on fastcrc gives the lock away at each call (its README says so), so it gets less at
+# a time: a block of 64 KiB is five calls, which together still take less time than one of crc32c.
+_PIECE_BYTES = 13 << 10
+_LONG_BYTES = 16 << 10
+
+_TRIAL_BYTES, _TRIAL_BLOCKS = 64 << 10, 4
+_TRIALS = 7
+# Nearly as fast is no reason to change: the trial is short.
+_WORTH_IT = 0.95
+
+
+def crc32c_of(data: Buffer, crc: int = 0) -> int:
+    """Return the CRC-32C of what `crc` stands for followed by the bytes of `data`.
+
+    `data` is any C-contiguous buffer. Other Python threads run meanwhile only when it is longer
+    than 16 MiB.
+    """
+    view = memoryview(data)
+    size = view.nbytes
+    if size >= _LONG_BYTES:
+        fast = _faster()
+        if fast is not None:
+            return fast(data, crc) if size > _KEEP_LOCK_BYTES else _in_pieces(fast, view, crc)
+    return _crc32c(data, crc, _KEEP_LOCK if size <= _KEEP_LOCK_BYTES else _RELEASE_LOCK)
+
+
+def crcs_of_blocks(view: memoryview, block_bytes: int) -> list[int]:
+    """Return the CRC-32C of each block of `view`, which is of bytes; the last may be shorter."""
+    if block_bytes > _KEEP_LOCK_BYTES:
+        starts = range(0, len(view), block_bytes)
+        return [crc32c_of(view[at : at + block_bytes]) for at in starts]
+    fast = _faster() if min(block_bytes, len(view)) >= _LONG_BYTES else None
+    return _plainly(view, block_bytes) if fast is None else _by_pieces(fast, view, block_bytes)
+
+
+# One call a piece and nothing else: what Python does around it costs a tenth of the checksum.
+
+
+def _plainly(view: memoryview, block_bytes: int) -> list[int]:
+    starts = range(0, len(view), block_bytes)
+    return [_crc32c(view[at : at + block_bytes], 0, _KEEP_LOCK) for at in starts]
+
+
+def _by_pieces(fast: Digest, view: memoryview, block_bytes: int) -> list[int]:
+    pieces = _pieces(block_bytes)
+    crcs = []
+    for at in range(0, len(view), block_bytes):
+        crc = 0
+        for start, stop in pieces:
+            # Pieces behind the end of a short block are empty and change nothing.
+            crc = fast(view[at + start : at + stop], crc)
+        crcs.append(crc)
+    return crcs
+
+
+def _in_pieces(fast: Digest, view: memoryview, crc: int) -> int:
+    if view.ndim != 1 or view.format != "B":
+        view = view.cast("B")
+    for at in range(0, len(view), _PIECE_BYTES):
+        crc = fast(view[at : at + _PIECE_BYTES], crc)
+    return crc
+
+
+@lru_cache(maxsize=16)
+def _pieces(block_bytes: int) -> tuple[tuple[int, int], ...]:
+    starts = range(0, block_bytes, _PIECE_BYTES)
+    return tuple((start, min(start + _PIECE_BYTES, block_bytes)) for start in starts)
+
+
+@cache
+def _faster() -> Digest | None:
+    """Return fastcrc's function if it is there, right and worth it here; else None.
+
+    Two threads that ask first at the same time both try, and keep either's answer.
+    """
+    try:
+        from fastcrc.crc32 import iscsi  # noqa: PLC0415  # only those who hash load it
+    except ModuleNotFoundError as error:
+        if error.name != "fastcrc":
+            log.warning("fastcrc cannot be imported, crc32c is used: %s", error)
+        return None
+    except Exception as error:  # noqa: BLE001  # whatever ails it, crc32c does the same work
+        log.warning("fastcrc cannot be imported, crc32c is used: %s", error)
+        return None
+    return iscsi if is_worth_it(iscsi) else None
+
+
+def is_worth_it(fast: Digest, clock: Callable[[], float] = time.perf_counter) -> bool:
+    """Tell whether `fast` takes clearly less time than crc32c for blocks in cache, as used here.
+
+    Takes about 200 us; logs a warning if `fast` computes something else.
+    """
+    sample = memoryview(bytes(range(256)) * (_TRIAL_BLOCKS * _TRIAL_BYTES // 256))
+    if _in_pieces(fast, sample, 1) != _crc32c(sample, 1, _KEEP_LOCK):
+        log.warning("fastcrc computes another CRC-32C than crc32c, which is used")
+        return False
+    took_s = _least_s(lambda: _by_pieces(fast, sample, _TRIAL_BYTES), clock)
+    return took_s < _WORTH_IT * _least_s(lambda: _plainly(sample, _TRIAL_BYTES), clock)
+
+
+def _least_s(action: Callable[[], object], clock: Callable[[], float]) -> float:
+    least_s = math.inf
+    for _ in range(_TRIALS):
+        start = clock()
+        action()
+        least_s = min(least_s, clock() - start)
+    return least_s
