@@ -31,8 +31,8 @@ class Coordinator:
         board: memory that all ranks share.
         rank: of this process in the group.
         world_size: number of ranks in the group.
-        look_s: longest pause in seconds between two looks at the board; by default it grows with
-            the world, so that thousands of ranks do not flood the board's server.
+        look_s: longest pause in seconds between two looks for failures of others; by default it
+            grows with the world, so that thousands of ranks do not flood the board's server.
 
     """
 
@@ -46,7 +46,7 @@ class Coordinator:
             )
         self.rank = rank
         self.world_size = world_size
-        self.look_s = min(1.0, 0.02 + world_size / 20_000) if look_s is None else look_s
+        self.look_s = min(1.0, 0.1 + world_size / 20_000) if look_s is None else look_s
         self.board = board
         self.debris: list[str] = []
         self.number = 0

@@ -38,11 +38,15 @@ _CONNECT_S = 60.0
 class StoreBoard:
     """A `Board` on a `torch.distributed` store; calls that hang are left behind in a thread."""
 
-    def __init__(self, connect: Callable[[], dist.Store], prefix: str) -> None:
+    def __init__(
+        self, connect: Callable[[], dist.Store], prefix: str, *, pool: TimedPool | None = None
+    ) -> None:
         self._connect = connect
         self._prefix = prefix
         self._root: dist.Store | None = None
-        self._pool = TimedPool("ckpt-storage board")
+        # Of twins the threads are common: each operation makes a twin, and would start one anew.
+        self._pool = pool or TimedPool("ckpt-storage board")
+        self._owns_pool = pool is None
         self._piece_counts: dict[str, int] = {}
 
     def root(self) -> dist.Store:
@@ -57,12 +61,13 @@ class StoreBoard:
         Connects in its first call: a server that is gone is tried for as long as that may take.
         """
         # Torch's stub of a store leaves `clone` out.
-        return StoreBoard(lambda: self.root().clone(), self._prefix)  # type: ignore[attr-defined]
+        return StoreBoard(lambda: self.root().clone(), self._prefix, pool=self._pool)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Drop the connection and end the waiting threads; a call under way ends by itself."""
+        """Drop the connection, with the last twin the waiting threads; calls end by themselves."""
         self._root = None
-        self._pool.close()
+        if self._owns_pool:
+            self._pool.close()
 
     def _open(self) -> dist.Store:
         return dist.PrefixStore(self._prefix, self.root())

@@ -194,6 +194,8 @@ class Operation:
         seconds: float = getattr(self.timeouts, phase) if timeout_s is None else timeout_s
         self._waits.deadline = Deadline(phase, seconds, watch=self)
         self._signs.begin(phase, total_bytes)
+        if self._watcher is not None:
+            self._watcher.nudge()
         self.on_phase()
         return self._waits.deadline
 

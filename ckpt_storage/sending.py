@@ -69,6 +69,7 @@ class PartSender:
         self._deadline = deadline
         self._on_bytes = on_bytes
         self._upload: Upload | None = None
+        self._queueing: Queueing | None = None
         self._part_count = 0
         self._sent_bytes = 0
         self._claimed_bytes = 0
@@ -123,8 +124,8 @@ class PartSender:
         self._copied_bytes = 0
         self._part_count += 1
         self._sent_bytes += size_bytes
-        if isinstance(upload, Queueing) and self._queue(
-            upload, number, offset, views, size_bytes, claimed_bytes, last=last
+        if self._queueing is not None and self._queue(
+            self._queueing, number, offset, views, size_bytes, claimed_bytes, last=last
         ):
             return
 
@@ -226,9 +227,9 @@ class PartSender:
         upload = self._begun()
         if self._workers is not None:
             self._workers.drain()
-        if isinstance(upload, Queueing):
+        if self._queueing is not None:
             while self._queued_count:
-                self._await_freed(upload)
+                self._await_freed(self._queueing)
         upload.complete(total_bytes)
         self._deadline.ended_file()
         self._stop()
@@ -244,7 +245,9 @@ class PartSender:
 
     def _begun(self) -> Upload:
         if self._upload is None:
-            self._upload = self._store.start_upload(self._path, part_bytes=self._part_bytes)
+            upload = self._store.start_upload(self._path, part_bytes=self._part_bytes)
+            self._queueing = upload if isinstance(upload, Queueing) else None
+            self._upload = upload
             if isinstance(self._upload, Reserving):
                 self._upload.reserve(self._planned_bytes)
         return self._upload

@@ -24,6 +24,9 @@ log = logging.getLogger("ckpt_storage")
 
 _STOP_S = 0.25
 
+_NEWS_S = 0.02
+"""How soon a new phase is told: a save begins several at once, and each word costs three looks."""
+
 
 class Watcher:
     """Watches one operation on one rank, on a connection to the board of its own.
@@ -37,7 +40,7 @@ class Watcher:
         phase: returns the deadline of the present phase.
         on_failure: takes an error and the rank that reported it; called once, from the thread.
         silence_s: how long a rank may give no sign of life.
-        look_s: pause between two looks.
+        look_s: longest pause between two looks; `nudge` shortens one.
 
     """
 
@@ -68,6 +71,7 @@ class Watcher:
         self._silence_s = silence_s
         self._look_s = look_s
         self._has_ended = threading.Event()
+        self._has_news = threading.Event()
         others = [other for other in range(world_size) if other != rank]
         self._watched = others if rank == COORDINATOR else [COORDINATOR]
         # The coordinator reads every rank's sign: thousands of them need longer for a round.
@@ -86,12 +90,17 @@ class Watcher:
         self._signs.start_listening()
         self._thread.start()
 
+    def nudge(self) -> None:
+        """Have it told soon what this rank is about: it has begun a phase; from any thread."""
+        self._has_news.set()
+
     def stop(self) -> None:
         """Let the thread end, which it does at once unless the board hangs.
 
         It should not be inside a call of torch's when the interpreter ends: that aborts.
         """
         self._has_ended.set()
+        self._has_news.set()
         self._thread.join(_STOP_S)
         if not self._thread.is_alive():
             self._board.close()
@@ -110,12 +119,12 @@ class Watcher:
         board, limit_s = self._board, self._silence_s
         next_beat_s = 0.0
         told: Deadline | None = None
-        while not self._has_ended.wait(self._look_s):
+        while not self._pause():
             data = board.get(f"{self._prefix}/failed", limit_s)
             if data is not None:
                 self._on_report(pickle.loads(data))  # noqa: S301  # our own ranks
                 return
-            # A new phase is told at once: a rank that dies in it is named with it.
+            # A new phase is told soon: a rank that dies in it is named with it.
             phase = self._phase()
             if phase is told and time.monotonic() < next_beat_s:
                 continue
@@ -130,6 +139,14 @@ class Watcher:
                 board.set_first(f"{self._prefix}/failed", report, limit_s)
                 self._on_failure(error)
                 return
+
+    def _pause(self) -> bool:
+        """Wait until the next look; return whether there is none."""
+        first_s = min(_NEWS_S, self._look_s)
+        if not self._has_ended.wait(first_s):
+            self._has_news.wait(self._look_s - first_s)
+            self._has_news.clear()
+        return self._has_ended.is_set()
 
     def _silent(self, ranks: Sequence[int]) -> RankFailedError:
         known = {rank: self._signs.describe(rank) for rank in ranks}

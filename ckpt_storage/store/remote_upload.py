@@ -31,6 +31,8 @@ class RemoteUpload:
 
     def __init__(self, inner: Upload, border: Border) -> None:
         self._inner = inner
+        # Asked once: to look through a protocol takes longer than to queue a part.
+        self._queueing = inner if isinstance(inner, Queueing) else None
         self._border = border
         self.repeatable = bool(getattr(inner, "repeatable", True))
         """Whether a part may be sent again after an error; `retry` asks."""
@@ -52,7 +54,7 @@ class RemoteUpload:
     @property
     def pause_s(self) -> float:
         """For how long (seconds) the upload waits before it repeats a request; see `Queueing`."""
-        return self._inner.pause_s if isinstance(self._inner, Queueing) else 0.0
+        return 0.0 if self._queueing is None else self._queueing.pause_s
 
     def queue_part(
         self,
@@ -64,16 +66,16 @@ class RemoteUpload:
         freed: Callable[[], None],
     ) -> bool:
         """Take a part without waiting until it is sent, where the dialect can do so."""
-        inner = self._inner
-        return isinstance(inner, Queueing) and self._run(
+        inner = self._queueing
+        return inner is not None and self._run(
             f"write of part {number}",
             lambda: inner.queue_part(number, offset, buffers, last=last, freed=freed),
         )
 
     def check(self) -> None:
         """Raise what ended the upload while parts were queued."""
-        if isinstance(self._inner, Queueing):
-            self._run("write of the parts", self._inner.check)
+        if self._queueing is not None:
+            self._run("write of the parts", self._queueing.check)
 
     def complete(self, total_bytes: int) -> None:
         """Make the object visible; idempotent, and right about an answer that was lost."""

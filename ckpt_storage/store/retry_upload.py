@@ -67,6 +67,8 @@ class RetryUpload:
     def __init__(self, store: Runner, inner: Upload, path: str) -> None:
         self._store = store
         self._inner = inner
+        # Asked once: to look through a protocol takes longer than to queue a part.
+        self._queueing = inner if isinstance(inner, Queueing) else None
         self._path = path
         self._given_up_part: int | None = None
         self._sent_bytes = 0
@@ -112,7 +114,7 @@ class RetryUpload:
     @property
     def pause_s(self) -> float:
         """For how long (seconds) the upload waits before it repeats a request; see `Queueing`."""
-        return self._inner.pause_s if isinstance(self._inner, Queueing) else 0.0
+        return 0.0 if self._queueing is None else self._queueing.pause_s
 
     def queue_part(
         self,
@@ -125,15 +127,15 @@ class RetryUpload:
     ) -> bool:
         """Take a part without waiting until it is sent, where the upload can; never repeated."""
         self._check_alive()
-        inner = self._inner
-        return isinstance(inner, Queueing) and inner.queue_part(
+        inner = self._queueing
+        return inner is not None and inner.queue_part(
             number, offset, buffers, last=last, freed=freed
         )
 
     def check(self) -> None:
         """Raise what ended the upload while parts were queued."""
-        if isinstance(self._inner, Queueing):
-            self._inner.check()
+        if self._queueing is not None:
+            self._queueing.check()
 
     def _sending(self, number: int, operation: str, call: Callable[[], T]) -> T:
         """Run what sends part `number`; the upload is dead if that may still be going on."""
