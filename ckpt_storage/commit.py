@@ -37,13 +37,24 @@ _ANSWER_LOST = frozenset({"exists", "timeout"})
 class Grant:
     """The coordinator's leave for one save attempt; sent to every rank.
 
-    `last_slot` is the highest slot when the attempt began; the commit aims at the next one.
+    `last_slot` is the highest slot when the attempt began; the commit aims at the next one. A leave
+    that is only `promised` has but the id: nothing may become visible before it is kept.
     """
 
     save_id: str
     last_slot: int
     previous: HeadRef | None
     exclusive: bool
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether the attempt has yet to begin, and may be refused."""
+        return self.last_slot < 0
+
+
+def promised() -> Grant:
+    """Return a leave for an attempt that `begin` will begin by this save id, or refuse."""
+    return Grant(save_id=layout.new_save_id(), last_slot=-1, previous=None, exclusive=False)
 
 
 def begin(
@@ -54,6 +65,7 @@ def begin(
     replaces: Collection[str] = (),
     claims: bool = True,
     looked: Looked | None = None,
+    save_id: str | None = None,
 ) -> Grant:
     """Open a save attempt: check what is there, draw a save id, make the folders, claim them.
 
@@ -61,7 +73,8 @@ def begin(
     torch's, when `overwrite` is False, unless it is a save of ours whose id is in `replaces`. A
     folder that holds anything else is left as it is.
     `probe` tells whether the storage's exclusive create can be relied on. Without `claims` the
-    caller calls `claim`. `looked` is what `look` returned, if it was called before.
+    caller calls `claim`. `looked` is what `look` returned, if it was called before; `save_id` is
+    the id that was `promised`.
     """
     found, is_shown = looked or look(store, overwrite=overwrite)
     if not overwrite:
@@ -80,7 +93,7 @@ def begin(
                 phase="plan",
                 next_step="Save to another id, or pass overwrite=True to replace it.",
             )
-    save_id = layout.new_save_id()
+    save_id = save_id or layout.new_save_id()
     store.prepare([layout.COMMITS, layout.save_folder(save_id), layout.ranks_folder(save_id)])
     exclusive = probe(store)
     if claims:

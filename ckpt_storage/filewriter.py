@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from . import integrity
 from .deadline import Deadline
 from .errors import InvalidInputError
 from .manifest import ItemTable, ShardFile
-from .options import MIB, TransferOptions
+from .options import DEFAULT_PART_BYTES, LOCAL_WRITE_BYTES, MIB, TransferOptions
 from .sending import REMOTE_COPIES, PartSender
 from .store.base import Capabilities, Store
 
@@ -29,6 +30,51 @@ _SMALL_BYTES = 64 << 10
 
 _GATHER_BYTES = 1 << 20
 """What small pieces are joined to: one buffer of a system call, well within a processor's cache."""
+
+
+_IN_PLACE_SHARE = 8
+"""Of the memory allowed, a part that is sent from where it lies gets so much: three may be copied,
+and of those that hold copies already five are under way."""
+
+_GROWN_PART_BYTES = 32 << 20
+"""What a part of a large file is then: each costs a request and wakes several threads."""
+
+_IN_PLACE_MOST = 32
+"""Parts that may be under way then; `sending` begins with fewer."""
+
+
+def write_options(
+    capabilities: Capabilities | None,
+    *,
+    thread_count: int | None,
+    part_bytes: int | None,
+    memory_limit_bytes: int | None,
+) -> TransferOptions:
+    """Return what the user chose for writing, and what suits the store where they did not.
+
+    Without `capabilities` what suits any remote one. Raises `InvalidInputError` for what cannot be.
+    """
+    options = TransferOptions.for_storage(
+        is_remote=capabilities is None or capabilities.is_remote,
+        local_threads=1,
+        local_part_bytes=LOCAL_WRITE_BYTES,
+        thread_count=thread_count,
+        part_bytes=part_bytes,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    if capabilities is None or not capabilities.in_place_views:
+        return options
+    # Few parts are copied, however many are under way, and none has a thread of its own.
+    if thread_count is None:
+        options = replace(options, thread_count=_IN_PLACE_MOST)
+    if part_bytes is not None:
+        return options
+    most = max(options.memory_limit_bytes // _IN_PLACE_SHARE, options.block_bytes)
+    return replace(
+        options,
+        part_bytes=min(DEFAULT_PART_BYTES, most),
+        grown_part_bytes=min(_GROWN_PART_BYTES, most),
+    )
 
 
 def part_bytes_for(capabilities: Capabilities, options: TransferOptions, planned_bytes: int) -> int:

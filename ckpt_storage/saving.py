@@ -31,6 +31,7 @@ from .errors import (
     RankFailedError,
 )
 from .frontdoor import plain_state, takes
+from .headstart import EarlyWord
 from .info import CheckpointInfo
 from .operation import Operation
 from .options import Engine, PageCache, Phase, Progress, RetryPolicy, StockMetadata, Timeouts
@@ -47,6 +48,8 @@ log = logging.getLogger("ckpt_storage")
 
 _RESOLVE_S = 1.5
 """How long a rank whose coordinator died looks for the outcome."""
+
+_GRANTED = "granted"
 
 _LOOK = (
     "Load, or list the checkpoints, once that rank has ended: the save is committed if and only "
@@ -157,11 +160,11 @@ def save(  # noqa: PLR0913  # the public surface, all keyword-only
 
     Raises:
         CheckpointError: on every live rank, naming the rank that failed, the phase and what to
-            do: `RankMismatchError` and `CheckpointExistsError` before anything was written,
-            `PhaseTimeoutError`, `RankFailedError`, `StorageError`, `CommitConflictError` (not
-            committed), `CommitUnknownError` (it cannot be told). The checkpoint that was there
-            before stays readable. `ConsolidationError`: the checkpoint is committed (`info`), and
-            only its consolidation failed.
+            do: `RankMismatchError` before anything was written, `CheckpointExistsError` before
+            anything can be seen, `PhaseTimeoutError`, `RankFailedError`, `StorageError`,
+            `CommitConflictError` (not committed), `CommitUnknownError` (it cannot be told). The
+            checkpoint that was there before stays readable. `ConsolidationError`: the checkpoint is
+            committed (`info`), and only its consolidation failed.
 
     """
     coordinator = coordinator_of(process_group)
@@ -253,7 +256,15 @@ class _Save:
         self._plans = PlanExchange(operation, writer, self._planner, keeps=options.planner is None)
         self._write = operation.phase("plan")
         self._is_told = False
+        self._objections: Callable[[], object] = tuple
         writer.attend(self._begin)
+        writer.tell_early(
+            EarlyWord(
+                told=self._tell,
+                granted=lambda: operation.say(_GRANTED),
+                await_grant=lambda: operation.hear(_GRANTED),
+            )
+        )
 
     def _begin(self, phase: Phase) -> Deadline:
         if phase == "write":
@@ -344,26 +355,24 @@ class _Save:
         memory = StateMemory(state)
         plan, tied = self._plans.run(memory.ties())
         writer.note_candidates([name for group in tied for name in group])
-
-        def packed(results: list[WriteResult]) -> bytes:
-            return pickle.dumps((results, memory.objections(tied)))
-
-        writer.tell_early(lambda results: self._tell(packed(results)))
+        self._objections = lambda: memory.objections(tied)
         results = writer.write_data(plan, planner).wait()
         # What was told before is now known to be durable.
-        return b"" if self._is_told else packed(results)
+        return b"" if self._is_told else self._packed(results)
 
-    def _tell(self, written: bytes) -> None:
+    def _packed(self, results: list[WriteResult]) -> bytes:
+        return pickle.dumps((results, self._objections()))
+
+    def _tell(self, results: list[WriteResult]) -> None:
         """Send what this rank is about to have written; the coordinator puts down the documents."""
         operation = self._operation
         self._is_told = True
         try:
-            gathered = operation.gather(written)
+            gathered = operation.gather(self._packed(results))
         except BoardError as error:
             raise operation.lost(error) from error
         if operation.is_coordinator:
-            metadata, results = self._settle(gathered)
-            self._writer.prepare_finish(metadata, results)
+            self._writer.prepare_finish(*self._settle(gathered))
 
     def _set_up(self, state: dict[str, Any]) -> None:
         writer, planner, operation = self._writer, self._planner, self._operation

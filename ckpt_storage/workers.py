@@ -163,20 +163,20 @@ class Aside:
     """
 
     def __init__(self, call: Callable[[], object], *, is_remote: bool) -> None:
-        self._call = call
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         if is_remote:
+            # The thread lets go of the call when it has ended: that may lead back here.
             self._thread = threading.Thread(
-                target=self._run, name="ckpt-storage aside", daemon=True
+                target=self._run, args=(call,), name="ckpt-storage aside", daemon=True
             )
             self._thread.start()
         else:
             call()
 
-    def _run(self) -> None:
+    def _run(self, call: Callable[[], object]) -> None:
         try:
-            self._call()
+            call()
         except BaseException as error:  # noqa: BLE001  # raised again by whoever waits
             self._failure = error
 

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,16 +26,16 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from . import agreement, commit, integrity, layout
 from .agreement import Granted, Hello, Refused
-from .committing import Prepared, commit_prepared, prepare_commit
+from .committing import commit_prepared, prepare_commit
 from .dcpborder import at_dcp_border
 from .deadline import Deadline
 from .documents import FileRef
 from .errors import CheckpointError, InvalidInputError
+from .filewriter import write_options
+from .headstart import EarlyWord, HeadStart, Opened, Place, is_told_early
 from .info import CheckpointInfo
 from .manifest import RankManifest
 from .options import (
-    DEFAULT_PART_BYTES,
-    LOCAL_WRITE_BYTES,
     STOCK_ENTRY_LIMIT,
     Engine,
     PageCache,
@@ -48,36 +48,14 @@ from .options import (
 )
 from .planpack import packable
 from .rankreport import RankReport
-from .shards import Claim, ShardJob, write_shards
+from .shards import ShardJob, write_shards
 from .slotlog import read_log
 from .slots import SlotRecord
 from .store import Location, endpoint_of, open_store
 from .store.base import Capabilities, Store
-from .store.probe import probe_exclusive_create
-from .workers import Aside, bounded
+from .workers import bounded
 
 log = logging.getLogger("ckpt_storage")
-
-_IN_PLACE_SHARE = 8
-"""Of the memory allowed, a part that is sent from where it lies gets so much: three may be copied,
-and of those that hold copies already five are under way."""
-
-
-_GROWN_PART_BYTES = 32 << 20
-"""What a part of a large file is then: each costs a request and wakes several threads."""
-
-_IN_PLACE_MOST = 32
-"""Parts that may be under way then; `sending` begins with fewer."""
-
-
-class _Claimed:
-    """The claim of an attempt as the ranks see it that are not its coordinator: no matter."""
-
-    def check(self) -> None:
-        """Raise nothing."""
-
-    def wait(self) -> None:
-        """Wait for nothing."""
 
 
 @dataclass(slots=True)
@@ -90,22 +68,12 @@ class _Save:
     rank: int
     nonce: str
     answer: Granted | Refused | None = None
-    store: Store | None = None
+    opened: Opened = field(init=False)
     settled_ties: Mapping[str, str] = field(default_factory=dict)
     candidates: Sequence[str] = ()
     item_count: int = 0
-    claim: Claim = field(default_factory=_Claimed)
-    look: Callable[[], commit.Looked | None] = lambda: None
     deadline: Deadline | None = None
-    prepared: Prepared | None = None
-
-
-def is_told_early(capabilities: Capabilities) -> bool:
-    """Return whether ranks tell what they write before it is durable; all ranks find the same.
-
-    Where a request costs a round trip, the documents of the save need not wait for it.
-    """
-    return capabilities.is_remote and not capabilities.cheap_stat
+    head_start: HeadStart = field(init=False)
 
 
 class CheckpointStorageWriter(StorageWriter):
@@ -185,7 +153,7 @@ class CheckpointStorageWriter(StorageWriter):
         self._progress = progress
         self._threads = threading.local()
         self._begin_phase: Callable[[Phase], Deadline] = partial(Deadline.of, self._timeouts)
-        self._told: Callable[[list[WriteResult]], object] | None = None
+        self._word: EarlyWord | None = None
         self._user: Mapping[str, Any] = {}
         self._replaces: frozenset[str] = frozenset()
 
@@ -196,13 +164,9 @@ class CheckpointStorageWriter(StorageWriter):
         """
         self._begin_phase = begin
 
-    def tell_early(self, told: Callable[[list[WriteResult]], object] | None) -> None:
-        """Have `told` called with what `write_data` will return while the last of it is sent.
-
-        For the front doors. Only where `is_told_early`, and then by `write_data` of every rank,
-        in a thread of its own; what it raises, `write_data` raises.
-        """
-        self._told = told
+    def tell_early(self, word: EarlyWord | None) -> None:
+        """Let the ranks speak of the saves to come before their turn; for the front doors."""
+        self._word = word
 
     def annotate(self, user: Mapping[str, Any]) -> None:
         """Put `user` into the commit records of the saves to come; plain JSON.
@@ -219,26 +183,11 @@ class CheckpointStorageWriter(StorageWriter):
         self._replaces = save_ids
 
     def _transfer_options(self, capabilities: Capabilities | None = None) -> TransferOptions:
-        options = TransferOptions.for_storage(
-            is_remote=capabilities is None or capabilities.is_remote,
-            local_threads=1,
-            local_part_bytes=LOCAL_WRITE_BYTES,
+        return write_options(
+            capabilities,
             thread_count=self._thread_count,
             part_bytes=self._part_bytes,
             memory_limit_bytes=self._memory_limit_bytes,
-        )
-        if capabilities is None or not capabilities.in_place_views:
-            return options
-        # Few parts are copied, however many are under way, and none has a thread of its own.
-        if self._thread_count is None:
-            options = dataclasses.replace(options, thread_count=_IN_PLACE_MOST)
-        if self._part_bytes is not None:
-            return options
-        most = max(options.memory_limit_bytes // _IN_PLACE_SHARE, options.block_bytes)
-        return dataclasses.replace(
-            options,
-            part_bytes=min(DEFAULT_PART_BYTES, most),
-            grown_part_bytes=min(_GROWN_PART_BYTES, most),
         )
 
     def __repr__(self) -> str:
@@ -247,7 +196,7 @@ class CheckpointStorageWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         # Neither can travel; a child process has its own default group and its own threads.
-        del state["_process_group"], state["_threads"], state["_begin_phase"], state["_told"]
+        del state["_process_group"], state["_threads"], state["_begin_phase"], state["_word"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -255,7 +204,7 @@ class CheckpointStorageWriter(StorageWriter):
         self._process_group = None
         self._threads = threading.local()
         self._begin_phase = partial(Deadline.of, self._timeouts)
-        self._told = None
+        self._word = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -314,33 +263,27 @@ class CheckpointStorageWriter(StorageWriter):
         checkpoint_id = getattr(self._threads, "pending", None)
         self._threads.pending = None
         self._threads.asked = False
-        self._threads.save = _Save(
-            location=self._base.join(checkpoint_id),
+        location = self._base.join(checkpoint_id)
+        save = _Save(
+            location=location,
             checkpoint_id=checkpoint_id,
             is_coordinator=is_coordinator,
             rank=rank,
             nonce=os.urandom(16).hex(),
         )
-        if is_coordinator and not self._threads.save.location.is_local:
-            self._look_ahead(self._threads.save)
-
-    def _look_ahead(self, save: _Save) -> None:
-        """Have what lies at the place read while the ranks plan."""
-        found: list[commit.Looked] = []
-
-        def look() -> None:
-            deadline = Deadline.of(self._timeouts, "plan")
-            with deadline.governs(f"Beginning a save to {save.location.url}", rank=save.rank):
-                store = bounded(self._store(save), deadline)
-                found.append(commit.look(store, overwrite=self._overwrite))
-
-        aside = Aside(look, is_remote=True)
-
-        def looked() -> commit.Looked:
-            aside.wait()
-            return found[0]
-
-        save.look = looked
+        save.opened = Opened(partial(self._open, location, checkpoint_id))
+        place = Place(
+            url=location.url,
+            rank=rank,
+            open=save.opened,
+            scope=(self._commit_base or location).scope,
+            overwrite=self._overwrite,
+            replaces=self._replaces,
+        )
+        save.head_start = HeadStart(place)
+        self._threads.save = save
+        if is_coordinator and not location.is_local:
+            save.head_start.look(Deadline.of(self._timeouts, "plan"))
 
     @at_dcp_border
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -415,42 +358,7 @@ class CheckpointStorageWriter(StorageWriter):
     def _grant(self, save: _Save, hellos: Sequence[Hello]) -> commit.Grant:
         self._check_world(len(hellos))
         agreement.check_agreement(hellos, phase="plan")
-        deadline = self._begin_phase("plan")
-        with deadline.governs(f"Beginning a save to {save.location.url}", rank=save.rank):
-            return self._begin(save, hellos, deadline)
-
-    def _begin(self, save: _Save, hellos: Sequence[Hello], deadline: Deadline) -> commit.Grant:
-        # First: it opens the store, in another thread.
-        looked = save.look()
-        store = bounded(self._store(save), deadline)
-        if len(hellos) > 1 and not store.capabilities.shared:
-            raise InvalidInputError(
-                f"{store.url} is seen by one process only; this save runs on {len(hellos)} ranks.",
-                phase="plan",
-                next_step="Save to a storage that all ranks share.",
-            )
-        root = self._commit_base or save.location
-        grant = commit.begin(
-            store,
-            overwrite=self._overwrite,
-            replaces=self._replaces,
-            probe=lambda prepared: self._probe(prepared, root.scope()),
-            claims=False,
-            looked=looked,
-        )
-        # Beside the first parts: this rank completes nothing before it has ended.
-        save.claim = Aside(
-            partial(commit.claim, store, grant.save_id), is_remote=store.capabilities.is_remote
-        )
-        if grant.previous is not None and grant.previous.save_id in self._replaces:
-            log.warning(
-                "%s: save %s is damaged, and save %s is to replace it",
-                store.url,
-                grant.previous.save_id,
-                grant.save_id,
-            )
-        log.info("save %s to %s begins on %d ranks", grant.save_id, store.url, len(hellos))
-        return grant
+        return save.head_start.begin(len(hellos), self._begin_phase("plan"), self._word)
 
     def _check_hellos(self, hellos: Mapping[int, Hello], world_size: int) -> None:
         missing = sorted(set(range(world_size)) - set(hellos))
@@ -473,17 +381,6 @@ class CheckpointStorageWriter(StorageWriter):
                     next_step="Pass the same process_group to dcp.save and to the writer.",
                 )
 
-    def _probe(self, store: Store, scope: Hashable) -> bool:
-        result = probe_exclusive_create(store, key=scope)
-        if not result.exclusive:
-            log.warning(
-                "%s is single-writer: %s. Two jobs that save to one id at the same time are "
-                "not told apart there.",
-                store.url,
-                result.reason,
-            )
-        return result.exclusive
-
     def _save(self) -> _Save:
         save: _Save | None = getattr(self._threads, "save", None)
         if save is None:
@@ -493,20 +390,16 @@ class CheckpointStorageWriter(StorageWriter):
             )
         return save
 
-    def _store(self, save: _Save) -> Store:
-        if save.store is None:
-            save.store = open_store(
-                save.location,
-                commit_location=self._commit_base.join(save.checkpoint_id)
-                if self._commit_base
-                else None,
-                page_cache=self._page_cache,
-                sync_files=self._sync_files,
-                engine=self._engine,
-                timeouts=self._timeouts,
-                retry=self._retry,
-            )
-        return save.store
+    def _open(self, location: Location, checkpoint_id: str | os.PathLike[str] | None) -> Store:
+        return open_store(
+            location,
+            commit_location=self._commit_base.join(checkpoint_id) if self._commit_base else None,
+            page_cache=self._page_cache,
+            sync_files=self._sync_files,
+            engine=self._engine,
+            timeouts=self._timeouts,
+            retry=self._retry,
+        )
 
     def _granted(self, save: _Save) -> Granted:
         answer = save.answer or agreement.inbox().answers.get(save.nonce)
@@ -537,16 +430,19 @@ class CheckpointStorageWriter(StorageWriter):
         save = self._save()
         granted = self._granted(save)
         deadline = save.deadline = self._begin_phase("write")
-        store = bounded(self._store(save), deadline)
+        store = bounded(save.opened(), deadline)
         results: list[WriteResult] = []
+        word = self._word
+        if word is not None and granted.grant.is_promised and not save.is_coordinator:
+            save.head_start.await_coordinator(word)
 
         def record(manifest: RankManifest) -> list[Callable[[], object]]:
             document = integrity.seal(manifest.to_body())
             path = layout.rank_manifest_path(manifest.save_id, save.rank)
             results.append(self._result(save, granted, manifest, path, document))
             calls: list[Callable[[], object]] = [lambda: store.write(path, document)]
-            if self._told is not None and is_told_early(store.capabilities):
-                calls.append(partial(self._tell, save, self._told, results))
+            if word is not None and is_told_early(store.capabilities):
+                calls.append(partial(self._tell, save, word, results))
             return calls
 
         with deadline.governs(f"Writing to {store.url}", rank=save.rank):
@@ -562,7 +458,7 @@ class CheckpointStorageWriter(StorageWriter):
                     deadline=deadline,
                     progress=self._progress,
                     with_bar=save.is_coordinator,
-                    claim=save.claim,
+                    claim=save.head_start.claim,
                 ),
                 record=record,
             )
@@ -572,12 +468,10 @@ class CheckpointStorageWriter(StorageWriter):
         future.set_result(results)
         return future
 
-    def _tell(
-        self, save: _Save, told: Callable[[list[WriteResult]], object], results: list[WriteResult]
-    ) -> None:
-        """Call `told` as if in the thread of the save, which waits meanwhile."""
+    def _tell(self, save: _Save, word: EarlyWord, results: list[WriteResult]) -> None:
+        """Say what was written as if in the thread of the save, which waits meanwhile."""
         self._threads.save = save
-        told(results)
+        word.told(results)
 
     @staticmethod
     def _result(
@@ -627,9 +521,9 @@ class CheckpointStorageWriter(StorageWriter):
         """
         save = self._save()
         granted = self._granted(save)
-        save.prepared = prepare_commit(
-            bounded(self._store(save), save.deadline or Deadline.of(self._timeouts, "write")),
-            granted.grant,
+        save.head_start.prepared = prepare_commit(
+            bounded(save.opened(), save.deadline or Deadline.of(self._timeouts, "write")),
+            save.head_start.grant or granted.grant,
             world_size=granted.world_size,
             metadata=metadata,
             results=results,
@@ -649,10 +543,11 @@ class CheckpointStorageWriter(StorageWriter):
         granted = self._granted(save)
         deadline = self._begin_phase("commit")
         with deadline.governs(f"Committing to {save.location.url}", rank=save.rank):
-            store = bounded(self._store(save), deadline)
-            prepared = save.prepared or prepare_commit(
+            store = bounded(save.opened(), deadline)
+            grant = save.head_start.grant or granted.grant
+            prepared = save.head_start.prepared or prepare_commit(
                 store,
-                granted.grant,
+                grant,
                 world_size=granted.world_size,
                 metadata=metadata,
                 results=results,
@@ -661,7 +556,7 @@ class CheckpointStorageWriter(StorageWriter):
             )
             record = commit_prepared(
                 store,
-                granted.grant,
+                grant,
                 prepared,
                 user=self._user,
                 deadline=deadline,
@@ -677,9 +572,7 @@ class CheckpointStorageWriter(StorageWriter):
 
     def record_of(self, save_id: str, deadline: Deadline) -> SlotRecord | None:
         """Return the commit record at the head if it is that of `save_id`, else None."""
-        location = self._base.join(None)
-        save = _Save(location=location, checkpoint_id=None, is_coordinator=False, rank=0, nonce="")
-        head = read_log(bounded(self._store(save), deadline)).head
+        head = read_log(bounded(self._open(self._base.join(None), None), deadline)).head
         return head if head is not None and head.save_id == save_id else None
 
     @property

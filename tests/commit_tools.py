@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import crc32c
 import pytest
 
-from ckpt_storage import cleaning, commit, publishing, slotlog, stockfooter, workers, writer
+from ckpt_storage import cleaning, commit, headstart, publishing, slotlog, stockfooter, workers
 from ckpt_storage.commit import Grant
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.documents import FileRef
@@ -78,7 +78,7 @@ def take_in_turn(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
                 self._calls.pop()()
 
     monkeypatch.setattr(workers, "_at_once", in_turn)
-    monkeypatch.setattr(writer, "Aside", InTurn)
+    monkeypatch.setattr(headstart, "Aside", InTurn)
 
 
 def ungated(operation: str, path: str) -> None:

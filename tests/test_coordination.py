@@ -419,6 +419,26 @@ def test_a_busy_rank_is_given_up_at_its_deadline_not_before(who: int) -> None:
     assert any(isinstance(one.error, PhaseTimeoutError) for one in seen)
 
 
+def test_a_phase_is_told_long_before_the_next_look() -> None:
+    """A rank that begins a phase wakes its watcher; else that looks so seldom as here."""
+    board = Deaf()
+    ranks = [
+        Coordinator(board.twin(), rank=rank, world_size=2, look_s=2 * END_S) for rank in (0, 1)
+    ]
+
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.operation("the test", timeouts=Timeouts()) as operation:
+            operation.meet(TERMS)
+            operation.phase("write")
+            end = time.monotonic() + END_S / 2
+            while not board.signs_of(coordinator.rank):
+                assert time.monotonic() < end, "nothing was told"
+                time.sleep(LOOK_S)
+            operation.all_gather(b"")
+
+    values(run(ranks, body))
+
+
 def test_a_dead_ranks_word_at_second_hand_is_no_sign_of_life() -> None:
     """What others say of a rank does not make it heard."""
     now = [0.0]

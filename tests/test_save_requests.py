@@ -17,7 +17,7 @@ from commit_tools import IN_TURN, take_in_turn
 from remote_tools import options_of
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckpt_storage import CheckpointStorageWriter, RetryPolicy, sending, verify, writer
+from ckpt_storage import CheckpointStorageWriter, RetryPolicy, headstart, sending, verify
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.filewriter import ShardFileWriter
 from ckpt_storage.options import Engine, TransferOptions
@@ -203,7 +203,7 @@ def test_parts_do_not_wait_for_the_claim_and_completion_does(
 
             super().__init__(late, is_remote=is_remote)
 
-    monkeypatch.setattr(writer, "Aside", Late)
+    monkeypatch.setattr(headstart, "Aside", Late)
     save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)}, engine)
     asked = [(request.op, request.key.rpartition("/")[2]) for request in server.requests]
     begun = asked.index(("put", "begun.json"))

@@ -37,7 +37,9 @@ def state_of(rank: int, value: int) -> dict[str, Any]:
     return {f"of-{rank}": torch.full((11 * MIB,), value, dtype=torch.uint8)}
 
 
-def save(server: S3Server, value: int, engine: Engine = "obstore") -> list[Any]:
+def save(
+    server: S3Server, value: int, engine: Engine = "obstore", *, overwrite: bool = True
+) -> list[Any]:
     """Save by two ranks, a thread each; return what each returned or raised."""
     board = LocalBoard()
     groups = [Coordinator(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
@@ -48,7 +50,7 @@ def save(server: S3Server, value: int, engine: Engine = "obstore") -> list[Any]:
             return SaveOptions(
                 storage_options=options_of(server),
                 engine=engine,
-                overwrite=True,
+                overwrite=overwrite,
                 part_bytes=5 * MIB,
                 timeouts=Timeouts(plan=30, write=30, commit=30, silence=20),
                 retry=RetryPolicy(attempt_count=2, first_delay_s=0.01),
