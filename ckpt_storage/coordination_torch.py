@@ -64,7 +64,10 @@ class StoreBoard:
         return StoreBoard(lambda: self.root().clone(), self._prefix, pool=self._pool)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Drop the connection, with the last twin the waiting threads; calls end by themselves."""
+        """Drop the connection, of the first of twins also the threads that wait.
+
+        A call under way ends by itself.
+        """
         self._root = None
         if self._owns_pool:
             self._pool.close()
@@ -204,8 +207,9 @@ def coordinator_of(process_group: dist.ProcessGroup | None, *, lane: str = "main
         lanes = _coordinators.setdefault(process_group, {})
         if lane not in lanes:
             store = store_of(process_group)
-            board = StoreBoard(lambda: store, f"ckpt_storage/{lane}")
-            lanes[lane] = Coordinator(board.twin(), rank=rank, world_size=world_size)
+            # Torch's stub of a store leaves `clone` out.
+            board = StoreBoard(store.clone, f"ckpt_storage/{lane}")  # type: ignore[attr-defined]
+            lanes[lane] = Coordinator(board, rank=rank, world_size=world_size)
         return lanes[lane]
 
 
