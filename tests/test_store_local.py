@@ -526,6 +526,20 @@ def test_reads_in_turn_share_a_descriptor(root: str) -> None:
     assert [call.operation for call in posix.script.calls].count("open_read") == 6
 
 
+def test_a_close_that_fails_at_the_end_is_an_error_of_the_storage(root: str) -> None:
+    """Whatever the kernel says when the last file is closed, it comes as ours do."""
+    plain = LocalStore(root)
+    plain.prepare(["saves"])
+    plain.write("saves/x", b"data")
+    posix = FaultPosix([Rule(action="error", operation="close", errno=errno.EIO)])
+
+    def read() -> None:
+        with LocalStore(root, posix=posix).reading_in_turn() as store:
+            store.read_into("saves/x", 0, memoryview(bytearray(4)))
+
+    assert "close" in str(error_of(read))
+
+
 def test_a_file_that_turns_stale_in_turn_is_opened_anew(root: str) -> None:
     """What a server has replaced is read as it is now, by the same read."""
     plain = LocalStore(root)

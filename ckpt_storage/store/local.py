@@ -205,7 +205,8 @@ class LocalStore:
         try:
             yield view
         finally:
-            kept.close()
+            with self._border("close", ""):
+                kept.close()
 
     def _read_on(self, fd: int) -> None:
         try:
