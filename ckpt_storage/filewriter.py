@@ -265,6 +265,13 @@ class ShardFileWriter:
         self._part, self._part_size = [], 0
         self._sender.send(views, size, last=last)
 
+    def hand_over(self) -> None:
+        """Wait until all whole parts so far are with the storage's client; raises what failed.
+
+        Before a wait for something else: none of them is to wait for that.
+        """
+        self._sender.hand_over()
+
     def finish(self) -> tuple[int, int]:
         """Make the file visible and durable; return its length in bytes and its CRC-32C.
 

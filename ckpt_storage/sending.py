@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from .deadline import Deadline
 from .options import TransferOptions
@@ -36,14 +38,26 @@ _LOOK_S = 0.2
 """How often who waits for a queued part looks whether the upload still goes on."""
 
 
+class _Part(NamedTuple):
+    """A part to be queued; `claimed_bytes` of memory are its own until it is sent."""
+
+    number: int
+    offset: int
+    views: list[memoryview]
+    size_bytes: int
+    claimed_bytes: int
+    last: bool
+
+
 class PartSender:
     """Sends the parts of one new object; ended by `complete` or `abort`.
 
     One thread claims, fills and sends one part after the other. An upload that queues parts gets
-    them from that thread. Else, where a request costs a round trip, or several local writes were
-    asked for, threads send them; or the caller's own does, while their bytes, just hashed, are
-    still in the processor's cache. The memory of the process's transfers together stays below
-    `memory_limit_bytes`.
+    them from that thread; parts that take no memory may wait for their turn meanwhile, so that the
+    next ones are made while the storage has yet to answer. Else, where a request costs a round
+    trip, or several local writes were asked for, threads send them; or the caller's own does,
+    while their bytes, just hashed, are still in the processor's cache. The memory of the process's
+    transfers together stays below `memory_limit_bytes`.
     """
 
     def __init__(  # one call site, all named
@@ -86,6 +100,8 @@ class PartSender:
         self._thread_count = most
         self._workers: Workers | None = None
         self._queued_count = 0
+        self._is_queued = False
+        self._ahead: deque[_Part] = deque()
         self._freed: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
 
     def open(self) -> None:
@@ -124,9 +140,8 @@ class PartSender:
         self._copied_bytes = 0
         self._part_count += 1
         self._sent_bytes += size_bytes
-        if self._queueing is not None and self._queue(
-            self._queueing, number, offset, views, size_bytes, claimed_bytes, last=last
-        ):
+        part = _Part(number, offset, views, size_bytes, claimed_bytes, last)
+        if self._queueing is not None and self._queue(self._queueing, part):
             return
 
         def send() -> None:
@@ -163,43 +178,68 @@ class PartSender:
             )
         return self._workers
 
-    def _queue(
-        self,
-        upload: Queueing,
-        number: int,
-        offset: int,
-        views: list[memoryview],
-        size_bytes: int,
-        claimed_bytes: int,
-        *,
-        last: bool,
-    ) -> bool:
-        """Hand a part over once there is room for it; return False where none can be queued.
+    def hand_over(self) -> None:
+        """Wait until the storage's client has all parts that were sent so far.
+
+        Raises what failed.
+        """
+        if self._queueing is not None:
+            self._hand_over(self._queueing)
+
+    def _queue(self, upload: Queueing, part: _Part) -> bool:
+        """Hand a part over in its turn; return False where none can be queued.
 
         Then the claim stays with the caller.
         """
+        if self._is_queued and not part.claimed_bytes and not part.last:
+            # What it is made of is there anyway: to wait here would only idle this thread.
+            self._ahead.append(part)
+            while self._ahead and self._has_room(upload):
+                self._lend(upload, self._ahead.popleft())
+            return True
+        try:
+            self._hand_over(upload)
+        except BaseException:
+            BUDGET.release(part.claimed_bytes)
+            raise
+        if part.number == 0:
+            self._pacer.guess_refusals(upload.pause_s)
+        self._is_queued = self._lend(upload, part)
+        return self._is_queued
+
+    def _hand_over(self, upload: Queueing) -> None:
+        while self._ahead:
+            self._lend(upload, self._ahead.popleft())
+
+    def _has_room(self, upload: Queueing) -> bool:
+        while not self._freed.empty():
+            self._await_freed(upload)
+        return self._queued_count < self._pacer.limit()
+
+    def _lend(self, upload: Queueing, part: _Part) -> bool:
+        """Give a part to `upload` once there is room for it; return whether it was taken."""
         begin_s = time.monotonic()
-        freed = self._freed
+        freed, size_bytes, claimed_bytes = self._freed, part.size_bytes, part.claimed_bytes
 
         def is_freed() -> None:
             # In whichever thread: what depends on the phase is seen to in ours.
             BUDGET.release(claimed_bytes)
             freed.put((time.monotonic() - begin_s, size_bytes))
 
-        if number == 0:
-            self._pacer.guess_refusals(upload.pause_s)
         try:
-            while not self._freed.empty() or self._queued_count >= self._pacer.limit():
+            while not self._has_room(upload):
                 self._await_freed(upload)
             self._deadline.check(self._what)
             upload.check()
             begin_s = time.monotonic()
-            is_taken = upload.queue_part(number, offset, views, last=last, freed=is_freed)
+            is_taken = upload.queue_part(
+                part.number, part.offset, part.views, last=part.last, freed=is_freed
+            )
         except BaseException:
             BUDGET.release(claimed_bytes)
             raise
         if is_taken:
-            views.clear()
+            part.views.clear()
             self._queued_count += 1
         return is_taken
 
@@ -255,5 +295,6 @@ class PartSender:
     def _stop(self) -> None:
         if self._workers is not None:
             self._workers.__exit__(None, None, None)
+        self._ahead.clear()
         claimed_bytes, self._claimed_bytes = self._claimed_bytes, 0
         BUDGET.release(claimed_bytes)

@@ -171,6 +171,7 @@ def write_shards(
                     shard.write(item)
                     job.deadline.check(what)
                     job.claim.check()
+                file.hand_over()
                 # From here on the file may become visible.
                 job.claim.wait()
                 written = manifest([shard.table.shard_file(file, *file.end())])
