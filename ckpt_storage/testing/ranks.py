@@ -262,6 +262,8 @@ def _rank_main(rank: int, connection: Connection, environment: dict[str, str]) -
     # A group of its own, so that what a job starts can be ended with it.
     os.setsid()
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    # What was imported so far stays: without it, to collect after each job costs nearly nothing.
+    gc.freeze()
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -285,8 +287,6 @@ def _travelling(rank: int, packed: bytes) -> tuple[Any, str | None, bytes | None
     """Run one job; return its value, or the text of its failure and the exception, pickled."""
     try:
         job = pickle.loads(packed)  # noqa: S301  # from our own parent
-        # Imported modules stay: without them, to collect costs a thousandth.
-        gc.freeze()
         value = _run_in_group(rank, job)
         pickle.dumps(value)
     except BaseException as error:  # noqa: BLE001  # DCP's own is a BaseException
