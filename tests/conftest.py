@@ -7,6 +7,7 @@ fails them, except those marked `awkward`.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import uuid
 import warnings
@@ -37,6 +38,50 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "awkward: needs a server that not every machine can have; never required"
     )
+
+
+_LONGEST = (
+    "test_example.py",
+    "test_saver_workers.py",
+    "test_crash_points.py",
+    "test_shared_reads.py",
+    "test_saver.py",
+    "test_commit_model.py",
+    "test_consolidate_s3_faults.py",
+    "test_exits.py",
+    "test_fault_matrix.py",
+    "test_hung_storage.py",
+    "test_store_remote.py",
+    "test_coordination_groups.py",
+    "test_integration_lightning.py",
+    "test_integration_torchtitan.py",
+    "test_integration_credentials.py",
+    "test_integration_ray.py",
+    "test_bench.py",
+    "test_integration_nodes.py",
+    "test_consolidate_ranks.py",
+    "test_damage_files.py",
+    "test_docs.py",
+    "test_prune_attack.py",
+    "test_front_doors.py",
+    "test_integration_transformers.py",
+    "test_store_gcs_obstore.py",
+    "test_coordination.py",
+)
+"""Files that take longest. They come first, so that the run does not end waiting for one."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first; all workers of xdist do the same."""
+    place = {name: at for at, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_heap() -> None:
+    """Let the collector pass over what was imported so far, a million objects that stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager

@@ -101,6 +101,26 @@ def test_a_rank_that_dies_is_reported_and_replaced() -> None:
         assert len(pool.run(gathered, "again")) == 2
 
 
+def variable(_rank: int, name: str) -> str | None:
+    """Return a variable of the environment."""
+    return os.environ.get(name)
+
+
+def test_a_rank_has_the_environment_of_the_time_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the time when the first of all ranks did, and only ranks in need start."""
+    for word in ("first", "second"):
+        monkeypatch.setenv("CKPT_STORAGE_TEST_WORD", word)
+        monkeypatch.setenv(f"CKPT_STORAGE_TEST_{word}", word)
+        with RankPool(3) as pool:
+            assert pool.run(variable, "CKPT_STORAGE_TEST_WORD", world_size=2) == [word] * 2
+            assert len(pool.pids) == 2
+            assert pool.run(variable, f"CKPT_STORAGE_TEST_{word}") == [word] * 3
+            assert len(pool.pids) == 3
+            monkeypatch.delenv(f"CKPT_STORAGE_TEST_{word}")
+    with RankPool(1) as pool:
+        assert pool.run(variable, "CKPT_STORAGE_TEST_first") == [None]
+
+
 def process_id(_rank: int) -> int:
     """Return who runs this."""
     return os.getpid()

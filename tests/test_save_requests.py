@@ -190,9 +190,13 @@ def test_parts_do_not_wait_for_the_claim_and_completion_does(
     server: S3Server, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`begun.json` may come as late as the last part; that one, and what completes, wait for it."""
+    names = []
 
     class Late(Aside):
-        """A call that is made once all parts but the last are on the storage."""
+        """A call that is made once all parts but the last are on the storage.
+
+        That which looks at the place is not: no part is sent before it has ended.
+        """
 
         def __init__(self, call: Callable[[], object], *, is_remote: bool) -> None:
             def late() -> None:
@@ -201,10 +205,13 @@ def test_parts_do_not_wait_for_the_claim_and_completion_does(
                     time.sleep(0.01)
                 call()
 
-            super().__init__(late, is_remote=is_remote)
+            names.append(call.__name__)
+            super().__init__(call if call.__name__ == "look" else late, is_remote=is_remote)
 
     monkeypatch.setattr(headstart, "Aside", Late)
     save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)}, engine)
+    assert len(names) == 2
+    assert names[0] == "look"
     asked = [(request.op, request.key.rpartition("/")[2]) for request in server.requests]
     begun = asked.index(("put", "begun.json"))
     ended = [asked.index(("complete", "__0_0.distcp")), asked.index(("put", "rank-00000.json"))]

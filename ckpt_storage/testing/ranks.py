@@ -1,9 +1,9 @@
 """Ranks for tests: processes that join a gloo group, run functions together and are ended for sure.
 
 Knows processes, pipes and how a process group is set up; knows no checkpoint. Called by tests,
-ours and users'. Importing torch costs seconds a process, so a `RankPool` keeps its processes and
-runs many functions in them, each in a process group of its own: one that failed or is stuck
-harms no later one.
+ours and users'. Importing torch costs seconds a process, so ranks are forked from one process that
+has imported it, and a `RankPool` keeps its processes and runs many functions in them, each in a
+process group of its own: one that failed or is stuck harms no later one.
 
 Functions and their arguments travel by pickle. A function must be importable in a new process:
 defined at the top of a module, neither nested nor a lambda.
@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +43,13 @@ GROUP_TIMEOUT_S = 30.0
 """How long a rank waits in a collective for its peers."""
 
 _STOP_TIMEOUT_S = 10.0
+
+_PRELOADED = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "ckpt_storage.loading",
+    "ckpt_storage.saving",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +87,9 @@ class _Job:
 class RankPool:
     """`world_size` live processes that run functions as ranks; a context manager.
 
-    They start at the first job, and anew after a job in which a rank died or that did not end
-    in time. Used by one thread. They end with `close`, with the interpreter, and with this
-    process however it ends; what they started ends with them.
+    Each starts with the first job that needs it, and anew after a job in which a rank died or that
+    did not end in time. Used by one thread. They end with `close`, with the interpreter, and with
+    this process however it ends; what they started ends with them.
     """
 
     def __init__(self, world_size: int, *, timeout_s: float = 60.0) -> None:
@@ -90,7 +97,7 @@ class RankPool:
         self._timeout_s = timeout_s
         self._folder = tempfile.mkdtemp(prefix="rank-pool-")
         self._job_count = 0
-        self._ranks: list[tuple[SpawnProcess, Connection]] = []
+        self._ranks: list[tuple[ForkServerProcess, Connection]] = []
         # Runs before multiprocessing waits at exit for processes that nobody told to end.
         self._finalize = Finalize(self, _discard, (self._ranks, self._folder), exitpriority=100)
 
@@ -149,7 +156,7 @@ class RankPool:
                 f"{count} ranks cannot run in a pool of {self.world_size}.",
                 next_step="Make a RankPool that is large enough, and use it before closing it.",
             )
-        self._start()
+        self._start(count)
         self._job_count += 1
         job = _Job(
             function=function,
@@ -171,14 +178,15 @@ class RankPool:
             outcomes[rank] = RankOutcome(rank=rank, failure="It did not end in time.")
         return [outcomes[rank] for rank in range(count)]
 
-    def _start(self) -> None:
-        if self._ranks:
-            return
-        context = multiprocessing.get_context("spawn")
-        for rank in range(self.world_size):
+    def _start(self, count: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        for rank in range(len(self._ranks), count):
             ours, theirs = context.Pipe()
+            # The server of forks has the environment of the time when it began.
+            args = (rank, theirs, dict(os.environ))
             process = context.Process(
-                target=_rank_main, args=(rank, theirs), name=f"rank {rank}", daemon=False
+                target=_rank_main, args=args, name=f"rank {rank}", daemon=False
             )
             process.start()
             theirs.close()
@@ -221,7 +229,7 @@ def _died(outcome: RankOutcome[Any]) -> bool:
     return outcome.failure is not None and outcome.failure.startswith(_DIED)
 
 
-def _discard(ranks: list[tuple[SpawnProcess, Connection]], folder: str) -> None:
+def _discard(ranks: list[tuple[ForkServerProcess, Connection]], folder: str) -> None:
     """End the processes and what they started, and remove the folder."""
     for _, connection in ranks:
         connection.close()
@@ -232,7 +240,7 @@ def _discard(ranks: list[tuple[SpawnProcess, Connection]], folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _kill(ranks: list[tuple[SpawnProcess, Connection]]) -> None:
+def _kill(ranks: list[tuple[ForkServerProcess, Connection]]) -> None:
     """End the processes and all that they started, now; none is left in the list."""
     for process, connection in ranks:
         connection.close()
@@ -247,11 +255,15 @@ def _kill(ranks: list[tuple[SpawnProcess, Connection]]) -> None:
     ranks.clear()
 
 
-def _rank_main(rank: int, connection: Connection) -> None:
+def _rank_main(rank: int, connection: Connection, environment: dict[str, str]) -> None:
     """Run jobs until the other end of the pipe is closed."""
+    os.environ.clear()
+    os.environ.update(environment)
     # A group of its own, so that what a job starts can be ended with it.
     os.setsid()
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
+    # What was imported so far stays: without it, to collect after each job costs nearly nothing.
+    gc.freeze()
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     os.environ["MASTER_ADDR"] = "127.0.0.1"
