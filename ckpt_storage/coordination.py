@@ -48,6 +48,8 @@ class Coordinator:
         self.world_size = world_size
         self.look_s = min(1.0, 0.1 + world_size / 20_000) if look_s is None else look_s
         self.board = board
+        # The twin of the board that the last operation's watcher used and the next one's will.
+        self.spare_board: Board | None = None
         self.debris: list[str] = []
         self.number = 0
         self.given_up: GivenUp | None = None
@@ -91,6 +93,13 @@ class Coordinator:
                 raise failure from error
         finally:
             self._lock.release()
+
+    def close(self) -> None:
+        """Let go of the connections to the board; called after the last operation, idempotent."""
+        spare, self.spare_board = self.spare_board, None
+        if spare is not None:
+            spare.close()
+        self.board.close()
 
     def clear_debris(self, timeout_s: float) -> None:
         """Remove what earlier operations left on the board, once all ranks are in a later one."""

@@ -219,7 +219,7 @@ def drop_lane(process_group: dist.ProcessGroup | None, lane: str) -> None:
     with _lock:
         dropped = _coordinators.get(group, {}).pop(lane, None) if group is not None else None
     if dropped is not None:
-        dropped.board.close()
+        dropped.close()
 
 
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:

@@ -62,6 +62,7 @@ class Group(Protocol):
     world_size: int
     look_s: float
     board: Board
+    spare_board: Board | None
     debris: list[str]
     number: int
     given_up: GivenUp | None
@@ -140,7 +141,7 @@ class Operation:
             self._has_ended = True
             self._waits.end()
             if self._watcher is not None:
-                self._watcher.stop()
+                self._group.spare_board = self._watcher.stop()
                 self._watcher = None
             self._group.number = max(self._group.number, self._meeting.number)
             self._group.given_up = self._meeting.given_up
@@ -227,8 +228,11 @@ class Operation:
             raise wish
         self._group.clear_debris(self._waits.patience_s())
         if self.world_size > 1:
+            # Not a new one each time: at each connection torch's server looks up the name of who
+            # calls, and answers nobody until DNS has.
+            twin, self._group.spare_board = self._group.spare_board, None
             self._watcher = Watcher(
-                self._board.twin(),
+                twin or self._board.twin(),
                 self._prefix,
                 what=self.what,
                 rank=self.rank,

@@ -29,12 +29,12 @@ _NEWS_S = 0.02
 
 
 class Watcher:
-    """Watches one operation on one rank, on a connection to the board of its own.
+    """Watches one operation on one rank, on a connection to the board that nobody else uses.
 
     The coordinator watches all others, they watch the coordinator.
 
     Args:
-        board: a twin of the operation's.
+        board: a twin of the operation's; `stop` gives it back.
         prefix: of the operation's keys.
         signs: this rank's, and what it hears of others'.
         phase: returns the deadline of the present phase.
@@ -70,6 +70,7 @@ class Watcher:
         self._on_failure = on_failure
         self._silence_s = silence_s
         self._look_s = look_s
+        self._is_sound = True
         self._has_ended = threading.Event()
         self._has_news = threading.Event()
         others = [other for other in range(world_size) if other != rank]
@@ -94,24 +95,31 @@ class Watcher:
         """Have it told soon what this rank is about: it has begun a phase; from any thread."""
         self._has_news.set()
 
-    def stop(self) -> None:
-        """Let the thread end, which it does at once unless the board hangs.
+    def stop(self) -> Board | None:
+        """Let the thread end, which it does at once unless the board hangs; return the board.
 
-        It should not be inside a call of torch's when the interpreter ends: that aborts.
+        None where a call failed on it or is under way. The thread should not be inside a call of
+        torch's when the interpreter ends: that aborts.
         """
         self._has_ended.set()
         self._has_news.set()
         self._thread.join(_STOP_S)
-        if not self._thread.is_alive():
-            self._board.close()
+        if self._thread.is_alive():
+            return None
+        if self._is_sound:
+            return self._board
+        self._board.close()
+        return None
 
     def _run(self) -> None:
         try:
             self._watch()
         except BoardError as error:
+            self._is_sound = False
             if not self._has_ended.is_set():
                 self._on_failure(lost_board(error, self._phase(), self._what))
         except Exception as error:  # nobody else would notice that this thread ended
+            self._is_sound = False
             log.exception("The watch over %s failed.", self._what)
             self._on_failure(CheckpointError(f"{type(error).__name__}: {error}"))
 

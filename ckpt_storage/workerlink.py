@@ -342,7 +342,7 @@ class WorkerLink:
 
     def _end_all(self) -> None:
         self._end_child()
-        self.coordinator.board.close()
+        self.coordinator.close()
         self._pool.close()
 
     def _end_child(self) -> None:
