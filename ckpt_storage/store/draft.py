@@ -3,7 +3,7 @@
 Knows the order of calls that makes a file complete, durable and visible at once
 (`docs/invariants.md`, I1 and I4), and what each call's failure proves. Knows no store, no
 listing and no error tree beyond `StorageError` for a wrong length: system errors leave it
-as `OSError`. Called by `local`.
+as `OSError`. Called by the modules of the local store.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The store on a folder of a POSIX file system: local disks and network mounts.
 
-Knows POSIX semantics and what NFS makes of them; knows nothing of checkpoints. Files come
-into being through `draft`, system calls go through `posix`, and every `OSError` becomes a
-`StorageError` in `os_errors`. Called by `open_store` and by tests.
+Knows how the operations of a `Store` are made of POSIX's; knows nothing of checkpoints. Files
+come into being through `draft`, folders through `local_folders`, system calls go through `posix`,
+and every `OSError` becomes a `StorageError` at the border of `local_root`. Called by `open_store`
+and by tests.
 """
 
 from __future__ import annotations
@@ -11,22 +12,21 @@ import contextlib
 import copy
 import dataclasses
 import errno
-import os
-import re
-import stat as stat_modes
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.options import PageCache
 
 from .base import Arrived, Capabilities, CopySource, Entry, PathFilter, Stat, Store, Version
 from .bounds import TooLongError, check_bound, too_long
-from .draft import Draft, is_draft_name, is_meant, sync_folder
+from .draft import Draft, is_draft_name
+from .local_folders import ABSENT, LocalFolders
+from .local_root import LocalRoot, folder_of
 from .local_shared import COPY_SCOPE, TICKET_FIELD, TICKET_KIND, LocalSharedUpload
 from .local_upload import LocalUpload
-from .openfile import KeptFile, Opened
+from .openfile import KeptFile, Opened, check_is_file, open_file
 from .os_errors import map_os_error
 from .posix import BLOCK_BYTES, Posix, is_unsupported
 from .tickets import decode_ticket
@@ -60,15 +60,6 @@ _CAPABILITIES = Capabilities(
     copy_align_bytes=BLOCK_BYTES,
 )
 
-# What an NFS client keeps of a removed file that a process still holds open.
-_NFS_REMAINS = re.compile(r"\.nfs[0-9a-f]{8,}")
-
-_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
-
-
-def _is_object_name(name: str) -> bool:
-    return not (is_draft_name(name) or _NFS_REMAINS.fullmatch(name))
-
 
 class LocalStore:
     """A `Store` below one folder.
@@ -89,23 +80,21 @@ class LocalStore:
         page_cache: PageCache = "keep",
         posix: Posix | None = None,
     ) -> None:
-        if not root or "\0" in root:
-            raise InvalidInputError(f"{root!r} names no folder.", next_step="Give a path.")
-        # Made absolute now, because the process may change its working folder.
-        self._root = str(Path(root).absolute())
+        self._posix = posix or Posix()
+        self._root = LocalRoot(self._posix, root)
+        self._folders = LocalFolders(self._posix, self._root, sync=sync_files)
         self._sync = sync_files
         self._page_cache = page_cache
-        self._posix = posix or Posix()
         self._copies_pay: bool | None = None
         self._kept: KeptFile | None = None
 
     def __repr__(self) -> str:
-        return f"LocalStore({self._root!r})"
+        return f"LocalStore({self._root.folder!r})"
 
     @property
     def url(self) -> str:
         """The root as a file:// URL, unquoted as fsspec has it."""
-        return f"file://{self._root}"
+        return self._root.url
 
     @property
     def capabilities(self) -> Capabilities:
@@ -114,7 +103,7 @@ class LocalStore:
         Copies pay where blocks can be shared: elsewhere a read, a check and a write are as fast.
         """
         if self._copies_pay is None:
-            folder = Path(self._root)
+            folder = Path(self._root.folder)
             while not folder.exists() and folder != folder.parent:
                 folder = folder.parent
             self._copies_pay = self._posix.shares_blocks(str(folder))
@@ -126,8 +115,8 @@ class LocalStore:
         """Make the root and folders below it, durably; the only method that makes folders."""
         made: set[str] = set()
         for folder in ("", *folders):
-            with self._border("making", folder):
-                self._make_folder(self._full(folder), made)
+            with self._root.border("making", folder):
+                self._folders.make(self._root.full(folder), made)
 
     def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
         """Return a whole file, read through one descriptor, which tells its length first."""
@@ -136,12 +125,12 @@ class LocalStore:
             try:
                 check_bound(size_bytes, most_bytes)
             except TooLongError as error:
-                raise too_long(error, path=path, shown=self._shown(path)) from None
+                raise too_long(error, path=path, shown=self._root.shown(path)) from None
             content = bytearray(size_bytes)
             count = self._posix.preadv_all(fd, [memoryview(content)], 0)
             return bytes(memoryview(content)[:count])
 
-        with self._border("read", path):
+        with self._root.border("read", path):
             return self._with_file(path, read_all)
 
     def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
@@ -166,7 +155,7 @@ class LocalStore:
         def fill(fd: int, found_bytes: int) -> None:
             if size_bytes is not None and found_bytes != size_bytes:
                 raise IntegrityError(
-                    f"{self._shown(path)} has {found_bytes} bytes instead of {size_bytes}.",
+                    f"{self._root.shown(path)} has {found_bytes} bytes instead of {size_bytes}.",
                     path=path,
                     offset=min(found_bytes, size_bytes),
                     next_step="The file is damaged or not the one that was saved.",
@@ -187,14 +176,14 @@ class LocalStore:
                     arrived(count)
             if count < target.nbytes:
                 raise IntegrityError(
-                    f"{self._shown(path)} ends at byte {start + count}, within the range "
+                    f"{self._root.shown(path)} ends at byte {start + count}, within the range "
                     f"[{start}, {start + target.nbytes}) that was asked for.",
                     path=path,
                     offset=min(start + count, found_bytes),
                     next_step="The file is damaged or not the one that was saved.",
                 )
 
-        with self._border("read", path):
+        with self._root.border("read", path):
             self._with_file(path, fill)
 
     @contextlib.contextmanager
@@ -205,7 +194,7 @@ class LocalStore:
         try:
             yield view
         finally:
-            with self._border("close", ""):
+            with self._root.border("close", ""):
                 kept.close()
 
     def _read_on(self, fd: int) -> None:
@@ -217,20 +206,20 @@ class LocalStore:
 
     def stat(self, path: str) -> Stat:
         """Return size and time of a file; a folder is no object."""
-        full = self._full(path)
-        with self._border("stat", path):
-            found = self._revalidated(full, lambda: self._posix.stat(full))
-            _check_is_file(found, full)
+        full = self._root.full(path)
+        with self._root.border("stat", path):
+            found = self._root.revalidated(full, lambda: self._posix.stat(full))
+            check_is_file(found, full)
         return Stat(size_bytes=found.st_size, modified_s=found.st_mtime)
 
     def write(self, path: str, data: bytes) -> None:
         """Write a temporary file beside the target, sync it, rename it, sync the folder."""
-        with self._border("write", path):
+        with self._root.border("write", path):
             self._put(path, data, Draft.publish, sync=self._sync)
 
     def create(self, path: str, data: bytes) -> None:
         """Write and sync a temporary file, then link it to the name if nothing bears it."""
-        with self._border("exclusive creation", path):
+        with self._root.border("exclusive creation", path):
             self._put(path, data, Draft.publish_new, sync=self._sync)
 
     def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
@@ -242,22 +231,24 @@ class LocalStore:
             raise map_os_error(
                 OSError(errno.ENOTSUP, "POSIX has no conditional replace"),
                 operation="conditional replace",
-                path=self._shown(path),
+                path=self._root.shown(path),
             )
-        with self._border("replace", path):
+        with self._root.border("replace", path):
             self._put(path, data, Draft.publish, sync=self._sync)
 
     def start_upload(self, path: str, *, part_bytes: int) -> LocalUpload:
         """Open the temporary file; `part_bytes` does not matter here."""
         del part_bytes
-        with self._border("write", path):
+        with self._root.border("write", path):
             draft = self._open_draft(path, sync=self._sync, page_cache=self._page_cache)
-        return LocalUpload(draft, self._shown(path), lambda what: self._border(what, path))
+        return LocalUpload(
+            draft, self._root.shown(path), lambda what: self._root.border(what, path)
+        )
 
     def start_shared_upload(self, path: str, *, part_bytes: int) -> LocalSharedUpload:
         """Open the temporary file; `part_bytes` does not matter here."""
         del part_bytes
-        with self._border("write", path):
+        with self._root.border("write", path):
             draft = self._open_draft(path, sync=self._sync, page_cache=self._page_cache)
         return self._shared(draft, path, role="owner")
 
@@ -271,9 +262,9 @@ class LocalStore:
                 path=path,
                 next_step="Pass on what `ticket()` returned.",
             )
-        full = self._full(path)
-        with self._border("joining of the upload", path):
-            draft = self._revalidated(
+        full = self._root.full(path)
+        with self._root.border("joining of the upload", path):
+            draft = self._root.revalidated(
                 full,
                 lambda: Draft(
                     self._posix, full, sync=self._sync, name=name, page_cache=self._page_cache
@@ -283,7 +274,9 @@ class LocalStore:
 
     def copy_source(self, path: str) -> CopySource | None:
         """Return the full path."""
-        return CopySource(scope=COPY_SCOPE, address=self._full(path), path=self._shown(path))
+        return CopySource(
+            scope=COPY_SCOPE, address=self._root.full(path), path=self._root.shown(path)
+        )
 
     def can_copy_from(self, other: Store) -> bool:
         """Return whether both roots lie on one file system of this host."""
@@ -291,7 +284,9 @@ class LocalStore:
         if source is None or source.scope != COPY_SCOPE:
             return False
         try:
-            devices = {self._posix.stat(root).st_dev for root in (self._root, source.address)}
+            devices = {
+                self._posix.stat(root).st_dev for root in (self._root.folder, source.address)
+            }
         except OSError:
             return False
         return len(devices) == 1
@@ -300,7 +295,11 @@ class LocalStore:
         self, draft: Draft, path: str, *, role: Literal["owner", "member"]
     ) -> LocalSharedUpload:
         return LocalSharedUpload(
-            draft, path, self._shown(path), lambda what: self._border(what, path), role=role
+            draft,
+            path,
+            self._root.shown(path),
+            lambda what: self._root.border(what, path),
+            role=role,
         )
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
@@ -309,39 +308,27 @@ class LocalStore:
         Symbolic links to files count as files; those to folders are shown but not
         followed. What vanishes during the walk is left out.
         """
-        found: list[Entry] = []
-        pending = [prefix.strip("/")]
-        with self._border("listing", prefix):
-            while pending:
-                folder = pending.pop()
-                for item in self._scan(folder):
-                    path = f"{folder}/{item.name}" if folder else item.name
-                    if item.is_dir(follow_symlinks=not recursive):
-                        if recursive:
-                            pending.append(path)
-                        else:
-                            found.append(Entry(path=f"{path}/", size_bytes=0))
-                    elif _is_object_name(item.name):
-                        found.extend(self._entry(path))
+        with self._root.border("listing", prefix):
+            found = self._folders.entries(prefix.strip("/"), recursive=recursive)
         return sorted(found, key=lambda entry: entry.path)
 
     def delete(self, paths: Sequence[str]) -> None:
         """Unlink files and make that durable, so that a later delete cannot overtake it."""
         folders: dict[str, str] = {}
         for path in paths:
-            full = self._full(path)
-            with self._border("deletion", path):
+            full = self._root.full(path)
+            with self._root.border("deletion", path):
                 try:
                     self._posix.unlink(full)
                 except OSError as error:
                     # A folder bears no object of that name, so there is nothing to delete.
-                    if error.errno not in _ABSENT | {errno.EISDIR}:
+                    if error.errno not in ABSENT | {errno.EISDIR}:
                         raise
                 else:
-                    folders[_folder_of(full)] = path
+                    folders[folder_of(full)] = path
         for folder, path in folders.items():
-            with self._border("deletion", path):
-                self._sync_folder(folder)
+            with self._root.border("deletion", path):
+                self._folders.sync(folder)
 
     def delete_folder(self, path: str) -> None:
         """Remove a folder and all below it, following no symbolic link; idempotent.
@@ -355,42 +342,21 @@ class LocalStore:
                 f"delete_folder would delete everything below {self.url}.",
                 next_step="Name a folder below the root.",
             )
-        full = self._full(folder)
-        with self._border("deletion", path):
-            if self._posix.is_link(full):
-                self._posix.unlink(full)
-            elif not self._remove_below(full):
-                return
-            self._sync_folder(_folder_of(full))
+        with self._root.border("deletion", path):
+            self._folders.remove(self._root.full(folder))
 
     def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
         """Remove the temporary files below a folder, whoever made them; return how many."""
-        count = 0
-        pending = [prefix.strip("/")]
-        with self._border("clearing", prefix):
-            while pending:
-                folder = pending.pop()
-                for item in self._scan(folder):
-                    path = f"{folder}/{item.name}" if folder else item.name
-                    if item.is_dir(follow_symlinks=False):
-                        pending.append(path)
-                    elif (
-                        is_draft_name(item.name)
-                        and item.is_file(follow_symlinks=False)
-                        and is_meant(folder, item.name, only)
-                    ):
-                        with contextlib.suppress(FileNotFoundError):
-                            self._posix.unlink(self._full(path))
-                            count += 1
-        return count
+        with self._root.border("clearing", prefix):
+            return self._folders.clear(prefix.strip("/"), only=only)
 
     def now_s(self, probe_path: str) -> float:
         """Return the time the file system gives a file that was just written.
 
         On a network mount that is the server's clock.
         """
-        full = self._full(probe_path)
-        with self._border("reading of the clock", probe_path):
+        full = self._root.full(probe_path)
+        with self._root.border("reading of the clock", probe_path):
             self._put(probe_path, b"clock\n", Draft.publish, sync=False)
             now_s = self._posix.stat(full).st_mtime
             with contextlib.suppress(FileNotFoundError):
@@ -400,65 +366,12 @@ class LocalStore:
     def close(self) -> None:
         """Do nothing: no resource outlives a call."""
 
-    def _full(self, path: str) -> str:
-        return f"{self._root.rstrip('/')}/{path}" if path else self._root
-
-    def _shown(self, path: str) -> str:
-        return f"{self.url.rstrip('/')}/{path}" if path else self.url
-
-    @contextlib.contextmanager
-    def _border(self, operation: str, path: str) -> Iterator[None]:
-        """Turn every `OSError` of the block into a `StorageError`."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except OSError as error:
-            free_bytes = None
-            with contextlib.suppress(OSError):
-                if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-                    free_bytes = self._posix.free_bytes(self._root)
-            raise map_os_error(
-                error, operation=operation, path=self._shown(path), free_bytes=free_bytes
-            ) from error
-
-    def _revalidated(self, full: str, attempt: Callable[[], T]) -> T:
-        """Run `attempt`, and once more if a network file system's caches may have misled it.
-
-        An NFS client remembers that a name was absent (a negative dentry) until it opens
-        the folder, and answers ESTALE for a file replaced or removed on the server.
-        """
-        try:
-            return attempt()
-        except OSError as error:
-            if error.errno not in {errno.ENOENT, errno.ESTALE}:
-                raise
-        self._revalidate_folders(full)
-        return attempt()
-
-    def _revalidate_folders(self, full: str) -> None:
-        below = os.path.relpath(_folder_of(full), self._root)
-        folder = self._root
-        with contextlib.suppress(OSError):
-            self._posix.open_folder(_folder_of(folder))
-            self._posix.open_folder(folder)
-            for part in below.split("/") if below != "." else ():
-                folder = f"{folder}/{part}"
-                self._posix.open_folder(folder)
-
     def _with_file(self, path: str, use: Callable[[int, int], T]) -> T:
         """Return what `use` makes of the descriptor and the size (bytes) of an open file."""
-        full = self._full(path)
+        full = self._root.full(path)
 
         def opened() -> Opened:
-            fd = self._posix.open_read(full)
-            try:
-                found = self._posix.fstat(fd)
-                _check_is_file(found, full)
-            except BaseException:
-                self._posix.close(fd)
-                raise
-            return fd, found.st_size
+            return open_file(self._posix, full)
 
         def attempt() -> T:
             if self._kept is not None:
@@ -469,21 +382,21 @@ class LocalStore:
             finally:
                 self._posix.close(fd)
 
-        return self._revalidated(full, attempt)
+        return self._root.revalidated(full, attempt)
 
     def _open_draft(self, path: str, *, sync: bool, page_cache: PageCache = "keep") -> Draft:
-        full = self._full(path)
+        full = self._root.full(path)
         try:
-            return self._revalidated(
+            return self._root.revalidated(
                 full, lambda: Draft(self._posix, full, sync=sync, page_cache=page_cache)
             )
         except FileNotFoundError as error:
-            folder = _folder_of(full)
+            folder = folder_of(full)
             raise StorageError(
                 f"The folder {folder} is not visible on this host; the coordinator makes it "
                 "before any rank writes.",
                 kind="not-found",
-                path=self._shown(path),
+                path=self._root.shown(path),
                 next_step="Is the path on a file system that all hosts share?",
             ) from error
 
@@ -497,114 +410,3 @@ class LocalStore:
             with contextlib.suppress(OSError):
                 draft.discard()
             raise
-
-    def _make_folder(self, full: str, made: set[str]) -> None:
-        """Make a folder and its parents, and sync each name that lies in the root or is it.
-
-        Names that were there already are synced too: who made them may have died before
-        doing it.
-        """
-        chain = [full]
-        while (parent := _folder_of(chain[-1])) != chain[-1] and (
-            len(chain[-1]) > len(self._root) or not self._is_folder(parent)
-        ):
-            chain.append(parent)
-        for folder in reversed(chain):
-            if folder not in made:
-                self._make_one_folder(folder)
-                self._sync_new_folder(folder, _folder_of(folder))
-                made.add(folder)
-
-    def _make_one_folder(self, full: str) -> None:
-        try:
-            self._posix.mkdir(full)
-        except OSError as error:
-            # A read-only or foreign parent refuses even what is there already, and an
-            # answer may have been lost.
-            if self._is_folder(full):
-                return
-            if error.errno == errno.EEXIST:
-                raise NotADirectoryError(errno.ENOTDIR, f"{full} is a file") from error
-            raise
-
-    def _sync_new_folder(self, full: str, parent: str) -> None:
-        try:
-            self._sync_folder(parent)
-        except PermissionError:
-            # A parent that may be passed but not read cannot be synced; journaling file
-            # systems carry a folder's own name along when the folder is.
-            self._sync_folder(full)
-
-    def _sync_folder(self, full: str) -> None:
-        if self._sync:
-            sync_folder(self._posix, full)
-
-    def _is_folder(self, full: str) -> bool:
-        try:
-            return stat_modes.S_ISDIR(self._posix.stat(full).st_mode)
-        except OSError:
-            return False
-
-    def _scan(self, folder: str) -> Sequence[os.DirEntry[str]]:
-        """Return the entries of a folder, none if there is no such folder below the root."""
-        try:
-            return self._posix.scandir(self._full(folder))
-        except OSError as error:
-            if error.errno == errno.ENOENT or (folder and error.errno == errno.ENOTDIR):
-                return []
-            raise
-
-    def _entry(self, path: str) -> Sequence[Entry]:
-        try:
-            found = self._posix.stat(self._full(path))
-        except OSError as error:
-            if error.errno in _ABSENT | {errno.ESTALE}:
-                return []
-            raise
-        if not stat_modes.S_ISREG(found.st_mode):
-            return []
-        return [Entry(path=path, size_bytes=found.st_size, modified_s=found.st_mtime)]
-
-    def _remove_below(self, full: str) -> bool:
-        """Remove a folder and what it holds; return whether there was one."""
-        try:
-            items = self._posix.scandir(full)
-        except OSError as error:
-            if error.errno in _ABSENT:
-                return False
-            raise
-        for item in items:
-            if item.is_dir(follow_symlinks=False):
-                self._remove_below(item.path)
-            else:
-                self._remove_file(item)
-        try:
-            self._posix.rmdir(full)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            if error.errno != errno.ENOTEMPTY or not self._only_remains(full):
-                raise
-        return True
-
-    def _remove_file(self, item: os.DirEntry[str]) -> None:
-        try:
-            self._posix.unlink(item.path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            if error.errno != errno.EBUSY or not _NFS_REMAINS.fullmatch(item.name):
-                raise
-
-    def _only_remains(self, full: str) -> bool:
-        return all(_NFS_REMAINS.fullmatch(item.name) for item in self._posix.scandir(full))
-
-
-def _folder_of(full: str) -> str:
-    return os.path.split(full)[0]
-
-
-def _check_is_file(found: os.stat_result, full: str) -> None:
-    """Raise as for an absent file if a folder or device bears the name."""
-    if not stat_modes.S_ISREG(found.st_mode):
-        raise FileNotFoundError(errno.ENOENT, f"{full} is not a file")

@@ -1,22 +1,43 @@
-"""The last file that a thread read from, kept open for its next read.
+"""Files opened to be read, and the last one that a thread read from, kept open for its next read.
 
-Knows descriptors only. Called by `local`, for reads that follow one another: opening a file and
-closing it take as long as a read of some hundred KiB from the kernel's cache.
+Knows descriptors only. Called by `local`. A file is kept for reads that follow one another: opening
+and closing it take as long as a read of some hundred KiB from the kernel's cache.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import stat as stat_modes
 from collections.abc import Callable
 from typing import TypeVar
 
 from .posix import Posix
 
-__all__ = ["KeptFile", "Opened"]
+__all__ = ["KeptFile", "Opened", "check_is_file", "open_file"]
 
 T = TypeVar("T")
 
 Opened = tuple[int, int]
 """Descriptor and size (bytes) of a file."""
+
+
+def check_is_file(found: os.stat_result, full: str) -> None:
+    """Raise as for an absent file if a folder or device bears the name."""
+    if not stat_modes.S_ISREG(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, f"{full} is not a file")
+
+
+def open_file(posix: Posix, full: str) -> Opened:
+    """Open a file to read it. Raises `OSError`, and as for an absent file if it is none."""
+    fd = posix.open_read(full)
+    try:
+        found = posix.fstat(fd)
+        check_is_file(found, full)
+    except BaseException:
+        posix.close(fd)
+        raise
+    return fd, found.st_size
 
 
 class KeptFile:

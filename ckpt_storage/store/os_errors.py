@@ -1,7 +1,7 @@
 """The one border where an `OSError` of the operating system becomes a `StorageError`.
 
 Knows error numbers and what a user can do about each; makes no system call. Called by
-`local`.
+`local` and `local_root`.
 """
 
 from __future__ import annotations
