@@ -1,6 +1,7 @@
 """How ranks agree under bare `dcp.save`: messages that ride in DCP's plans (design note 3).
 
-Knows `SavePlan` objects only as carriers; knows no storage. Called by `writer` and `reader`.
+Knows `SavePlan` objects only as carriers; knows no storage. Called by `writer`, `saveattempt` and
+`reader`.
 
 A message takes effect when it is unpickled: it enters the inbox of the thread that runs the
 collective. So it arrives even when the planner drops the plan that carried it, as
@@ -15,7 +16,7 @@ from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from .commit import Grant
-from .errors import CheckpointError, RankMismatchError
+from .errors import CheckpointError, InvalidInputError, RankMismatchError
 from .slots import HeadRef
 
 
@@ -132,6 +133,42 @@ def _receive_refused(nonce: str, error: CheckpointError) -> Refused:
     refused = Refused(nonce=nonce, error=error)
     inbox().answers[nonce] = refused
     return refused
+
+
+def hellos_of_all(own: Hello, world_size: int) -> list[Hello]:
+    """Return what every rank said of this save, by rank; the coordinator's `own` is not sent.
+
+    Raises `InvalidInputError` naming the ranks of which nothing arrived.
+    """
+    hellos = {**inbox().hellos, own.rank: own}
+    missing = sorted(set(range(world_size)) - set(hellos))
+    if missing:
+        raise InvalidInputError(
+            f"Ranks {missing} of {world_size} sent no word of this save with their plans.",
+            phase="plan",
+            next_step="Give every rank a CheckpointStorageWriter, and use a planner that "
+            "keeps SavePlan objects.",
+        )
+    return [hellos[rank] for rank in range(world_size)]
+
+
+def grant_all(hellos: Sequence[Hello], grant: Grant, *, with_places: bool) -> list[Granted]:
+    """Return the answers that let all ranks save."""
+    return [
+        Granted(
+            nonce=hello.nonce,
+            rank=rank,
+            world_size=len(hellos),
+            grant=grant,
+            with_places=with_places,
+        )
+        for rank, hello in enumerate(hellos)
+    ]
+
+
+def refuse_all(hellos: Sequence[Hello], error: CheckpointError) -> list[Refused]:
+    """Return the answers by which all ranks raise `error`."""
+    return [Refused(nonce=hello.nonce, error=error) for hello in hellos]
 
 
 def check_agreement(hellos: Sequence[Hello], *, phase: str) -> None:

@@ -1,7 +1,7 @@
 """The coordinator's last part of a save: is it complete, then commit it, publish it, clean up.
 
 Knows reports, manifests and the order of the documents (`docs/invariants.md`, I1 and I8); knows no
-planner and no thread. Called by `writer` on the coordinator.
+planner and no thread. Called by `saveattempt` on the coordinator.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The coordinator looks at the place while the ranks plan, and, under the front doors, begins the
 attempt while they write; ranks tell what they write before it is durable, so that the documents of
 the save are written meanwhile. Knows the beginning of an attempt and what waits for what; knows no
-plan and no rank's data. Called by `writer`; what it begins ends by itself, as all calls to stores.
+plan and no rank's data. Called by `writer` and `saveattempt`; what it begins ends by itself, as all
+calls to stores.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Opened:
     """A store that is opened once, by whichever thread needs it first."""
 
     def __init__(self, open_it: Callable[[], Store]) -> None:
-        self._open: Callable[[], Store] | None = open_it
+        self._open = open_it
         self._store: Store | None = None
         self._lock = threading.Lock()
 
@@ -98,10 +99,7 @@ class Opened:
         """Return the store. Raises what opening it raises, each time anew."""
         with self._lock:
             if self._store is None:
-                assert self._open is not None  # noqa: S101  # dropped only below
                 self._store = self._open()
-                # It leads to the writer, which leads here.
-                self._open = None
             return self._store
 
 

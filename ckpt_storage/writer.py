@@ -1,40 +1,35 @@
 """`CheckpointStorageWriter`: DCP's save calls become one save attempt.
 
-Knows DCP's `StorageWriter` contract as torch really calls it, and drives `shards` and
-`commit`. Every rank holds one; which methods run where is said at each. All state of a save
-belongs to the thread that runs it, so one writer may serve overlapping saves (`dcp.async_save`
-runs each in a thread of its own).
+Knows DCP's `StorageWriter` contract as torch really calls it, what the ranks agree on, and which
+thread runs which save; the work of a save is `saveattempt`'s. Every rank holds one; which methods
+run where is said at each. All state of a save belongs to the thread that runs it, so one writer may
+serve overlapping saves (`dcp.async_save` runs each in a thread of its own).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from . import agreement, commit, integrity, layout
+from . import agreement, commit
 from .agreement import Granted, Hello, Refused
-from .committing import commit_prepared, prepare_commit
 from .dcpborder import at_dcp_border
 from .deadline import Deadline
-from .documents import FileRef
 from .errors import CheckpointError, InvalidInputError
 from .filewriter import write_options
-from .headstart import EarlyWord, HeadStart, Opened, Place, is_told_early
+from .headstart import EarlyWord
 from .info import CheckpointInfo
-from .manifest import RankManifest
 from .options import (
     STOCK_ENTRY_LIMIT,
     Engine,
@@ -44,36 +39,14 @@ from .options import (
     RetryPolicy,
     StockMetadata,
     Timeouts,
-    TransferOptions,
 )
 from .planpack import packable
-from .rankreport import RankReport
-from .shards import ShardJob, write_shards
+from .saveattempt import SaveAttempt
+from .savesettings import SaveSettings
 from .slotlog import read_log
 from .slots import SlotRecord
-from .store import Location, endpoint_of, open_store
-from .store.base import Capabilities, Store
+from .store import Location
 from .workers import bounded
-
-log = logging.getLogger("ckpt_storage")
-
-
-@dataclass(slots=True)
-class _Save:
-    """One save as this rank sees it; belongs to one thread."""
-
-    location: Location
-    checkpoint_id: str | os.PathLike[str] | None
-    is_coordinator: bool
-    rank: int
-    nonce: str
-    answer: Granted | Refused | None = None
-    opened: Opened = field(init=False)
-    settled_ties: Mapping[str, str] = field(default_factory=dict)
-    candidates: Sequence[str] = ()
-    item_count: int = 0
-    deadline: Deadline | None = None
-    head_start: HeadStart = field(init=False)
 
 
 class CheckpointStorageWriter(StorageWriter):
@@ -132,27 +105,35 @@ class CheckpointStorageWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self._base = Location.of(path, storage_options)
-        self._overwrite = overwrite
-        self._page_cache = page_cache
-        self._sync_files = sync_files
-        self._thread_count = thread_count
-        self._part_bytes = part_bytes
-        self._memory_limit_bytes = memory_limit_bytes
-        self._transfer_options()  # refuses what cannot be, now and on every rank
-        self._engine: Engine = engine
-        self._commit_base = Location.of(commit_url, storage_options) if commit_url else None
+        transfer_options = partial(
+            write_options,
+            thread_count=thread_count,
+            part_bytes=part_bytes,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        transfer_options(None)  # refuses what cannot be, now and on every rank
+        commit_base = Location.of(commit_url, storage_options) if commit_url else None
         if stock_metadata not in {"auto", "always", "never"}:
             raise InvalidInputError(
                 f"stock_metadata is {stock_metadata!r}.",
                 next_step="Give 'auto', 'always' or 'never'.",
             )
-        self._stock_metadata: StockMetadata = stock_metadata
+        timeouts = Timeouts.of(timeout)
+        self._settings = SaveSettings(
+            commit_base=commit_base,
+            overwrite=overwrite,
+            page_cache=page_cache,
+            sync_files=sync_files,
+            engine=engine,
+            stock_metadata=stock_metadata,
+            transfer_options=transfer_options,
+            timeouts=timeouts,
+            retry=retry or RetryPolicy(),
+            progress=progress,
+        )
         self._process_group = process_group
-        self._timeouts = Timeouts.of(timeout)
-        self._retry = retry or RetryPolicy()
-        self._progress = progress
         self._threads = threading.local()
-        self._begin_phase: Callable[[Phase], Deadline] = partial(Deadline.of, self._timeouts)
+        self._begin_phase: Callable[[Phase], Deadline] = partial(Deadline.of, timeouts)
         self._word: EarlyWord | None = None
         self._user: Mapping[str, Any] = {}
         self._replaces: frozenset[str] = frozenset()
@@ -182,14 +163,6 @@ class CheckpointStorageWriter(StorageWriter):
         """
         self._replaces = save_ids
 
-    def _transfer_options(self, capabilities: Capabilities | None = None) -> TransferOptions:
-        return write_options(
-            capabilities,
-            thread_count=self._thread_count,
-            part_bytes=self._part_bytes,
-            memory_limit_bytes=self._memory_limit_bytes,
-        )
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._base.url!r})"
 
@@ -203,7 +176,7 @@ class CheckpointStorageWriter(StorageWriter):
         self.__dict__.update(state)
         self._process_group = None
         self._threads = threading.local()
-        self._begin_phase = partial(Deadline.of, self._timeouts)
+        self._begin_phase = partial(Deadline.of, self._settings.timeouts)
         self._word = None
 
     @classmethod
@@ -218,7 +191,7 @@ class CheckpointStorageWriter(StorageWriter):
     @property
     def checkpoint_id(self) -> str:
         """The URL that the save of the calling thread goes to."""
-        save: _Save | None = getattr(self._threads, "save", None)
+        save: SaveAttempt | None = getattr(self._threads, "save", None)
         if save is not None:
             return save.location.url
         return self._base.join(getattr(self._threads, "pending", None)).url
@@ -229,9 +202,6 @@ class CheckpointStorageWriter(StorageWriter):
             # The save that `reset` announced failed before it reached us.
             self._threads.pending = None
         self._threads.asked = True
-        return self._storage_meta()
-
-    def _storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     @at_dcp_border
@@ -264,26 +234,17 @@ class CheckpointStorageWriter(StorageWriter):
         self._threads.pending = None
         self._threads.asked = False
         location = self._base.join(checkpoint_id)
-        save = _Save(
-            location=location,
-            checkpoint_id=checkpoint_id,
+        save = SaveAttempt(
+            self._settings,
+            location,
+            checkpoint_id,
             is_coordinator=is_coordinator,
             rank=rank,
-            nonce=os.urandom(16).hex(),
-        )
-        save.opened = Opened(partial(self._open, location, checkpoint_id))
-        place = Place(
-            url=location.url,
-            rank=rank,
-            open=save.opened,
-            scope=(self._commit_base or location).scope,
-            overwrite=self._overwrite,
             replaces=self._replaces,
         )
-        save.head_start = HeadStart(place)
         self._threads.save = save
         if is_coordinator and not location.is_local:
-            save.head_start.look(Deadline.of(self._timeouts, "plan"))
+            save.head_start.look(Deadline.of(self._settings.timeouts, "plan"))
 
     @at_dcp_border
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -292,26 +253,13 @@ class CheckpointStorageWriter(StorageWriter):
         agreement.clear_inbox()
         return packable(dataclasses.replace(plan, storage_data=self._hello(save)))
 
-    def _hello(self, save: _Save) -> Hello:
-        terms = self._terms(save.location)
+    def _hello(self, save: SaveAttempt) -> Hello:
+        terms = self._settings.terms(save.location)
         return Hello(nonce=save.nonce, rank=save.rank, host=socket.gethostname(), terms=terms)
 
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common for the calling thread's next save."""
-        return self._terms(self._base.join(getattr(self._threads, "pending", None)))
-
-    def _terms(self, location: Location) -> dict[str, str]:
-        from . import __version__  # noqa: PLC0415  # the package is complete only by now
-
-        return {
-            "the checkpoint's URL": location.normalised,
-            "overwrite": str(self._overwrite),
-            "sync_files": str(self._sync_files),
-            "the storage's endpoint": endpoint_of(location),
-            "stock_metadata": self._stock_metadata,
-            "commit_url": self._commit_base.normalised if self._commit_base else "None",
-            "the version of ckpt_storage": __version__,
-        }
+        return self._settings.terms(self._base.join(getattr(self._threads, "pending", None)))
 
     @at_dcp_border
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -322,27 +270,16 @@ class CheckpointStorageWriter(StorageWriter):
         answered to all ranks and raised by their `write_data`; no byte was written then.
         """
         save = self._save()
-        hellos = {**agreement.inbox().hellos, save.rank: self._hello(save)}
-        self._check_hellos(hellos, len(plans))
-        nonces = [hellos[rank].nonce for rank in range(len(plans))]
+        hellos = agreement.hellos_of_all(self._hello(save), len(plans))
         answers: Sequence[Granted | Refused]
         try:
-            grant = self._grant(save, [hellos[rank] for rank in range(len(plans))])
+            grant = self._grant(save, hellos)
         except CheckpointError as error:
-            answers = [Refused(nonce=nonce, error=error) for nonce in nonces]
+            answers = agreement.refuse_all(hellos, error)
         else:
             planned_count = sum(len(plan.items) for plan in plans)
             with_places = self.is_stock_wanted(max(planned_count, save.item_count))
-            answers = [
-                Granted(
-                    nonce=nonce,
-                    rank=rank,
-                    world_size=len(plans),
-                    grant=grant,
-                    with_places=with_places,
-                )
-                for rank, nonce in enumerate(nonces)
-            ]
+            answers = agreement.grant_all(hellos, grant, with_places=with_places)
         save.answer = answers[save.rank]
         return [
             packable(dataclasses.replace(plan, storage_data=answer))
@@ -351,24 +288,14 @@ class CheckpointStorageWriter(StorageWriter):
 
     def is_stock_wanted(self, item_count: int) -> bool:
         """Return whether `.metadata` is to be written; plans that a planner dropped count as 0."""
-        if self._stock_metadata == "auto":
+        if self._settings.stock_metadata == "auto":
             return item_count <= STOCK_ENTRY_LIMIT
-        return self._stock_metadata == "always"
+        return self._settings.stock_metadata == "always"
 
-    def _grant(self, save: _Save, hellos: Sequence[Hello]) -> commit.Grant:
+    def _grant(self, save: SaveAttempt, hellos: Sequence[Hello]) -> commit.Grant:
         self._check_world(len(hellos))
         agreement.check_agreement(hellos, phase="plan")
         return save.head_start.begin(len(hellos), self._begin_phase("plan"), self._word)
-
-    def _check_hellos(self, hellos: Mapping[int, Hello], world_size: int) -> None:
-        missing = sorted(set(range(world_size)) - set(hellos))
-        if missing:
-            raise InvalidInputError(
-                f"Ranks {missing} of {world_size} sent no word of this save with their plans.",
-                phase="plan",
-                next_step="Give every rank a CheckpointStorageWriter, and use a planner that "
-                "keeps SavePlan objects.",
-            )
 
     def _check_world(self, world_size: int) -> None:
         if self._process_group is not None:
@@ -381,8 +308,8 @@ class CheckpointStorageWriter(StorageWriter):
                     next_step="Pass the same process_group to dcp.save and to the writer.",
                 )
 
-    def _save(self) -> _Save:
-        save: _Save | None = getattr(self._threads, "save", None)
+    def _save(self) -> SaveAttempt:
+        save: SaveAttempt | None = getattr(self._threads, "save", None)
         if save is None:
             raise InvalidInputError(
                 "No save is under way in this thread.",
@@ -390,32 +317,9 @@ class CheckpointStorageWriter(StorageWriter):
             )
         return save
 
-    def _open(self, location: Location, checkpoint_id: str | os.PathLike[str] | None) -> Store:
-        return open_store(
-            location,
-            commit_location=self._commit_base.join(checkpoint_id) if self._commit_base else None,
-            page_cache=self._page_cache,
-            sync_files=self._sync_files,
-            engine=self._engine,
-            timeouts=self._timeouts,
-            retry=self._retry,
-        )
-
-    def _granted(self, save: _Save) -> Granted:
-        answer = save.answer or agreement.inbox().answers.get(save.nonce)
-        if answer is None:
-            raise InvalidInputError(
-                f"Rank {save.rank} got no save id for this save; it writes nothing.",
-                rank=save.rank,
-                phase="write",
-                next_step="Use a planner that keeps SavePlan objects, or turn plan caching off "
-                "(enable_plan_caching=False).",
-            )
-        save.answer = answer
-        if isinstance(answer, Refused):
-            raise answer.error
-        self._threads.save_id = answer.grant.save_id
-        return answer
+    def _check_granted(self, save: SaveAttempt) -> None:
+        """Note the save's id. Raises what the coordinator refused the save for."""
+        self._threads.save_id = save.granted().grant.save_id
 
     @at_dcp_border
     def write_data(
@@ -428,68 +332,27 @@ class CheckpointStorageWriter(StorageWriter):
         `PhaseTimeoutError`, `InvalidInputError` (a value that cannot be stored, naming its FQN).
         """
         save = self._save()
-        granted = self._granted(save)
-        deadline = save.deadline = self._begin_phase("write")
-        store = bounded(save.opened(), deadline)
-        results: list[WriteResult] = []
-        word = self._word
-        if word is not None and granted.grant.is_promised and not save.is_coordinator:
-            save.head_start.await_coordinator(word)
-
-        def record(manifest: RankManifest) -> list[Callable[[], object]]:
-            document = integrity.seal(manifest.to_body())
-            path = layout.rank_manifest_path(manifest.save_id, save.rank)
-            results.append(self._result(save, granted, manifest, path, document))
-            calls: list[Callable[[], object]] = [lambda: store.write(path, document)]
-            if word is not None and is_told_early(store.capabilities):
-                calls.append(partial(self._tell, save, word, results))
-            return calls
-
-        with deadline.governs(f"Writing to {store.url}", rank=save.rank):
-            write_shards(
-                store,
-                plan,
-                planner,
-                ShardJob(
-                    save_id=granted.grant.save_id,
-                    rank=save.rank,
-                    world_size=granted.world_size,
-                    options=self._transfer_options(store.capabilities),
-                    deadline=deadline,
-                    progress=self._progress,
-                    with_bar=save.is_coordinator,
-                    claim=save.head_start.claim,
-                ),
-                record=record,
-            )
+        self._check_granted(save)
+        results = save.write(
+            plan, planner, deadline=self._begin_phase("write"), word=self._word_of(save)
+        )
         if not save.is_coordinator:
             self._threads.save = None  # its `finish` is on the coordinator
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result(results)
         return future
 
-    def _tell(self, save: _Save, word: EarlyWord, results: list[WriteResult]) -> None:
-        """Say what was written as if in the thread of the save, which waits meanwhile."""
-        self._threads.save = save
-        word.told(results)
+    def _word_of(self, save: SaveAttempt) -> EarlyWord | None:
+        """Return the word, told as if in the thread of the save, which waits meanwhile."""
+        word = self._word
+        if word is None:
+            return None
 
-    @staticmethod
-    def _result(
-        save: _Save, granted: Granted, manifest: RankManifest, path: str, document: bytes
-    ) -> WriteResult:
-        ref = FileRef(path=path, size_bytes=len(document), crc32c=integrity.crc32c_of(document))
-        report = RankReport.of(
-            manifest,
-            ref,
-            document,
-            with_places=granted.with_places,
-            candidates=save.candidates,
-        )
-        return WriteResult(
-            index=MetadataIndex(f"ckpt_storage.rank.{save.rank}"),
-            size_in_bytes=sum(file.size_bytes for file in manifest.files),
-            storage_data=report,
-        )
+        def told(results: list[WriteResult]) -> object:
+            self._threads.save = save
+            return word.told(results)
+
+        return dataclasses.replace(word, told=told)
 
     def note_item_count(self, item_count: int) -> None:
         """Take how many items all ranks write, for the `prepare_global_plan` to come.
@@ -520,16 +383,8 @@ class CheckpointStorageWriter(StorageWriter):
         committed whatever is raised.
         """
         save = self._save()
-        granted = self._granted(save)
-        save.head_start.prepared = prepare_commit(
-            bounded(save.opened(), save.deadline or Deadline.of(self._timeouts, "write")),
-            save.head_start.grant or granted.grant,
-            world_size=granted.world_size,
-            metadata=metadata,
-            results=results,
-            storage_meta=self._storage_meta(),
-            settled_ties=save.settled_ties,
-        )
+        self._check_granted(save)
+        save.prepare(metadata, results)
 
     @at_dcp_border
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -540,28 +395,9 @@ class CheckpointStorageWriter(StorageWriter):
         the commit cannot fail the save: it is logged, and repeated by the next save or load.
         """
         save = self._save()
-        granted = self._granted(save)
+        self._check_granted(save)
         deadline = self._begin_phase("commit")
-        with deadline.governs(f"Committing to {save.location.url}", rank=save.rank):
-            store = bounded(save.opened(), deadline)
-            grant = save.head_start.grant or granted.grant
-            prepared = save.head_start.prepared or prepare_commit(
-                store,
-                grant,
-                world_size=granted.world_size,
-                metadata=metadata,
-                results=results,
-                storage_meta=self._storage_meta(),
-                settled_ties=save.settled_ties,
-            )
-            record = commit_prepared(
-                store,
-                grant,
-                prepared,
-                user=self._user,
-                deadline=deadline,
-                retry=self._retry,
-            )
+        record = save.commit(metadata, results, user=self._user, deadline=deadline)
         self._threads.save = None
         self._threads.committed = CheckpointInfo.of(save.location.url, record)
 
@@ -572,7 +408,7 @@ class CheckpointStorageWriter(StorageWriter):
 
     def record_of(self, save_id: str, deadline: Deadline) -> SlotRecord | None:
         """Return the commit record at the head if it is that of `save_id`, else None."""
-        head = read_log(bounded(self._open(self._base.join(None), None), deadline)).head
+        head = read_log(bounded(self._settings.open(self._base.join(None), None), deadline)).head
         return head if head is not None and head.save_id == save_id else None
 
     @property
