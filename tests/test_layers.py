@@ -50,6 +50,8 @@ LAYERS = (
     "relay",
     "sending",
     "filewriter",
+    "copyparts",
+    "partcopies",
     "filecopies",
     # Protocol, without torch.
     "slotlog",
