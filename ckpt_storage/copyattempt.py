@@ -17,6 +17,7 @@ from functools import partial
 from . import cleaning, commit, integrity, layout, publishing, slotlog
 from .ceilings import MOST_STOCK_BYTES
 from .commit import Grant
+from .copyparts import FileToCopy
 from .deadline import Deadline
 from .documents import FileRef
 from .errors import (
@@ -26,7 +27,7 @@ from .errors import (
     IntegrityError,
     StorageError,
 )
-from .filecopies import FileCopier, FileToCopy
+from .filecopies import FileCopier
 from .manifest import Manifest, RankManifest
 from .options import RetryPolicy
 from .pacing import Pacer

@@ -44,7 +44,7 @@ from .errors import (
     InvalidInputError,
 )
 from .exportcopy import CopiedExports, copy_exports
-from .filecopies import Copies, FileCopier, Tally
+from .filecopies import Copies, FileCopier
 from .filemarks import open_marked
 from .foreigncopy import copy_foreign
 from .options import (
@@ -56,6 +56,7 @@ from .options import (
     TransferOptions,
 )
 from .overlap import is_within, place_within
+from .partcopies import Tally
 from .progress import reporting
 from .slotlog import CommitLog
 from .slots import SlotRecord

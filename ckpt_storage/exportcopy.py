@@ -26,9 +26,10 @@ from .consolidation.records import (
     is_weight_file,
     records_folder,
 )
+from .copyparts import FileToCopy
 from .documents import FileRef
 from .errors import CheckpointError, StorageError
-from .filecopies import FileCopier, FileToCopy
+from .filecopies import FileCopier
 from .layout import COMMITS, PROBE_PREFIX, SAVES, STOCK_METADATA
 from .shardspans import WholeFile
 from .slotlog import check_document, read_if_there, stamp

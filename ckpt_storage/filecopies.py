@@ -1,7 +1,8 @@
 """Whole files from one store to another: many at a time, in bounded memory, checked on their way.
 
-Knows stores, parts and checks; knows no checkpoint and no order that matters to one. Called by
-`copying` and `foreigncopy`.
+Knows which files are open, what the target holds already, and who copies: this process or the
+storage; how a part gets over, `partcopies` knows. Knows no checkpoint and no order that matters to
+one. Called by `copying`, `copyattempt`, `exportcopy` and `foreigncopy`.
 
 A file becomes visible at the target only complete, so one that is there after a crash is whole.
 Where the target's storage can copy from the source by itself, no byte travels through this
@@ -13,112 +14,24 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Literal
 
+from .copyparts import FilePart, FileToCopy, copied_parts, streamed_parts
 from .deadline import Deadline
 from .errors import CheckpointError, IntegrityError, StorageError
 from .filewriter import part_bytes_for
-from .options import MIB, TransferOptions
+from .options import TransferOptions
+from .partcopies import CopyRefusedError, OpenFile, PartCopier, Tally
 from .relay import Buffers, Paces, PartWorkers, timed
-from .shardspans import SpanCheck, Spans
-from .store.base import SharedUpload, Stoppable, Store, Upload
+from .shardspans import SpanCheck
+from .store.base import Stoppable, Store
 from .workers import bounded
 
-__all__ = ["Copies", "FileCopier", "FileToCopy", "Tally"]
+__all__ = ["Copies", "FileCopier"]
 
 Copies = Literal["auto", "always", "never"]
 """Which files the storage copies by itself: where that pays, wherever it can, none."""
-
-_LEAST_COPY_BYTES = MIB
-"""Below this a copy by the storage takes more requests than reading and writing."""
-
-_COPY_BYTES = 256 * MIB
-"""Most of one copy: a storage takes seconds for it, and several go on at a time."""
-
-_MOST_PARTS = 9_000
-_REFUSALS = frozenset({"permission", "unsupported"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileToCopy:
-    """One file: where it is, what it is called at the target, and how long it must be.
-
-    `spans` holds its checksums; None: only the length is known. `is_compared`: one that is at the
-    target already, of this length, is held against the source byte by byte, not believed.
-    """
-
-    path: str
-    target: str
-    size_bytes: int
-    spans: Spans | None = None
-    is_compared: bool = False
-
-
-@dataclass(slots=True)
-class Tally:
-    """What was moved so far; told by several threads.
-
-    read_bytes: came to this process from the source, re-reads included. sent_bytes: went from it
-    to the target. copied_bytes: copied by the storage itself. kept_count, kept_bytes: files that
-    were found complete at the target.
-    """
-
-    read_bytes: int = 0
-    sent_bytes: int = 0
-    copied_bytes: int = 0
-    file_count: int = 0
-    kept_count: int = 0
-    kept_bytes: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(self, **counts: int) -> None:
-        """Add to the counts of these names."""
-        with self._lock:
-            for name, count in counts.items():
-                setattr(self, name, getattr(self, name) + count)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    number: int
-    start: int
-    stop: int
-    is_last: bool
-
-
-class _CopyRefusedError(Exception):
-    """The storage will not copy; the bytes have to be streamed."""
-
-
-class _OpenFile:
-    """One file on its way: its upload, its check, and how many parts are still to come."""
-
-    def __init__(self, file: FileToCopy, parts: Sequence[_Part], upload: Upload) -> None:
-        self.file = file
-        self.parts = parts
-        self.upload = upload
-        self.check = SpanCheck(file.spans) if file.spans else None
-        self._lock = threading.Lock()
-        self._left_count = len(parts)
-
-    def ended_part(self) -> bool:
-        """Note the end of a part; return whether it was the last one to end."""
-        with self._lock:
-            self._left_count -= 1
-            return self._left_count == 0
-
-    def finish(self) -> None:
-        """Make the file visible, every byte of it checked."""
-        if self.check is not None:
-            self.check.check_complete()
-        if isinstance(self.upload, SharedUpload):
-            # The name stands for these very bytes, whoever put them there.
-            self.upload.complete(self.file.size_bytes, existing="replace")
-        else:
-            self.upload.complete(self.file.size_bytes)
 
 
 class FileCopier:
@@ -143,7 +56,6 @@ class FileCopier:
     ) -> None:
         self.tally = Tally()
         self.paces = Paces(options.thread_count)
-        self._explain_missing = explain_missing
         self._source = bounded(source, deadline, throttled=self.paces.source.slowed_down)
         self._target = bounded(target, deadline, throttled=self.paces.target.slowed_down)
         self._options = options
@@ -152,7 +64,17 @@ class FileCopier:
         self._wanted: Copies = copies
         self._copies = False
         self._buffers = Buffers()
-        self._open: dict[str, _OpenFile] = {}
+        self._part_copier = PartCopier(
+            self._source,
+            options=options,
+            deadline=deadline,
+            paces=self.paces,
+            buffers=self._buffers,
+            tally=self.tally,
+            on_bytes=on_bytes,
+            explain_missing=explain_missing,
+        )
+        self._open: dict[str, OpenFile] = {}
         self._open_lock = threading.Lock()
 
     def copy(self, files: Iterable[FileToCopy]) -> None:
@@ -278,9 +200,9 @@ class FileCopier:
 
     def _submit(self, workers: PartWorkers, file: FileToCopy) -> None:
         """Hand a file to the workers: whole if it is one part, else part by part."""
-        parts = self._copy_parts(file)
+        parts = self._copied_parts(file)
         is_copied = bool(parts)
-        parts = parts or self._stream_parts(file)
+        parts = parts or self._streamed_parts(file)
         if len(parts) <= 1 or not self._target.capabilities.parallel_parts:
             workers.submit(partial(self._whole, file))
             return
@@ -290,8 +212,8 @@ class FileCopier:
             one = self._begun(file, parts, is_copied=True)
             try:
                 with workers.claimed():
-                    self._copy_part(one, parts[0])
-            except _CopyRefusedError:
+                    self._part_copier.copy(one, parts[0])
+            except CopyRefusedError:
                 self._wanted, self._copies = "never", False
                 self._give_up(one)
                 one = None
@@ -299,17 +221,19 @@ class FileCopier:
                 one.ended_part()
                 parts = parts[1:]
         if one is None:
-            parts = self._stream_parts(file)
+            parts = self._streamed_parts(file)
             one, is_copied = self._begun(file, parts, is_copied=False), False
-        step = self._copy_part if is_copied else self._stream_part
+        step = self._part_copier.copy if is_copied else self._part_copier.stream
         for part in parts:
             workers.submit(partial(self._part, one, part, step))
 
-    def _part(self, one: _OpenFile, part: _Part, step: Callable[[_OpenFile, _Part], None]) -> None:
+    def _part(
+        self, one: OpenFile, part: FilePart, step: Callable[[OpenFile, FilePart], None]
+    ) -> None:
         self._deadline.check(f"Copying {one.file.path}")
         try:
             step(one, part)
-        except _CopyRefusedError as refusal:
+        except CopyRefusedError as refusal:
             # It did copy another part of this file, so this is no matter of what it can do.
             raise refusal.__cause__ or refusal from None
         if one.ended_part():
@@ -322,40 +246,40 @@ class FileCopier:
             self._target.write(file.target, b"")
             self.tally.add(file_count=1)
             return
-        parts = self._copy_parts(file)
+        parts = self._copied_parts(file)
         if parts:
             one = self._begun(file, parts, is_copied=True)
             try:
                 for part in parts:
-                    self._copy_part(one, part)
-            except _CopyRefusedError:
+                    self._part_copier.copy(one, part)
+            except CopyRefusedError:
                 self._wanted, self._copies = "never", False
                 self._give_up(one)
             else:
                 self._finish(one)
                 return
-        parts = self._stream_parts(file)
+        parts = self._streamed_parts(file)
         one = self._begun(file, parts, is_copied=False)
         for part in parts:
-            self._stream_part(one, part)
+            self._part_copier.stream(one, part)
         self._finish(one)
 
-    def _begun(self, file: FileToCopy, parts: Sequence[_Part], *, is_copied: bool) -> _OpenFile:
+    def _begun(self, file: FileToCopy, parts: Sequence[FilePart], *, is_copied: bool) -> OpenFile:
         size = parts[0].stop - parts[0].start
         start = self._target.start_shared_upload if is_copied else self._target.start_upload
-        one = _OpenFile(file, parts, start(file.target, part_bytes=size))
+        one = OpenFile(file, parts, start(file.target, part_bytes=size))
         with self._open_lock:
             self._open[file.target] = one
         return one
 
-    def _finish(self, one: _OpenFile) -> None:
+    def _finish(self, one: OpenFile) -> None:
         one.finish()
         with self._open_lock:
             del self._open[one.file.target]
         self._deadline.ended_file()
         self.tally.add(file_count=1)
 
-    def _give_up(self, one: _OpenFile) -> None:
+    def _give_up(self, one: OpenFile) -> None:
         # Open until then: what fails here is aborted again when the copy is given up.
         one.upload.abort()
         with self._open_lock:
@@ -390,134 +314,9 @@ class FileCopier:
                     error.add_note(f"Discarding an upload failed too: {failure}")
             raise
 
-    def _stream_parts(self, file: FileToCopy) -> list[_Part]:
-        size = part_bytes_for(self._target.capabilities, self._options, file.size_bytes)
-        starts = range(0, file.size_bytes, size)
-        return [
-            _Part(
-                number=number,
-                start=start,
-                stop=min(start + size, file.size_bytes),
-                is_last=start == starts[-1],
-            )
-            for number, start in enumerate(starts)
-        ]
+    def _streamed_parts(self, file: FileToCopy) -> list[FilePart]:
+        return streamed_parts(file, self._target.capabilities, self._options)
 
-    def _copy_parts(self, file: FileToCopy) -> list[_Part]:
-        """Return parts of about equal length that begin at the edges of blocks.
-
-        None where the storage will not or cannot copy the file so.
-        """
-        total, capabilities = file.size_bytes, self._target.capabilities
-        if not self._copies or total < _LEAST_COPY_BYTES:
-            return []
-        most = capabilities.max_part_count or _MOST_PARTS
-        size = max(_COPY_BYTES, -(-total // min(most, _MOST_PARTS)))
-        least, limit = capabilities.copy_part_min_bytes or 1, capabilities.copy_part_max_bytes
-        # A part that is moved to the edge of a block must not get too short.
-        count = max(1, min(-(-total // size), total // (least + MIB)))
-        cuts = [total * i // count for i in range(count + 1)]
-        if file.spans is not None:
-            cuts = sorted({file.spans.edge_before(cut) for cut in cuts})
-        parts = [
-            _Part(number=number, start=start, stop=stop, is_last=stop == total)
-            for number, (start, stop) in enumerate(pairwise(cuts))
-        ]
-        fits = all(
-            (limit is None or part.stop - part.start <= limit)
-            and (part.is_last or part.stop - part.start >= least)
-            for part in parts
-        )
-        return parts if fits else []
-
-    def _stream_part(self, one: _OpenFile, part: _Part) -> None:
-        file, length = one.file, part.stop - part.start
-        with self._buffers.taken(length) as buffer:
-            view = buffer[:length]
-            self._read(file, part.start, view)
-            if one.check is not None:
-                one.check.take(part.start, view)
-            with timed(self.paces.target, length):
-                one.upload.write_part(part.number, part.start, [view], last=part.is_last)
-        self.tally.add(read_bytes=length, sent_bytes=length)
-        self._deadline.advanced(length)
-        self._on_bytes(length)
-
-    def _copy_part(self, one: _OpenFile, part: _Part) -> None:
-        """Have the storage copy a part; check it by the checksum that it tells, or by reading."""
-        file, length = one.file, part.stop - part.start
-        source = self._source.copy_source(file.path)
-        if source is None or not isinstance(one.upload, SharedUpload):
-            raise _CopyRefusedError
-        try:
-            with timed(self.paces.target, length):
-                told = one.upload.copy_part(
-                    part.number,
-                    part.start,
-                    source,
-                    part.start,
-                    length,
-                    source_bytes=file.size_bytes,
-                    last=part.is_last,
-                )
-        except StorageError as error:
-            if error.kind in _REFUSALS:
-                raise _CopyRefusedError from error
-            if error.kind == "not-found":
-                raise self._missing(file, error) from error
-            raise
-        if file.spans is not None:
-            self._check_copied(one, part, told, file.spans.crc32c_of(part.start, part.stop))
-        self.tally.add(copied_bytes=length)
-        self._deadline.advanced(length)
-        self._on_bytes(length)
-
-    def _check_copied(self, one: _OpenFile, part: _Part, told: int | None, known: int) -> None:
-        """Hold what the storage says it copied to what was written; where it says nothing, read."""
-        if told == known:
-            return
-        self._read_through(one, part)
-        if told is not None:
-            raise _miscopied(one.file, part, told, known)
-
-    def _read_through(self, one: _OpenFile, part: _Part) -> None:
-        step = self._options.part_bytes
-        with self._buffers.taken(min(step, part.stop - part.start)) as buffer:
-            for start in range(part.start, part.stop, step):
-                view = buffer[: min(step, part.stop - start)]
-                self._read(one.file, start, view)
-                self.tally.add(read_bytes=len(view))
-                if one.check is not None:
-                    one.check.take(start, view)
-
-    def _read(self, file: FileToCopy, start: int, view: memoryview) -> None:
-        try:
-            with timed(self.paces.source, len(view)):
-                self._source.read_into(file.path, start, view, size_bytes=file.size_bytes)
-        except IntegrityError as error:
-            # Stores name a file in their own way; callers compare paths.
-            error.path = file.path
-            raise
-        except StorageError as error:
-            if error.kind != "not-found":
-                raise
-            raise (self._explain_missing(file.path) or error) from error
-
-    def _missing(self, file: FileToCopy, error: StorageError) -> CheckpointError:
-        """Return what to raise for a copy that something was missing for: source or upload."""
-        try:
-            self._source.stat(file.path)
-        except StorageError as failure:
-            if failure.kind == "not-found":
-                return self._explain_missing(file.path) or failure
-        return error
-
-
-def _miscopied(file: FileToCopy, part: _Part, told: int, known: int) -> IntegrityError:
-    return IntegrityError(
-        f"The storage copied bytes [{part.start}, {part.stop}) of {file.path} to other bytes: "
-        f"checksum {told:08x} instead of {known:08x}, while the source reads as it was written.",
-        path=file.target,
-        offset=part.start,
-        next_step="Copy again, with copies='never' so that every byte is read and sent.",
-    )
+    def _copied_parts(self, file: FileToCopy) -> list[FilePart]:
+        """Return the parts that the storage is to copy, none where it does not copy the file."""
+        return copied_parts(file, self._target.capabilities) if self._copies else []

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from . import layout
+from .copyparts import FileToCopy
 from .errors import IntegrityError
-from .filecopies import FileCopier, FileToCopy
+from .filecopies import FileCopier
 from .filemarks import FileMarks, told_from_damage
 from .foreign import INDEX_NAME, StockSource
 from .foreignfolder import NOTE, Content, ForeignFolder

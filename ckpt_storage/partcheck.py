@@ -35,13 +35,13 @@ def check_part(store: Store, part: Part, *, deep: bool, deadline: Deadline) -> s
     with deadline.governs(f"Checking {store.url}"):
         check = verification_of(store, deadline, deep=deep, part=part)
         check.run(lambda _, __: None)
-        if not check.problems:
+        if not check.findings.problems:
             return check.save_id
         if check.save_id is not None:
             replaced = gone(store, check.save_id, store.url)
             if replaced is not None:
                 raise replaced
-        problem = check.problems[0]
+        problem = check.findings.problems[0]
         raise IntegrityError(
             problem.message,
             path=problem.file,

@@ -1,6 +1,7 @@
 """What of a shard file is checked together: its frames, and its payloads in runs of blocks.
 
-Knows rank manifests; reads nothing. Called by `verification`.
+Knows rank manifests; reads nothing. Called by `verification` and
+`shardcheck`.
 """
 
 from __future__ import annotations

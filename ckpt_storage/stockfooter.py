@@ -1,7 +1,7 @@
 """The footer behind `.metadata`: whose it is, and of which save.
 
 Knows `docs/format.md`, section "`.metadata`"; unpickles nothing. Called by `commit`, `publishing`,
-`cleaning`, `opening`, `catalog`, `copying` and `verification`.
+`cleaning`, `opening`, `catalog`, `copying` and `documentcheck`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from ckpt_storage import verification
+from ckpt_storage import shardcheck
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.handle import SaveHandle
@@ -23,7 +23,7 @@ from ckpt_storage.options import Timeouts
 from ckpt_storage.restoring import Check, Restored
 from ckpt_storage.retention import KeepLatest
 
-READS: Any = verification
+READS: Any = shardcheck
 """The module whose reads a job stands in for."""
 
 MARK = bytes(range(64))

@@ -21,7 +21,7 @@ from remote_tools import all_served_by
 from safetensors.torch import save_file
 
 import ckpt_storage.copying
-from ckpt_storage import filecopies, verify
+from ckpt_storage import copyparts, verify
 from ckpt_storage.converting import convert
 from ckpt_storage.copying import CopyReport, copy
 from ckpt_storage.deadline import Deadline
@@ -276,7 +276,7 @@ def test_copies_within_s3_cut_anywhere_go_on(
     monkeypatch: pytest.MonkeyPatch, engine: Engine
 ) -> None:
     """With the storage copying by itself: nothing commits half, no upload stays open."""
-    monkeypatch.setattr(filecopies, "_COPY_BYTES", 6 * MIB)
+    monkeypatch.setattr(copyparts, "_COPY_BYTES", 6 * MIB)
     with S3Server() as server, all_served_by(engine):
         server.create_bucket("bkt")
         options = server.storage_options

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_storage import FormatError, IntegrityError, VerifyReport, verify
+from ckpt_storage.findings import Problem
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.verification import Problem
 
 
 def small_state() -> dict[str, Any]:

@@ -143,7 +143,7 @@ def test_a_check_that_does_not_end_is_given_up(
 ) -> None:
     """However steadily bytes arrive, a rank that checks has an end that the others know."""
     saved(tmp_path, 1)
-    monkeypatch.setattr("ckpt_storage.verification.run_fetches", moves_for_ever)
+    monkeypatch.setattr("ckpt_storage.shardcheck.run_fetches", moves_for_ever)
     with (
         CheckpointManager(tmp_path, timeout=Timeouts(load=1.0)) as manager,
         pytest.raises(PhaseTimeoutError, match="load phase"),

@@ -12,7 +12,7 @@ from manager_cases import blank, state_of, step_in
 import ckpt_storage
 from ckpt_storage.errors import CheckpointInProgressError
 from ckpt_storage.manager import CheckpointManager
-from ckpt_storage.verification import Verification
+from ckpt_storage.shardcheck import ShardCheck
 
 
 def overwrite(root: Path, marker: int) -> str | None:
@@ -57,9 +57,9 @@ def test_what_is_overwritten_while_it_is_checked_is_loaded_anew(
         manager.save(1, state_of(1), sync_files=False)
         manager.save(2, state_of(2), sync_files=False)
     ids: list[str | None] = []
-    read = Verification._read_files  # noqa: SLF001  # nothing public stops in the middle
+    read = ShardCheck._read_files  # noqa: SLF001  # nothing public stops in the middle
 
-    def slow(self: Verification, files: Any) -> None:
+    def slow(self: ShardCheck, files: Any) -> None:
         if not ids:
             old = tmp_path / "step-00000002/saves"
             before = set(old.iterdir())
@@ -68,7 +68,7 @@ def test_what_is_overwritten_while_it_is_checked_is_loaded_anew(
                 shutil.rmtree(path)
         read(self, files)
 
-    monkeypatch.setattr(Verification, "_read_files", slow)
+    monkeypatch.setattr(ShardCheck, "_read_files", slow)
     with CheckpointManager(tmp_path, timeout=60) as manager:
         state = blank()
         found = manager.restore(state, check="deep")

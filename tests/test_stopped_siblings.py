@@ -9,9 +9,10 @@ import pytest
 from commit_tools import DictStore, Disk
 
 from ckpt_storage.consolidation.work import RankWork
+from ckpt_storage.copyparts import FileToCopy
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import IntegrityError
-from ckpt_storage.filecopies import FileCopier, FileToCopy
+from ckpt_storage.filecopies import FileCopier
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.base import Arrived, Upload
 
