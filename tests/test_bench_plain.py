@@ -17,7 +17,7 @@ from ckpt_storage.benchmark import run, scale
 from ckpt_storage.benchmark.plain import PlainDisk
 from ckpt_storage.benchmark.scenarios import MEASURE
 from ckpt_storage.benchmark.settings import BenchSettings, ScenarioName
-from ckpt_storage.cli import bench as cli_bench
+from ckpt_storage.cli.app import app
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.store import Location
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_cold_is_left_out_of_what_is_measured_unasked(
     monkeypatch.setattr(run, "run_bench", asked.append)
     if not can_be_cold:
         monkeypatch.delattr(os, "posix_fadvise", raising=False)
-    result = CliRunner().invoke(cli_bench.bench, [str(tmp_path)])
+    result = CliRunner().invoke(app, ["bench", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert sum(name.endswith("-cold") for name in asked[0].scenarios) == wanted
 
