@@ -13,11 +13,11 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import layout
@@ -47,6 +47,7 @@ from .overlap import is_within, place_within
 from .progress import reporting
 from .slotlog import is_there
 from .source import CommittedSource, Source, TensorInfo
+from .sourcekeys import value_keys
 from .stalling import stalling_deadline
 from .store import Location, open_store
 from .store.base import Store
@@ -444,15 +445,7 @@ def _stream_of(
 
 def _find(source: Source | TorchFileSource, values: Values) -> None:
     """Fetch what tells where the values lie, many at a time: each alone takes a round trip."""
-    keys: Iterator[tuple[str, tuple[int, ...] | None]] = chain(
-        (
-            (info.fqn, box.offsets)
-            for info in values.tensors.values()
-            for box in info.boxes
-            if not box.is_empty
-        ),
-        ((fqn, None) for fqn in sorted(values.blobs)),
-    )
+    keys = iter(value_keys(values))
     while part := list(islice(keys, _KEYS_AT_ONCE)):
         source.require(part)
 
@@ -466,13 +459,7 @@ def _onto_itself(url: str) -> InvalidInputError:
 
 def _paths_of(source: Source | TorchFileSource) -> set[str]:
     """Return the files that hold the values of a source, and those that make it a checkpoint."""
-    keys: list[tuple[str, tuple[int, ...] | None]] = [
-        (info.fqn, box.offsets)
-        for info in source.tensors.values()
-        for box in info.boxes
-        if not box.is_empty
-    ]
-    keys += [(fqn, None) for fqn in source.blobs]
+    keys = value_keys(source)
     source.require(keys)
     return {STOCK_METADATA, INDEX_NAME, *(source.place(*key).path for key in keys)}
 

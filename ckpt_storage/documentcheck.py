@@ -17,6 +17,7 @@ from .manifest import Manifest, RankManifest
 from .regions import covers_exactly
 from .slots import SlotRecord
 from .source import CommittedSource
+from .sourcekeys import value_keys
 from .store.base import Store
 
 __all__ = ["check_coverage", "check_markers", "check_places", "check_rank", "check_stock"]
@@ -82,13 +83,7 @@ def check_rank(
 
 def check_places(source: CommittedSource, findings: Findings) -> None:
     """Check that the rank manifests hold every chunk and blob that the manifest promises."""
-    keys: list[tuple[str, tuple[int, ...] | None]] = [
-        (info.fqn, box.offsets)
-        for info in source.tensors.values()
-        for box in info.boxes
-        if not box.is_empty
-    ]
-    for fqn, offsets in [*keys, *((fqn, None) for fqn in sorted(source.blobs))]:
+    for fqn, offsets in value_keys(source):
         try:
             source.place(fqn, offsets)
         except CheckpointError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .errors import CheckpointError, IntegrityError, StorageError
 from .findings import Findings
 from .source import Place, Source
+from .sourcekeys import value_keys
 from .store.base import Store
 
 __all__ = ["check_foreign"]
@@ -15,13 +16,7 @@ __all__ = ["check_foreign"]
 
 def check_foreign(store: Store, source: Source, findings: Findings) -> None:
     """Check that what another writer left can be read; it carries no checksums."""
-    keys: list[tuple[str, tuple[int, ...] | None]] = [
-        (info.fqn, box.offsets)
-        for info in source.tensors.values()
-        for box in info.boxes
-        if not box.is_empty
-    ]
-    keys += [(fqn, None) for fqn in sorted(source.blobs)]
+    keys = value_keys(source)
     source.require(keys)
     ends: dict[str, Place] = {}
     for key in keys:

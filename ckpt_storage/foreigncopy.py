@@ -19,6 +19,7 @@ from .filemarks import FileMarks, told_from_damage
 from .foreign import INDEX_NAME, StockSource
 from .foreignfolder import NOTE, Content, ForeignFolder
 from .source import Source
+from .sourcekeys import value_keys
 from .store.base import Entry, Store
 
 __all__ = ["copy_foreign"]
@@ -100,13 +101,7 @@ def _check_whole(source: Source, entries: Sequence[Entry]) -> None:
         for (fqn, _), item in source.metadata.items.items():
             _check_end(sizes, item.relative_path, fqn, item.offset + item.length)
         return
-    keys: list[tuple[str, tuple[int, ...] | None]] = [
-        (info.fqn, box.offsets)
-        for info in source.tensors.values()
-        for box in info.boxes
-        if not box.is_empty
-    ]
-    keys += [(fqn, None) for fqn in sorted(source.blobs)]
+    keys = value_keys(source)
     source.require(keys)
     for key in keys:
         place = source.place(*key)

@@ -151,6 +151,8 @@ def test_one_that_failed_is_not_used_again() -> None:
     assert len(first.made) == 2
     assert ranks[0].spare_board is first.made[1]
     assert not first.made[1].is_closed
+    ranks[0].close()
+    assert first.made[1].is_closed
 
 
 def test_one_that_hangs_is_left_behind() -> None:

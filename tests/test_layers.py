@@ -62,6 +62,7 @@ LAYERS = (
     "publishing",
     "cleaning",
     "source",
+    "sourcekeys",
     "shardspots",
     "readplan",
     "sharedreads",

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from dcp_cases import same
+from named_memory import left_of
 from saver_cases import (
     END_S,
     SILENCE_S,
@@ -205,6 +206,7 @@ TRAINER = """
 import os, signal, sys, time
 sys.path.insert(0, {tests!r})
 import torch
+from named_memory import named_memory
 from saver_cases import Hold, held, quick_saver, save_step
 folder, how = sys.argv[1:]
 
@@ -217,7 +219,7 @@ def main():
     if how == "forked child" and child == 0:
         time.sleep(60)
         os._exit(0)
-    print(pid, child, flush=True)
+    print(pid, child, *named_memory(os.getpid()) | named_memory(pid), flush=True)
     if how == "stopped worker":
         os.kill(pid, signal.SIGSTOP)
     if how in ("killed", "forked child"):
@@ -230,10 +232,6 @@ if __name__ == "__main__":
 """
 
 
-def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}  # noqa: S108  # what is tested
-
-
 @pytest.mark.parametrize(
     "how", ["killed", "forked child", "stuck worker", "stopped worker", "error"]
 )
@@ -241,7 +239,6 @@ def test_worker_ends_with_its_trainer(tmp_path: Path, how: str) -> None:
     """However a trainer ends while its worker is stuck, both are gone and no memory is left."""
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER.format(tests=str(Path(__file__).parent)))
-    before = _shared_memory()
     with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
         code = subprocess.run(
             [sys.executable, str(script), str(tmp_path), how],
@@ -253,11 +250,12 @@ def test_worker_ends_with_its_trainer(tmp_path: Path, how: str) -> None:
     printed = (tmp_path / "err").read_text()
     expected = {"killed": -signal.SIGKILL, "forked child": -signal.SIGKILL, "error": 1}
     assert code == expected.get(how, 0), printed
-    pid, child_pid = map(int, (tmp_path / "out").read_text().split())
+    first, second, *names = (tmp_path / "out").read_text().split()
+    pid, child_pid = int(first), int(second)
     until(lambda: not is_alive(pid), "the end of the worker", 10)
     if child_pid:
         assert is_alive(child_pid)
         os.kill(child_pid, signal.SIGKILL)
-    assert _shared_memory() <= before
+    assert left_of(set(names)) == set()
     if how not in {"killed", "forked child"}:
         assert printed.count("is lost") == 1

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dcp_cases import raw_bytes, same, seeded
+from named_memory import left_of, named_memory
 from test_staging_memory import MIB, descriptors, linux, resident_bytes
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
@@ -226,8 +227,8 @@ def test_outgrown_memory_is_unmapped_in_the_worker() -> None:
 
 @linux
 def test_a_killed_worker_is_replaced_and_leaves_nothing() -> None:
-    """After SIGKILL a new worker gets the same arena; no name is left in /dev/shm."""
-    before = set(os.listdir("/dev/shm"))  # noqa: PTH208, S108  # names; the kernel's, not ours
+    """After SIGKILL a new worker gets the same arena; no name of memory is left."""
+    before = named_memory(os.getpid())
     state = {"x": seeded(1, 1000)}
     with HostBuffers("shared") as buffers:
         files = descriptors()
@@ -235,6 +236,7 @@ def test_a_killed_worker_is_replaced_and_leaves_nothing() -> None:
             assert worker.send(state, buffers) == described(state)
             pid = worker.process.pid
             assert pid is not None
+            names = named_memory(pid) | named_memory(os.getpid())
             os.kill(pid, signal.SIGKILL)
             worker.process.join(ANSWER_S)
             with buffers.lease() as lease:
@@ -244,11 +246,12 @@ def test_a_killed_worker_is_replaced_and_leaves_nothing() -> None:
         assert descriptors() <= files + 2
         with working(contents) as worker:
             assert worker.send(state, buffers) == described(state)
-    assert set(os.listdir("/dev/shm")) - before == set()  # noqa: PTH208, S108  # the same
+    assert left_of(names - before) == set()
 
 
-def kill_trainer(_: dict[str, Any], receiver: StateReceiver) -> str:
-    """Kill the trainer while its memory is mapped here."""
+def kill_trainer(_: dict[str, Any], receiver: StateReceiver, told: Path) -> str:
+    """Kill the trainer while its memory is mapped here; tell what had a name by then."""
+    told.write_text("\n".join(named_memory(os.getpid()) | named_memory(os.getppid())))
     os.kill(os.getppid(), signal.SIGKILL)
     return str(receiver.mapped_bytes)
 
@@ -265,20 +268,19 @@ def has_ended(pid: int) -> bool:
         os.close(handle)
 
 
-def doomed_trainer(pids: Any) -> None:
+def doomed_trainer(pids: Any, told: Path) -> None:
     """Start a worker, tell its process id, and be killed by it."""
-    with HostBuffers("shared") as buffers, working(kill_trainer) as worker:
+    with HostBuffers("shared") as buffers, working(kill_trainer, told) as worker:
         pids.send(worker.process.pid)
         worker.send({"x": torch.ones(MIB)}, buffers)
 
 
 @linux
-def test_a_killed_trainer_takes_the_worker_and_the_memory_with_it() -> None:
-    """The worker sees the end of the pipe and ends; no name is left in /dev/shm."""
-    before = set(os.listdir("/dev/shm"))  # noqa: PTH208, S108  # names; the kernel's, not ours
+def test_a_killed_trainer_takes_the_worker_and_the_memory_with_it(tmp_path: Path) -> None:
+    """The worker sees the end of the pipe and ends; no name of memory is left."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    trainer = context.Process(target=doomed_trainer, args=(theirs,))
+    trainer = context.Process(target=doomed_trainer, args=(theirs, tmp_path / "told"))
     trainer.start()
     theirs.close()
     assert ours.poll(ANSWER_S)
@@ -286,7 +288,7 @@ def test_a_killed_trainer_takes_the_worker_and_the_memory_with_it() -> None:
     trainer.join(ANSWER_S)
     assert trainer.exitcode == -signal.SIGKILL
     assert has_ended(worker_pid)
-    assert set(os.listdir("/dev/shm")) - before == set()  # noqa: PTH208, S108  # the same
+    assert left_of(set((tmp_path / "told").read_text().split())) == set()
 
 
 def test_what_does_not_pickle_is_named_before_it_is_sent() -> None:

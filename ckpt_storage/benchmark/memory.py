@@ -17,6 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 _LOOK_S = 0.005
+_JOIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ def _curve(action: Callable[[], object]) -> Curve | None:
         action()
     finally:
         ended.set()
-        watcher.join()
+        watcher.join(_JOIN_S)
     look()
     return Curve(seconds=tuple(seconds), extra_bytes=tuple(extra))
 
