@@ -16,11 +16,12 @@ from .coverage import find_tiling
 from .errors import CheckpointError, IntegrityError, RankFailedError, StorageError
 from .manifest import InlineRanks, Manifest, TensorRecord
 from .rankreport import RankReport
-from .regions import Box, Grid, covers_exactly, find_grid
+from .regions import Box
 from .reporttable import Chunks, Planned, ReportTable, incomplete
 from .store.base import Store
 from .tensorlayout import fits
 from .tiednames import agreed_ties
+from .tiling import Grid, covers_exactly, find_grid
 
 __all__ = ["assemble", "check_files", "check_reports", "read_report"]
 

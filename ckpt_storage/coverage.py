@@ -2,7 +2,7 @@
 
 Knows integers only. Called by `assemble`. A grid, and chunks that are intervals of the tensor in C
 order, are recognised in a few sorts of one array, whatever their number; anything else, and
-anything wrong, is left to `regions.covers_exactly`, which says exactly what.
+anything wrong, is left to `tiling.covers_exactly`, which says exactly what.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .columns import Counts
-from .regions import Grid
 from .tensorlayout import compact
+from .tiling import Grid
 
 __all__ = ["Tiling", "find_tiling"]
 

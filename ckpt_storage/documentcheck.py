@@ -14,11 +14,11 @@ from .documents import FileRef
 from .errors import CheckpointError, IntegrityError
 from .findings import Findings, Problem
 from .manifest import Manifest, RankManifest
-from .regions import covers_exactly
 from .slots import SlotRecord
 from .source import CommittedSource
 from .sourcekeys import value_keys
 from .store.base import Store
+from .tiling import covers_exactly
 
 __all__ = ["check_coverage", "check_markers", "check_places", "check_rank", "check_stock"]
 

@@ -274,7 +274,9 @@ class _Run:
                 size_bytes=fetch.size_bytes,
                 arrived=None if fetch.target is None and fetch.check is None else arrivals.arrived,
             )
-            self._pacer.succeeded(time.monotonic() - begin_s, length)
+            if self._is_remote or not self.is_alone:
+                # Of a disk that is asked for one thing at a time nothing is to be learned.
+                self._pacer.succeeded(time.monotonic() - begin_s, length)
         arrivals.finish()
 
     def _read_lent(self, fetch: Fetch, length: int) -> memoryview:

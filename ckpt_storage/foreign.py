@@ -22,7 +22,7 @@ from .fetching import run_fetches
 from .options import TransferOptions
 from .pacing import Pacer
 from .readplan import bytes_request, plan_reads
-from .regions import Box, covers_exactly
+from .regions import Box
 from .source import Place, SourceFormat, TensorInfo, concerns
 from .stockmeta import StockMetadata, StockTensor, decode_stock_metadata
 from .store.base import Store
@@ -34,6 +34,7 @@ from .tensorfile import (
     parse_tensor_item,
 )
 from .tensorlayout import Flaw, find_flaw
+from .tiling import covers_exactly
 
 log = logging.getLogger("ckpt_storage")
 

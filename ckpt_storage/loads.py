@@ -293,6 +293,7 @@ def _direct_view(target: torch.Tensor, dtype: torch.dtype) -> memoryview | None:
 def _tensor_sink(target: torch.Tensor, dtype: torch.dtype) -> Sink:
     # Several windows of one target arrive in several threads; autograd must see none of it.
     lock = threading.Lock() if target.device.type != "cpu" else None
+    shape = tuple(target.shape)
 
     def sink(window: memoryview, copies: Sequence[WindowCopy]) -> None:
         raw = torch.frombuffer(window, dtype=torch.uint8)
@@ -302,9 +303,9 @@ def _tensor_sink(target: torch.Tensor, dtype: torch.dtype) -> Sink:
         for copy in copies:
             source = flat.as_strided(copy.sizes, copy.source_strides, copy.source_offset_elements)
             dest = target
-            for dim, (start, size) in enumerate(zip(copy.dest_offsets, copy.sizes, strict=True)):
-                if size != dest.size(dim):
-                    dest = dest.narrow(dim, start, size)
+            for dim, size in enumerate(copy.sizes):
+                if size != shape[dim]:
+                    dest = dest.narrow(dim, copy.dest_offsets[dim], size)
             if lock is None:
                 dest.copy_(source)
             else:

@@ -1,4 +1,4 @@
-"""Boxes in index space, whether they tile a tensor, and the byte runs they occupy.
+"""Boxes in index space, the byte runs they occupy, and what to copy out of windows of a payload.
 
 Knows integers only: no dtype, no file, no tensor. Called by `manifest`, `filewriter`, `commit`
 and the readers. Offsets and sizes are in elements, positions in a payload in bytes; a payload
@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import add, ge, le, mul, sub
+from typing import NamedTuple
 
 from .errors import InvalidInputError
 
@@ -63,211 +63,6 @@ class Box:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coverage:
-    """How boxes cover a shape; each finding is None where there is nothing to find.
-
-    `gap` is a box of elements that no box holds; `overlap` the indices, ascending, of two boxes
-    that share elements of the shape; `outside` the index of the first box that leaves the shape,
-    has another number of dimensions or a negative size. Of several gaps or overlaps the first one
-    met is given, which need not be the first in C order.
-    """
-
-    gap: Box | None = None
-    overlap: tuple[int, int] | None = None
-    outside: int | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every element is held by exactly one box."""
-        return self.gap is None and self.overlap is None and self.outside is None
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Chunks that tile a tensor as a cartesian grid.
-
-    `cuts` has for each dimension the start offsets, ascending from 0; cell i, in C order, belongs
-    to `owners[i]`. The shape stands beside a grid, not in it, as in the manifest. What is regular
-    may be a `range`, which takes no memory however many cells there are.
-    """
-
-    cuts: tuple[Sequence[int], ...]
-    owners: Sequence[int]
-
-    def box(self, cell: int, shape: Sequence[int]) -> Box:
-        """Return one cell of a tensor of `shape`, without making the others."""
-        if not 0 <= cell < len(self.owners):
-            raise IndexError(f"cell {cell} of {len(self.owners)}")
-        offsets: list[int] = []
-        sizes: list[int] = []
-        for cuts, size in zip(reversed(self.cuts), reversed(shape), strict=True):
-            cell, at = divmod(cell, len(cuts))
-            stop = cuts[at + 1] if at + 1 < len(cuts) else size
-            offsets.append(cuts[at])
-            sizes.append(stop - cuts[at])
-        return Box(tuple(reversed(offsets)), tuple(reversed(sizes)))
-
-    def boxes(self, shape: Sequence[int]) -> list[Box]:
-        """Return all cells of a tensor of `shape`, in C order."""
-        sizes = map(_cell_sizes, self.cuts, shape)
-        return list(map(Box, itertools.product(*self.cuts), itertools.product(*sizes)))
-
-    def cell_at(self, offsets: Sequence[int]) -> int | None:
-        """Return the cell that begins at `offsets`, None if none does."""
-        if len(offsets) != len(self.cuts):
-            return None
-        cell = 0
-        for cuts, offset in zip(self.cuts, offsets, strict=True):
-            at = bisect_left(cuts, offset)
-            if at == len(cuts) or cuts[at] != offset:
-                return None
-            cell = cell * len(cuts) + at
-        return cell
-
-    def intersecting(self, box: Box) -> list[int]:
-        """Return the cells, ascending, that share elements with `box`, which lies in the shape.
-
-        Costs two bisections per dimension and one step per cell found.
-        """
-        if box.is_empty:
-            return []
-        cells = [0]
-        for cuts, first, stop in zip(self.cuts, box.offsets, box.stops, strict=True):
-            here = range(bisect_right(cuts, first) - 1, bisect_left(cuts, stop))
-            cells = [cell * len(cuts) + at for cell in cells for at in here]
-        return cells
-
-
-def find_grid(shape: Sequence[int], boxes: Sequence[Box]) -> Grid | None:
-    """Return the grid whose cells are exactly `boxes`, in any order; None if they are none.
-
-    Owners are positions in `boxes`. The boxes of a grid cover `shape` exactly. An empty box
-    belongs to a grid only where a dimension of the shape is 0; a caller that has others drops
-    them first. Costs one sort of the distinct offsets per dimension and a few look-ups per box.
-    """
-    ndim = len(shape)
-    if any(len(box.offsets) != ndim or len(box.sizes) != ndim for box in boxes):
-        return None
-    places = [0] * len(boxes)
-    cell_count = 1
-    cuts: list[tuple[int, ...]] = []
-    for dim, size in enumerate(shape):
-        starts = [box.offsets[dim] for box in boxes]
-        cut = tuple(sorted(set(starts)))
-        cell_count *= len(cut)
-        if not cut or cut[0] != 0 or cut[-1] >= max(size, 1) or cell_count > len(boxes):
-            return None
-        expected = dict(zip(cut, _cell_sizes(cut, size), strict=True))
-        if [expected[start] for start in starts] != [box.sizes[dim] for box in boxes]:
-            return None
-        at = {start: index for index, start in enumerate(cut)}
-        places = [place * len(cut) + at[start] for place, start in zip(places, starts, strict=True)]
-        cuts.append(cut)
-    owners = [-1] * cell_count
-    for index, place in enumerate(places):
-        owners[place] = index
-    # As many boxes as cells and no cell without a box: then none has two.
-    if len(boxes) != cell_count or -1 in owners:
-        return None
-    return Grid(tuple(cuts), tuple(owners))
-
-
-def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> Coverage:
-    """Return whether `boxes` hold every element of a tensor of `shape` once, and what is wrong.
-
-    Empty boxes are ignored, wherever they are. A cartesian grid is recognised in
-    O(n log n). Otherwise space is halved at the median of the boxes' faces, in the dimension
-    where that cuts the fewest boxes, until one box fills a part or none reaches it: the
-    partition of Overmars and Yap ("New upper bounds in Klee's measure problem", 1991). Its depth
-    is at most the sum over the dimensions of log2 of the number of faces.
-    """
-    solid = [(index, box) for index, box in enumerate(boxes) if not box.is_empty]
-    whole = Box((0,) * len(shape), tuple(shape))
-    if find_grid(shape, [box for _, box in solid]) is not None:
-        return Coverage()
-    outside = None
-    inside: list[_Solid] = []
-    for index, box in solid:
-        fits = len(box.offsets) == len(box.sizes) == len(shape)
-        part = box.intersect(whole) if fits else None
-        if part is not None:
-            inside.append((index, part.offsets, part.stops))
-        if part != box and outside is None:
-            outside = index
-    if whole.is_empty:
-        return Coverage(outside=outside)
-    search = _Search()
-    search.visit(whole.offsets, whole.stops, inside)
-    return Coverage(gap=search.gap, overlap=search.overlap, outside=outside)
-
-
-_Solid = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""A box that holds elements: its position in the caller's list, its offsets, its stops."""
-
-
-class _Search:
-    """One gap and one overlap among boxes, found by halving space."""
-
-    __slots__ = ("gap", "overlap")
-
-    def __init__(self) -> None:
-        self.gap: Box | None = None
-        self.overlap: tuple[int, int] | None = None
-
-    def visit(
-        self, starts: tuple[int, ...], stops: tuple[int, ...], boxes: Sequence[_Solid]
-    ) -> None:
-        """Search the part of space from `starts` to `stops`, which exactly `boxes` reach."""
-        if self.gap is not None and self.overlap is not None:
-            return
-        if not boxes:
-            if self.gap is None:
-                self.gap = Box(starts, tuple(map(sub, stops, starts)))
-            return
-        filling = next((box for box in boxes if _fills(box, starts, stops)), None)
-        if filling is not None:
-            others = [box[0] for box in boxes if box is not filling]
-            if others and self.overlap is None:
-                self.overlap = (min(filling[0], others[0]), max(filling[0], others[0]))
-            return
-        dim, cut = _best_cut(starts, stops, boxes)
-        self.visit(
-            starts,
-            (*stops[:dim], cut, *stops[dim + 1 :]),
-            [box for box in boxes if box[1][dim] < cut],
-        )
-        self.visit(
-            (*starts[:dim], cut, *starts[dim + 1 :]),
-            stops,
-            [box for box in boxes if box[2][dim] > cut],
-        )
-
-
-def _fills(box: _Solid, starts: tuple[int, ...], stops: tuple[int, ...]) -> bool:
-    return all(map(le, box[1], starts)) and all(map(ge, box[2], stops))
-
-
-def _best_cut(
-    starts: tuple[int, ...], stops: tuple[int, ...], boxes: Sequence[_Solid]
-) -> tuple[int, int]:
-    """Return the dimension and the place at which to halve a part that no box fills.
-
-    A box that does not fill a part has a face strictly inside it.
-    """
-    cuts = []
-    for dim, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        faces = [box[1][dim] for box in boxes if box[1][dim] > start]
-        faces += [box[2][dim] for box in boxes if box[2][dim] < stop]
-        if faces:
-            faces.sort()
-            median = faces[len(faces) // 2]
-            crossing_count = sum(box[1][dim] < median < box[2][dim] for box in boxes)
-            cuts.append((crossing_count, -len(faces), dim, median))
-    _, _, dim, cut = min(cuts)
-    return dim, cut
-
-
 @dataclass(frozen=True, slots=True)
 class ByteRun:
     """The bytes [start, stop) of a payload."""
@@ -305,7 +100,7 @@ def run_count(chunk_sizes: Sequence[int], region: Box) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _run_count(chunk_sizes: tuple[int, ...], region: Box) -> int:
-    # Remembered as `_strides_around`.
+    # Remembered as `_around`.
     _check_inside(chunk_sizes, region)
     if region.is_empty:
         return 0
@@ -395,31 +190,34 @@ def window_copies(
     whatever the sizes; over windows that partition the payload each element of the region is
     copied once. Raises `InvalidInputError` if the region or the window leaves the chunk.
     """
-    strides = _strides_around(tuple(chunk_sizes), region)
+    around = _around(tuple(chunk_sizes), region)
+    row = around.row_elements
+    if row and not (start_element % row or stop_element % row):
+        first, last = start_element // row, stop_element // row
+        if 0 <= first < last <= chunk_sizes[0]:
+            # Whole rows, as in most windows: nothing to cut.
+            low, high = max(first, around.first_row), min(last, around.last_row)
+            if low >= high:
+                return []
+            copy = WindowCopy(
+                source_offset_elements=(low - first) * row + around.inner_start,
+                source_strides=around.strides,
+                sizes=(high - low, *around.inner_sizes),
+                dest_offsets=(low - around.first_row, *around.inner_zeros),
+            )
+            return [copy]
     copies = []
-    for box in _window_boxes(chunk_sizes, strides, start_element, stop_element):
+    for box in interval_boxes(chunk_sizes, start_element, stop_element):
         part = box.intersect(region)
         if part is not None:
             copy = WindowCopy(
-                source_offset_elements=_dot(part.offsets, strides) - start_element,
-                source_strides=strides,
+                source_offset_elements=_dot(part.offsets, around.strides) - start_element,
+                source_strides=around.strides,
                 sizes=part.sizes,
                 dest_offsets=part.relative_to(region).offsets,
             )
             copies.append(copy)
     return copies
-
-
-def _window_boxes(
-    chunk_sizes: Sequence[int], strides: Sequence[int], start: int, stop: int
-) -> Sequence[Box]:
-    """Return what `interval_boxes` does; soon where the interval is of whole rows, as most are."""
-    if chunk_sizes and (row := strides[0]) and not (start % row or stop % row):
-        first, last = start // row, stop // row
-        if 0 <= first < last <= chunk_sizes[0]:
-            inner = chunk_sizes[1:]
-            return (Box((first, *(0 for _ in inner)), (last - first, *inner)),)
-    return interval_boxes(chunk_sizes, start, stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,24 +266,48 @@ def round_out(start: int, stop: int, block: int, total: int) -> tuple[int, int]:
     return (first, min(stop + -stop % block, total)) if start < stop else (first, first)
 
 
-def _cell_sizes(cuts: Sequence[int], size: int) -> tuple[int, ...]:
-    return tuple(map(sub, (*cuts[1:], size), cuts))
-
-
 def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the C-order strides of an array, in elements."""
     inner = itertools.accumulate(reversed(sizes[1:]), mul, initial=1)
     return tuple(inner)[::-1] if sizes else ()
 
 
+class _Around(NamedTuple):
+    """What all windows of a chunk have in common for one region of it; everything in elements.
+
+    A row is what one index of the first dimension holds; those of the region are
+    [first_row, last_row), none if it is empty. In each its part begins at `inner_start`.
+    """
+
+    strides: tuple[int, ...]
+    row_elements: int
+    first_row: int
+    last_row: int
+    inner_start: int
+    inner_sizes: tuple[int, ...]
+    inner_zeros: tuple[int, ...]
+
+
 @functools.lru_cache(maxsize=256)
-def _strides_around(chunk_sizes: tuple[int, ...], region: Box) -> tuple[int, ...]:
-    """Return the strides of a chunk, after making sure that a region lies in it.
+def _around(chunk_sizes: tuple[int, ...], region: Box) -> _Around:
+    """Work out what windows have in common, after making sure that the region lies in the chunk.
 
     Remembered, because many windows of one chunk follow one another.
     """
     _check_inside(chunk_sizes, region)
-    return _strides(chunk_sizes)
+    strides = _strides(chunk_sizes)
+    if not strides or region.is_empty:
+        return _Around(strides, strides[0] if strides else 0, 0, 0, 0, (), ())
+    inner = region.sizes[1:]
+    return _Around(
+        strides=strides,
+        row_elements=strides[0],
+        first_row=region.offsets[0],
+        last_row=region.offsets[0] + region.sizes[0],
+        inner_start=_dot(region.offsets[1:], strides[1:]),
+        inner_sizes=inner,
+        inner_zeros=(0,) * len(inner),
+    )
 
 
 def _dot(left: Sequence[int], right: Sequence[int]) -> int:

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .markup import TIMES, runs_text
-from .regions import Box, Grid, find_grid
+from .regions import Box
+from .tiling import Grid, find_grid
 
 __all__ = ["Chunk", "Sharding"]
 

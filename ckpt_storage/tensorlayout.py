@@ -19,9 +19,10 @@ import numpy as np
 from .columns import Columns, Counts, pack_column, pack_names
 from .documents import Getter, are_counts
 from .errors import FormatError
-from .regions import Box, Grid
+from .regions import Box
 from .shardtable import boxes_from_json, boxes_to_json
 from .tensorfile import DTYPES
+from .tiling import Grid
 
 __all__ = [
     "Flaw",

@@ -17,8 +17,9 @@ from ckpt_storage.checkpoint import Checkpoint, diff, open_checkpoint
 from ckpt_storage.drawing import histogram_svg, sharding_svg
 from ckpt_storage.markup import escaped, human_bytes, runs_text, shown
 from ckpt_storage.nametree import Entry, tree_of
-from ckpt_storage.regions import Box, Grid
+from ckpt_storage.regions import Box
 from ckpt_storage.sharding import Sharding
+from ckpt_storage.tiling import Grid
 from ckpt_storage.views import TreeView
 
 EVIL = "<script>alert(1)</script>\"'&amp;.\x1b[31mred\u202eback\n"

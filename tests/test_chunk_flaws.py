@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 import ckpt_storage
 from ckpt_storage import FormatError
 from ckpt_storage.columns import Columns
-from ckpt_storage.regions import Box, Grid
+from ckpt_storage.regions import Box
 from ckpt_storage.tensorlayout import (
     GridBoxes,
     TensorRecord,
@@ -28,6 +28,7 @@ from ckpt_storage.tensorlayout import (
     encode_tensors,
     find_flaw,
 )
+from ckpt_storage.tiling import Grid
 
 
 def pieces_of(shape: tuple[int, ...], cut_count: int, seed: int) -> list[Box]:

@@ -23,6 +23,7 @@ LAYERS = (
     "checksums",
     "integrity",
     "regions",
+    "tiling",
     "sharing",
     "tensorfile",
     "stockmeta",

@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt_storage import CheckpointStorageReader
 from ckpt_storage.lazychunks import ChunkList
-from ckpt_storage.regions import Box, Grid
+from ckpt_storage.regions import Box
 from ckpt_storage.source import TensorInfo
 from ckpt_storage.tensorlayout import GridBoxes
+from ckpt_storage.tiling import Grid
 
 
 def chunk(*pairs: tuple[int, int]) -> ChunkStorageMetadata:

@@ -9,11 +9,11 @@ from ckpt_storage.deadline import Deadline
 from ckpt_storage.documents import FileRef
 from ckpt_storage.manifest import Manifest
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.regions import Grid
 from ckpt_storage.slots import HeadRef, SlotRecord
 from ckpt_storage.source import CommittedSource
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.tensorlayout import TensorRecord
+from ckpt_storage.tiling import Grid
 
 EMPTY = Written("w", (0, 0), (0, 4))
 SOLID = Written("w", (0, 0), (4, 4))

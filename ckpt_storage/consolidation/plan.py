@@ -22,16 +22,9 @@ from functools import lru_cache
 from typing import Literal
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.regions import (
-    Box,
-    ByteRun,
-    Grid,
-    find_grid,
-    interval_boxes,
-    run_count,
-    run_extent,
-)
+from ckpt_storage.regions import Box, ByteRun, interval_boxes, run_count, run_extent
 from ckpt_storage.source import Source, SourceFormat, TensorInfo
+from ckpt_storage.tiling import Grid, find_grid
 
 from .choice import Choice, Skipped, choose
 from .division import Part, Region, WriteRules, divide
