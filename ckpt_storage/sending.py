@@ -153,7 +153,12 @@ class PartSender:
             views.clear()
             BUDGET.release(claimed_bytes)
 
-        workers = self._started_workers()
+        try:
+            workers = self._started_workers()
+        except BaseException:
+            # A process may have no more threads.
+            end()
+            raise
         if workers is not None:
             workers.submit(send, ended=end)
             return

@@ -292,6 +292,29 @@ def test_a_part_that_fails_ends_the_file_and_frees_the_memory(thread_count: int)
     assert not [t for t in threading.enumerate() if t.name.startswith("write x")]
 
 
+def test_a_process_that_has_no_more_threads_keeps_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A part is claimed for before there are threads to send it; the claim is given back."""
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("write x"):
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    store = Remote()
+    file = writer(store)
+    BUDGET.reset()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        file.payload([memoryview(bytes(3 * PART_BYTES))])
+    assert BUDGET.peak_bytes > 0
+    file.abort()
+    assert (store.parts, store.ended) == ([], ["abort"])
+    assert BUDGET.held_bytes == 0
+
+
 def test_a_full_disk_ends_the_file_before_any_part() -> None:
     """The reservation's error is raised by the first part; nothing was sent."""
 
