@@ -8,10 +8,11 @@ asked as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import (
     LoadPlanner,
@@ -27,6 +28,7 @@ from .localparts import parts_of
 __all__ = ["data_resolver", "gives_own_tensors", "target_resolver"]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_OWNERS = _PLAIN | {DTensor, ShardedTensor}
 
 _SAVE_METHODS = ("resolve_data", "lookup_object", "transform_object")
 _LOAD_METHODS = ("resolve_tensor", "lookup_tensor", "transform_tensor")
@@ -44,13 +46,24 @@ def _answers_as_torch(planner: object, names: tuple[str, ...]) -> bool:
 
 
 def gives_own_tensors(planner: SavePlanner) -> bool:
-    """Return whether what a planner gives is memory of the state, which outlives the save."""
-    return _answers_as_torch(planner, _SAVE_METHODS)
+    """Return whether what a planner gives is memory of the state, which outlives the save.
+
+    The planner has been set up. Kinds of tensors that answer for themselves may make what they
+    give anew each time.
+    """
+    if not _answers_as_torch(planner, _SAVE_METHODS):
+        return False
+    values: Collection[Any] = planner.state_dict.values()  # type: ignore[attr-defined]  # as below
+    kinds = set(map(type, values))
+    if DTensor in kinds:
+        # Which pass the question on.
+        kinds |= {type(value._local_tensor) for value in values if type(value) is DTensor}  # noqa: SLF001  # as below
+    return not any(issubclass(kind, torch.Tensor) for kind in kinds - _OWNERS)
 
 
 def data_resolver(planner: SavePlanner) -> Callable[[WriteItem], Any]:
     """Return what does as `planner.resolve_data`; the planner has been set up."""
-    if not gives_own_tensors(planner):
+    if not _answers_as_torch(planner, _SAVE_METHODS):
         return planner.resolve_data
     state: Mapping[str, Any] = planner.state_dict  # type: ignore[attr-defined]  # the default one's
     slow = planner.resolve_data

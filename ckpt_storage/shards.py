@@ -257,7 +257,7 @@ class _Shard:
             file.small_payload(host_bytes(tensor))
         else:
             views = self.copies.views(tensor, file.part_bytes)
-            file.payload(views, lent=is_as_stored(tensor))
+            file.payload(views, lent=self.lasts and is_as_stored(tensor))
         if file.position - table.payload_start[-1] != length:  # pragma: no cover  # see `_chunk`
             raise CheckpointError(f"{fqn} did not give {length} bytes.")
         file.frame(envelope.tail)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +15,14 @@ from crc32c import crc32c
 from remote_tools import options_of
 from test_filewriter import BLOCK_BYTES, IN_PLACE, PART_BYTES, writer
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
 
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import StorageError
 from ckpt_storage.filewriter import ShardFileWriter
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.pacing import BUDGET
-from ckpt_storage.shards import ShardJob, write_shards
+from ckpt_storage.shards import Claim, ShardJob, write_shards
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.s3server import FaultRule, S3Server
 
@@ -168,6 +170,56 @@ def test_what_waits_is_dropped_with_an_upload_that_broke() -> None:
     assert not file._sender._ahead  # noqa: SLF001  # tells nobody else
 
 
+def of_parts(part_bytes: int, *, thread_count: int, limit_parts: int) -> TransferOptions:
+    """Return options for parts of one size."""
+    return dataclasses.replace(
+        OPTIONS,
+        part_bytes=part_bytes,
+        thread_count=thread_count,
+        memory_limit_bytes=limit_parts * part_bytes,
+    )
+
+
+class Done:
+    """A claim that has ended."""
+
+    def check(self) -> None:
+        """Raise nothing."""
+
+    def wait(self) -> None:
+        """Return."""
+
+
+def write(
+    server: S3Server,
+    planner: DefaultSavePlanner,
+    state: dict[str, Any],
+    options: TransferOptions,
+    claim: Claim,
+) -> None:
+    """Write a state by obstore, as its only rank does."""
+    planner.set_up_planner(state, is_coordinator=True)
+    plan, _ = planner.create_global_plan([planner.create_local_plan()])
+    store = open_store("s3://bkt/run", storage_options=options_of(server), engine="obstore")
+    write_shards(
+        store,
+        planner.finish_plan(plan[0]),
+        planner,
+        ShardJob(
+            save_id="20260101T000000Z-0123456789abcdef",
+            rank=0,
+            world_size=1,
+            options=options,
+            deadline=Deadline("write", 60),
+            progress=None,
+            with_bar=False,
+            claim=claim,
+        ),
+        record=lambda _: [],
+    )
+    store.close()
+
+
 def test_no_whole_part_waits_for_the_claim() -> None:
     """Those that were made ahead are with the storage when its coordinator is waited for."""
     part_bytes = 5 << 20
@@ -188,33 +240,37 @@ def test_no_whole_part_waits_for_the_claim() -> None:
                 server.wait_for(lambda found: sum(one.op == "part" for one in found) >= 10)
                 seen.append(server.stats().count["part"])
 
-        planner = DefaultSavePlanner()
-        planner.set_up_planner({"t": tensor}, is_coordinator=True)
-        plan, _ = planner.create_global_plan([planner.create_local_plan()])
-        store = open_store("s3://bkt/run", storage_options=options_of(server), engine="obstore")
-        write_shards(
-            store,
-            planner.finish_plan(plan[0]),
-            planner,
-            ShardJob(
-                save_id="20260101T000000Z-0123456789abcdef",
-                rank=0,
-                world_size=1,
-                options=dataclasses.replace(
-                    OPTIONS,
-                    part_bytes=part_bytes,
-                    thread_count=2,
-                    memory_limit_bytes=8 * part_bytes,
-                ),
-                deadline=Deadline("write", 60),
-                progress=None,
-                with_bar=False,
-                claim=Late(),
-            ),
-            record=lambda _: [],
-        )
-        store.close()
+        options = of_parts(part_bytes, thread_count=2, limit_parts=8)
+        write(server, DefaultSavePlanner(), {"t": tensor}, options, Late())
     assert seen == [10]
+
+
+def test_what_a_planner_makes_is_not_made_ahead() -> None:
+    """Copies of a planner's own take memory beyond the state, so they keep to the limit."""
+    part_bytes, limit_parts = 5 << 20, 6
+    state = {f"t{n}": torch.full((part_bytes,), n, dtype=torch.uint8) for n in range(14)}
+    alive: list[int] = []
+    most = 0
+
+    class Copying(DefaultSavePlanner):
+        """Gives copies."""
+
+        def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # torch's
+            """Count those that are there."""
+            nonlocal most
+            array = super().transform_object(write_item, object).numpy().copy()
+            alive.append(1)
+            most = max(most, len(alive))
+            weakref.finalize(array, alive.pop)
+            return torch.from_numpy(array)
+
+    with S3Server() as server:
+        server.create_bucket("bkt")
+        server.faults([FaultRule(op="part", action="delay", delay_s=0.2, times=0)])
+        options = of_parts(part_bytes, thread_count=32, limit_parts=limit_parts)
+        write(server, Copying(), state, options, Done())
+    # One more is being made while those before it are on their way, and one is cut by a part.
+    assert most <= limit_parts + 2
 
 
 def test_local_writes_have_nothing_to_hand_over(tmp_path: Any) -> None:

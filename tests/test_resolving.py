@@ -156,6 +156,10 @@ class Elsewhere(dcp.DefaultLoadPlanner):
         return super().lookup_tensor(index).clone()
 
 
+class Kind(torch.Tensor):
+    """A kind of tensor that may answer for itself."""
+
+
 def test_planners_that_change_one_step_are_asked() -> None:
     """Whether a class overrides it or an object does."""
     state = {"w": torch.full((2,), 4.0)}
@@ -169,6 +173,8 @@ def test_planners_that_change_one_step_are_asked() -> None:
     patched.lookup_object = lambda _: torch.zeros(2)  # type: ignore[method-assign,assignment]
     assert not gives_own_tensors(patched)
     assert torch.equal(data_resolver(patched)(item), torch.zeros(2))
+    for value, is_own in (*((value, True) for value in plain_state().values()), (Kind(2), False)):
+        assert gives_own_tensors(planner_of({"w": value, "step": 5})) == is_own
     loading = Elsewhere()
     loading.state_dict = state
     target = target_resolver(loading)(read("w", torch.Size([0]), (0,), (2,)))

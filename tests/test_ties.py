@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from saver_cases import END_S, quick_saver
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -343,6 +344,22 @@ def test_copies_made_by_a_planner_are_not_tied_by_the_writer(tmp_path: Path) -> 
     for path in (tmp_path / "copies", tmp_path / "buffer"):
         assert recorded(path) == {}
         assert "ties" not in body_of(path)["inline_ranks"][0]
+
+
+class Unpacking(torch.Tensor):
+    """A kind of tensor that gives its elements anew each time that it is asked for them."""
+
+    def __get_tensor_shard__(self, _: MetadataIndex) -> torch.Tensor:
+        """Return the elements."""
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_copies_made_by_a_kind_of_tensor_are_not_tied_by_the_writer(tmp_path: Path) -> None:
+    """Torch's own planner asks it; what it gave is gone, and the next may lie in its place."""
+    state = {f"w{i}": torch.ones(64).as_subclass(Unpacking) for i in range(20)}
+    dcp_cases.save(dict(state), tmp_path)
+    assert recorded(tmp_path) == {}
+    assert "ties" not in body_of(tmp_path)["inline_ranks"][0]
 
 
 def test_memory_that_was_freed_and_used_again_is_no_tie() -> None:
