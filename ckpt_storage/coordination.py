@@ -53,6 +53,7 @@ class Coordinator:
         self.debris: list[str] = []
         self.number = 0
         self.given_up: GivenUp | None = None
+        self.has_met = False
         self._lock = threading.Lock()
 
     @property
@@ -84,6 +85,8 @@ class Coordinator:
                 with operation:
                     yield operation
             except BoardError as error:
+                # What broke the one connection has perhaps broken the other.
+                self._close_spare()
                 raise operation.failure() or operation.lost(error) from error
             except StorageError as error:
                 # Requests that were given up say so; what matters is why.
@@ -96,10 +99,13 @@ class Coordinator:
 
     def close(self) -> None:
         """Let go of the connections to the board; called after the last operation, idempotent."""
+        self._close_spare()
+        self.board.close()
+
+    def _close_spare(self) -> None:
         spare, self.spare_board = self.spare_board, None
         if spare is not None:
             spare.close()
-        self.board.close()
 
     def clear_debris(self, timeout_s: float) -> None:
         """Remove what earlier operations left on the board, once all ranks are in a later one."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -32,6 +32,9 @@ _PIECE_BYTES = 4 << 20
 
 _WHOLE, _IN_PIECES, _TEXT = b"w", b"p", b"t"
 
+_NOTHING = "-"
+"""No value of ours; what a store answers that holds nothing under a key."""
+
 _CONNECT_S = 60.0
 
 
@@ -44,6 +47,7 @@ class StoreBoard:
         self._connect = connect
         self._prefix = prefix
         self._root: dist.Store | None = None
+        self._process_id = os.getpid()
         # Of twins the threads are common: each operation makes a twin, and would start one anew.
         self._pool = pool or TimedPool("ckpt-storage board")
         self._owns_pool = pool is None
@@ -51,9 +55,14 @@ class StoreBoard:
 
     def root(self) -> dist.Store:
         """Return the store without our prefix, connected; may hang as long as connecting does."""
-        if self._root is None:
-            self._root = self._connect()
-        return self._root
+        if self._process_id != os.getpid():
+            # The parent's: two processes that ask on one connection take each other's answers.
+            self._root, self._process_id = None, os.getpid()
+        root = self._root
+        if root is None:
+            # Returned as it is: another thread, whose call failed, may drop it at any time.
+            root = self._root = self._connect()
+        return root
 
     def twin(self) -> StoreBoard:
         """Return a board over a connection of its own: one client serves one call at a time.
@@ -92,21 +101,25 @@ class StoreBoard:
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
         """Return a value, joined."""
-
-        def read() -> bytes | None:
-            store = self._open()
-            return store.get(key) if store.check([key]) else None
-
-        head = self._run(read, key, timeout_s)
+        head = self._look(key, timeout_s)
         if head is None or head[:1] == _WHOLE:
             return None if head is None else head[1:]
         if head[:1] == _TEXT:
             return base64.b64decode(head[1:])
         count = self._piece_counts[key] = int(head[1:])
-        return b"".join(
-            self._run(partial(self._open().get, _piece(key, i)), key, timeout_s)
-            for i in range(count)
-        )
+        pieces = [self._look(_piece(key, i), timeout_s) for i in range(count)]
+        # Who removes a value begins with its pieces.
+        return None if None in pieces else b"".join(piece for piece in pieces if piece is not None)
+
+    def _look(self, key: str, timeout_s: float) -> bytes | None:
+        # Not `get`: it waits for what another rank has removed just now, for as long as the store's
+        # own timeout, and keeps its connection from all other calls. This is one request, and puts
+        # nothing where there is nothing.
+        def look() -> bytes | None:
+            found: bytes = self._open().compare_set(key, _NOTHING, _NOTHING)
+            return None if found == _NOTHING.encode() else found
+
+        return self._run(look, key, timeout_s)
 
     def has_all(self, keys: Sequence[str], timeout_s: float) -> bool:
         """Return whether all are there."""
@@ -136,7 +149,9 @@ class StoreBoard:
         except StorageError as error:
             raise BoardError(f"The ranks' store did not answer in {timeout_s:.1f} s.") from error
         except Exception as error:
-            # Torch raises RuntimeErrors of several kinds here, depending on the store.
+            # Torch raises RuntimeErrors of several kinds here, depending on the store. A connection
+            # that broke stays broken: the next call makes a new one.
+            self._root = None
             raise BoardError(f"The ranks' store failed: {error}") from error
 
 

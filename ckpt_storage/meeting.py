@@ -6,6 +6,9 @@ Knows the board and what ranks say when they come; knows no step that follows. C
 Operations are numbered on each rank. A rank that comes to one which the others have given up is
 told so at once, instead of meeting them in the next; one that missed a call altogether comes with
 another number but the same terms, and is counted right again.
+
+A launcher that starts ranks anew keeps their store, with the words of those that it ended. So in
+the first meeting the coordinator asks those that came whether they live.
 """
 
 from __future__ import annotations
@@ -30,21 +33,29 @@ _WITHDRAW_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """What a rank says when it comes: its terms, or why it failed before it came."""
+    """What a rank says when it comes: its terms, or why it failed before it came.
+
+    `is_waiting` is whether it then waits for an answer.
+    """
 
     number: int
     nonce: str
     hello: Hello | None = None
     error: CheckpointError | None = None
+    is_waiting: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What the coordinator answers an arrival: the operation's id, or why there is none."""
+    """What the coordinator answers an arrival: the operation's id, or why there is none.
+
+    `is_question`: neither yet. Who waits removes it, and shows by that that it lives.
+    """
 
     number: int
     operation_id: str = ""
     error: CheckpointError | None = None
+    is_question: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +71,8 @@ class Meeting:
 
     `keys` are those that this rank left on the board and nobody may have removed. `number` is
     that of the operation, as all ranks count once they have met. `late_id` is the id of an
-    operation that began with this rank just as it gave up waiting.
+    operation that began with this rank just as it gave up waiting. `has_met` is whether the
+    coordinator has met all ranks before or here: no earlier processes' words are left then.
     """
 
     def __init__(
@@ -72,9 +84,11 @@ class Meeting:
         what: Callable[[], str],
         number: int,
         given_up: GivenUp | None = None,
+        has_met: bool = False,
     ) -> None:
         self.number = number
         self.given_up = given_up
+        self.has_met = has_met
         self.nonce = os.urandom(16).hex()
         self.keys: list[str] = []
         self.is_over = False
@@ -83,6 +97,8 @@ class Meeting:
         self._rank = rank
         self._world_size = world_size
         self._what = what
+        # By nonce: who was asked whether it lives, and whether it does.
+        self._lives: dict[str, bool] = {}
 
     def come(self, hello: Hello | None, error: CheckpointError | None = None) -> str:
         """Meet all ranks, and return the operation's id.
@@ -99,7 +115,7 @@ class Meeting:
 
     def leave_word(self, error: CheckpointError) -> None:
         """Say that this rank failed, without waiting for anybody; for interrupts."""
-        arrival = Arrival(number=self.number, nonce=self.nonce, error=error)
+        arrival = Arrival(number=self.number, nonce=self.nonce, error=error, is_waiting=False)
         self._waits.board.set(self._own_key, pickle.dumps(arrival), _WITHDRAW_S)
         if self._rank == COORDINATOR:
             self.keys.append(self._own_key)
@@ -128,7 +144,7 @@ class Meeting:
         waits.set(self._own_key, pickle.dumps(arrival))
         try:
             answer = waits.until(
-                lambda: self._answer() or self._refused(),
+                lambda: self._answer_or_sign() or self._refused(),
                 lambda: self._late([COORDINATOR], "not answered"),
             )
         except BaseException:
@@ -150,6 +166,14 @@ class Meeting:
         data = self._waits.get(self._answer_key)
         answer: _Answer | None = None if data is None else pickle.loads(data)  # noqa: S301  # ours
         return answer
+
+    def _answer_or_sign(self) -> _Answer | None:
+        """Return the answer; to a question, give a sign of life."""
+        answer = self._answer()
+        if answer is None or not answer.is_question:
+            return answer
+        self._waits.delete(self._answer_key)
+        return None
 
     def _refused(self) -> _Answer | None:
         """Return what a coordinator that was interrupted left as its last word, if it did."""
@@ -186,6 +210,8 @@ class Meeting:
         if len(came) < self._world_size:
             terms = own.hello.terms if own.hello is not None else {}
             self.given_up = GivenUp(number=own.number, terms=terms)
+        else:
+            self.has_met = True
         answer = self._judge(came, late)
         self._reply(came, answer)
         return answer
@@ -193,19 +219,46 @@ class Meeting:
     def _await_others(self, came: Mapping[int, Arrival], late: list[PhaseTimeoutError]) -> None:
         waits = self._waits
         keys = {rank: f"hello/{rank}" for rank in range(self._world_size) if rank not in came}
+        gone = {} if self.has_met else dict(keys)
+
+        def look() -> bool | None:
+            if not waits.board.has_all(list(keys.values()), waits.patience_s()):
+                return None
+            for rank in list(gone):
+                if self._gives_sign(keys[rank]):
+                    del gone[rank]
+            return None if gone else True
 
         def give_up() -> PhaseTimeoutError:
-            late.append(self._late(waits.missing(keys), "not come"))
+            missing = waits.missing(keys)
+            late.append(self._late(missing or list(gone), "not come"))
             return late[-1]
 
         try:
-            waits.until(
-                lambda: waits.board.has_all(list(keys.values()), waits.patience_s()) or None,
-                give_up,
-            )
+            waits.until(look, give_up)
         except PhaseTimeoutError:
             if not late:
                 raise
+
+    def _gives_sign(self, key: str) -> bool:
+        """Ask who left the word under `key` whether it lives, once; return whether it has shown it.
+
+        Its word stays, until it is taken or another process of its rank leaves one.
+        """
+        data = self._waits.get(key)
+        if data is None:
+            return False
+        arrival: Arrival = pickle.loads(data)  # noqa: S301  # our own ranks
+        question, nonce = f"answer/{arrival.nonce}", arrival.nonce
+        if nonce not in self._lives:
+            self._lives[nonce] = not arrival.is_waiting
+            if arrival.is_waiting:
+                self.keys.append(question)
+                asked = _Answer(number=arrival.number, is_question=True)
+                self._waits.set(question, pickle.dumps(asked))
+        elif not self._lives[nonce]:
+            self._lives[nonce] = self._waits.get(question) is None
+        return self._lives[nonce]
 
     def _take_arrivals(self, came: dict[int, Arrival], own: Arrival) -> Literal["on", "over"]:
         """Take in who has come; "over" if the others are in a later operation than this rank."""
@@ -215,6 +268,8 @@ class Meeting:
             if data is None:
                 continue
             arrival: Arrival = pickle.loads(data)  # noqa: S301  # our own ranks
+            if not self._lives.get(arrival.nonce, True):
+                continue
             order = _order(arrival, own, self.given_up)
             if order == "later":
                 return "over"

@@ -66,6 +66,7 @@ class Group(Protocol):
     debris: list[str]
     number: int
     given_up: GivenUp | None
+    has_met: bool
 
     @property
     def is_coordinator(self) -> bool:
@@ -110,6 +111,7 @@ class Operation:
             what=lambda: self.what,
             number=group.number,
             given_up=group.given_up,
+            has_met=group.has_met,
         )
         self._signs = LifeSigns(group.rank, group.world_size)
         self._watcher: Watcher | None = None
@@ -145,6 +147,7 @@ class Operation:
                 self._watcher = None
             self._group.number = max(self._group.number, self._meeting.number)
             self._group.given_up = self._meeting.given_up
+            self._group.has_met = self._meeting.has_met
             self._group.debris.extend([*self._keys, *self._meeting.keys])
 
     # What transfers see.

@@ -7,6 +7,9 @@ stopped all ranks for 5 s.
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -46,6 +49,9 @@ def operate(
                 end_s = time.monotonic() + END_S
                 while not ready() and operation.failure() is None and time.monotonic() < end_s:
                     time.sleep(LOOK_S)
+                failure = operation.failure()
+                if failure is not None:
+                    raise failure  # noqa: TRY301  # as any wait would
                 operation.all_gather(b"")
         except BaseException as caught:  # noqa: BLE001  # returned
             error = caught
@@ -96,6 +102,147 @@ def test_operations_keep_their_connections() -> None:
     for rank in ranks:
         rank.close()
         assert rank.spare_board is None
+
+
+class Cable:
+    """What lies between stores and their server, and can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._server_port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Break all connections; new ones can be made."""
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def close(self) -> None:
+        """Break all connections for good."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._server_port))
+                self._ends += [near, far]
+                for source, drain in ((near, far), (far, near)):
+                    threading.Thread(target=_carry, args=(source, drain), daemon=True).start()
+
+
+def _carry(source: socket.socket, drain: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            drain.sendall(data)
+
+
+def test_connections_that_broke_cost_one_operation() -> None:
+    """Those between which they broke fail in it, and the next one makes both connections anew."""
+    timeout = timedelta(seconds=20)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+    cable = Cable(server.port)
+
+    def connect() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", cable.port, is_master=False, timeout=timeout)
+
+    def operate_beyond_looks() -> list[BaseException | None]:
+        # Torch takes a while to put down how a call failed.
+        end_s = time.monotonic() + 0.3
+        return operate(ranks, lambda: time.monotonic() > end_s)
+
+    ranks = group(lambda: StoreBoard(connect, "test"))
+    try:
+        assert operate_beyond_looks() == [None, None]
+        cable.cut()
+        assert [type(error) for error in operate_beyond_looks()] == [RankFailedError] * 2
+        for _ in range(2):
+            assert operate_beyond_looks() == [None, None]
+    finally:
+        for rank in ranks:
+            rank.close()
+        cable.close()
+
+
+def test_what_is_removed_while_it_is_read_is_not_waited_for() -> None:
+    """A reader gets it whole or not at all; the store's own `get` would wait, or return nothing."""
+    timeout = timedelta(seconds=60)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+
+    def connect() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
+
+    reader = StoreBoard(connect, "test")
+    writer = reader.twin()
+    is_over = threading.Event()
+
+    def put_and_remove() -> None:
+        while not is_over.is_set():
+            writer.set("key", b"value", END_S)
+            writer.delete("key", END_S)
+
+    thread = threading.Thread(target=put_and_remove, daemon=True)
+    thread.start()
+    try:
+        found = {reader.get("key", END_S) for _ in range(2000)}
+    finally:
+        is_over.set()
+        thread.join(END_S)
+    assert found <= {None, b"value"}
+    writer.set("large", bytes(9 << 20), END_S)
+    assert writer.has_all(["large"], END_S)
+    # As it is while somebody removes it.
+    assert connect().delete_key("test/large#1")
+    assert reader.get("large", END_S) is None
+    for board in (writer, reader):
+        board.close()
+
+
+def _read_often(board: StoreBoard, key: str) -> set[bytes | None]:
+    return {board.get(key, END_S) for _ in range(2000)}
+
+
+def test_a_child_of_fork_connects_anew() -> None:
+    """Two processes that ask on one connection take each other's answers."""
+    timeout = timedelta(seconds=20)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+
+    def connect() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
+
+    board = StoreBoard(connect, "test")
+    board.set("parent", b"for the parent", END_S)
+    board.set("child", b"for the child", END_S)
+    assert board.has_all(["parent", "child"], END_S)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def child() -> None:
+        theirs.send("here")
+        theirs.send(_read_often(board, "child"))
+
+    process = context.Process(target=child)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.recv() == "here"
+        assert _read_often(board, "parent") == {b"for the parent"}
+        assert ours.poll(END_S)
+        assert ours.recv() == {b"for the child"}
+    finally:
+        process.kill()
+        process.join(END_S)
+    # The child let go of the connection that was the parent's, and the parent still has it.
+    assert board.get("parent", END_S) == b"for the parent"
+    board.close()
 
 
 class Twins(LocalBoard):

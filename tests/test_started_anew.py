@@ -1,0 +1,122 @@
+"""Ranks that a launcher starts anew, over the store of those before them.
+
+`torchrun` keeps one store for all attempts. There lies what ranks left that were ended while they
+waited for others.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from test_coordination import (  # noqa: F401  # `quick` is taken in by pytest
+    END_S,
+    LOOK_S,
+    TERMS,
+    group,
+    operations_on,
+    quick,
+    run,
+    together,
+    values,
+)
+
+from ckpt_storage import PhaseTimeoutError, RankFailedError
+from ckpt_storage.board import BoardError, LocalBoard
+from ckpt_storage.coordination import Coordinator
+from ckpt_storage.options import Timeouts
+
+
+class EndedBoard(LocalBoard):
+    """A board as a process sees it that is ended as soon as it has left its word."""
+
+    def __init__(self, board: LocalBoard) -> None:
+        self._values, self._lock = board._values, board._lock  # noqa: SLF001  # the same memory
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """Come to no answer."""
+        raise BoardError(f"ended before it read {key} within {timeout_s} s")
+
+    def delete(self, key: str, timeout_s: float) -> None:
+        """Take nothing back."""
+        raise BoardError(f"ended before it took {key} back within {timeout_s} s")
+
+
+def leave_word(board: LocalBoard, rank: int, *, number: int, url: str) -> None:
+    """Leave on the board what a rank leaves that is ended in its operation `number`."""
+    ended = Coordinator(EndedBoard(board), rank=rank, world_size=3)
+    with (
+        pytest.raises(RankFailedError),
+        ended.operation("the test", timeouts=Timeouts(), number=number) as operation,
+    ):
+        operation.meet({"the checkpoint's URL": url})
+
+
+def until_asked(board: LocalBoard, count: int) -> None:
+    """Wait until somebody was answered or asked; else the words that were left play no part."""
+    end_s = time.monotonic() + END_S / 2
+    while sum(key.startswith("answer/") for key in board.keys) < count:
+        assert time.monotonic() < end_s, board.keys
+        time.sleep(LOOK_S)
+
+
+@pytest.mark.parametrize("number", [1, 2, 7])
+@pytest.mark.parametrize("url", [*TERMS.values(), "memory://other"])
+def test_word_of_ranks_that_were_ended_is_not_taken_for_their_successors(
+    number: int, url: str
+) -> None:
+    """All meet, and no operation fails, whatever operation those were in that were ended."""
+    board = LocalBoard()
+    for rank in (1, 2):
+        leave_word(board, rank, number=number, url=url)
+    assert board.keys == ["hello/1", "hello/2"]
+
+    def body(coordinator: Coordinator) -> list[list[bytes]]:
+        if coordinator.rank > 0:
+            until_asked(board, 2)
+        return [together(coordinator) for _ in range(3)]
+
+    assert values(run(group(board, 3), body)) == [[[b"0", b"1", b"2"]] * 3] * 3
+    assert len(operations_on(board)) == 1, board.keys
+
+
+def test_a_rank_that_is_not_started_anew_is_named() -> None:
+    """What its predecessor left is not taken for its coming; once it has come, all meet."""
+    board = LocalBoard()
+    leave_word(board, 1, number=1, url=TERMS["the checkpoint's URL"])
+    ranks = group(board, 3)
+    present = [ranks[0], ranks[2]]
+
+    def alone(coordinator: Coordinator) -> str:
+        with pytest.raises(PhaseTimeoutError) as caught:
+            together(coordinator, Timeouts(plan=0.5))
+        return str(caught.value)
+
+    told = values(run(present, alone))
+    assert all("Rank 1 of 3 has not come" in one for one in told), told
+
+    def all_come(coordinator: Coordinator) -> list[bytes]:
+        if coordinator.rank == 1:
+            with pytest.raises(PhaseTimeoutError, match="given up before"):
+                together(coordinator)
+        return together(coordinator)
+
+    assert values(run(ranks, all_come)) == [[b"0", b"1", b"2"]] * 3
+
+
+def test_who_came_is_asked_in_the_first_meeting_only() -> None:
+    """Later ones cost no request more: each rank but the coordinator is answered once."""
+    set_keys: list[str] = []
+
+    class Noting(LocalBoard):
+        def set(self, key: str, value: bytes, timeout_s: float) -> None:
+            set_keys.append(key.split("/", maxsplit=1)[0])
+            super().set(key, value, timeout_s)
+
+    ranks = group(Noting(), 3)
+    counts = []
+    for _ in range(3):
+        set_keys.clear()
+        values(run(ranks, together))
+        counts.append(set_keys.count("answer"))
+    assert counts == [4, 2, 2]
