@@ -185,11 +185,12 @@ class Cadence:
             operation.meet({"the step": str(step), **terms})
             begin_s = self._clock()
             word = self._agree(operation, step, notice)
+            meeting_id = operation.id
         # The least of late: the rest is waiting for ranks that are slower. To meet costs as much.
         took_s = 2 * (self._clock() - begin_s)
         self._cost_s = min(took_s, self._cost_s / _FORGET) if self._cost_s else took_s
         self._has_met = True
-        self._early.anew()
+        self._early.anew(meeting_id)
         self._turn = 0
         self._polled_s = self._clock()
         return word

@@ -39,7 +39,7 @@ class EarlyCall:
         self._rank = rank
         self._world_size = world_size
         self._timeout_s = timeout_s
-        self._epoch = 0
+        self._meeting_id = ""
         self._attempt = 0
         self._promised: int | None = None
         self._agreed: int | None = None
@@ -67,13 +67,17 @@ class EarlyCall:
                 self._promised = None
         return self._agreed
 
-    def anew(self) -> None:
-        """Begin to count turns from 0, as all ranks met; take back what is on the board."""
+    def anew(self, meeting_id: str) -> None:
+        """Begin to count turns from 0, as all ranks met; take back what is on the board.
+
+        `meeting_id` is that of no other meeting, also not of processes before these: what they left
+        must not be taken for a call, nor for what was agreed on.
+        """
         for key in self._left:
             with contextlib.suppress(BoardError):
                 self._board.delete(key, self._timeout_s)
         self._left = []
-        self._epoch += 1
+        self._meeting_id = meeting_id
         self._attempt = 0
         self._promised = self._agreed = None
 
@@ -112,4 +116,4 @@ class EarlyCall:
         return self._board.get(key, self._timeout_s)
 
     def _key(self, name: str) -> str:
-        return f"early/{self._epoch}/{self._attempt}/{name}"
+        return f"early/{self._meeting_id}/{self._attempt}/{name}"

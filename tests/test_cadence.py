@@ -24,6 +24,7 @@ class TwoRanks:
     world_size = 2
     rank = 0
     is_coordinator = True
+    id = "a meeting"
 
     def __init__(self) -> None:
         self.terms: list[Mapping[str, str]] = []

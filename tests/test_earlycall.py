@@ -32,7 +32,7 @@ def test_all_ranks_meet_at_one_turn_whatever_their_pace(
             rank = data.draw(st.sampled_from([r for r in range(world_size) if r not in came]))
             call = calls[rank]
             if epoch and not turns[rank]:
-                call.anew()  # others may be on their way already
+                call.anew("second")  # others may be on their way already
             turns[rank] += 1
             is_asked = call.has_promised or data.draw(st.booleans())
             wants = is_asked and data.draw(st.integers(0, 3)) == 0
@@ -63,8 +63,30 @@ def test_ranks_that_keep_pace_meet_within_three_turns() -> None:
                 assert turn <= 4
             assert agreed == {turn}
             for one in calls:
-                one.anew()
+                one.anew("next")
             assert board.keys == []
+
+
+def test_what_ranks_left_that_were_ended_is_no_call() -> None:
+    """Those after them share their board, and would meet alone at a turn that others are past."""
+    board = LocalBoard()
+
+    def ranks(meeting_id: str) -> list[EarlyCall]:
+        calls = [EarlyCall(board, rank=r, world_size=2, timeout_s=1) for r in range(2)]
+        for one in calls:
+            one.anew(meeting_id)
+        return calls
+
+    ended = ranks("of the first attempt")
+    for turn in range(1, 4):
+        agreed = [one.look(turn, wants=turn == 1) for one in ended]
+    assert agreed == [3, 3]
+    assert board.keys
+    late, early = ranks("of the second")
+    assert early.look(1, wants=False) is None
+    assert late.look(5, wants=False) is None
+    assert not early.has_promised
+    assert not late.has_promised
 
 
 def test_a_board_that_is_gone_matters_only_to_who_promised() -> None:
