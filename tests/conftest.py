@@ -17,11 +17,16 @@ from pathlib import Path
 
 import pytest
 import servers
+from hypothesis import HealthCheck, settings
 from servers import Running, ServerMissingError
 
 from ckpt_storage.testing.ranks import RankPool
 
 servers.isolate_credentials()
+
+# By default an example fails that takes longer than 200 ms, as any may on a busy machine.
+settings.register_profile("any pace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any pace")
 
 
 @pytest.hookimpl(trylast=True)

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import signal
-import socket
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +28,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fault_cells import RETRY, TIMEOUTS
 from fault_ranks import Job, Where
+from servers import free_port
 
 from ckpt_storage.testing.s3server import S3Server
 
@@ -181,7 +181,7 @@ class Ranks:
         files: Mapping[str, int] | None = None,
     ) -> None:
         """Start the processes; they wait for `go`. `holds` tells in which call a rank asks."""
-        port = _free_port()
+        port = free_port()
         if launcher_hosts:
             self._store = dist.TCPStore(
                 "127.0.0.1",
@@ -302,9 +302,3 @@ def _sessions() -> Iterator[tuple[int, int]]:
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
                 if fields[0] != "Z":
                     yield int(folder.name), int(fields[3])
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port

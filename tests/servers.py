@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import importlib.util
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ __all__ = [
     "ServerMissingError",
     "azurite",
     "fake_gcs",
+    "free_port",
     "isolate_credentials",
     "moto",
     "sftp",
@@ -112,10 +114,16 @@ def isolate_credentials() -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.create_server((HOST, 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+    """Return a port that nobody listens on now.
+
+    Not one of those that the kernel gives to whoever asks for any: many do, in other processes,
+    before a server that was told its port has started to listen.
+    """
+    for _ in range(1000):
+        port = 20_000 + secrets.randbelow(12_000)
+        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
+            return port
+    raise RuntimeError("No port is free.")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ pool's make it themselves.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dcp_cases import load_stock, same, seeded
+from saver_cases import until
 
 import ckpt_storage
 from ckpt_storage import InvalidInputError, RankFailedError
@@ -214,7 +216,7 @@ def stop_with_the_server(rank: int, folder: str) -> None:
                 operation.meet({})
                 operation.phase("write", total_bytes=1)
                 begin = time.monotonic()
-                (Path(folder) / f"met-{rank}").touch()
+                (Path(folder) / f"met-{rank}").write_text(str(os.getpid()))
                 if rank == 0:
                     while len(list(Path(folder).glob("met-*"))) < 3:
                         time.sleep(0.01)
@@ -224,13 +226,17 @@ def stop_with_the_server(rank: int, folder: str) -> None:
             told = [str(error), error.rank]
         wall_s = time.monotonic() - begin
         (Path(folder) / f"told-{rank}").write_text(json.dumps([*told, wall_s]))
+        # Nobody else would end the stopped one before the job's time is up.
+        until(lambda: len(list(Path(folder).glob("told-*"))) == 2, "the other's end")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int((Path(folder) / "met-0").read_text()), signal.SIGKILL)
         # Taking the group down would ask the stopped store.
         os._exit(0)
 
 
 def test_a_store_whose_server_is_stopped_is_given_up(ranks: RankPool, tmp_path: Path) -> None:
     """When the process that serves the ranks' store hangs, the others name rank 0 in time."""
-    ranks.outcomes(stop_with_the_server, str(tmp_path), world_size=3, timeout_s=10.0)
+    ranks.outcomes(stop_with_the_server, str(tmp_path), world_size=3)
     for rank in (1, 2):
         text, named, wall_s = json.loads((tmp_path / f"told-{rank}").read_text())
         assert named == 0, text

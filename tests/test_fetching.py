@@ -272,7 +272,7 @@ def test_a_read_that_hangs_keeps_no_memory_from_others(tmp_path: Path) -> None:
     """A read that was given up delivers nothing, and the next transfer has the whole limit."""
     (tmp_path / "f").write_bytes(content(4))
     faults = FaultStore(LocalStore(str(tmp_path)), [Rule(action="hang", operation="read_into")])
-    store = RetryStore(faults, request_timeout_s=0.2)
+    store = RetryStore(faults, request_timeout_s=1.0)
     got: dict[int, bytes] = {}
     options = dataclasses.replace(options_for(1, threads=1), memory_limit_bytes=PART_BYTES)
     with pytest.raises(AbandonedError):

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from integration_tools import EXAMPLES, finish_all, free_port
+from integration_tools import EXAMPLES, finish_all
+from servers import free_port
 
 import ckpt_storage
 

@@ -119,7 +119,7 @@ def _killed(rank: int, folder: str) -> list[Any]:
     saver = None  # its finalizer must not block
     forgotten_s = time.monotonic() - begin
     assert last is not None
-    until(lambda: not is_alive(last), "the end of the worker", 10)
+    until(lambda: not is_alive(last), "the end of the worker")
     assert weight == 499500
     return [type(error).__name__, str(error), handle.state, waited_s, forgotten_s]
 

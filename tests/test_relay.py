@@ -211,7 +211,7 @@ def workers_of(
 
 
 class Together:
-    """Jobs that wait until as many as `wanted` are under way, or for a moment."""
+    """Jobs that wait until as many as `wanted` are under way, and a moment for one more."""
 
     def __init__(self, wanted: int) -> None:
         self._wanted = wanted
@@ -225,7 +225,8 @@ class Together:
             self._now += 1
             self.most = max(self.most, self._now)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self.most >= self._wanted, timeout=0.2)
+            self._changed.wait_for(lambda: self.most >= self._wanted, timeout=20)
+            self._changed.wait_for(lambda: self.most > self._wanted, timeout=0.2)
             self._now -= 1
 
 
@@ -238,7 +239,7 @@ def test_no_more_parts_are_under_way_than_both_storages_bear(asks_for_less: str 
         getattr(paces, asks_for_less).slowed_down()
         expected = 4
     assert paces.limit() == expected
-    job = Together(expected + 1)
+    job = Together(expected)
     with workers_of(8, paces) as workers:
         for _ in range(20):
             workers.submit(job)

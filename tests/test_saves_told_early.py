@@ -92,7 +92,10 @@ def test_documents_do_not_wait_for_the_last_part_and_the_slot_does(
     """While one rank's upload ends late, the other's and the save's documents are written."""
     save(server, 1, engine)
     server.reset_counters()
-    server.faults([FaultRule(op="part", key=late, action="delay", after=2, times=0)])
+    late_s = 4.0  # more than all else takes on a busy machine
+    server.faults(
+        [FaultRule(op="part", key=late, action="delay", delay_s=late_s, after=2, times=0)]
+    )
     assert all(isinstance(one, CheckpointInfo) for one in save(server, 2, engine))
     files = [name for op, name in asked(server) if op in {"put", "complete"}]
     assert files.index("manifest.json") < files.index(f"{late}.distcp")

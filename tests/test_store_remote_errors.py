@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from remote_tools import (
     send,
     served_by,
 )
+from servers import free_port
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.store import Location
@@ -124,8 +124,7 @@ def test_a_target_stays_as_it_is_after_a_timeout(server: S3Server) -> None:
 
 def test_an_unreachable_endpoint_is_named() -> None:
     """A refused connection says where to, proves that nothing was done, and may be retried."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     options = {"key": "k", "secret": SECRET, "endpoint_url": f"http://127.0.0.1:{port}"}
     store = RemoteStore(
         Location.of("s3://bkt/run", options), request_timeout_s=20, engine=engine_now()

@@ -23,6 +23,9 @@ from ckpt_storage.store.timed import AbandonedError, TimedPool
 from ckpt_storage.testing.faults import Action, FaultStore, Rule, SimulatedCrash
 
 SHORT_S = 0.2
+AMPLE_S = 1.0
+"""Where another operation must end in the time in which one that hangs is given up."""
+
 WAIT_S = 30.0
 
 REPEATED: dict[str, Callable[[RetryStore], object]] = {
@@ -358,7 +361,7 @@ def test_a_hanging_operation_is_given_up_and_named(bench: Bench) -> None:
 
 def test_a_hanging_read_is_repeated_in_another_thread(bench: Bench) -> None:
     """What returns fresh values may be asked for again while the first still hangs."""
-    store = bench.store(fault("read", action="hang"), request_timeout_s=SHORT_S)
+    store = bench.store(fault("read", action="hang"), request_timeout_s=AMPLE_S)
     assert store.read("x") == b"data"
     assert bench.calls == ["read", "read"]
     assert abandoned_thread_count() == 1
@@ -622,7 +625,7 @@ def _read_in_child(store: RetryStore, out: multiprocessing.Queue[object]) -> Non
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_store_works_in_a_forked_child(bench: Bench) -> None:
     """A child has none of its parent's threads, not even the abandoned ones, and starts its own."""
-    store = bench.store(fault("read", action="hang"), request_timeout_s=SHORT_S)
+    store = bench.store(fault("read", action="hang"), request_timeout_s=AMPLE_S)
     store.read("x")
     assert abandoned_thread_count() == 1
     fork = multiprocessing.get_context("fork")

@@ -294,7 +294,7 @@ def test_an_upload_with_a_part_under_way_gives_no_receipts(tmp_path: Path) -> No
     """A part that was given up may still be changing: its member can only be left."""
     rule = Rule(action="hang", operation="write_part")
     faults = FaultStore(local(tmp_path), [rule])
-    store = RetryStore(faults, policy=POLICY, request_timeout_s=0.2)
+    store = RetryStore(faults, policy=POLICY, request_timeout_s=1.0)
     owner = RetryStore(local(tmp_path)).start_shared_upload(PATH, part_bytes=1)
     member = store.join_upload(PATH, owner.ticket(), part_bytes=1)
     with pytest.raises(StorageError) as caught:
@@ -407,7 +407,7 @@ def test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing(server: 
     store = s3_plain(root)
     upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
     upload.ticket()
-    server.faults([FaultRule(op="part", action="delay", delay_s=0.5)])
+    server.faults([FaultRule(op="part", action="delay", delay_s=2.0)])
     failures: list[CheckpointError] = []
 
     def late() -> None:
