@@ -88,7 +88,7 @@ def rank_processes(
         for rank in range(world_size)
     ]
     try:
-        end = time.monotonic() + 90.0
+        end = time.monotonic() + 150.0
         while not all((folder / f"ready-{rank}").exists() for rank in range(world_size)):
             assert time.monotonic() < end, "ranks do not start"
             assert all(process.poll() is None for process in processes)

@@ -161,6 +161,7 @@ def test_an_interrupted_write_back_changes_nothing(root: Path) -> None:
 
 def test_one_that_does_not_end_in_time_is_left_behind(root: Path) -> None:
     """The upload goes on, and no second one is begun beside the first."""
+    eventually(lambda: abandoned_thread_count() == 0)  # those of other files' tests
     posix = Told([Rule(action="hang", operation="allocate")])
     inner = LocalStore(str(root), posix=posix)
     store = RetryStore(inner, request_timeout_s=0.2)

@@ -119,6 +119,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     """A fresh bench, closed at the end."""
+    wait_until(lambda: abandoned_thread_count() == 0)  # those of other files' tests
     bench = Bench(tmp_path)
     yield bench
     bench.close()
