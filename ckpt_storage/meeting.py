@@ -8,7 +8,8 @@ told so at once, instead of meeting them in the next; one that missed a call alt
 another number but the same terms, and is counted right again.
 
 A launcher that starts ranks anew keeps their store, with the words of those that it ended. So in
-the first meeting the coordinator asks those that came whether they live.
+the first meeting the coordinator asks those that came whether they live, and takes its
+predecessor's last word away; a rank that finds one from before its own start waits for that.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from .agreement import Hello, check_agreement
@@ -30,12 +33,18 @@ __all__ = ["Arrival", "GivenUp", "Meeting"]
 
 _WITHDRAW_S = 1.0
 
+_START_FIELD = 19
+"""Of `/proc/self/stat` behind the name: clock ticks from boot to the start of the process."""
+
+_IMPORTED_S = time.time()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
     """What a rank says when it comes: its terms, or why it failed before it came.
 
-    `is_waiting` is whether it then waits for an answer.
+    `is_waiting` is whether it then waits for an answer; `said_s` when it said so (Unix seconds, by
+    its own clock).
     """
 
     number: int
@@ -43,6 +52,7 @@ class Arrival:
     hello: Hello | None = None
     error: CheckpointError | None = None
     is_waiting: bool = True
+    said_s: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +76,23 @@ class GivenUp:
     terms: Mapping[str, str]
 
 
+def process_start_s() -> float:
+    """Return when this process began (Unix seconds), or imported this where that is not told."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        began_s = int(fields[_START_FIELD]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + began_s
+    except (OSError, AttributeError):
+        return _IMPORTED_S
+
+
 class Meeting:
     """The beginning of one operation on one rank.
 
     `keys` are those that this rank left on the board and nobody may have removed. `number` is
     that of the operation, as all ranks count once they have met. `late_id` is the id of an
-    operation that began with this rank just as it gave up waiting. `has_met` is whether the
-    coordinator has met all ranks before or here: no earlier processes' words are left then.
+    operation that began with this rank just as it gave up waiting. `has_met` is whether this rank
+    has met the others before or here: then no words of earlier processes are left for it.
     """
 
     def __init__(
@@ -99,6 +119,8 @@ class Meeting:
         self._what = what
         # By nonce: who was asked whether it lives, and whether it does.
         self._lives: dict[str, bool] = {}
+        self._old_nonce = ""
+        self._old_until_s = 0.0
 
     def come(self, hello: Hello | None, error: CheckpointError | None = None) -> str:
         """Meet all ranks, and return the operation's id.
@@ -111,6 +133,7 @@ class Meeting:
         self.number = answer.number
         if answer.error is not None:
             raise answer.error
+        self.has_met = True
         return answer.operation_id
 
     def leave_word(self, error: CheckpointError) -> None:
@@ -141,6 +164,11 @@ class Meeting:
     def _greet(self, arrival: Arrival) -> _Answer:
         """Come to the coordinator and return its answer."""
         waits = self._waits
+        old = None if self.has_met else self._last_word()
+        if old is not None and old.said_s < process_start_s():
+            # Of the process that was rank 0 before: its successor takes the word away. If nobody
+            # does, clocks differ.
+            self._old_nonce, self._old_until_s = old.nonce, time.monotonic() + waits.silence_s
         waits.set(self._own_key, pickle.dumps(arrival))
         try:
             answer = waits.until(
@@ -177,16 +205,25 @@ class Meeting:
 
     def _refused(self) -> _Answer | None:
         """Return what a coordinator that was interrupted left as its last word, if it did."""
-        data = self._waits.get(f"hello/{COORDINATOR}")
-        arrival: Arrival | None = None if data is None else pickle.loads(data)  # noqa: S301  # ours
+        arrival = self._last_word()
         if arrival is None or arrival.error is None or arrival.number != self.number:
+            return None
+        if arrival.nonce == self._old_nonce and time.monotonic() < self._old_until_s:
             return None
         self._waits.delete(self._own_key)
         error = of_rank(COORDINATOR, arrival.error, self._what())
         return _Answer(number=self.number, error=error)
 
+    def _last_word(self) -> Arrival | None:
+        data = self._waits.get(f"hello/{COORDINATOR}")
+        arrival: Arrival | None = None if data is None else pickle.loads(data)  # noqa: S301  # ours
+        return arrival
+
     def _welcome(self, own: Arrival) -> _Answer:
         """Collect the word of every rank, judge them and answer all; return the answer."""
+        if not self.has_met:
+            # The last word of a process that was rank 0 before.
+            self._waits.delete(self._own_key)
         came: dict[int, Arrival] = {self._rank: own}
         failure: BaseException | None = None
         late: list[PhaseTimeoutError] = []
@@ -211,6 +248,7 @@ class Meeting:
             terms = own.hello.terms if own.hello is not None else {}
             self.given_up = GivenUp(number=own.number, terms=terms)
         else:
+            # Also if they disagree: all that came live, and nothing else is left.
             self.has_met = True
         answer = self._judge(came, late)
         self._reply(came, answer)

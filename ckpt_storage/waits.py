@@ -47,7 +47,7 @@ class Waits:
         self.board = board
         self.deadline = deadline
         self.look_s = look_s
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._grace_s = grace_s
         self._failure: CheckpointError | None = None
         self._has_ended = False
@@ -71,7 +71,7 @@ class Waits:
     def patience_s(self) -> float:
         """Return how long one look at the board may take before its server counts as gone."""
         left_s = self.deadline.remaining_s() + _SPARE_PATIENCE_S
-        return max(_LEAST_PATIENCE_S, min(self._silence_s, left_s))
+        return max(_LEAST_PATIENCE_S, min(self.silence_s, left_s))
 
     def until(self, look: Callable[[], _T | None], late: Callable[[], PhaseTimeoutError]) -> _T:
         """Return what `look` finds; raise why the operation failed, or what `late` returns."""

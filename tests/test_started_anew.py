@@ -6,7 +6,11 @@ waited for others.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 from test_coordination import (  # noqa: F401  # `quick` is taken in by pytest
@@ -21,7 +25,7 @@ from test_coordination import (  # noqa: F401  # `quick` is taken in by pytest
     values,
 )
 
-from ckpt_storage import PhaseTimeoutError, RankFailedError
+from ckpt_storage import PhaseTimeoutError, RankFailedError, meeting
 from ckpt_storage.board import BoardError, LocalBoard
 from ckpt_storage.coordination import Coordinator
 from ckpt_storage.options import Timeouts
@@ -32,10 +36,18 @@ class EndedBoard(LocalBoard):
 
     def __init__(self, board: LocalBoard) -> None:
         self._values, self._lock = board._values, board._lock  # noqa: SLF001  # the same memory
+        self._has_ended = False
+
+    def set(self, key: str, value: bytes, timeout_s: float) -> None:
+        """Leave a word, the last one."""
+        super().set(key, value, timeout_s)
+        self._has_ended = True
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
         """Come to no answer."""
-        raise BoardError(f"ended before it read {key} within {timeout_s} s")
+        if self._has_ended:
+            raise BoardError(f"ended before it read {key} within {timeout_s} s")
+        return super().get(key, timeout_s)
 
     def delete(self, key: str, timeout_s: float) -> None:
         """Take nothing back."""
@@ -50,6 +62,13 @@ def leave_word(board: LocalBoard, rank: int, *, number: int, url: str) -> None:
         ended.operation("the test", timeouts=Timeouts(), number=number) as operation,
     ):
         operation.meet({"the checkpoint's URL": url})
+
+
+def leave_last_word(board: LocalBoard, *, number: int) -> None:
+    """Leave on the board what rank 0 leaves that is interrupted before it meets the others."""
+    ended = Coordinator(board, rank=0, world_size=3)
+    with pytest.raises(SystemExit), ended.operation("the test", timeouts=Timeouts(), number=number):
+        raise SystemExit
 
 
 def until_asked(board: LocalBoard, count: int) -> None:
@@ -120,3 +139,100 @@ def test_who_came_is_asked_in_the_first_meeting_only() -> None:
         values(run(ranks, together))
         counts.append(set_keys.count("answer"))
     assert counts == [4, 2, 2]
+
+
+@pytest.fixture
+def started_after() -> Iterator[Callable[[], None]]:
+    """Give a call after which this process began just now, as far as ranks know."""
+    with mock.patch.object(meeting, "process_start_s") as start:
+        start.return_value = 0.0
+
+        def now() -> None:
+            start.return_value = time.time()
+
+        yield now
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_last_word_of_a_rank_0_that_was_ended_is_not_taken_for_its_successors(
+    started_after: Callable[[], None], number: int
+) -> None:
+    """Those that come before the new one wait for it; nor is it taken for one of a later call."""
+    board = LocalBoard()
+    leave_last_word(board, number=number)
+    assert board.keys == ["hello/0"]
+    started_after()
+
+    def body(coordinator: Coordinator) -> list[list[bytes]]:
+        end_s = time.monotonic() + END_S / 2
+        while coordinator.rank == 0 and not {"hello/1", "hello/2"} <= set(board.keys):
+            assert time.monotonic() < end_s, board.keys
+            time.sleep(LOOK_S)
+        if coordinator.rank == 0:
+            time.sleep(20 * LOOK_S)  # the others look meanwhile
+        return [together(coordinator) for _ in range(3)]
+
+    assert values(run(group(board, 3), body)) == [[[b"0", b"1", b"2"]] * 3] * 3
+    assert "hello/0" not in board.keys
+
+
+@pytest.mark.parametrize("silence_s", [0.2, END_S])
+def test_last_word_of_this_rank_0_counts(
+    started_after: Callable[[], None], silence_s: float
+) -> None:
+    """At once if this process was there already; soon if clocks say that it was not."""
+    board = LocalBoard()
+    leave_last_word(board, number=1)
+    if silence_s < END_S:
+        started_after()
+
+    def body(coordinator: Coordinator) -> str:
+        with pytest.raises(RankFailedError) as caught:
+            together(coordinator, Timeouts(silence=silence_s))
+        assert caught.value.rank == 0
+        return str(caught.value)
+
+    begin_s = time.monotonic()
+    told = values(run(group(board, 3)[1:], body))
+    assert time.monotonic() - begin_s < END_S / 2
+    assert all("SystemExit" in one for one in told), told
+
+
+def test_last_word_that_comes_meanwhile_counts_at_once(started_after: Callable[[], None]) -> None:
+    """It is not the one that was there before."""
+    board = LocalBoard()
+    leave_last_word(board, number=1)
+    started_after()
+
+    def body(coordinator: Coordinator) -> str:
+        if coordinator.rank == 0:
+            end_s = time.monotonic() + END_S / 2
+            while not {"hello/1", "hello/2"} <= set(board.keys):
+                assert time.monotonic() < end_s, board.keys
+                time.sleep(LOOK_S)
+            leave_last_word(board, number=1)
+            return ""
+        with pytest.raises(RankFailedError) as caught:
+            together(coordinator, Timeouts(silence=END_S))
+        return str(caught.value)
+
+    begin_s = time.monotonic()
+    told = values(run(group(board, 3), body))
+    assert time.monotonic() - begin_s < END_S / 2
+    assert all("SystemExit" in one for one in told[1:]), told
+
+
+def test_start_of_a_process_is_told() -> None:
+    """It lies between the moments around it."""
+    before_s = time.time()
+    code = """
+import time
+from ckpt_storage.meeting import process_start_s
+print(process_start_s(), time.time())
+"""
+    printed = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=END_S
+    ).stdout
+    start_s, now_s = map(float, printed.split())
+    # The system counts in ticks.
+    assert before_s - 0.1 < start_s < now_s
