@@ -1,6 +1,6 @@
 """Tensors as host bytes: views where the memory can be used as it is, bounded copies elsewhere.
 
-Knows torch tensors; knows no file and no plan. Called by `shards`.
+Knows torch tensors; knows no file and no plan. Called by `shards`, `stagewalk` and `loads`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from .devicecopies import DeviceCopies
 from .errors import InvalidInputError
 
-__all__ = ["HostCopies", "check_plain", "dtype_name", "host_bytes", "is_as_stored"]
+__all__ = ["HostCopies", "check_plain", "dtype_name", "host_bytes", "is_as_stored", "is_freed"]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -23,6 +23,20 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype without the prefix, as the format spells it."""
     return str(dtype).removeprefix("torch.")
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has elements, but the memory of all of them was given back.
+
+    As FSDP does with parameters it has gathered: their storage is resized to nothing. Kinds of
+    tensors that wrap others have no memory of their own, and are not judged.
+    """
+    return (
+        type(tensor) in _PLAIN
+        and not tensor.untyped_storage().nbytes()
+        and tensor.numel() != 0
+        and not tensor.is_meta
+    )
 
 
 def check_plain(tensor: torch.Tensor, fqn: str) -> None:
@@ -34,6 +48,8 @@ def check_plain(tensor: torch.Tensor, fqn: str) -> None:
         reason = "it is quantised"
     elif tensor.is_meta:
         reason = "it is on the meta device and has no data"
+    elif is_freed(tensor):
+        reason = "its memory was given back (its storage was resized to nothing)"
     if reason:
         raise InvalidInputError(
             f"{fqn} cannot be saved: {reason}.",

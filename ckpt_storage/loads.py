@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from .collecting import collector_paused
 from .errors import FormatError, IntegrityError, InvalidInputError, StorageError
+from .hostbytes import is_freed
 from .readplan import Request, Sink, bytes_request, no_sink
 from .regions import Box, WindowCopy, run_count
 from .resolving import target_resolver
@@ -99,6 +100,12 @@ class LoadJob:
                     f"The target of {fqn} is on the meta device and can hold nothing.",
                     phase="load",
                     next_step="Materialise it first, by to_empty() say.",
+                )
+            if is_freed(target):
+                raise InvalidInputError(
+                    f"The target of {fqn} has no memory: its storage was resized to nothing.",
+                    phase="load",
+                    next_step="Load into tensors that have memory (FSDP: into its state_dict()).",
                 )
             self._items.append(item)
             self._targets.append(target)

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import InvalidInputError
 from .hostbuffers import Kind
+from .hostbytes import is_freed
 from .localparts import Parts, parts_of
 
 State = dict[str, Any]
@@ -383,6 +384,8 @@ def _check_plain(tensor: torch.Tensor, device: torch.device) -> None:
         _refuse_tensor("it is quantised")
     if device.type == "meta":
         _refuse_tensor("it is on the meta device and has no data")
+    if is_freed(tensor):
+        _refuse_tensor("its memory was given back (its storage was resized to nothing)")
 
 
 def _refuse_tensor(reason: str) -> NoReturn:

@@ -119,15 +119,36 @@ def test_a_load_into_parameters_leaves_them_as_they_are(tmp_path: Path) -> None:
     assert same(target.data, parameter.data)
 
 
+def freed(count: int) -> torch.Tensor:
+    """Return a tensor whose memory was given back, as FSDP does with gathered parameters."""
+    tensor = torch.arange(float(count))
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_a_load_into_no_memory_is_refused_by_name(tmp_path: Path) -> None:
+    """Nothing is written where nothing is; tensors without elements need no memory."""
+    dcp_cases.save({"w": seeded(1, 3), "empty": torch.empty(0)}, tmp_path)
+    with pytest.raises(CheckpointException) as caught:
+        dcp_cases.load({"w": freed(3)}, tmp_path)
+    (error,) = failures_of(caught.value).values()
+    assert isinstance(error, InvalidInputError)
+    assert "The target of w has no memory" in str(error)
+    dcp_cases.load({"empty": freed(0)}, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda: torch.eye(3).to_sparse(), "layout is torch.sparse_coo"),
         (lambda: torch.eye(3).to_sparse_csr(), "layout is torch.sparse_csr"),
         (lambda: torch.empty(3, device="meta"), "meta device"),
+        (lambda: freed(3), "memory was given back"),
+        (lambda: freed(1 << 20), "memory was given back"),
+        (lambda: nn.Parameter(freed(3)), "memory was given back"),
         (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantised"),
     ],
-    ids=["sparse", "csr", "meta", "quantised"],
+    ids=["sparse", "csr", "meta", "freed", "freed-large", "freed-parameter", "quantised"],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_is_no_dense_tensor_is_refused_by_name(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dcp_cases import same, seeded
+from test_dcp_tensor_kinds import freed
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -45,6 +46,7 @@ def quantised() -> torch.Tensor:
     ("make", "reason"),
     [
         (lambda: torch.empty(3, device="meta"), "meta device"),
+        (lambda: freed(3), "memory was given back"),
         (lambda: seeded(1, 4).to_sparse(), "sparse_coo"),
         (lambda: seeded(1, 4, 4).to_sparse_csr(), "sparse_csr"),
         (lambda: torch.nested.nested_tensor([seeded(1, 2), seeded(2, 3)]), "nested"),
@@ -52,7 +54,7 @@ def quantised() -> torch.Tensor:
         (nn.UninitializedParameter, "uninitialised"),
         (lambda: two(seeded(1, 4).to_sparse(), seeded(1, 4).to_sparse()), "sparse_coo"),
     ],
-    ids=["meta", "sparse", "csr", "nested", "quantised", "lazy", "inside a wrapper"],
+    ids=["meta", "freed", "sparse", "csr", "nested", "quantised", "lazy", "inside a wrapper"],
 )
 def test_tensors_without_plain_data_are_refused_by_name(
     lease: Lease, make: Callable[[], torch.Tensor], reason: str
