@@ -289,8 +289,10 @@ class Meeting:
         arrival: Arrival = pickle.loads(data)  # noqa: S301  # our own ranks
         question, nonce = f"answer/{arrival.nonce}", arrival.nonce
         if nonce not in self._lives:
-            self._lives[nonce] = not arrival.is_waiting
-            if arrival.is_waiting:
+            # An interrupted one answers no question; it counts unless that was before this process.
+            lives = not arrival.is_waiting and arrival.said_s >= process_start_s()
+            self._lives[nonce] = lives
+            if not lives:
                 self.keys.append(question)
                 asked = _Answer(number=arrival.number, is_question=True)
                 self._waits.set(question, pickle.dumps(asked))

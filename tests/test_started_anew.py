@@ -6,6 +6,7 @@ waited for others.
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import time
@@ -64,9 +65,9 @@ def leave_word(board: LocalBoard, rank: int, *, number: int, url: str) -> None:
         operation.meet({"the checkpoint's URL": url})
 
 
-def leave_last_word(board: LocalBoard, *, number: int) -> None:
-    """Leave on the board what rank 0 leaves that is interrupted before it meets the others."""
-    ended = Coordinator(board, rank=0, world_size=3)
+def leave_last_word(board: LocalBoard, *, number: int, rank: int = 0) -> None:
+    """Leave on the board what a rank leaves that is interrupted before it meets the others."""
+    ended = Coordinator(board, rank=rank, world_size=3)
     with pytest.raises(SystemExit), ended.operation("the test", timeouts=Timeouts(), number=number):
         raise SystemExit
 
@@ -174,6 +175,37 @@ def test_last_word_of_a_rank_0_that_was_ended_is_not_taken_for_its_successors(
 
     assert values(run(group(board, 3), body)) == [[[b"0", b"1", b"2"]] * 3] * 3
     assert "hello/0" not in board.keys
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_last_word_of_another_rank_counts_unless_that_was_started_anew(
+    started_after: Callable[[], None], *, is_old: bool
+) -> None:
+    """Rank 0 waits for the new process of a rank, and does not wait for one that was ended."""
+    board = LocalBoard()
+    leave_last_word(board, number=1, rank=1)
+    assert board.keys == ["hello/1"]
+    data = board.get("hello/1", END_S)
+    assert data is not None
+    question = f"answer/{pickle.loads(data).nonce}"
+    if is_old:
+        started_after()
+
+    def body(coordinator: Coordinator) -> list[list[bytes]]:
+        if coordinator.rank == 1:
+            end_s = time.monotonic() + END_S / 4
+            while question not in board.keys:
+                assert time.monotonic() < end_s, "the old word was not asked"
+                time.sleep(LOOK_S)
+        return [together(coordinator) for _ in range(3)]
+
+    if is_old:
+        assert values(run(group(board, 3), body)) == [[[b"0", b"1", b"2"]] * 3] * 3
+        return
+    ranks = group(board, 3)
+    for one in run([ranks[0], ranks[2]], together):
+        assert isinstance(one.error, RankFailedError)
+        assert "SystemExit" in str(one.error)
 
 
 @pytest.mark.parametrize("silence_s", [0.2, END_S])
