@@ -24,16 +24,23 @@ log = logging.getLogger("ckpt_storage")
 Digest = Callable[["Buffer", int], int]
 """Returns the CRC-32C of what a checksum stands for followed by the bytes of a buffer."""
 
-# Up to this length the interpreter's lock is kept: 16 MiB take well under a millisecond. A thread
-# that gives the lock away gets it back only after `sys.getswitchinterval()` (5 ms) when another
-# runs Python, which made a 64 KiB block cost 1.2 ms instead of 5 us beside a busy thread.
+# Up to this length crc32c keeps the interpreter's lock: 16 MiB take well under a millisecond. A
+# thread that gives the lock away gets it back only after `sys.getswitchinterval()` (5 ms) when
+# another runs Python, which made a 64 KiB block cost 1.2 ms instead of 5 us beside a busy thread.
 _KEEP_LOCK_BYTES = 16 << 20
 _KEEP_LOCK, _RELEASE_LOCK = 0, 1
 
-# From 16 KiB on fastcrc gives the lock away at each call (its README says so), so it gets less at
-# a time: a block of 64 KiB is five calls, which together still take less time than one of crc32c.
-_PIECE_BYTES = 13 << 10
+# From 16 KiB on fastcrc gives the lock away at each call (its README says so). Nothing is lost by
+# that while no other thread wants it. One that does shows in the time a call takes; then fastcrc
+# gets less at a time for a while: a block of 64 KiB is five calls, which take half as long again.
 _LONG_BYTES = 16 << 10
+_PIECE_BYTES = 13 << 10
+_LATE_S = 0.5e-3
+_SLOWEST_BYTES_S = 1e9
+_LOCK_KEPT_S = 1.0
+
+# Looked at the clock once for so many: the look costs a tenth of a block.
+_GROUP_BLOCKS = 4
 
 _TRIAL_BYTES, _TRIAL_BLOCKS = 64 << 10, 4
 _TRIALS = 7
@@ -41,19 +48,45 @@ _TRIALS = 7
 _WORTH_IT = 0.95
 
 
+class _Lock:
+    """Whether this process' other threads want the interpreter's lock, as far as that shows."""
+
+    def __init__(self) -> None:
+        self._wanted_until_s = -math.inf
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is better kept now."""
+        return time.perf_counter() < self._wanted_until_s
+
+    def came_late(self, begin_s: float, size_bytes: int) -> bool:
+        """Return whether a call for so much, begun then, waited for the lock; remember it."""
+        now_s = time.perf_counter()
+        if now_s - begin_s < _LATE_S + size_bytes / _SLOWEST_BYTES_S:
+            return False
+        self._wanted_until_s = now_s + _LOCK_KEPT_S
+        return True
+
+
+_lock = _Lock()
+
+
 def crc32c_of(data: Buffer, crc: int = 0) -> int:
     """Return the CRC-32C of what `crc` stands for followed by the bytes of `data`.
 
-    `data` is any C-contiguous buffer. Other Python threads run meanwhile only when it is longer
-    than 16 MiB.
+    `data` is any C-contiguous buffer. Other Python threads may run meanwhile.
     """
     view = memoryview(data)
     size = view.nbytes
-    if size >= _LONG_BYTES:
-        fast = _faster()
-        if fast is not None:
-            return fast(data, crc) if size > _KEEP_LOCK_BYTES else _in_pieces(fast, view, crc)
-    return _crc32c(data, crc, _KEEP_LOCK if size <= _KEEP_LOCK_BYTES else _RELEASE_LOCK)
+    fast = _faster() if size >= _LONG_BYTES else None
+    if fast is None:
+        return _crc32c(data, crc, _KEEP_LOCK if size <= _KEEP_LOCK_BYTES else _RELEASE_LOCK)
+    if size <= _KEEP_LOCK_BYTES and _lock.is_wanted:
+        return _in_pieces(fast, view, crc)
+    begin_s = time.perf_counter()
+    crc = fast(data, crc)
+    _lock.came_late(begin_s, size)
+    return crc
 
 
 def crcs_of_blocks(view: memoryview, block_bytes: int) -> list[int]:
@@ -62,15 +95,35 @@ def crcs_of_blocks(view: memoryview, block_bytes: int) -> list[int]:
         starts = range(0, len(view), block_bytes)
         return [crc32c_of(view[at : at + block_bytes]) for at in starts]
     fast = _faster() if min(block_bytes, len(view)) >= _LONG_BYTES else None
-    return _plainly(view, block_bytes) if fast is None else _by_pieces(fast, view, block_bytes)
+    if fast is None:
+        return _plainly(view, block_bytes)
+    crcs = [] if _lock.is_wanted else _until_late(fast, view, block_bytes)
+    done_bytes = len(crcs) * block_bytes
+    return (
+        crcs if done_bytes >= len(view) else crcs + _by_pieces(fast, view[done_bytes:], block_bytes)
+    )
 
 
-# One call a piece and nothing else: what Python does around it costs a tenth of the checksum.
+# One call a block, or a piece, and little else: what Python does around it costs a tenth of the
+# checksum.
 
 
 def _plainly(view: memoryview, block_bytes: int) -> list[int]:
     starts = range(0, len(view), block_bytes)
     return [_crc32c(view[at : at + block_bytes], 0, _KEEP_LOCK) for at in starts]
+
+
+def _until_late(fast: Digest, view: memoryview, block_bytes: int) -> list[int]:
+    """Return the checksums of all blocks, or of those up to the first that waited for the lock."""
+    group_bytes = _GROUP_BLOCKS * block_bytes
+    crcs: list[int] = []
+    for start in range(0, len(view), group_bytes):
+        begin_s = time.perf_counter()
+        starts = range(start, min(start + group_bytes, len(view)), block_bytes)
+        crcs += [fast(view[at : at + block_bytes], 0) for at in starts]
+        if _lock.came_late(begin_s, group_bytes):
+            break
+    return crcs
 
 
 def _by_pieces(fast: Digest, view: memoryview, block_bytes: int) -> list[int]:

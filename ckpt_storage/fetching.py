@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -66,10 +66,13 @@ class Fetch:
 class _Arrivals:
     """Hands the bytes of one read to its check as they arrive, each once an attempt."""
 
+    __slots__ = ("_checked", "_fetch", "_given_up", "_length", "_seen", "_view")
+
     def __init__(self, fetch: Fetch, view: memoryview, given_up: threading.Event) -> None:
         self._fetch = fetch
         self._given_up = given_up
         self._view = view
+        self._length = len(view)
         self._seen = 0
         self._checked = 0
 
@@ -79,25 +82,23 @@ class _Arrivals:
             # Each attempt begins with 0 and grows: this is another, and may bring other bytes.
             self._checked = 0
         self._seen = count
-        self._check(count if count == len(self._view) else self._edge_before(count))
-
-    def _edge_before(self, count: int) -> int:
-        """Return the most bytes, of the first `count`, that can be judged without the rest."""
-        edge_before = self._fetch.edge_before
-        return (
-            count - count % self._fetch.check_bytes if edge_before is None else edge_before(count)
-        )
+        # Of all that have arrived, the most that can be judged without the rest.
+        stop, fetch = count, self._fetch
+        if count < self._length:
+            edge_before = fetch.edge_before
+            stop = count - count % fetch.check_bytes if edge_before is None else edge_before(count)
+        self._check(stop)
 
     def finish(self) -> None:
         """Check what the store did not report."""
-        self._check(len(self._view))
+        self._check(self._length)
 
     def _check(self, stop: int) -> None:
         if self._given_up.is_set():
             raise CheckpointError(f"The read of {self._fetch.path} was given up.")
-        start = self._checked
-        if start < stop and self._fetch.check is not None:
-            self._fetch.check(self._view[start:stop], start)
+        start, check = self._checked, self._fetch.check
+        if start < stop and check is not None:
+            check(self._view[start:stop], start)
             self._checked = stop
 
 
@@ -231,8 +232,11 @@ class _Run:
 
     def _release_claimed(self) -> None:
         """Give back what is claimed for the one read under way, unless that was done before."""
-        with suppress(IndexError):
-            self._release(self._claimed.pop())
+        try:
+            fetch = self._claimed.pop()
+        except IndexError:
+            return
+        self._release(fetch)
 
     def _read(self, fetch: Fetch) -> None:
         length = fetch.stop - fetch.start

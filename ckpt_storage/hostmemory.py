@@ -24,7 +24,6 @@ import select
 import stat
 import struct
 import threading
-from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -48,13 +47,15 @@ _WORD_BYTES = 4096
 """Linux's `PIPE_BUF`: as many are written as one."""
 
 _HEAD = struct.Struct("=qqqqq")
-_PAIRS_MAX = (_WORD_BYTES - _HEAD.size) // 16
+_PAIR = struct.Struct("=qq")
+_PAIRS_MAX = (_WORD_BYTES - _HEAD.size) // _PAIR.size
 _BYTES, _DONE = 1, 2
 
 _WANTED_PIPE_BYTES = 1 << 20
 
-Taken = Callable[[int, memoryview, Sequence[tuple[int, int]]], None]
-"""Gets who sent, the bytes of a buffer, and pairs: number of a unit, where it begins in them."""
+Taken = Callable[[int, int, memoryview, Sequence[tuple[int, int]]], None]
+"""Gets who sent, where in its memory a buffer begins, the buffer's bytes, and pairs: number of a
+unit, where it begins in those bytes."""
 
 
 class HostMemoryError(Exception):
@@ -130,7 +131,9 @@ class HostMemory:
         self._pending: dict[int, int] = {}
         # By identity: a memoryview does not tell where in its memory it begins.
         self._lent: dict[int, tuple[int, memoryview]] = {}
-        self._changed = threading.Condition()
+        # Taken as itself where nothing is waited for: a condition's own way to it is longer.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._pumping = threading.Lock()
         self._writing = threading.Lock()
         self._is_closed = False
@@ -228,7 +231,7 @@ class HostMemory:
         The buffer is free again once all that it was announced to, and its owner, are done with it.
         """
         while True:
-            with self._changed:
+            with self._lock:
                 if self._free:
                     # The one that was used last is still in the processor's cache.
                     at = self._free.pop()
@@ -237,6 +240,14 @@ class HostMemory:
                     return view
             deadline.check("Waiting for the other ranks of this host to take what was read")
             self._pump_or_wait(deadline)
+
+    def place_of(self, view: memoryview) -> int:
+        """Return where in this rank's memory `view`, which `borrow` returned, begins."""
+        return self._lent[id(view)][0]
+
+    def memory_of(self, rank: int) -> memoryview:
+        """Return the whole memory of this rank or of a mate."""
+        return self._memory if rank == self._rank else self._mates[rank].memory
 
     def _pump_or_wait(self, deadline: Deadline) -> None:
         """Do one round of pumping, or wait for who does it."""
@@ -261,19 +272,19 @@ class HostMemory:
 
         The caller says `done` when it needs the view no more.
         """
-        at = self._lent[id(view)][0]
+        at = self.place_of(view)
         words = [pairs[start : start + _PAIRS_MAX] for start in range(0, len(pairs), _PAIRS_MAX)]
-        with self._changed:
+        with self._lock:
             self._pending[at] = len(words) * len(ranks) + 1
         for some in words:
-            numbers = array("q", [number for pair in some for number in pair]).tobytes()
+            numbers = b"".join([_PAIR.pack(*pair) for pair in some])
             word = _HEAD.pack(_BYTES, self._rank, at, len(view), len(some)) + numbers
             for rank in ranks:
                 self._tell(rank, word, deadline)
 
     def done(self, view: memoryview) -> None:
         """Say that the owner of `view`, which was announced, needs it no more."""
-        with self._changed:
+        with self._lock:
             self._freed(self._lent.pop(id(view))[0])
 
     def _tell(self, rank: int, word: bytes, deadline: Deadline) -> None:
@@ -338,25 +349,33 @@ class HostMemory:
             raise CheckpointError("The memory of this load was given up.")
         if self._mates_owed():
             seconds = min(seconds, _LOOK_S / 100)
-        ready = dict(self._poll.poll(int(seconds * 1000)))
-        if self._inbox in ready:
-            self._read()
+        # Mostly there is something: to ask first would be a call more.
+        if self._read():
             self._handle_all()
-        elif ready:
-            self._name_dead(ready, deadline)
+        elif seconds:
+            ready = dict(self._poll.poll(int(seconds * 1000)))
+            if self._inbox in ready:
+                self._read()
+                self._handle_all()
+            elif ready:
+                self._name_dead(ready, deadline)
 
     def _mates_owed(self) -> bool:
         """Write what did not fit into pipes before; return whether some still does not."""
+        owed = False
         for rank, mate in self._mates.items():
             while mate.backlog and self._written(rank, mate.backlog[0]):
                 mate.backlog.popleft()
-        return any(mate.backlog for mate in self._mates.values())
+            owed = owed or bool(mate.backlog)
+        return owed
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Take what lies in the pipe; return whether there was anything."""
         try:
             self._unread += os.read(self._inbox, _WANTED_PIPE_BYTES)
         except BlockingIOError:
-            return
+            return False
+        return True
 
     def _handle_all(self) -> None:
         start = 0
@@ -365,18 +384,17 @@ class HostMemory:
             mate = self._mates.get(rank)
             if mate is None or not 0 <= count <= _PAIRS_MAX or kind not in {_BYTES, _DONE}:
                 raise self._nonsense(rank)
-            stop = start + _HEAD.size + 16 * count
+            stop = start + _HEAD.size + _PAIR.size * count
             if len(self._unread) < stop:
                 break
             if kind == _DONE:
-                with self._changed:
+                with self._lock:
                     self._freed(at)
             else:
                 if at < 0 or length <= 0 or at + length > len(mate.memory):
                     raise self._nonsense(rank)
-                numbers = array("q", self._unread[start + _HEAD.size : stop])
-                pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
-                self._taken(rank, mate.memory[at : at + length], pairs)
+                pairs = list(_PAIR.iter_unpack(self._unread[start + _HEAD.size : stop]))
+                self._taken(rank, at, mate.memory[at : at + length], pairs)
                 done = _HEAD.pack(_DONE, self._rank, at, 0, 0)
                 # Never waits here: two ranks with full pipes would wait for one another.
                 if mate.backlog or not self._written(rank, done):
@@ -430,7 +448,7 @@ class HostMemory:
         self._pumping.release()
 
 
-def _nobody(_rank: int, _view: memoryview, _pairs: Sequence[tuple[int, int]]) -> None:
+def _nobody(_rank: int, _at: int, _view: memoryview, _pairs: Sequence[tuple[int, int]]) -> None:
     raise AssertionError("nobody takes what is announced")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cache
@@ -20,14 +19,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from .collecting import collector_paused
 from .errors import FormatError, IntegrityError, InvalidInputError, StorageError
 from .hostbytes import is_freed
-from .readplan import Request, Sink, bytes_request, no_sink
-from .regions import Box, WindowCopy, run_count
+from .readplan import Request, bytes_request, no_sink
+from .regions import Box, run_count
 from .resolving import target_resolver
 from .sharedreads import fits_units
 from .sharing import Key
 from .source import Place, Source, concerns
 from .tensorfile import DTYPES
 from .tensorlayout import GridBoxes
+from .tensorsinks import tensor_puts, tensor_sink
 from .torchload import load_whole, scan_blob
 
 _SMALL_COUNT = 1 << 14
@@ -162,14 +162,16 @@ class LoadJob:
         if any(item.storage_offsets) or tuple(item.lengths) != sizes:
             region = Box(tuple(item.storage_offsets), tuple(item.lengths))
         memory = _direct_view(target, dtype)
+        is_shared = key in self.shared
         self.shared.get(key, self.requests).append(
             Request(
                 place=place,
                 item_bytes=item_bytes,
                 chunk_sizes=sizes,
                 region=region,
-                sink=no_sink if region is None and memory else _tensor_sink(target, dtype),
+                sink=no_sink if region is None and memory else tensor_sink(target, dtype),
                 target=memory,
+                puts=tensor_puts(target, dtype, sizes, region) if is_shared and region else None,
             )
         )
 
@@ -295,36 +297,3 @@ def _direct_view(target: torch.Tensor, dtype: torch.dtype) -> memoryview | None:
     # Where a dimension has one element, a contiguous tensor may have any stride there.
     flat = target.as_strided((target.numel(),), (1,)).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
-
-
-def _tensor_sink(target: torch.Tensor, dtype: torch.dtype) -> Sink:
-    # Several windows of one target arrive in several threads; autograd must see none of it.
-    lock = threading.Lock() if target.device.type != "cpu" else None
-    shape = tuple(target.shape)
-
-    def sink(window: memoryview, copies: Sequence[WindowCopy]) -> None:
-        raw = torch.frombuffer(window, dtype=torch.uint8)
-        if raw.data_ptr() % dtype.itemsize:
-            raw = raw.clone()  # torch's kernels rely on natural alignment; some crash without
-        flat = raw.view(dtype)
-        for copy in copies:
-            source = flat.as_strided(copy.sizes, copy.source_strides, copy.source_offset_elements)
-            dest = target
-            for dim, size in enumerate(copy.sizes):
-                if size != shape[dim]:
-                    dest = dest.narrow(dim, copy.dest_offsets[dim], size)
-            if lock is None:
-                dest.copy_(source)
-            else:
-                with lock:
-                    dest.copy_(source)
-
-    if not target.is_inference():
-        return sink
-
-    def in_inference_mode(window: memoryview, copies: Sequence[WindowCopy]) -> None:
-        # The mode is a thread's own, and such a tensor can be written to in it alone.
-        with torch.inference_mode():
-            sink(window, copies)
-
-    return in_inference_mode

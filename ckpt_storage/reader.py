@@ -447,8 +447,9 @@ class CheckpointStorageReader(StorageReader):
             and load.can_share(order.unit_bytes)
             and options.part_bytes >= order.unit_bytes
         ):
-            shared = SharedReads(order, load.shared)
-            own = shared.fetches(costs_for(is_remote=self._store.capabilities.is_remote))
+            with collector_paused():
+                shared = SharedReads(order, load.shared)
+                own = shared.fetches(costs_for(is_remote=self._store.capabilities.is_remote))
             wish = shared.wish(
                 own,
                 options,

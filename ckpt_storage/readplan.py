@@ -33,6 +33,9 @@ from .source import Place
 
 Sink = Callable[[memoryview, Sequence[WindowCopy]], None]
 
+Put = Callable[[int, int, int], bool]
+"""Gets where bytes lie in a memory, where they begin in their payload, and how many there are."""
+
 GAP_BYTES = LOCAL_COSTS.gap_bytes
 """Bytes one reads over rather than ask anew, where nothing is known of the storage."""
 
@@ -54,6 +57,7 @@ class Request:
     region: Box | None
     sink: Sink
     target: memoryview | None = None
+    puts: Callable[[memoryview], Put] | None = None
 
 
 def no_sink(window: memoryview, copies: Sequence[WindowCopy]) -> None:
@@ -270,7 +274,7 @@ def plan_spans(
                     else partial(taken, members),
                     size_bytes=held[extent.members[0]].place.file_bytes,
                     # Of one span the bytes are verified as they arrive, while they are in cache.
-                    check=partial(_check, members[0][1].place, members[0][1].start)
+                    check=members[0][1].place.check_from(members[0][1].start)
                     if len(members) == 1
                     else None,
                     check_bytes=members[0][1].place.block_bytes,
@@ -297,14 +301,10 @@ def _direct(request: Request, run_start: int, start: int, stop: int) -> Fetch:
         start=place.start + start,
         stop=place.start + stop,
         target=target[start - run_start : stop - run_start],
-        check=partial(_check, place, start),
+        check=place.check_from(start),
         check_bytes=place.block_bytes,
         size_bytes=place.file_bytes,
     )
-
-
-def _check(place: Place, first_byte: int, view: memoryview, offset: int) -> None:
-    place.check(view, first_byte + offset)
 
 
 def _deliver(members: Sequence[_Window], extent_start: int, view: memoryview) -> None:

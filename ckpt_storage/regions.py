@@ -21,8 +21,7 @@ from .errors import InvalidInputError
 _CALLER = "This is a bug in the caller or a checkpoint that contradicts itself."
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """An axis-aligned box of elements; both tuples have one entry per dimension.
 
     Nothing is checked here: `covers_exactly` and the codecs judge what comes from outside.
@@ -100,7 +99,7 @@ def run_count(chunk_sizes: Sequence[int], region: Box) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _run_count(chunk_sizes: tuple[int, ...], region: Box) -> int:
-    # Remembered as `_around`.
+    # Remembered as `rows_of`.
     _check_inside(chunk_sizes, region)
     if region.is_empty:
         return 0
@@ -166,8 +165,7 @@ def _interval_boxes(
     yield from _interval_boxes((*prefix, last), inner, 0, behind)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowCopy:
+class WindowCopy(NamedTuple):
     """One strided copy out of a window of a payload; everything in elements.
 
     The source is the array of shape `sizes` that begins `source_offset_elements` behind the
@@ -190,20 +188,20 @@ def window_copies(
     whatever the sizes; over windows that partition the payload each element of the region is
     copied once. Raises `InvalidInputError` if the region or the window leaves the chunk.
     """
-    around = _around(tuple(chunk_sizes), region)
-    row = around.row_elements
+    rows = rows_of(tuple(chunk_sizes), region)
+    row = rows.row_elements
     if row and not (start_element % row or stop_element % row):
         first, last = start_element // row, stop_element // row
         if 0 <= first < last <= chunk_sizes[0]:
             # Whole rows, as in most windows: nothing to cut.
-            low, high = max(first, around.first_row), min(last, around.last_row)
+            low, high = max(first, rows.first_row), min(last, rows.last_row)
             if low >= high:
                 return []
             copy = WindowCopy(
-                source_offset_elements=(low - first) * row + around.inner_start,
-                source_strides=around.strides,
-                sizes=(high - low, *around.inner_sizes),
-                dest_offsets=(low - around.first_row, *around.inner_zeros),
+                source_offset_elements=(low - first) * row + rows.inner_start,
+                source_strides=rows.strides,
+                sizes=(high - low, *rows.inner_sizes),
+                dest_offsets=(low - rows.first_row, *rows.inner_zeros),
             )
             return [copy]
     copies = []
@@ -211,8 +209,8 @@ def window_copies(
         part = box.intersect(region)
         if part is not None:
             copy = WindowCopy(
-                source_offset_elements=_dot(part.offsets, around.strides) - start_element,
-                source_strides=around.strides,
+                source_offset_elements=_dot(part.offsets, rows.strides) - start_element,
+                source_strides=rows.strides,
                 sizes=part.sizes,
                 dest_offsets=part.relative_to(region).offsets,
             )
@@ -272,7 +270,7 @@ def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(inner)[::-1] if sizes else ()
 
 
-class _Around(NamedTuple):
+class Rows(NamedTuple):
     """What all windows of a chunk have in common for one region of it; everything in elements.
 
     A row is what one index of the first dimension holds; those of the region are
@@ -289,7 +287,7 @@ class _Around(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _around(chunk_sizes: tuple[int, ...], region: Box) -> _Around:
+def rows_of(chunk_sizes: tuple[int, ...], region: Box) -> Rows:
     """Work out what windows have in common, after making sure that the region lies in the chunk.
 
     Remembered, because many windows of one chunk follow one another.
@@ -297,9 +295,9 @@ def _around(chunk_sizes: tuple[int, ...], region: Box) -> _Around:
     _check_inside(chunk_sizes, region)
     strides = _strides(chunk_sizes)
     if not strides or region.is_empty:
-        return _Around(strides, strides[0] if strides else 0, 0, 0, 0, (), ())
+        return Rows(strides, strides[0] if strides else 0, 0, 0, 0, (), ())
     inner = region.sizes[1:]
-    return _Around(
+    return Rows(
         strides=strides,
         row_elements=strides[0],
         first_row=region.offsets[0],

@@ -32,7 +32,7 @@ from .errors import CheckpointError
 from .fetching import Fetch, run_fetches
 from .hostmemory import HostMemory
 from .options import TransferOptions
-from .readplan import Request, Span, deliver, plan_spans
+from .readplan import Put, Request, Span, deliver, plan_spans
 from .sharing import Key, ShareOrder, Unit
 from .source import Place
 from .store.base import Store
@@ -124,6 +124,9 @@ class SharedReads:
         self._rank = order.rank
         self._requests = requests
         self._links: Links | None = None
+        self._mates: frozenset[int] = frozenset()
+        # Of the ranks that wait for a unit, those reached through memory and the others.
+        self._sides: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._failures: list[BaseException] = []
         self._spans: dict[int, Span] = {}
         self._awaited: dict[int, Unit] = {}
@@ -147,6 +150,7 @@ class SharedReads:
                 self._receivers[unit.number] = others[unit.ranks]
             else:
                 self._awaited[unit.number] = unit
+        self._known_takers: dict[tuple[int | None, Key], list[tuple[Request, Put | None]]] = {}
         ranks = {rank for receivers in self._receivers.values() for rank in receivers}
         self._lanes = {rank: threading.Lock() for rank in ranks}
         self._on_bytes: Callable[[int], None] = lambda _: None
@@ -198,16 +202,16 @@ class SharedReads:
         self._links = links
         if links.memory is not None:
             links.memory.takes(self._found)
+            self._mates = links.memory.mates
+        for receivers in set(self._receivers.values()):
+            near = tuple(rank for rank in receivers if rank in self._mates)
+            far = tuple(rank for rank in receivers if rank not in self._mates)
+            self._sides[receivers] = near, far
 
     @property
     def _linked(self) -> Links:
         assert self._links is not None  # noqa: S101  # `link` came first
         return self._links
-
-    @property
-    def _mates(self) -> frozenset[int]:
-        memory = self._linked.memory
-        return frozenset() if memory is None else memory.mates
 
     def run(
         self,
@@ -306,16 +310,17 @@ class SharedReads:
     def _take(self, members: Sequence[tuple[int, Span]], view: memoryview) -> None:
         """Deliver verified bytes to this rank's own targets, and pass them to who waits."""
         memory, deadline = self._linked.memory, self._linked.deadline
-        receivers, mates = self._receivers[members[0][1].token], self._mates
+        near, far = self._sides[self._receivers[members[0][1].token]]
         if memory is not None:
             # First of all: they copy while this rank does.
             pairs = [(span.token, at) for at, span in members]
-            memory.announce(view, pairs, [rank for rank in receivers if rank in mates], deadline)
+            memory.announce(view, pairs, near, deadline)
+        begin = None if memory is None else memory.place_of(view)
         for at, span in members:
-            self._deliver(span, view[at : at + span.stop - span.start])
-        distant = [rank for rank in receivers if rank not in mates]
-        if distant:
-            self._send(distant, members, view)
+            part = view[at : at + span.stop - span.start]
+            self._deliver(span, part, None if begin is None else (self._rank, begin + at))
+        if far:
+            self._send(far, members, view)
         if memory is not None:
             memory.done(view)
             memory.glance(deadline)
@@ -360,9 +365,11 @@ class SharedReads:
             memory.pump(_LOOK_S, deadline)
             left &= self._awaited.keys()
 
-    def _found(self, source: int, view: memoryview, pairs: Sequence[tuple[int, int]]) -> None:
-        """Take what lies in a mate's memory, verified by that."""
-        self._accept(source, view, pairs, verified="yes")
+    def _found(
+        self, source: int, begin: int, view: memoryview, pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """Take what lies in a mate's memory from `begin` on, verified by that."""
+        self._accept(source, view, pairs, begin=begin)
 
     def _receive_all(self) -> None:
         """Take what ranks of other hosts send until that is all."""
@@ -382,7 +389,7 @@ class SharedReads:
                 body = memoryview(bytearray(length))
             transport.receive(source, body[:length], _TAG + 2, deadline)
             pairs = list(zip(table[::2], table[1::2], strict=True))
-            self._accept(source, body[:length], pairs, verified="no")
+            self._accept(source, body[:length], pairs)
             left_count -= count
 
     def _accept(
@@ -391,9 +398,13 @@ class SharedReads:
         view: memoryview,
         pairs: Sequence[tuple[int, int]],
         *,
-        verified: Literal["yes", "no"],
+        begin: int | None = None,
     ) -> None:
-        """Deliver the units that `pairs` finds in `view`."""
+        """Deliver the units that `pairs` finds in `view`.
+
+        Unless that begins at `begin` of memory that `source` shares and has verified, they are
+        verified here.
+        """
         for number, at in pairs:
             unit = self._awaited.get(number)
             if unit is None or unit.owner != source:
@@ -403,21 +414,37 @@ class SharedReads:
             if at < 0 or stop > len(view):
                 raise self._nonsense(source)
             part = view[at:stop]
-            if verified == "no":
+            if begin is None:
                 span.place.check(part, span.start)
-            self._deliver(span, part)
+            self._deliver(span, part, None if begin is None else (source, begin + at))
             # Only now: who waits for the last unit waits for its delivery.
             del self._awaited[number]
             self._linked.deadline.advanced(len(part))
             self._on_bytes(len(part))
 
-    def _deliver(self, span: Span, part: memoryview) -> None:
-        key = self._keys[span.token]
-        for request in self._requests[key]:
+    def _deliver(self, span: Span, part: memoryview, place: tuple[int, int] | None) -> None:
+        """Put verified bytes where they belong; `place` is whose memory they lie in, and where."""
+        source, at = (None, 0) if place is None else place
+        for request, put in self._takers(source, self._keys[span.token]):
             if self._failures:
                 # The caller may use the targets again, though this thread came back late.
                 raise CheckpointError(f"The load of rank {self._rank} was given up.")
-            deliver(request, span.start, part)
+            if put is None or not put(at, span.start, len(part)):
+                deliver(request, span.start, part)
+
+    def _takers(self, source: int | None, key: Key) -> list[tuple[Request, Put | None]]:
+        """Return who wants a chunk, and what copies it to them out of the memory of `source`."""
+        takers = self._known_takers.get((source, key))
+        if takers is None:
+            memory = None
+            if source is not None and self._linked.memory is not None:
+                memory = self._linked.memory.memory_of(source)
+            takers = [
+                (request, None if memory is None or request.puts is None else request.puts(memory))
+                for request in self._requests[key]
+            ]
+            self._known_takers[source, key] = takers
+        return takers
 
     def _nonsense(self, source: int) -> CheckpointError:
         return CheckpointError(

@@ -162,13 +162,29 @@ def test_a_strided_buffer_is_refused(library: str) -> None:
     assert library
 
 
+class Lock:
+    """What `checksums` thinks of the interpreter's lock: whatever a test wants it to."""
+
+    def __init__(self, *, is_wanted: bool, late_calls: Iterable[bool] = ()) -> None:
+        self.is_wanted = is_wanted
+        self._late_calls = iter(late_calls)
+
+    def came_late(self, begin_s: float, size_bytes: int) -> bool:
+        """Say so of the calls that were to be late."""
+        assert begin_s <= time.perf_counter()
+        assert size_bytes > 0
+        self.is_wanted = next(self._late_calls, False)
+        return self.is_wanted
+
+
 @pytest.mark.parametrize("block_bytes", [BLOCK, 16 << 10, 1 << 20])
-def test_fastcrc_gets_less_than_makes_it_release_the_lock(
+def test_fastcrc_gets_less_than_makes_it_release_the_lock_that_others_want(
     monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
     """Pieces stay below the 16 KiB that its README names; only beyond 16 MiB all goes at once."""
     recorder = Recorder()
     use(monkeypatch, recorder)
+    monkeypatch.setattr(checksums, "_lock", Lock(is_wanted=True))
     checksums.crcs_of_blocks(memoryview(bytes(3 << 20)), block_bytes)
     checksums.crc32c_of(bytes(16 << 20))
     assert 0 < max(recorder.lengths) < 16 << 10
@@ -178,11 +194,58 @@ def test_fastcrc_gets_less_than_makes_it_release_the_lock(
     assert recorder.lengths == [(16 << 20) + 1, 17 << 20]
 
 
-def test_no_other_thread_runs_while_blocks_are_hashed(library: str) -> None:
+def test_while_nobody_wants_the_lock_each_block_is_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As is each buffer that is hashed alone."""
+    recorder = Recorder()
+    use(monkeypatch, recorder)
+    monkeypatch.setattr(checksums, "_lock", Lock(is_wanted=False))
+    checksums.crcs_of_blocks(memoryview(bytes(9 * BLOCK + 5)), BLOCK)
+    checksums.crc32c_of(bytes(1 << 20))
+    assert recorder.lengths == [*[BLOCK] * 9, 5, 1 << 20]
+
+
+@QUICK
+@given(late=st.lists(st.booleans(), max_size=7), length=st.integers(0, len(DATA)))
+def test_a_call_that_came_late_changes_no_checksum(late: list[bool], length: int) -> None:
+    """The blocks behind it are hashed by pieces; all have the checksums of their bytes."""
+    part = memoryview(DATA)[:length]
+    recorder = Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, recorder)
+        patch.setattr(checksums, "_lock", Lock(is_wanted=False, late_calls=late))
+        patch.setattr(checksums, "_GROUP_BLOCKS", 1)
+        found = checksums.crcs_of_blocks(part, 20_000)
+    starts = range(0, length, 20_000)
+    assert found == [reference_crc(part[at : at + 20_000]) for at in starts]
+    if True in late[: len(starts) - 1] and length >= 20_000:
+        assert max(recorder.lengths[late.index(True) + 1 :], default=0) < 16 << 10
+
+
+def test_a_busy_thread_shows_and_is_remembered_for_a_while() -> None:
+    """A call that took far longer than its bytes do counts, and nothing else does."""
+    lock = checksums._Lock()  # noqa: SLF001  # what the calls share
+    now_s = time.perf_counter()
+    assert not lock.is_wanted
+    assert not lock.came_late(now_s + 100, BLOCK)
+    # So many bytes take so long.
+    assert not lock.came_late(now_s - 1, 10 << 30)
+    assert not lock.is_wanted
+    assert lock.came_late(now_s - 1, BLOCK)
+    assert lock.is_wanted
+    lock._wanted_until_s = time.perf_counter()  # noqa: SLF001  # a second later
+    assert not lock.is_wanted
+
+
+def test_no_other_thread_runs_while_blocks_are_hashed_by_pieces(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither library gives the interpreter's lock away, which may take 5 ms to come back.
 
     The other thread cannot ask for the lock here, and takes it whenever it is given away.
     """
+    monkeypatch.setattr(checksums, "_lock", Lock(is_wanted=True))
     steps, is_done = 0, threading.Event()
 
     def step() -> None:

@@ -51,8 +51,11 @@ class Taker:
     def __init__(self) -> None:
         self.seen: list[tuple[int, bytes, list[tuple[int, int]]]] = []
 
-    def __call__(self, rank: int, view: memoryview, pairs: Sequence[tuple[int, int]]) -> None:
+    def __call__(
+        self, rank: int, at: int, view: memoryview, pairs: Sequence[tuple[int, int]]
+    ) -> None:
         """Keep a copy."""
+        assert at % BUFFER_BYTES == 0
         self.seen.append((rank, bytes(view), list(pairs)))
 
 
@@ -268,7 +271,7 @@ def test_a_glance_does_not_wait_for_the_thread_that_pumps() -> None:
     """That one may be long about it, and takes what there is to be taken."""
     entered, leave = threading.Event(), threading.Event()
 
-    def slow(_rank: int, _view: memoryview, _pairs: Sequence[tuple[int, int]]) -> None:
+    def slow(_rank: int, _at: int, _view: memoryview, _pairs: Sequence[tuple[int, int]]) -> None:
         entered.set()
         leave.wait(20)
 

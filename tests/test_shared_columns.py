@@ -21,10 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt_storage
-from ckpt_storage import hostmemory, peers
+from ckpt_storage import hostmemory, integrity, peers
 from ckpt_storage.hostmemory import host_identity
 from ckpt_storage.sharedreads import SharedReads
-from ckpt_storage.source import Place
 from ckpt_storage.testing.ranks import RankPool
 
 ROWS, WIDTH = 16_384, 1024
@@ -64,18 +63,18 @@ TROUBLES: dict[str, tuple[object, str, object]] = {
 def counted(trouble: str, rank: int) -> Iterator[dict[str, int]]:
     """Count bytes that this rank checks and units that it takes; make `trouble` on rank 1."""
     counts = {"checked": 0, "shared": 0}
-    check, found = Place.check, SharedReads._found  # noqa: SLF001
+    check, found = integrity.first_wrong_block, SharedReads._found  # noqa: SLF001
 
-    def checked(place: Place, view: memoryview, first_byte: int) -> None:
+    def checked(view: memoryview, *args: Any) -> int | None:
         counts["checked"] += len(view)
-        check(place, view, first_byte)
+        return check(view, *args)
 
     def taken(*args: Any) -> None:
-        counts["shared"] += len(args[3])
+        counts["shared"] += len(args[-1])
         found(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Place, "check", checked)
+        patch.setattr(integrity, "first_wrong_block", checked)
         patch.setattr(SharedReads, "_found", taken)
         if trouble and rank == 1:
             patch.setattr(*TROUBLES[trouble])
