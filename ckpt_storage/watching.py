@@ -103,6 +103,9 @@ class Watcher:
         """
         self._has_ended.set()
         self._has_news.set()
+        if self._thread.ident is None:
+            # It could not be started: a process may have no more threads.
+            return self._board
         self._thread.join(_STOP_S)
         if self._thread.is_alive():
             return None

@@ -834,3 +834,35 @@ def test_signs_keep_to_their_fields() -> None:
         dataclasses.replace(other.own(), heard_s=0.0, idle_s=0.0, host="", pid=0)
     )
     assert (heard.phase, heard.done_bytes, heard.total_bytes) == ("write", 3, 10)
+
+
+def test_a_rank_that_can_start_no_thread_says_so_and_goes_on_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks hear why; the next operation, when there are threads again, meets as ever."""
+    real, failures = threading.Thread.start, ["once"]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("ckpt-storage watch") and is_rank(0) and failures:
+            failures.pop()
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    def body(coordinator: Coordinator) -> list[bytes]:
+        with coordinator.operation("the trial", timeouts=LONG) as operation:
+            operation.meet({})
+            return operation.all_gather(b"%d" % coordinator.rank)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    coordinators = group(LocalBoard(), 2)
+    first = run(coordinators, body)
+    assert isinstance(first[0].error, RuntimeError)
+    assert "can't start new thread" in str(first[0].error)
+    assert isinstance(first[1].error, CheckpointError)
+    assert "can't start new thread" in str(first[1].error)
+    assert values(run(coordinators, body)) == [[b"0", b"1"]] * 2
+
+
+def is_rank(number: int) -> bool:
+    """Return whether this is the thread of that rank."""
+    return threading.current_thread().name == f"rank {number}"
