@@ -39,8 +39,10 @@ _LATE_S = 0.5e-3
 _SLOWEST_BYTES_S = 1e9
 _LOCK_KEPT_S = 1.0
 
-# Looked at the clock once for so many: the look costs a tenth of a block.
-_GROUP_BLOCKS = 4
+# How much is hashed between two looks at the clock, each of which costs as much as a tenth of a
+# block; and the most, beyond which a wait for the lock would not show.
+_LOOK_BYTES = 256 << 10
+_MOST_UNSEEN_BYTES = 1 << 20
 
 _TRIAL_BYTES, _TRIAL_BLOCKS = 64 << 10, 4
 _TRIALS = 7
@@ -51,17 +53,18 @@ _WORTH_IT = 0.95
 class _Lock:
     """Whether this process' other threads want the interpreter's lock, as far as that shows."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         self._wanted_until_s = -math.inf
 
     @property
     def is_wanted(self) -> bool:
         """Whether it is better kept now."""
-        return time.perf_counter() < self._wanted_until_s
+        return self.clock() < self._wanted_until_s
 
     def came_late(self, begin_s: float, size_bytes: int) -> bool:
         """Return whether a call for so much, begun then, waited for the lock; remember it."""
-        now_s = time.perf_counter()
+        now_s = self.clock()
         if now_s - begin_s < _LATE_S + size_bytes / _SLOWEST_BYTES_S:
             return False
         self._wanted_until_s = now_s + _LOCK_KEPT_S
@@ -81,17 +84,24 @@ def crc32c_of(data: Buffer, crc: int = 0) -> int:
     fast = _faster() if size >= _LONG_BYTES else None
     if fast is None:
         return _crc32c(data, crc, _KEEP_LOCK if size <= _KEEP_LOCK_BYTES else _RELEASE_LOCK)
-    if size <= _KEEP_LOCK_BYTES and _lock.is_wanted:
-        return _in_pieces(fast, view, crc)
-    begin_s = time.perf_counter()
-    crc = fast(data, crc)
-    _lock.came_late(begin_s, size)
+    if size > _KEEP_LOCK_BYTES:
+        return fast(data, crc)
+    if view.ndim != 1 or view.format != "B":
+        view = view.cast("B")
+    for start in range(0, size, _MOST_UNSEEN_BYTES):
+        part = view[start : start + _MOST_UNSEEN_BYTES]
+        if _lock.is_wanted:
+            crc = _in_pieces(fast, part, crc)
+        else:
+            begin_s = _lock.clock()
+            crc = fast(part, crc)
+            _lock.came_late(begin_s, len(part))
     return crc
 
 
 def crcs_of_blocks(view: memoryview, block_bytes: int) -> list[int]:
     """Return the CRC-32C of each block of `view`, which is of bytes; the last may be shorter."""
-    if block_bytes > _KEEP_LOCK_BYTES:
+    if block_bytes > _MOST_UNSEEN_BYTES:
         starts = range(0, len(view), block_bytes)
         return [crc32c_of(view[at : at + block_bytes]) for at in starts]
     fast = _faster() if min(block_bytes, len(view)) >= _LONG_BYTES else None
@@ -99,9 +109,9 @@ def crcs_of_blocks(view: memoryview, block_bytes: int) -> list[int]:
         return _plainly(view, block_bytes)
     crcs = [] if _lock.is_wanted else _until_late(fast, view, block_bytes)
     done_bytes = len(crcs) * block_bytes
-    return (
-        crcs if done_bytes >= len(view) else crcs + _by_pieces(fast, view[done_bytes:], block_bytes)
-    )
+    if done_bytes < len(view):
+        crcs += _by_pieces(fast, view[done_bytes:], block_bytes)
+    return crcs
 
 
 # One call a block, or a piece, and little else: what Python does around it costs a tenth of the
@@ -115,10 +125,10 @@ def _plainly(view: memoryview, block_bytes: int) -> list[int]:
 
 def _until_late(fast: Digest, view: memoryview, block_bytes: int) -> list[int]:
     """Return the checksums of all blocks, or of those up to the first that waited for the lock."""
-    group_bytes = _GROUP_BLOCKS * block_bytes
+    group_bytes = max(1, _LOOK_BYTES // block_bytes) * block_bytes
     crcs: list[int] = []
     for start in range(0, len(view), group_bytes):
-        begin_s = time.perf_counter()
+        begin_s = _lock.clock()
         starts = range(start, min(start + group_bytes, len(view)), block_bytes)
         crcs += [fast(view[at : at + block_bytes], 0) for at in starts]
         if _lock.came_late(begin_s, group_bytes):
@@ -139,8 +149,6 @@ def _by_pieces(fast: Digest, view: memoryview, block_bytes: int) -> list[int]:
 
 
 def _in_pieces(fast: Digest, view: memoryview, crc: int) -> int:
-    if view.ndim != 1 or view.format != "B":
-        view = view.cast("B")
     for at in range(0, len(view), _PIECE_BYTES):
         crc = fast(view[at : at + _PIECE_BYTES], crc)
     return crc

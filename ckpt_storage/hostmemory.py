@@ -53,6 +53,8 @@ _BYTES, _DONE = 1, 2
 
 _WANTED_PIPE_BYTES = 1 << 20
 
+_GIVEN_UP = "The memory of this load was given up."
+
 Taken = Callable[[int, int, memoryview, Sequence[tuple[int, int]]], None]
 """Gets who sent, where in its memory a buffer begins, the buffer's bytes, and pairs: number of a
 unit, where it begins in those bytes."""
@@ -303,7 +305,7 @@ class HostMemory:
         """Write a word if there is room; a rank that is gone needs none."""
         with self._writing:
             if self._is_closed:
-                raise CheckpointError("The memory of this load was given up.")
+                raise CheckpointError(_GIVEN_UP)
             try:
                 return os.write(self._mates[rank].inbox_fd, word) == len(word)
             except OSError as error:
@@ -326,7 +328,7 @@ class HostMemory:
     def glance(self, deadline: Deadline) -> None:
         """Take what mates have said, unless another thread is at it, which may wait for them.
 
-        Raises as `pump`.
+        That a mate ended shows only where one waits. Raises what `taken` raises.
         """
         if self._pumping.acquire(blocking=False):
             try:
@@ -346,7 +348,7 @@ class HostMemory:
 
     def _pump(self, seconds: float, deadline: Deadline) -> None:
         if self._is_closed:
-            raise CheckpointError("The memory of this load was given up.")
+            raise CheckpointError(_GIVEN_UP)
         if self._mates_owed():
             seconds = min(seconds, _LOOK_S / 100)
         # Mostly there is something: to ask first would be a call more.
@@ -437,6 +439,8 @@ class HostMemory:
     def close(self) -> None:
         """End the use of the pipes; the memory goes when nobody looks into it any more."""
         self._is_closed = True
+        # Who takes knows this memory: together they would wait for the collector.
+        self._taken = _closed
         # A thread that is late must not find its descriptors used for something else.
         if not self._pumping.acquire(timeout=_CLOSE_S):
             log.warning("A thread that shares reads has not ended; its pipes stay open.")
@@ -450,6 +454,10 @@ class HostMemory:
 
 def _nobody(_rank: int, _at: int, _view: memoryview, _pairs: Sequence[tuple[int, int]]) -> None:
     raise AssertionError("nobody takes what is announced")
+
+
+def _closed(_rank: int, _at: int, _view: memoryview, _pairs: Sequence[tuple[int, int]]) -> None:
+    raise CheckpointError(_GIVEN_UP)
 
 
 def _widen(pipe: int) -> None:

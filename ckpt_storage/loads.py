@@ -27,7 +27,7 @@ from .sharing import Key
 from .source import Place, Source, concerns
 from .tensorfile import DTYPES
 from .tensorlayout import GridBoxes
-from .tensorsinks import tensor_puts, tensor_sink
+from .tensorsinks import MemoryViews, tensor_puts, tensor_sink
 from .torchload import load_whole, scan_blob
 
 _SMALL_COUNT = 1 << 14
@@ -56,6 +56,7 @@ class LoadJob:
         self._targets: list[torch.Tensor] = []
         self._blobs: list[tuple[ReadItem, bytearray, Place]] = []
         self._sizes: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
+        self._views = MemoryViews()
         self._wholes: dict[tuple[str, int], tuple[Place, list[tuple[ReadItem, torch.Tensor]]]] = {}
 
     def plan(self, items: Sequence[ReadItem]) -> None:
@@ -162,7 +163,9 @@ class LoadJob:
         if any(item.storage_offsets) or tuple(item.lengths) != sizes:
             region = Box(tuple(item.storage_offsets), tuple(item.lengths))
         memory = _direct_view(target, dtype)
-        is_shared = key in self.shared
+        puts = None
+        if region is not None and key in self.shared and run_count(sizes, region) > 1:
+            puts = tensor_puts(target, dtype, sizes, region, self._views)
         self.shared.get(key, self.requests).append(
             Request(
                 place=place,
@@ -171,7 +174,7 @@ class LoadJob:
                 region=region,
                 sink=no_sink if region is None and memory else tensor_sink(target, dtype),
                 target=memory,
-                puts=tensor_puts(target, dtype, sizes, region) if is_shared and region else None,
+                puts=puts,
             )
         )
 

@@ -14,7 +14,7 @@ import torch
 from .readplan import Put, Sink
 from .regions import Box, Rows, WindowCopy, rows_of
 
-__all__ = ["tensor_puts", "tensor_sink"]
+__all__ = ["MemoryViews", "tensor_puts", "tensor_sink"]
 
 
 def tensor_sink(target: torch.Tensor, dtype: torch.dtype) -> Sink:
@@ -54,8 +54,28 @@ def tensor_sink(target: torch.Tensor, dtype: torch.dtype) -> Sink:
     return in_inference_mode
 
 
+class MemoryViews:
+    """Memories of whole pages, seen as tensors: one of each memory and type of element."""
+
+    def __init__(self) -> None:
+        # With the memory, so that no other one gets its number.
+        self._known: dict[tuple[int, torch.dtype], tuple[memoryview, torch.Tensor]] = {}
+
+    def of(self, memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
+        """Return all of `memory` as a tensor of one dimension."""
+        key = id(memory), dtype
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = memory, torch.frombuffer(memory, dtype=dtype)
+        return known[1]
+
+
 def tensor_puts(
-    target: torch.Tensor, dtype: torch.dtype, chunk_sizes: tuple[int, ...], region: Box
+    target: torch.Tensor,
+    dtype: torch.dtype,
+    chunk_sizes: tuple[int, ...],
+    region: Box,
+    views: MemoryViews,
 ) -> Callable[[memoryview], Put] | None:
     """Return what makes `Request.puts` of a memory for `region` of a chunk; None: use the sink.
 
@@ -65,7 +85,7 @@ def tensor_puts(
     if target.device.type != "cpu" or target.is_inference() or region.is_empty or not chunk_sizes:
         return None
     rows = rows_of(chunk_sizes, region)
-    return lambda memory: _RowPut(target, torch.frombuffer(memory, dtype=dtype), rows).put
+    return lambda memory: _RowPut(target, views.of(memory, dtype), rows).put
 
 
 class _RowPut:

@@ -165,6 +165,8 @@ def test_a_strided_buffer_is_refused(library: str) -> None:
 class Lock:
     """What `checksums` thinks of the interpreter's lock: whatever a test wants it to."""
 
+    clock = staticmethod(time.perf_counter)
+
     def __init__(self, *, is_wanted: bool, late_calls: Iterable[bool] = ()) -> None:
         self.is_wanted = is_wanted
         self._late_calls = iter(late_calls)
@@ -206,6 +208,30 @@ def test_while_nobody_wants_the_lock_each_block_is_one_call(
     assert recorder.lengths == [*[BLOCK] * 9, 5, 1 << 20]
 
 
+@pytest.mark.parametrize("block_bytes", [None, 1 << 20, 4 << 20, 16 << 20])
+def test_a_wait_for_the_lock_shows_whatever_the_length(
+    monkeypatch: pytest.MonkeyPatch, block_bytes: int | None
+) -> None:
+    """One of 5 ms in a call is noticed, and calls are short from then on."""
+    recorder, data = Recorder(), memoryview(bytes(16 << 20))
+    waited_s = 0.0
+
+    def waiting(part: Buffer, crc: int) -> int:
+        nonlocal waited_s
+        # The library itself takes no time here.
+        waited_s += 5e-3 if memoryview(part).nbytes >= 16 << 10 else 0.0
+        return recorder(part, crc)
+
+    use(monkeypatch, waiting)
+    monkeypatch.setattr(checksums, "_lock", checksums._Lock(lambda: waited_s))  # noqa: SLF001
+    if block_bytes is None:
+        checksums.crc32c_of(data)
+    else:
+        checksums.crcs_of_blocks(data, block_bytes)
+    assert recorder.lengths[0] >= BLOCK
+    assert max(recorder.lengths[1:]) < 16 << 10
+
+
 @QUICK
 @given(late=st.lists(st.booleans(), max_size=7), length=st.integers(0, len(DATA)))
 def test_a_call_that_came_late_changes_no_checksum(late: list[bool], length: int) -> None:
@@ -215,7 +241,7 @@ def test_a_call_that_came_late_changes_no_checksum(late: list[bool], length: int
     with pytest.MonkeyPatch.context() as patch:
         use(patch, recorder)
         patch.setattr(checksums, "_lock", Lock(is_wanted=False, late_calls=late))
-        patch.setattr(checksums, "_GROUP_BLOCKS", 1)
+        patch.setattr(checksums, "_LOOK_BYTES", 20_000)
         found = checksums.crcs_of_blocks(part, 20_000)
     starts = range(0, length, 20_000)
     assert found == [reference_crc(part[at : at + 20_000]) for at in starts]

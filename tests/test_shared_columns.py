@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt_storage
-from ckpt_storage import hostmemory, integrity, peers
+from ckpt_storage import hostmemory, integrity, peers, sharing, tensorsinks
 from ckpt_storage.hostmemory import host_identity
 from ckpt_storage.sharedreads import SharedReads
 from ckpt_storage.testing.ranks import RankPool
 
-ROWS, WIDTH = 16_384, 1024
+# Rows of odd length: units begin and end within them.
+ROWS, WIDTH = 16_384, 1031
 
 pytestmark = pytest.mark.skipif(not host_identity(), reason="needs Linux's memory without a name")
 
@@ -62,8 +64,9 @@ TROUBLES: dict[str, tuple[object, str, object]] = {
 @contextlib.contextmanager
 def counted(trouble: str, rank: int) -> Iterator[dict[str, int]]:
     """Count bytes that this rank checks and units that it takes; make `trouble` on rank 1."""
-    counts = {"checked": 0, "shared": 0}
+    counts = {"checked": 0, "shared": 0, "put": 0}
     check, found = integrity.first_wrong_block, SharedReads._found  # noqa: SLF001
+    put = tensorsinks._RowPut.put  # noqa: SLF001
 
     def checked(view: memoryview, *args: Any) -> int | None:
         counts["checked"] += len(view)
@@ -73,7 +76,13 @@ def counted(trouble: str, rank: int) -> Iterator[dict[str, int]]:
         counts["shared"] += len(args[-1])
         found(*args)
 
+    def putting(*args: Any) -> bool:
+        is_done = put(*args)
+        counts["put"] += is_done
+        return is_done
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensorsinks._RowPut, "put", putting)  # noqa: SLF001
         patch.setattr(integrity, "first_wrong_block", checked)
         patch.setattr(SharedReads, "_found", taken)
         if trouble and rank == 1:
@@ -107,6 +116,9 @@ def test_each_block_is_checked_by_one_rank(ranks: RankPool, saved: Path, size: i
     assert total <= sum(checked) < 1.2 * total
     assert max(checked) < 1.5 * total / size
     assert all(counts["shared"] for counts in found)
+    # What is read here, and what others read: no unit goes the longer way.
+    units = -(-total // sharing._LOCAL.unit_bytes)  # noqa: SLF001
+    assert all(counts["put"] == units for counts in found)
 
 
 @pytest.mark.parametrize("trouble", ["no room", "another host", "no such kernel", "cannot look"])
@@ -174,3 +186,24 @@ def test_a_bit_turned_in_the_file_ends_the_load_of_all(ranks: RankPool, tmp_path
         handle.write(bytes([byte[0] ^ 4]))
     for text in ranks.run(load_damaged, str(path), world_size=3):
         assert "damaged" in text
+
+
+def load_and_let_go(rank: int, path: str) -> list[str]:
+    """Load by columns without the collector; return what is left of it without the target."""
+    gc.collect()
+    gc.disable()
+    try:
+        load_columns(rank, path, "", {})
+        left = [
+            line
+            for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
+            if "memfd:ckpt_storage" in line
+        ]
+        return left + [str(one) for one in gc.get_objects() if isinstance(one, SharedReads)]
+    finally:
+        gc.enable()
+
+
+def test_the_memory_of_a_load_does_not_wait_for_the_collector(ranks: RankPool, saved: Path) -> None:
+    """With it would wait the targets, which are as large as a model."""
+    assert ranks.run(load_and_let_go, str(saved), world_size=3) == [[], [], []]
