@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -25,19 +25,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from . import agreement, publishing
 from .agreement import Hello
 from .collecting import collector_paused
-from .costs import REMOTE_READ_BYTES, costs_for
+from .costs import REMOTE_READ_BYTES
 from .dcpborder import at_dcp_border
 from .deadline import Deadline
-from .errors import (
-    CheckpointError,
-    IntegrityError,
-    InvalidInputError,
-    StorageError,
-)
-from .fetching import Fetch, run_fetches
+from .errors import CheckpointError, InvalidInputError
 from .filemarks import FileMarks, open_marked, told_from_damage
 from .hostmemory import host_identity
 from .lazychunks import lazy_metadata_of, metadata_of
+from .loadreads import LoadReads
 from .loads import LoadJob, cut_bytes, wanted_regions
 from .options import (
     LOCAL_READ_BYTES,
@@ -50,9 +45,7 @@ from .options import (
 )
 from .peers import DefaultGroupSharers
 from .planpack import packable
-from .progress import reporting
-from .readplan import plan_reads
-from .sharedreads import SharedReads, Sharers
+from .sharedreads import Sharers
 from .sharing import (
     Key,
     ShareOrder,
@@ -371,11 +364,11 @@ class CheckpointStorageReader(StorageReader):
         saved over its files since they were opened), `UnsafeContentError`,
         `StorageError`, `PhaseTimeoutError`.
         """
-        source, store = self._opened(), self._store
-        if store is None:  # pragma: no cover  # _opened sets it
+        source, opened = self._opened(), self._store
+        if opened is None:  # pragma: no cover  # _opened sets it
             raise InvalidInputError("The reader is not open.")
         deadline = self._begin("load")
-        store = bounded(store, deadline)
+        store = bounded(opened, deadline)
         options = self._transfer_options(is_remote=store.capabilities.is_remote)
         order = self._own_order or arrived_order(self._rank)
         forget_orders()
@@ -393,10 +386,22 @@ class CheckpointStorageReader(StorageReader):
             with self._told_if_it_fails(order):
                 source.renew(store, deadline)
                 load.plan(plan.items)
+            reads = LoadReads(
+                load,
+                opened,
+                options,
+                rank=self._rank,
+                verifies=self._verify,
+                progress=self._progress,
+                save_id=source.save_id,
+                with_bar=self._is_coordinator,
+            )
             if order is None:
-                self._read(load, store, options, deadline)
+                reads.alone(deadline)
             else:
-                self._read_together(load, order, options, deadline)
+                sharers = self._sharers or self._default_sharers(order)
+                is_willing = self._shared_reads != "never"
+                reads.together(order, sharers, deadline, is_willing=is_willing)
         load.commit(unsafe_pickle=self._unsafe_pickle)
         catching_up, self._catching_up = self._catching_up, None
         if catching_up is not None:
@@ -433,85 +438,6 @@ class CheckpointStorageReader(StorageReader):
         return DefaultGroupSharers(
             order.rank, f"the load from {self._location.url}", self._timeouts
         )
-
-    def _read_together(
-        self, load: LoadJob, order: ShareOrder, options: TransferOptions, deadline: Deadline
-    ) -> None:
-        """Read what the coordinator's order says, and take what others read."""
-        sharers = self._sharers or self._default_sharers(order)
-        assert self._store is not None  # noqa: S101  # the caller looked
-        shared, own, wish = None, [], None
-        # A unit goes through one buffer, which must not be more than a part may be.
-        if (
-            self._shared_reads != "never"
-            and load.can_share(order.unit_bytes)
-            and options.part_bytes >= order.unit_bytes
-        ):
-            with collector_paused():
-                shared = SharedReads(order, load.shared)
-                own = shared.fetches(costs_for(is_remote=self._store.capabilities.is_remote))
-            wish = shared.wish(
-                own,
-                options,
-                verifies=self._verify,
-                lends_reads=self._store.capabilities.lends_reads,
-            )
-        with sharers.joined(wish, deadline) as links:
-            if links is None or shared is None:
-                load.share_nothing()
-                self._read(load, bounded(self._store, deadline), options, deadline)
-                return
-            shared.link(links)
-            watched = links.deadline
-            with watched.governs(f"Loading from {self._store.url}", rank=self._rank):
-                store = bounded(self._store, watched)
-                self._read(load, store, options, watched, shared, own)
-
-    def _read(
-        self,
-        load: LoadJob,
-        store: Store,
-        options: TransferOptions,
-        deadline: Deadline,
-        shared: SharedReads | None = None,
-        own: Sequence[Fetch] = (),
-    ) -> None:
-        is_remote = store.capabilities.is_remote
-        costs = costs_for(is_remote=is_remote)
-        with collector_paused():
-            fetches = plan_reads(
-                load.requests,
-                part_bytes=options.part_bytes,
-                costs=costs,
-                stream_count=options.thread_count,
-                # A disk likes order; servers like to be asked for several things at a time.
-                turn=self._rank if is_remote else None,
-            )
-        total_bytes = sum(fetch.stop - fetch.start for fetch in [*own, *fetches])
-        total_bytes += 0 if shared is None else shared.awaited_bytes
-        deadline.expect(total_bytes)
-        with reporting(
-            self._progress,
-            phase="load",
-            rank=self._rank,
-            total_bytes=total_bytes,
-            save_id=self._opened().save_id,
-            with_bar=self._is_coordinator,
-        ) as on_bytes:
-            try:
-                if shared is not None:
-                    shared.run(store, own, fetches, options=options, on_bytes=on_bytes)
-                else:
-                    run_fetches(
-                        store, fetches, options=options, deadline=deadline, on_bytes=on_bytes
-                    )
-                for request in load.wholes():
-                    fetches = plan_reads([request], part_bytes=options.part_bytes)
-                    run_fetches(
-                        store, fetches, options=options, deadline=deadline, on_bytes=on_bytes
-                    )
-            except (StorageError, IntegrityError) as error:
-                raise load.explain(error) from error
 
 
 def _roll_forward(store: Store, save_id: str) -> None:

@@ -80,7 +80,7 @@ def test_it_works_while_storage_is_waited_for(
         seen["read"] = gc.isenabled()
 
     monkeypatch.setattr("ckpt_storage.loads.target_resolver", planning)
-    monkeypatch.setattr("ckpt_storage.reader.run_fetches", reading)
+    monkeypatch.setattr("ckpt_storage.loadreads.run_fetches", reading)
     save({"w": torch.ones(3)}, tmp_path / "run")
     load({"w": torch.zeros(3)}, tmp_path / "run")
     assert seen == {"plan": False, "read": True}

@@ -133,6 +133,7 @@ LAYERS = (
     "checkpoint",
     "tensorsinks",
     "loads",
+    "loadreads",
     "tiedmemory",
     "shards",
     "stockpickle",

@@ -1,0 +1,144 @@
+"""The reads of one load on one rank: each for itself, or shared with other ranks.
+
+Knows requests, the order of who reads what, and stores; knows no DCP plan and no tensor. Called by
+`reader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .collecting import collector_paused
+from .costs import costs_for
+from .deadline import Deadline
+from .errors import IntegrityError, StorageError
+from .fetching import Fetch, run_fetches
+from .loads import LoadJob
+from .options import Progress, TransferOptions
+from .progress import reporting
+from .readplan import plan_reads
+from .sharedreads import SharedReads, Sharers
+from .sharing import ShareOrder
+from .store.base import Store
+from .workers import bounded
+
+__all__ = ["LoadReads"]
+
+
+class LoadReads:
+    """What one rank reads in one load; one of the methods is called, once.
+
+    They return when all bytes that `load` wants are verified and in its targets. Raise
+    `IntegrityError`, `StorageError` and what the deadline raises; targets are then undefined.
+
+    Args:
+        load: what is wanted, planned.
+        store: of the checkpoint.
+        options: of the transfers.
+        rank: of the process in the load.
+        verifies: whether this rank holds bytes to the checkpoint's checksums.
+        progress: who is told of it, with a bar if `with_bar`.
+        save_id: of the save that is read, None where there is none.
+
+    """
+
+    def __init__(
+        self,
+        load: LoadJob,
+        store: Store,
+        options: TransferOptions,
+        *,
+        rank: int,
+        verifies: bool,
+        progress: Progress,
+        save_id: str | None,
+        with_bar: bool,
+    ) -> None:
+        self._load = load
+        self._store = store
+        self._options = options
+        self._rank = rank
+        self._verifies = verifies
+        self._progress = progress
+        self._save_id = save_id
+        self._with_bar = with_bar
+        self._is_remote = store.capabilities.is_remote
+        self._costs = costs_for(is_remote=self._is_remote)
+
+    def alone(self, deadline: Deadline) -> None:
+        """Read everything here."""
+        self._read(deadline)
+
+    def together(
+        self, order: ShareOrder, sharers: Sharers, deadline: Deadline, *, is_willing: bool
+    ) -> None:
+        """Read what the coordinator's order says, and take what others read; all ranks of it.
+
+        If any is not willing, or cannot, each reads alone.
+        """
+        load, options = self._load, self._options
+        shared, own, wish = None, [], None
+        # A unit goes through one buffer, which must not be more than a part may be.
+        if (
+            is_willing
+            and load.can_share(order.unit_bytes)
+            and options.part_bytes >= order.unit_bytes
+        ):
+            with collector_paused():
+                shared = SharedReads(order, load.shared)
+                own = shared.fetches(self._costs)
+            wish = shared.wish(
+                own,
+                options,
+                verifies=self._verifies,
+                lends_reads=self._store.capabilities.lends_reads,
+            )
+        with sharers.joined(wish, deadline) as links:
+            if links is None or shared is None:
+                load.share_nothing()
+                self._read(deadline)
+                return
+            shared.link(links)
+            watched = links.deadline
+            with watched.governs(f"Loading from {self._store.url}", rank=self._rank):
+                self._read(watched, shared, own)
+
+    def _read(
+        self, deadline: Deadline, shared: SharedReads | None = None, own: Sequence[Fetch] = ()
+    ) -> None:
+        load, options = self._load, self._options
+        store = bounded(self._store, deadline)
+        with collector_paused():
+            fetches = plan_reads(
+                load.requests,
+                part_bytes=options.part_bytes,
+                costs=self._costs,
+                stream_count=options.thread_count,
+                # A disk likes order; servers like to be asked for several things at a time.
+                turn=self._rank if self._is_remote else None,
+            )
+        total_bytes = sum(fetch.stop - fetch.start for fetch in [*own, *fetches])
+        total_bytes += 0 if shared is None else shared.awaited_bytes
+        deadline.expect(total_bytes)
+        with reporting(
+            self._progress,
+            phase="load",
+            rank=self._rank,
+            total_bytes=total_bytes,
+            save_id=self._save_id,
+            with_bar=self._with_bar,
+        ) as on_bytes:
+            try:
+                if shared is not None:
+                    shared.run(store, own, fetches, options=options, on_bytes=on_bytes)
+                else:
+                    run_fetches(
+                        store, fetches, options=options, deadline=deadline, on_bytes=on_bytes
+                    )
+                for request in load.wholes():
+                    fetches = plan_reads([request], part_bytes=options.part_bytes)
+                    run_fetches(
+                        store, fetches, options=options, deadline=deadline, on_bytes=on_bytes
+                    )
+            except (StorageError, IntegrityError) as error:
+                raise load.explain(error) from error
