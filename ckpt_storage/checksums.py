@@ -39,8 +39,8 @@ _LATE_S = 0.5e-3
 _SLOWEST_BYTES_S = 1e9
 _LOCK_KEPT_S = 1.0
 
-# How much is hashed between two looks at the clock, each of which costs as much as a tenth of a
-# block; and the most, beyond which a wait for the lock would not show.
+# How much is hashed between two looks at the clock, each of which costs as much as a quarter of a
+# block of 64 KiB; and the most, beyond which a wait for the lock would not show.
 _LOOK_BYTES = 256 << 10
 _MOST_UNSEEN_BYTES = 1 << 20
 

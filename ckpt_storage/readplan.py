@@ -274,7 +274,7 @@ def plan_spans(
                     else partial(taken, members),
                     size_bytes=held[extent.members[0]].place.file_bytes,
                     # Of one span the bytes are verified as they arrive, while they are in cache.
-                    check=members[0][1].place.check_from(members[0][1].start)
+                    check=partial(_check, members[0][1].place, members[0][1].start)
                     if len(members) == 1
                     else None,
                     check_bytes=members[0][1].place.block_bytes,
@@ -301,10 +301,14 @@ def _direct(request: Request, run_start: int, start: int, stop: int) -> Fetch:
         start=place.start + start,
         stop=place.start + stop,
         target=target[start - run_start : stop - run_start],
-        check=place.check_from(start),
+        check=partial(_check, place, start),
         check_bytes=place.block_bytes,
         size_bytes=place.file_bytes,
     )
+
+
+def _check(place: Place, first_byte: int, view: memoryview, offset: int) -> None:
+    place.check(view, first_byte + offset)
 
 
 def _deliver(members: Sequence[_Window], extent_start: int, view: memoryview) -> None:

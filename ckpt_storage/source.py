@@ -7,7 +7,7 @@ torch. Called by `catalog` and `reader`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
@@ -38,10 +38,6 @@ Key = tuple[str, tuple[int, ...] | None]
 SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors"]
 
 _RESTORE = "Restore the file from a copy, or load another checkpoint."
-
-
-def _no_check(_view: memoryview, _distance: int) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,23 +72,6 @@ class Place:
         at = integrity.first_wrong_block(view, size, self.crcs, first_byte // size)
         if at is not None:
             raise self.damage(first_byte + at)
-
-    def check_from(self, first_byte: int) -> Callable[[memoryview, int], None]:
-        """Return the check of what lies at a distance from `first_byte`, as `check` is of it.
-
-        Both are multiples of `block_bytes`.
-        """
-        crcs, size = self.crcs, self.block_bytes
-        if crcs is None:
-            return _no_check
-
-        def check(view: memoryview, distance: int) -> None:
-            start = first_byte + distance
-            at = integrity.first_wrong_block(view, size, crcs, start // size)
-            if at is not None:
-                raise self.damage(start + at)
-
-        return check
 
     def damage(self, payload_byte: int) -> IntegrityError:
         """Return the error that says the block at `payload_byte` is not what was written."""
