@@ -11,9 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ckpt_storage import CheckpointStorageReader, save
 from ckpt_storage.benchmark import run, scale
+from ckpt_storage.benchmark.peers import PlainReader, stock_metadata
 from ckpt_storage.benchmark.plain import PlainDisk
 from ckpt_storage.benchmark.scenarios import MEASURE
 from ckpt_storage.benchmark.settings import BenchSettings, ScenarioName
@@ -37,6 +42,14 @@ def short(call: Callable[..., int]) -> Callable[..., int]:
     return take
 
 
+def bytes_of(state: dict[str, torch.Tensor]) -> list[memoryview]:
+    """Return the memory of each tensor."""
+    return [
+        memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
+        for tensor in state.values()
+    ]
+
+
 @pytest.mark.parametrize(("count", "piece_bytes"), [(3, 2500), (1500, 10)])
 def test_a_floor_writes_and_reads_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, piece_bytes: int
@@ -54,6 +67,22 @@ def test_a_floor_writes_and_reads_all_of_it(
     seen: list[bytes] = []
     disk.get("a/b", found[1:], len(sent[0]), seen=lambda piece: seen.append(bytes(piece)))
     assert b"".join(seen) == b"".join(sent[1:])
+
+
+def test_the_plainest_plug_in_loads_what_its_read_reads(tmp_path: Path) -> None:
+    """Torch's `dcp.load` takes the metadata of our reader, and the bytes of the floor's files."""
+    saved = {"a": torch.arange(40.0).view(8, 5), "b": torch.ones(3, dtype=torch.int32)}
+    save(saved, tmp_path / "ours")
+    metadata = stock_metadata(CheckpointStorageReader(tmp_path / "ours").read_metadata())
+    for entry in metadata.state_dict_metadata.values():
+        assert isinstance(entry, TensorStorageMetadata)
+        assert type(entry.chunks) is list
+    target = {fqn: torch.zeros_like(tensor) for fqn, tensor in saved.items()}
+    disk = PlainDisk(str(tmp_path))
+    disk.put("plain", bytes_of(saved))
+    reader = PlainReader(metadata, lambda: disk.get("plain", bytes_of(target)))
+    dcp.load(dict(target), storage_reader=reader, no_dist=True)
+    assert all(torch.equal(target[fqn], saved[fqn]) for fqn in saved)
 
 
 def test_a_file_that_is_too_short_is_no_floor(tmp_path: Path) -> None:

@@ -11,18 +11,20 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from ckpt_storage.checkpoint import open_checkpoint
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.loading import load
 from ckpt_storage.options import Engine
+from ckpt_storage.reader import CheckpointStorageReader
 from ckpt_storage.saving import save
 from ckpt_storage.store import open_store
 from ckpt_storage.verification import verify
 
 from .bench import Bench, get_own, our_name, put_own
 from .compare import Comparison, Contender
-from .peers import Peer
+from .peers import Peer, PlainReader, stock_metadata
 from .plain import PlainDisk, Seen, checksum
 from .workload import State, check_same, own_views, state_bytes, zeroed
 
@@ -32,6 +34,8 @@ _SCRATCH_BYTES = 8 << 20
 _CHECKED = "floor + CRC-32C in cache"
 _CHECKED_ONCE = "floor + CRC-32C, shared"
 """Each block is hashed by one rank, which is the least that checks it for all."""
+_BY_DCP = "that by torch's dcp.load"
+"""The floor with checksums as a plug-in that plans, opens and agrees on nothing by itself."""
 _PIECE_BYTES = 1 << 20
 
 
@@ -68,6 +72,8 @@ def measure_load(
     for peer in peers:
         peer.save(state, bench.root.join(f"load-{peers.index(peer)}"))
     dist.barrier()
+    reader = CheckpointStorageReader(ours_at.target, **bench.options(first))
+    metadata = stock_metadata(reader.read_metadata())
     floor = functools.partial(get_own, bench, target, "load-floor")
     checked_floor = functools.partial(get_own, bench, target, "load-floor", seen=checksum)
     if target_sharding is not None:
@@ -80,6 +86,10 @@ def measure_load(
             floor,
         ),
         contender(checked_name, checked_floor),
+        contender(
+            _BY_DCP,
+            lambda: dcp.load(dict(target), storage_reader=PlainReader(metadata, checked_floor)),
+        ),
         *(
             contender(
                 our_name(engine),

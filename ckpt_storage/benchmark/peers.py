@@ -5,6 +5,7 @@ Knows how others are called, and torch's planner with no storage behind it. Call
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import os
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -225,3 +226,31 @@ class NullReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Take any."""
         return bool(checkpoint_id)
+
+
+class PlainReader(NullReader):
+    """Reads by `read`, which fills all targets of the rank, whatever the plan says.
+
+    So `dcp.load` takes as long with it as with the least that any plug-in could do. `metadata` is
+    what another reader found, in memory already.
+    """
+
+    def __init__(self, metadata: Metadata, read: Callable[[], object]) -> None:
+        super().__init__(metadata)
+        self._read = read
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        """Read, and resolve and commit every target."""
+        self._read()
+        return super().read_data(plan, planner)
+
+
+def stock_metadata(metadata: Metadata) -> Metadata:
+    """Return metadata as torch's own readers make it, with all chunks in lists."""
+    tensors = {
+        fqn: dataclasses.replace(entry, chunks=list(entry.chunks))
+        if isinstance(entry, TensorStorageMetadata)
+        else entry
+        for fqn, entry in metadata.state_dict_metadata.items()
+    }
+    return dataclasses.replace(metadata, state_dict_metadata=tensors)

@@ -5,13 +5,12 @@ Knows our plug-ins and front doors, torch's planner and the peers. Called by `sc
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage.loading import load
@@ -22,7 +21,7 @@ from ckpt_storage.writer import CheckpointStorageWriter
 
 from .bench import PLANNER, Bench, get_own, our_name, put_own
 from .compare import Comparison, Contender
-from .peers import NullReader, NullWriter
+from .peers import NullReader, NullWriter, stock_metadata
 from .workload import State, check_same, small_state, state_bytes, zeroed
 
 _NOTHING = "torch's planner and exchange"
@@ -61,17 +60,6 @@ def _load_steps(state: State, metadata: Metadata) -> Callable[[], object]:
         planner.finish_plan(plan)
 
     return run
-
-
-def _with_lists(metadata: Metadata) -> Metadata:
-    """Return metadata as torch's own readers make it, with all chunks in lists."""
-    tensors = {
-        fqn: dataclasses.replace(entry, chunks=list(entry.chunks))
-        if isinstance(entry, TensorStorageMetadata)
-        else entry
-        for fqn, entry in metadata.state_dict_metadata.items()
-    }
-    return dataclasses.replace(metadata, state_dict_metadata=tensors)
 
 
 def measure_small_save(bench: Bench) -> Comparison:
@@ -142,7 +130,7 @@ def measure_small_load(bench: Bench) -> Comparison:
     for number, peer in enumerate(peers):
         peer.save(state, bench.root.join(f"small-{number}"))
     dist.barrier()
-    metadata = _with_lists(CheckpointStorageReader(at.target, **options).read_metadata())
+    metadata = stock_metadata(CheckpointStorageReader(at.target, **options).read_metadata())
 
     def checked(name: str) -> None:
         check_same(target, state, name)
