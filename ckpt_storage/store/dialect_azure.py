@@ -43,7 +43,7 @@ _FOLDER_MARK = "hdi_isfolder"
 
 
 class AzureDialect:
-    """Speaks to blobs; see `remote.Dialect`. A token is an ETag."""
+    """Speaks to blobs; see `dialect.Dialect`. A token is an ETag."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

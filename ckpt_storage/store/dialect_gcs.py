@@ -38,7 +38,7 @@ _NOT_FOUND = 404
 
 
 class GcsDialect:
-    """Speaks the JSON API; see `remote.Dialect`. A token is an object's generation."""
+    """Speaks the JSON API; see `dialect.Dialect`. A token is an object's generation."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -39,7 +39,7 @@ _TIME_NAMES = ("mtime", "modified", "last_modified", "LastModified", "updated", 
 
 
 class GenericDialect:
-    """Speaks fsspec; see `remote.Dialect`. Its calls block for as long as the backend likes."""
+    """Speaks fsspec; see `dialect.Dialect`. Its calls block for as long as the backend likes."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -68,7 +68,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class MemoryDialect:
-    """Speaks to the dict; see `remote.Dialect`. A token is a digest of the content."""
+    """Speaks to the dict; see `dialect.Dialect`. A token is a digest of the content."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

@@ -35,7 +35,7 @@ Python's lock is kept meanwhile: giving it away and waiting for it takes longer 
 
 
 class ObstoreDialect:
-    """Speaks through obstore; see `remote.Dialect`. A token is an ETag, on GCS a generation.
+    """Speaks through obstore; see `dialect.Dialect`. A token is an ETag, on GCS a generation.
 
     `complement` returns the fsspec dialect, which it builds when first called.
     """

@@ -105,7 +105,7 @@ def _is_private(options: Mapping[str, Any]) -> bool:
 
 
 class S3Dialect:
-    """Speaks S3; see `remote.Dialect`."""
+    """Speaks S3; see `dialect.Dialect`."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

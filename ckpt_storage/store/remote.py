@@ -1,14 +1,14 @@
 """The store on anything that fsspec or obstore reaches: one thin body over a dialect for each.
 
-Knows paths below a root, which errors mean what to a caller, and which dialect speaks to
-which client; knows no request of any storage. Called by `open_store`.
+Knows paths below a root and which errors mean what to a caller; knows no request of any
+storage. Called by `open_store`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from ckpt_storage.errors import (
     CheckpointError,
@@ -32,7 +32,8 @@ from .base import (
     Version,
 )
 from .bounds import TooLongError, too_long
-from .clients import Client, ForeignFs
+from .clients import Client
+from .dialect import Dialect, SharedDialect, client_options, dialect_for
 from .engine import obstore_client
 from .location import Location
 from .mapping import Operation, map_error
@@ -42,76 +43,9 @@ from .remote_upload import RemoteSharedUpload, RemoteUpload
 if TYPE_CHECKING:
     from .dialect_obstore import ObstoreDialect
 
-__all__ = ["Dialect", "RemoteStore", "SharedDialect"]
+__all__ = ["RemoteStore"]
 
 T = TypeVar("T")
-
-
-class Dialect(Protocol):
-    """How one family of storages is spoken to; paths are relative to the root.
-
-    Methods make one attempt, end at the client's deadline if `capabilities.self_timed`, and
-    raise whatever the storage's client raises. `put` replaces what is there, complete or not
-    at all; `read_range` returns how many bytes it read and how long the object is, if it was
-    told. The rest is as in `base.Store`.
-    """
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the family can do."""
-
-    def prepare(self, folders: Sequence[str]) -> None:
-        """Make folders where the storage has such things."""
-
-    def get(self, path: str, *, most_bytes: int | None = None) -> Version:
-        """Return content and token from one answer; raises `TooLongError` before it takes more."""
-
-    def read_range(self, path: str, start: int, view: memoryview) -> tuple[int, int | None]:
-        """Fill `view` from `start` (bytes) on; return bytes read and bytes the object has."""
-
-    def stat(self, path: str) -> Stat:
-        """Return size and time."""
-
-    def put(self, path: str, data: bytes) -> None:
-        """Put an object in place of what is there."""
-
-    def create(self, path: str, data: bytes) -> None:
-        """Put an object if nothing is there; called only if `exclusive_create`."""
-
-    def put_if_match(self, path: str, data: bytes, token: str) -> None:
-        """Put an object in place of the version that `token` names."""
-
-    def start_upload(self, path: str, *, part_bytes: int) -> Upload:
-        """Begin an upload."""
-
-    def list(self, prefix: str, *, recursive: bool) -> list[Entry]:
-        """Return the objects below a folder, in any order."""
-
-    def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects that may be absent."""
-
-    def delete_folder(self, path: str) -> None:
-        """Delete everything below a folder."""
-
-    def abort_uploads(self, prefix: str, only: PathFilter | None) -> int:
-        """Abort open uploads below a folder, those of the paths that are meant."""
-
-    def now_s(self, probe_path: str) -> float:
-        """Return the storage's clock in Unix seconds."""
-
-
-@runtime_checkable
-class SharedDialect(Dialect, Protocol):
-    """A dialect whose uploads several processes can share; `capabilities` say so, too."""
-
-    def start_shared_upload(self, path: str) -> SharedUpload:
-        """Begin an upload as its owner; sends nothing."""
-
-    def join_upload(self, path: str, ticket: str) -> SharedUpload:
-        """Join an upload as a member; sends nothing."""
-
-    def copy_place(self, path: str) -> tuple[str, str] | None:
-        """Return scope and address of `base.CopySource`; None where nothing can be copied."""
 
 
 class RemoteStore:
@@ -132,7 +66,7 @@ class RemoteStore:
         policy: RetryPolicy | None = None,
     ) -> None:
         self._location = location
-        options = _client_options(location, request_timeout_s)
+        options = client_options(location, request_timeout_s)
         self._client = Client(location, options, request_timeout_s=request_timeout_s)
         self._plain: Dialect | None = None
         self._fast: ObstoreDialect | None = None
@@ -155,7 +89,7 @@ class RemoteStore:
 
     def _through_fsspec(self) -> Dialect:
         if self._plain is None:
-            self._plain = _dialect_for(self._client)
+            self._plain = dialect_for(self._client)
         return self._plain
 
     @property
@@ -497,41 +431,3 @@ class _Border:
 
     def __call__(self, name: str, call: Callable[[], T], /) -> T:
         return self._store.run(name, self._path, call)
-
-
-def _client_options(location: Location, request_timeout_s: float) -> Mapping[str, Any]:
-    """Return the storage options as the backend of a location should get them."""
-    if location.protocol == "s3":
-        from .dialect_s3 import client_options  # noqa: PLC0415  # one dialect is loaded
-
-        return client_options(location.storage_options, request_timeout_s)
-    return location.storage_options
-
-
-def _dialect_for(client: Client) -> Dialect:
-    """Return the dialect of a client's file system, told by what its class descends from."""
-    families = _families(client.fs)
-    if "s3fs.S3FileSystem" in families:
-        from .dialect_s3 import S3Dialect  # noqa: PLC0415  # one dialect is loaded
-
-        return S3Dialect(client)
-    if "gcsfs.GCSFileSystem" in families:
-        from .dialect_gcs import GcsDialect  # noqa: PLC0415  # one dialect is loaded
-
-        return GcsDialect(client)
-    if "adlfs.AzureBlobFileSystem" in families:
-        from .dialect_azure import AzureDialect  # noqa: PLC0415  # one dialect is loaded
-
-        return AzureDialect(client)
-    if "fsspec.MemoryFileSystem" in families:
-        from .dialect_memory import MemoryDialect  # noqa: PLC0415  # one dialect is loaded
-
-        return MemoryDialect(client)
-    from .dialect_generic import GenericDialect  # noqa: PLC0415  # one dialect is loaded
-
-    return GenericDialect(client)
-
-
-def _families(fs: ForeignFs) -> set[str]:
-    """Return "package.Class" for every class that a file system's class descends from."""
-    return {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(fs).__mro__}
