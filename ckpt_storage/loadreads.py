@@ -14,6 +14,7 @@ from .deadline import Deadline
 from .errors import IntegrityError, StorageError
 from .fetching import Fetch, run_fetches
 from .loads import LoadJob
+from .mappedreads import MappedReads
 from .options import Progress, TransferOptions
 from .progress import reporting
 from .readplan import plan_reads
@@ -77,34 +78,43 @@ class LoadReads:
         If any is not willing, or cannot, each reads alone.
         """
         load, options = self._load, self._options
-        shared, own, wish = None, [], None
+        mapped, shared, own, wish = None, None, [], None
         # A unit goes through one buffer, which must not be more than a part may be.
         if (
             is_willing
             and load.can_share(order.unit_bytes)
             and options.part_bytes >= order.unit_bytes
         ):
-            with collector_paused():
-                shared = SharedReads(order, load.shared)
-                own = shared.fetches(self._costs)
-            wish = shared.wish(
-                own,
-                options,
-                verifies=self._verifies,
-                lends_reads=self._store.capabilities.lends_reads,
-            )
+            mapped = MappedReads.of(bounded(self._store, deadline), order, load.shared)
+            if mapped is not None:
+                wish = mapped.wish(verifies=self._verifies)
+            else:
+                with collector_paused():
+                    shared = SharedReads(order, load.shared)
+                    own = shared.fetches(self._costs)
+                wish = shared.wish(
+                    own,
+                    options,
+                    verifies=self._verifies,
+                    lends_reads=self._store.capabilities.lends_reads,
+                )
         with sharers.joined(wish, deadline) as links:
-            if links is None or shared is None:
+            if links is None:
                 load.share_nothing()
                 self._read(deadline)
                 return
-            shared.link(links)
+            if shared is not None:
+                shared.link(links)
             watched = links.deadline
             with watched.governs(f"Loading from {self._store.url}", rank=self._rank):
-                self._read(watched, shared, own)
+                self._read(watched, shared, own, mapped)
 
     def _read(
-        self, deadline: Deadline, shared: SharedReads | None = None, own: Sequence[Fetch] = ()
+        self,
+        deadline: Deadline,
+        shared: SharedReads | None = None,
+        own: Sequence[Fetch] = (),
+        mapped: MappedReads | None = None,
     ) -> None:
         load, options = self._load, self._options
         store = bounded(self._store, deadline)
@@ -119,6 +129,7 @@ class LoadReads:
             )
         total_bytes = sum(fetch.stop - fetch.start for fetch in [*own, *fetches])
         total_bytes += 0 if shared is None else shared.awaited_bytes
+        total_bytes += 0 if mapped is None else mapped.total_bytes
         deadline.expect(total_bytes)
         with reporting(
             self._progress,
@@ -129,6 +140,8 @@ class LoadReads:
             with_bar=self._with_bar,
         ) as on_bytes:
             try:
+                if mapped is not None:
+                    mapped.run(store, deadline, on_bytes)
                 if shared is not None:
                     shared.run(store, own, fetches, options=options, on_bytes=on_bytes)
                 else:

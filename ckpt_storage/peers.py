@@ -261,6 +261,9 @@ class OperationSharers:
                 memory = None
             if found is None or found.transport is None:
                 yield found
+                if found is not None and found.ends_together:
+                    # What a rank copied counts once the others have checked their part of it.
+                    self._operation.all_gather(b"")
                 return
             try:
                 yield found
@@ -270,7 +273,7 @@ class OperationSharers:
                 raise
 
     def _memory(self, wish: Wish | None) -> HostMemory | None:
-        if wish is None or not host_identity():
+        if wish is None or wish.maps or not host_identity():
             return None
         rank, bytes_, count = self._operation.rank, wish.buffer_bytes, wish.buffer_count
         try:
@@ -286,9 +289,11 @@ class OperationSharers:
         operation = self._operation
         offer = None if memory is None else memory.offer.pack()
         host = host_identity() or f"rank {operation.rank}"
-        told = json.dumps([None if wish is None else wish.verifies, host, offer]).encode()
+        told = json.dumps(
+            [None if wish is None else (wish.verifies, wish.maps), host, offer]
+        ).encode()
         answers = [json.loads(answer) for answer in operation.all_gather(told)]
-        if wish is None or any(verifies is None for verifies, _, _ in answers):
+        if wish is None or any(wanted is None for wanted, _, _ in answers):
             return None
         mates = {
             rank: text
@@ -296,17 +301,26 @@ class OperationSharers:
             if its_host == host and rank != operation.rank
         }
         # One that verifies would take what another one has not: it checks what is sent, itself.
-        are_alike = len({verifies for verifies, _, _ in answers}) == 1
-        has_reached = are_alike and self._has_reached(mates, memory)
+        are_alike = len({verifies for (verifies, _), _, _ in answers}) == 1
+        mapping = {maps for (_, maps), its_host, _ in answers if its_host == host}
+        links = Links(
+            transport=None,
+            memory=None,
+            deadline=deadline,
+            ends_together=any(maps for (_, maps), _, _ in answers),
+        )
+        if are_alike and len(mates) == operation.world_size - 1 and mapping == {True}:
+            return links
+        # Ranks of one host find the same in its memory, but for the moment when they looked.
+        has_reached = are_alike and len(mapping) == 1
+        has_reached = has_reached and (wish.maps or self._has_reached(mates, memory))
         if wish.among == "host":
             has_reached = has_reached and wish.partners <= mates.keys()
         votes = operation.all_gather(b"yes" if has_reached else b"no")
         can_use_memory = set(votes) == {b"yes"}
+        links = dataclasses.replace(links, memory=memory if can_use_memory else None)
         if wish.among == "host":
-            return (
-                Links(transport=None, memory=memory, deadline=deadline) if can_use_memory else None
-            )
-        links = Links(transport=None, memory=memory if can_use_memory else None, deadline=deadline)
+            return links if can_use_memory else None
         if can_use_memory and len({its_host for _, its_host, _ in answers}) == 1:
             return links
         if not self._have_group(deadline):

@@ -89,7 +89,7 @@ class CheckpointStorageReader(StorageReader):
             is read and checked by one of them and passed to the others, where that spares 64 MiB
             or more and is not too much to plan; "never": every rank reads for itself. From paths
             only between ranks of one host, and only what each wants in pieces: the rest is in
-            the kernel's cache.
+            the kernel's cache. What of those pieces is there, too, is mapped, not read.
         unsafe_pickle: hand blobs to the planner without checking that unpickling them runs no
             code. Only for checkpoints from people you trust.
         timeout: seconds, `timedelta` or `Timeouts`; `load` bounds the reads of one rank.

@@ -73,12 +73,13 @@ class Links:
     """How a rank reaches the others that it shares reads with.
 
     Those of `memory` through that; all others, if there are any, by `transport`. Reads have this
-    `deadline`, which knows of other ranks' failures.
+    `deadline`, which knows of other ranks' failures. With `ends_together` some ranks map files.
     """
 
     transport: Transport | None
     memory: HostMemory | None
     deadline: Deadline
+    ends_together: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,8 @@ class Wish:
     """What a rank needs to share reads: buffers of memory, and to reach its `partners`.
 
     `among` tells whether they may be on other hosts, `verifies` whether this rank holds bytes to
-    the checkpoint's checksums: what lies in memory is checked by its reader only.
+    the checkpoint's checksums: what lies in memory is checked by its reader only. With `maps` it
+    needs no buffers: all of what is shared lies in the memory of its host's kernel.
     """
 
     buffer_bytes: int
@@ -94,6 +96,7 @@ class Wish:
     partners: frozenset[int]
     among: Literal["all", "host"]
     verifies: bool
+    maps: bool = False
 
 
 class Sharers(Protocol):
@@ -103,7 +106,8 @@ class Sharers(Protocol):
         """Reach one another for the time of a block.
 
         A rank that cannot take part has no wish. None on all ranks if any cannot take part, or
-        if they do not reach one another.
+        if they do not reach one another. Where ranks map files, who leaves the block without an
+        error has heard that all have.
         """
 
 

@@ -55,7 +55,7 @@ def tensor_sink(target: torch.Tensor, dtype: torch.dtype) -> Sink:
 
 
 class MemoryViews:
-    """Memories of whole pages, seen as tensors: one of each memory and type of element."""
+    """Memories that begin with a page, seen as tensors: one of each and type of element."""
 
     def __init__(self) -> None:
         # With the memory, so that no other one gets its number.
@@ -66,7 +66,9 @@ class MemoryViews:
         key = id(memory), dtype
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = memory, torch.frombuffer(memory, dtype=dtype)
+            # A file may end within an element, which then is none of a tensor's.
+            count = len(memory) // dtype.itemsize
+            known = self._known[key] = memory, torch.frombuffer(memory, dtype=dtype, count=count)
         return known[1]
 
 

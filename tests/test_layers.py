@@ -133,6 +133,7 @@ LAYERS = (
     "checkpoint",
     "tensorsinks",
     "loads",
+    "mappedreads",
     "loadreads",
     "tiedmemory",
     "shards",

@@ -1,6 +1,7 @@
 """Ranks of one host that cut the same local file into columns: each block is checked by one.
 
-The oracle makes tensors from their seeds and slices them.
+Here through memory that they share; out of the kernel's cache in `test_mapped_reads`. The oracle
+makes tensors from their seeds and slices them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import ckpt_storage
 from ckpt_storage import hostmemory, integrity, peers, sharing, tensorsinks
 from ckpt_storage.hostmemory import host_identity
 from ckpt_storage.sharedreads import SharedReads
+from ckpt_storage.store.local import LocalStore
 from ckpt_storage.testing.ranks import RankPool
 
 # Rows of odd length: units begin and end within them.
@@ -50,6 +52,10 @@ def refused(*_: object) -> Any:
 def full(*_: object) -> None:
     """Stand for a kernel without memory."""
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def unmapped(*_: object, **__: object) -> None:
+    """Stand for a kernel that does not tell what it caches."""
 
 
 TROUBLES: dict[str, tuple[object, str, object]] = {
@@ -85,6 +91,7 @@ def counted(trouble: str, rank: int) -> Iterator[dict[str, int]]:
         patch.setattr(tensorsinks._RowPut, "put", putting)  # noqa: SLF001
         patch.setattr(integrity, "first_wrong_block", checked)
         patch.setattr(SharedReads, "_found", taken)
+        patch.setattr(LocalStore, "map_cached", unmapped)
         if trouble and rank == 1:
             patch.setattr(*TROUBLES[trouble])
         yield counts
@@ -163,6 +170,13 @@ def test_rows_are_read_by_who_wants_them(ranks: RankPool, saved: Path) -> None:
 
 
 def load_damaged(_rank: int, path: str) -> str:
+    """Load by columns; return the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStore, "map_cached", unmapped)
+        return error_of_columns(path)
+
+
+def error_of_columns(path: str) -> str:
     """Load by columns; return the error."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.zeros(ROWS, WIDTH)

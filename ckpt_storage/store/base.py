@@ -11,6 +11,7 @@ Errors: every method raises only `CheckpointError`s, nearly always `StorageError
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ __all__ = [
     "Entry",
     "Existing",
     "LendingStore",
+    "MappingStore",
     "PartReceipt",
     "PathFilter",
     "SharedUpload",
@@ -418,6 +420,26 @@ class LendingStore(Protocol):
         """Return the `length` bytes from `start` (bytes) on, only to be looked at.
 
         They live as long as the view. Raises as `Store.read_into`.
+        """
+
+
+@runtime_checkable
+class MappingStore(Protocol):
+    """What a `Store` can besides whose files may lie in the memory of this host's kernel."""
+
+    def map_cached(self, path: str, *, size_bytes: int) -> mmap.mmap | None:
+        """Return a file's bytes as they lie in the kernel's cache; nobody may write there.
+
+        None unless the file has `size_bytes` and all of it is cached, on a disk of this host; or
+        where a store cannot. What was read from the disk is not read from it again unless the
+        kernel is short of memory; then, or if somebody cuts the file short, whoever looks may be
+        killed (SIGBUS). Raises as `Store.read_into`.
+        """
+
+    def look(self, path: str, action: Callable[[], None]) -> None:
+        """Run `action`, which looks into what `map_cached` returned: the disk may be asked for it.
+
+        An operation like others: one that is late is left behind, and may still end.
         """
 
 

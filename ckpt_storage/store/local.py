@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import errno
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -28,6 +29,7 @@ from .local_shared import COPY_SCOPE, TICKET_FIELD, TICKET_KIND, LocalSharedUplo
 from .local_upload import LocalUpload
 from .openfile import KeptFile, Opened, check_is_file, open_file
 from .os_errors import map_os_error
+from .pagecache import mapped_if_cached
 from .posix import BLOCK_BYTES, Posix, is_unsupported
 from .tickets import decode_ticket
 
@@ -185,6 +187,32 @@ class LocalStore:
 
         with self._root.border("read", path):
             self._with_file(path, fill)
+
+    def map_cached(self, path: str, *, size_bytes: int) -> mmap.mmap | None:
+        """Return a file as it lies in the page cache, None unless nearly all of it does.
+
+        What little is missing is read first. Only where the kernel tells what it caches (Linux
+        6.5), and on disks of this host.
+        """
+
+        def mapped(fd: int, found_bytes: int) -> mmap.mmap | None:
+            if found_bytes != size_bytes:
+                # The read will say what is wrong with it.
+                return None
+            return mapped_if_cached(self._posix, fd, self._root.full(path), size_bytes)
+
+        with self._root.border("mapping", path):
+            try:
+                return self._with_file(path, mapped)
+            except OSError as error:
+                if error.errno != errno.ENOMEM and not is_unsupported(error):
+                    raise
+                return None
+
+    def look(self, path: str, action: Callable[[], None]) -> None:
+        """Run `action`."""
+        del path
+        action()
 
     @contextlib.contextmanager
     def reading_in_turn(self) -> Iterator[LocalStore]:

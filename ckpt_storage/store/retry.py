@@ -13,6 +13,7 @@ neither operation is repeated, and an upload so hit can only be aborted.
 from __future__ import annotations
 
 import copy
+import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from .base import (
     CopySource,
     Entry,
     LendingStore,
+    MappingStore,
     PathFilter,
     SharedUpload,
     Stat,
@@ -237,6 +239,17 @@ class RetryStore:
         return self.run(
             "read", path, lambda: inner.read_lent(path, start, length, size_bytes=size_bytes)
         )
+
+    def map_cached(self, path: str, *, size_bytes: int) -> mmap.mmap | None:
+        """Return a file as it lies in the kernel's cache, None where the inner store cannot."""
+        inner = self._inner
+        if not isinstance(inner, MappingStore):
+            return None
+        return self.run("mapping", path, lambda: inner.map_cached(path, size_bytes=size_bytes))
+
+    def look(self, path: str, action: Callable[[], None]) -> None:
+        """Run `action` by the deadline."""
+        self.run("read", path, action, repeat="unless-abandoned")
 
     def stat(self, path: str) -> Stat:
         """Return size and time, repeated if need be."""

@@ -1,0 +1,620 @@
+"""Ranks of one host that copy columns out of what the kernel caches: each block is checked by one.
+
+The oracle makes tensors from their seeds and slices them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dcp_cases
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dcp_cases import same, seeded
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import ckpt_storage
+from ckpt_storage import integrity, mappedreads, peers
+from ckpt_storage.deadline import Deadline
+from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError, StorageError
+from ckpt_storage.mappedreads import MappedReads
+from ckpt_storage.options import Timeouts
+from ckpt_storage.readplan import Request
+from ckpt_storage.regions import Box
+from ckpt_storage.sharedreads import SharedReads
+from ckpt_storage.sharing import Key, ShareOrder, SharePolicy, plan_shares
+from ckpt_storage.source import Place
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.posix import Posix
+from ckpt_storage.store.retry import RetryStore
+from ckpt_storage.testing.posix_faults import FaultPosix
+from ckpt_storage.testing.ranks import RankPool
+
+# Rows of odd length: units begin and end within them.
+ROWS, WIDTH = 16_384, 1031
+TOTAL_BYTES = ROWS * WIDTH * 4
+MIB = 1 << 20
+
+
+def is_told(folder: Path) -> bool:
+    """Return whether the kernel tells what it caches of files in a folder."""
+    file = folder / "looked-at"
+    file.write_bytes(b"x" * 10_000)
+    mapped = LocalStore(str(folder)).map_cached(file.name, size_bytes=10_000)
+    file.unlink()
+    return mapped is not None
+
+
+needs_told = pytest.mark.usefixtures("saved")
+"""For tests that make a checkpoint of their own: skipped where that one is."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 64 MiB in one tensor, and a small one."""
+    folder = tmp_path_factory.mktemp("columns")
+    if not is_told(folder):
+        pytest.skip("needs Linux 6.5, and a file system whose files it caches by itself")
+    path = folder / "model"
+    state = {"w": seeded(1, ROWS, WIDTH, dtype=torch.float32), "b": seeded(2, 77)}
+    dcp_cases.save(state, str(path))
+    return path
+
+
+def not_mapped(*_: object, **__: object) -> None:
+    """Stand for a kernel that does not tell what it caches."""
+
+
+def elsewhere() -> str:
+    """Stand for another host."""
+    return "elsewhere"
+
+
+TROUBLES: dict[str, tuple[object, str, object]] = {
+    "not mapped": (LocalStore, "map_cached", not_mapped),
+    "another host": (peers, "host_identity", elsewhere),
+}
+"""What goes wrong, and the function in whose place that is put."""
+
+
+@contextlib.contextmanager
+def counted(trouble: str, *, troubled: bool) -> Iterator[dict[str, int]]:
+    """Count bytes that this rank checks, loads out of mapped files, units taken of others."""
+    counts = {"checked": 0, "mapped": 0, "shared": 0}
+    check, found, run = (
+        integrity.first_wrong_block,
+        SharedReads._found,  # noqa: SLF001
+        MappedReads.run,
+    )
+
+    def checked(view: memoryview, *args: Any) -> int | None:
+        counts["checked"] += len(view)
+        return check(view, *args)
+
+    def taken(*args: Any) -> None:
+        counts["shared"] += len(args[-1])
+        found(*args)
+
+    def running(*args: Any) -> None:
+        counts["mapped"] += 1
+        run(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integrity, "first_wrong_block", checked)
+        patch.setattr(SharedReads, "_found", taken)
+        patch.setattr(MappedReads, "run", running)
+        if trouble and troubled:
+            patch.setattr(*TROUBLES[trouble])
+        yield counts
+
+
+def column_target(dimension: int = 1) -> dict[str, Any]:
+    """Return this rank's columns of the tensor, and the small one, of zeros."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.zeros(ROWS, WIDTH)
+    return {
+        "w": distribute_tensor(whole, mesh, [Shard(dimension)], src_data_rank=None),
+        "b": torch.zeros(77),
+    }
+
+
+def load_columns(
+    rank: int, path: str, trouble: str, options: dict[str, Any], door: str = "ours"
+) -> dict[str, int]:
+    """Load by columns, compare, and return what this rank checked and how it got it."""
+    dimension = options.get("dimension", 1)
+    target = column_target(dimension)
+    own = options.get(f"rank {rank}", {})
+    with counted(trouble, troubled=rank == 1) as counts:
+        if door == "ours":
+            ckpt_storage.load(target, path, **own)
+        else:
+            dcp.load(target, storage_reader=ckpt_storage.CheckpointStorageReader(path, **own))
+    whole = seeded(1, ROWS, WIDTH, dtype=torch.float32)
+    expected = torch.chunk(whole, dist.get_world_size(), dimension)[rank].contiguous()
+    assert same(target["w"].to_local(), expected)
+    assert same(target["b"], seeded(2, 77))
+    return counts
+
+
+@pytest.mark.parametrize("door", ["ours", "dcp"])
+@pytest.mark.parametrize("size", [3, 4])
+def test_each_block_is_checked_by_one_rank(
+    ranks: RankPool, saved: Path, size: int, door: str
+) -> None:
+    """Ranks check little more than the file together, and nothing is sent."""
+    found = ranks.run(load_columns, str(saved), "", {}, door, world_size=size)
+    checked = [counts["checked"] for counts in found]
+    assert TOTAL_BYTES <= sum(checked) < 1.2 * TOTAL_BYTES
+    assert max(checked) < 1.5 * TOTAL_BYTES / size
+    assert all((counts["mapped"], counts["shared"]) == (1, 0) for counts in found)
+
+
+@pytest.mark.parametrize("trouble", ["not mapped", "another host"])
+@pytest.mark.parametrize("door", ["ours", "dcp"])
+def test_ranks_that_cannot_do_alike_read_for_themselves(
+    ranks: RankPool, saved: Path, trouble: str, door: str
+) -> None:
+    """Trouble on one rank lets all load on their own, and check everything."""
+    found = ranks.run(load_columns, str(saved), trouble, {}, door, world_size=3)
+    assert all((counts["mapped"], counts["shared"]) == (0, 0) for counts in found)
+    assert all(counts["checked"] >= TOTAL_BYTES for counts in found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rank 1": {"shared_reads": "never"}},
+        {"rank 1": {"memory_limit_bytes": MIB}},
+        {"rank 1": {"verify": False}},
+    ],
+)
+def test_one_rank_that_may_not_share_lets_all_read_alone(
+    ranks: RankPool, saved: Path, options: dict[str, Any]
+) -> None:
+    """Options may differ between ranks: the load succeeds, and nobody relies on another."""
+    found = ranks.run(load_columns, str(saved), "", options, world_size=3)
+    assert all((counts["mapped"], counts["shared"]) == (0, 0) for counts in found)
+
+
+def test_ranks_that_check_nothing_share_nothing(ranks: RankPool, saved: Path) -> None:
+    """What is divided is the checking: with `verify=False` each reads what it wants."""
+    options = {f"rank {rank}": {"verify": False} for rank in range(3)}
+    found = ranks.run(load_columns, str(saved), "", options, world_size=3)
+    assert [(c["mapped"], c["checked"]) for c in found] == [(0, 0)] * 3
+
+
+def load_unlike(rank: int, path: str) -> dict[str, int]:
+    """Load on two hosts of two ranks each, of which the second host's kernel tells nothing."""
+    host = "ab"[rank // 2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: host)
+        patch.setattr(peers, "host_identity", lambda: host)
+        if host == "b":
+            patch.setattr(LocalStore, "map_cached", not_mapped)
+        return load_columns(rank, path, "", {})
+
+
+def test_each_host_goes_its_own_way(ranks: RankPool, saved: Path) -> None:
+    """Ranks of one host map, those of another share memory; each host checks all of the file."""
+    found = ranks.run(load_unlike, str(saved), world_size=4)
+    assert [counts["mapped"] for counts in found] == [1, 1, 0, 0]
+    assert [counts["shared"] > 0 for counts in found] == [False, False, True, True]
+    for pair in (found[:2], found[2:]):
+        assert TOTAL_BYTES <= sum(counts["checked"] for counts in pair) < 1.2 * TOTAL_BYTES
+
+
+def load_evicted(rank: int, path: str) -> dict[str, int]:
+    """Load by columns after the kernel forgot the files."""
+    for file in Path(path).rglob("*.distcp"):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    dist.barrier()
+    return load_columns(rank, path, "", {})
+
+
+def test_what_is_not_cached_is_read(ranks: RankPool, saved: Path) -> None:
+    """From a disk, reads by calls are faster, and their errors are errors."""
+    with next(saved.rglob("*.distcp")).open("rb") as handle:
+        os.fsync(handle.fileno())
+    found = ranks.run(load_evicted, str(saved), world_size=3)
+    assert all(counts["mapped"] == 0 and counts["shared"] for counts in found)
+
+
+def error_of(_rank: int, path: str, door: str) -> tuple[int, str]:
+    """Load by columns; return whether it was mapped, and the error."""
+    target = column_target()
+    with counted("", troubled=False) as counts:
+        try:
+            if door == "ours":
+                ckpt_storage.load(target, path)
+            else:
+                dcp.load(target, storage_reader=ckpt_storage.CheckpointStorageReader(path))
+        except (CheckpointError, CheckpointException) as error:
+            return counts["mapped"], str(error)
+    return counts["mapped"], "loaded"
+
+
+@needs_told
+@pytest.mark.parametrize("door", ["ours", "dcp"])
+@pytest.mark.parametrize("at", [1 << 20, 5 << 20, 9 << 20, TOTAL_BYTES])
+def test_a_bit_turned_in_the_file_ends_the_load_of_all(
+    ranks: RankPool, tmp_path: Path, at: int, door: str
+) -> None:
+    """Whichever rank checks the block: those that have only copied of it raise, too."""
+    path = tmp_path / "model"
+    state = {"w": seeded(1, ROWS, WIDTH, dtype=torch.float32), "b": seeded(2, 77)}
+    dcp_cases.save(state, str(path))
+    (file,) = path.rglob("*.distcp")
+    with file.open("r+b") as handle:
+        handle.seek(at)
+        byte = handle.read(1)
+        handle.seek(at)
+        handle.write(bytes([byte[0] ^ 4]))
+    for was_mapped, text in ranks.run(error_of, str(path), door, world_size=3):
+        assert was_mapped
+        assert "damaged" in text
+
+
+@needs_told
+@pytest.mark.parametrize("change", ["cut", "longer"])
+def test_a_file_of_another_length_is_not_mapped(
+    ranks: RankPool, tmp_path: Path, change: str
+) -> None:
+    """The read says what is wrong with it."""
+    path = tmp_path / "model"
+    state = {"w": seeded(1, ROWS, WIDTH, dtype=torch.float32), "b": seeded(2, 77)}
+    dcp_cases.save(state, str(path))
+    (file,) = path.rglob("*.distcp")
+    size_bytes = file.stat().st_size
+    os.truncate(file, size_bytes // 2 if change == "cut" else size_bytes + 1)
+    for was_mapped, text in ranks.run(error_of, str(path), "ours", world_size=3):
+        assert not was_mapped
+        assert f"instead of {size_bytes}" in text
+
+
+def load_and_let_go(rank: int, path: str) -> list[str]:
+    """Load by columns without the collector; return what is left of it without the target."""
+    gc.collect()
+    gc.disable()
+    try:
+        load_columns(rank, path, "", {})
+        lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
+        left = [line for line in lines if ".distcp" in line]
+        return left + [str(one) for one in gc.get_objects() if isinstance(one, MappedReads)]
+    finally:
+        gc.enable()
+
+
+def test_what_was_mapped_does_not_wait_for_the_collector(ranks: RankPool, saved: Path) -> None:
+    """With it would wait the targets, which are as large as a model."""
+    assert ranks.run(load_and_let_go, str(saved), world_size=3) == [[], [], []]
+
+
+def killed(*_: object) -> None:
+    """End this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def load_beside_one_that_dies(rank: int, path: str, when: str) -> str:
+    """Load; rank 1 is killed before or after its part. Return what the others raise."""
+    target = column_target()
+    run = MappedReads.run
+
+    def run_and_die(*args: Any) -> None:
+        if when == "after":
+            run(*args)
+        killed()
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(MappedReads, "run", run_and_die)
+            ckpt_storage.load(target, path, timeout=Timeouts(load=60, silence=4))
+    except RankFailedError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_rank_that_dies_ends_the_load_of_all(ranks: RankPool, saved: Path, when: str) -> None:
+    """Nobody counts on checks that were not told of."""
+    outcomes = ranks.outcomes(load_beside_one_that_dies, str(saved), when, world_size=3)
+    assert outcomes[1].failure is not None
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.value is not None, outcome.failure
+        assert "rank 1" in outcome.value.lower()
+
+
+# One rank's part, by itself.
+
+KEY: Key = ("w", (0,))
+UNIT_BYTES = MIB
+CHUNK_BYTES = 6 * UNIT_BYTES - 100
+AT_BYTES = 64
+
+
+def order_of(rank: int) -> ShareOrder:
+    """Return the order of one of two ranks that both want the whole chunk."""
+    policy = SharePolicy(
+        unit_bytes=UNIT_BYTES, min_saved_bytes=1, max_gap_bytes=MIB, whole="shared", among="host"
+    )
+    whole = Box((0,), (CHUNK_BYTES,))
+    found = plan_shares(
+        {KEY: [(0, whole), (1, whole)]},
+        lambda _: ((CHUNK_BYTES,), 1),
+        hosts=["a", "a"],
+        policy=policy,
+    )
+    assert found is not None
+    return found[rank]
+
+
+def request_for(content: bytes, target: bytearray, *, start: int = AT_BYTES) -> Request:
+    """Return the wish for the whole chunk, whose checksums are of `content`."""
+    crcs = [integrity.crc32c_of(content[at : at + 65536]) for at in range(0, len(content), 65536)]
+    place = Place(
+        path="file",
+        fqn="w",
+        start=start,
+        size_bytes=CHUNK_BYTES,
+        file_bytes=AT_BYTES + CHUNK_BYTES + 3,
+        block_bytes=65536,
+        crcs=crcs,
+    )
+
+    def sink(window: memoryview, copies: Any) -> None:
+        raise AssertionError((len(window), copies))
+
+    return Request(
+        place=place,
+        item_bytes=1,
+        chunk_sizes=(CHUNK_BYTES,),
+        region=None,
+        sink=sink,
+        target=memoryview(target),
+    )
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> bytes:
+    """The bytes of a chunk that lies in a file, with others before and behind it."""
+    if not is_told(tmp_path):
+        pytest.skip("needs Linux 6.5, and a file system whose files it caches by itself")
+    data = os.urandom(CHUNK_BYTES)
+    (tmp_path / "file").write_bytes(bytes(AT_BYTES) + data + b"end")
+    return data
+
+
+def deadline_of(seconds: float = 60.0) -> Deadline:
+    """Return the deadline of a load."""
+    return Deadline.of(Timeouts(load=seconds), "load")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_own_units_are_checked_and_all_are_copied(
+    tmp_path: Path, content: bytes, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every unit is checked by exactly one of the two, in pieces that are cached."""
+    checked: list[tuple[int, int]] = []
+    check = Place.check
+
+    def noted(place: Place, view: memoryview, first_byte: int) -> None:
+        checked.append((first_byte, first_byte + len(view)))
+        check(place, view, first_byte)
+
+    monkeypatch.setattr(Place, "check", noted)
+    monkeypatch.setattr(mappedreads, "_PIECE_BYTES", 300_000)
+    monkeypatch.setattr(mappedreads, "_KEPT_BYTES", MIB)
+    target, order = bytearray(CHUNK_BYTES), order_of(rank)
+    store = LocalStore(str(tmp_path))
+    reads = MappedReads.of(store, order, {KEY: [request_for(content, target)]})
+    assert reads is not None
+    seen: list[int] = []
+    reads.run(store, deadline_of(), seen.append)
+    assert bytes(target) == content
+    own = [(unit.start, unit.stop) for unit in order.units if unit.owner == rank]
+    covered = [at for start, stop in checked for at in range(start // 65536, -(-stop // 65536))]
+    expected = [at for start, stop in own for at in range(start // 65536, -(-stop // 65536))]
+    assert covered == expected
+    assert all(stop - start <= 300_000 for start, stop in checked)
+    assert sum(seen) == reads.total_bytes == CHUNK_BYTES
+
+
+def test_damage_of_own_units_is_told_and_of_others_is_not(tmp_path: Path, content: bytes) -> None:
+    """Who does not check a block does not find it; that is why all end together."""
+    wrong = bytearray(content)
+    wrong[0] ^= 1
+    owner = next(unit.owner for unit in order_of(0).units if unit.start == 0)
+    store = LocalStore(str(tmp_path))
+    for rank in (0, 1):
+        target = bytearray(CHUNK_BYTES)
+        reads = MappedReads.of(store, order_of(rank), {KEY: [request_for(bytes(wrong), target)]})
+        assert reads is not None
+        if rank == owner:
+            with pytest.raises(IntegrityError, match="damaged") as caught:
+                reads.run(store, deadline_of(), lambda _: None)
+            assert caught.value.fqn == "w"
+            assert bytes(target) == bytes(CHUNK_BYTES)
+        else:
+            reads.run(store, deadline_of(), lambda _: None)
+
+
+def test_a_chunk_that_lies_beyond_its_file_is_not_mapped(tmp_path: Path, content: bytes) -> None:
+    """A read says what is wrong."""
+    store = LocalStore(str(tmp_path))
+    request = request_for(content, bytearray(CHUNK_BYTES), start=AT_BYTES + 4)
+    assert MappedReads.of(store, order_of(0), {KEY: [request]}) is None
+
+
+def test_one_that_is_late_is_left_behind_and_writes_nothing(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that does not answer ends at the deadline; the targets are the caller's again."""
+    waits, ended = threading.Event(), threading.Event()
+
+    def hangs(*_: object) -> None:
+        waits.wait(60)
+        ended.set()
+
+    monkeypatch.setattr(Place, "check", hangs)
+    target = bytearray(CHUNK_BYTES)
+    store = RetryStore(LocalStore(str(tmp_path)), request_timeout_s=0.5)
+    reads = MappedReads.of(store, order_of(0), {KEY: [request_for(content, target)]})
+    assert reads is not None
+    with pytest.raises(CheckpointError):
+        reads.run(store, deadline_of(), lambda _: None)
+    before = bytes(target)
+    waits.set()
+    assert ended.wait(60)
+    for thread in threading.enumerate():
+        if "abandoned" in thread.name:
+            thread.join(10)
+    assert bytes(target) == before
+
+
+# What the kernel caches.
+
+
+class Cold(Posix):
+    """A kernel that caches all but some pieces of 1 MiB, until they are read."""
+
+    def __init__(self, missing: set[int]) -> None:
+        self.missing = missing
+        self.read: list[int] = []
+
+    def is_own_disk(self, path: str) -> bool:
+        """Say yes."""
+        return bool(path)
+
+    def cached_bytes(self, fd: int, offset: int, length: int) -> int:
+        """Leave out the pieces that are missing."""
+        del fd
+        gone = [
+            min(offset + length, (at + 1) * MIB) - max(offset, at * MIB)
+            for at in self.missing
+            if at * MIB < offset + length and offset < (at + 1) * MIB
+        ]
+        return length - sum(gone)
+
+    def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+        """Read, and note it."""
+        self.read.append(offset)
+        return super().preadv(fd, buffers, offset)
+
+
+def test_what_little_is_missing_is_read(tmp_path: Path) -> None:
+    """By calls, whose errors are errors."""
+    data = os.urandom(33 * MIB + 5)
+    (tmp_path / "file").write_bytes(data)
+    posix = Cold({3, 33})
+    mapped = LocalStore(str(tmp_path), posix=posix).map_cached("file", size_bytes=len(data))
+    assert mapped is not None
+    assert bytes(mapped) == data
+    assert posix.read == [3 * MIB, 33 * MIB]
+
+
+def test_what_is_mostly_missing_is_not_mapped(tmp_path: Path) -> None:
+    """More than a sixteenth."""
+    data = bytes(32 * MIB)
+    (tmp_path / "file").write_bytes(data)
+    posix = Cold({1, 2, 3})
+    assert LocalStore(str(tmp_path), posix=posix).map_cached("file", size_bytes=len(data)) is None
+    assert posix.read == []
+
+
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [
+        ("cached_bytes", errno.ENOSYS),
+        ("cached_bytes", errno.EPERM),
+        ("map_private", errno.ENODEV),
+        ("map_private", errno.ENOMEM),
+    ],
+)
+def test_a_kernel_that_cannot_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, number: int
+) -> None:
+    """Then files are read."""
+
+    def refuses(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / "file").write_bytes(b"content")
+    posix = Cold(set())
+    monkeypatch.setattr(posix, method, refuses)
+    assert LocalStore(str(tmp_path), posix=posix).map_cached("file", size_bytes=7) is None
+
+
+def test_a_disk_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a fault of the process: what is missing is read before it is looked at."""
+    data = bytes(32 * MIB)
+    (tmp_path / "file").write_bytes(data)
+    posix = Cold({1})
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(posix, "preadv", fails)
+    with pytest.raises(StorageError, match="Input/output error"):
+        LocalStore(str(tmp_path), posix=posix).map_cached("file", size_bytes=len(data))
+
+
+def test_files_of_other_lengths_and_of_none_are_not_mapped(tmp_path: Path) -> None:
+    """An empty file has nothing to map."""
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "empty").write_bytes(b"")
+    store = LocalStore(str(tmp_path), posix=Cold(set()))
+    assert store.map_cached("file", size_bytes=8) is None
+    assert store.map_cached("empty", size_bytes=0) is None
+    with pytest.raises(StorageError) as caught:
+        store.map_cached("absent", size_bytes=7)
+    assert caught.value.kind == "not-found"
+
+
+def test_a_network_mount_is_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose files others may change, and whose cached pages then go away."""
+    (tmp_path / "file").write_bytes(b"content")
+    monkeypatch.setattr("ckpt_storage.store.posix._file_system", lambda _: 0x6969)  # NFS
+    assert LocalStore(str(tmp_path)).map_cached("file", size_bytes=7) is None
+
+
+def test_the_kernel_is_asked_for_what_it_caches(tmp_path: Path) -> None:
+    """Of a file that was just written all, and nothing of what it was told to forget."""
+    if not is_told(tmp_path):
+        pytest.skip("needs Linux 6.5, and a file system whose files it caches by itself")
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(3 * MIB + 1))
+    posix = Posix()
+    fd = posix.open_read(str(file))
+    try:
+        assert posix.cached_bytes(fd, 0, 3 * MIB + 1) == 3 * MIB + 1
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        assert posix.cached_bytes(fd, 0, 3 * MIB + 1) == 0
+        os.pread(fd, 1, 2 * MIB)
+        assert posix.cached_bytes(fd, 2 * MIB, 4096) == 4096
+    finally:
+        posix.close(fd)
+
+
+def test_descriptors_are_closed(tmp_path: Path) -> None:
+    """What is mapped needs none."""
+    (tmp_path / "file").write_bytes(b"content")
+    posix = FaultPosix()
+    LocalStore(str(tmp_path), posix=posix).map_cached("file", size_bytes=7)
+    assert posix.open_count == 0
