@@ -20,6 +20,7 @@ from ckpt_storage.benchmark.report import (
     COLUMNS,
     as_json_body,
     check_plot,
+    heading,
     plot,
     plot_memory,
     rows_of,
@@ -34,6 +35,7 @@ _WHOLE_LOADS = {"load", "load, cold cache", "load, rows to columns"}
 _FACTS = {
     "storage": "file",
     "latency_s": 0.0,
+    "bandwidth_bytes_s": None,
     "rank_count": 2,
     "run_count": 3,
     "processor_count": 2,
@@ -176,6 +178,7 @@ def test_a_plot_of_another_kind_is_refused_before_measuring() -> None:
         {"gib": 0.0},
         {"run_count": 0},
         {"latency_s": -1.0},
+        {"bandwidth_bytes_s": 0.0},
     ],
 )
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
@@ -192,7 +195,7 @@ def test_the_command_knows_all_scenarios() -> None:
 
 def test_either_a_url_or_a_served_storage() -> None:
     """Neither or both of URL and --serve is an error in the arguments, exit code 2."""
-    for arguments in ([], ["/x", "--serve"], ["/x", "--latency-ms", "5"]):
+    for arguments in ([], ["/x", "--serve"], ["/x", "--latency-ms", "5"], ["/x", "--gbit-s", "5"]):
         assert CliRunner().invoke(app, ["bench", *arguments]).exit_code == 2
 
 
@@ -262,6 +265,19 @@ def test_every_scenario_has_its_peers_on_s3(served: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(600)
+def test_the_link_of_the_served_storage_can_be_bounded() -> None:
+    """No load is faster than the link, and the heading says what that carries."""
+    arguments = ["bench", "--serve", "--runs", "1", "--gib", "0.05", "--scenario", "load"]
+    ended = CliRunner().invoke(app, [*arguments, "--gbit-s", "2", "--json"])
+    assert ended.exit_code == 0, ended.output
+    body = json.loads(ended.output[ended.output.index("{\n") :])
+    assert body["bandwidth_bytes_s"] == 2.5e8
+    assert "a link of 2 Gbit/s" in heading(body)
+    (comparison,) = body["comparisons"]
+    least_s = comparison["moved_bytes"] / 2.5e8
+    assert all(found["min_s"] >= least_s for found in comparison["contenders"].values())
+
+
 def test_served_storage_counts_requests(served: dict[str, Any]) -> None:
     """A save's and a load's requests and bytes are known, those of all ranks."""
     for comparison, direction in zip(

@@ -14,6 +14,7 @@ from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 from s3clients import BUCKET, MIB, ask, connect, fetch, refused, running, upload
 
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.testing._s3link import PIECE_BYTES, Link
 from ckpt_storage.testing._s3memory import BufferPool
 from ckpt_storage.testing.s3server import S3Server
 
@@ -486,3 +487,41 @@ def test_condition_element_can_be_left_out(client: Any) -> None:
         client.put_object(Bucket=BUCKET, Key="k", Body=b"2", IfNoneMatch="*")
     assert caught.value.response["Error"]["Code"] == "PreconditionFailed"
     assert "Condition" not in caught.value.response["Error"]
+
+
+# A link with a bound
+
+
+def test_a_link_carries_one_byte_after_the_other() -> None:
+    """Who comes while it is busy waits its turn; what it did not carry while idle is lost."""
+    now = [100.0]
+    waits: list[float] = []
+    link = Link(1000.0, clock=lambda: now[0], wait=waits.append)
+    link.carry(500)
+    link.carry(250)
+    now[0] = 200.0
+    link.carry(100)
+    assert waits == pytest.approx([0.5, 0.75, 0.1])
+
+
+def test_what_had_its_time_is_not_waited_for() -> None:
+    """A clock that went on meanwhile leaves nothing to wait."""
+    times = iter([0.0, 5.0])
+    waits: list[float] = []
+    Link(1000.0, clock=lambda: next(times), wait=waits.append).carry(100)
+    assert waits == []
+
+
+def test_all_connections_share_the_link_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The links are asked for the bodies both ways, in pieces, and objects stay what they were."""
+    with running(bandwidth_bytes_s=1e12) as (server, client):
+        assert server._links is not None  # noqa: SLF001
+        carried: tuple[list[int], list[int]] = ([], [])
+        for link, counts in zip(server._links, carried, strict=True):  # noqa: SLF001
+            monkeypatch.setattr(link, "carry", counts.append)
+        body = random.Random(1).randbytes(3 * MIB + 5)
+        client.put_object(Bucket=BUCKET, Key="k", Body=body)
+        assert client.get_object(Bucket=BUCKET, Key="k")["Body"].read() == body
+        for counts in carried:
+            assert len(body) <= sum(counts) < len(body) + 100_000
+            assert max(counts) <= PIECE_BYTES

@@ -72,10 +72,12 @@ def _shown(value: int | None, unit: float) -> str:
 def heading(facts: Mapping[str, Any]) -> str:
     """Return one line that says what the figures are of; `facts` as `run_bench` returns them."""
     latency = f", {facts['latency_s'] * 1e3:.0f} ms added a request" if facts["latency_s"] else ""
+    bandwidth = facts.get("bandwidth_bytes_s")
+    link = f", a link of {bandwidth * 8 / 1e9:g} Gbit/s" if bandwidth else ""
     taken = facts.get("auto_engine")
     engine = f", auto takes {taken}" if taken else ""
     return (
-        f"{facts['storage']}{engine}{latency}; {facts['rank_count']} ranks, "
+        f"{facts['storage']}{engine}{latency}{link}; {facts['rank_count']} ranks, "
         f"{facts['run_count']} runs, "
         f"{facts['processor_count']} processors, load {facts['load_average']:.1f}, "
         f"torch {facts['torch']}, Python {facts['python']}"

@@ -82,8 +82,11 @@ def _storage(settings: BenchSettings) -> Iterator[tuple[BenchSettings, str | Non
         root = Location.of(settings.url, settings.storage_options).join(folder)
         yield replace(settings, url=root.target), None
         return
-    server = subprocess.Popen(  # our own module
-        [sys.executable, "-m", "ckpt_storage.testing.s3server", "--bucket", "bench"],
+    bounds = []
+    if settings.bandwidth_bytes_s is not None:
+        bounds = ["--bandwidth", str(settings.bandwidth_bytes_s)]
+    server = subprocess.Popen(  # noqa: S603  # our own module
+        [sys.executable, "-m", "ckpt_storage.testing.s3server", "--bucket", "bench", *bounds],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -144,6 +147,7 @@ def _facts(settings: BenchSettings, root: Location) -> dict[str, Any]:
         "rank_count": settings.rank_count,
         "run_count": settings.run_count,
         "latency_s": settings.latency_s,
+        "bandwidth_bytes_s": settings.bandwidth_bytes_s,
         "sharding": settings.sharding,
         "memory_limit_bytes": settings.memory_limit_bytes,
         "torch": torch.__version__,

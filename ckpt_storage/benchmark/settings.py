@@ -38,7 +38,8 @@ class BenchSettings:
     gib: size of the whole state, in GiB; run_count: measured runs of each contender, after one
     that warms up. engines: data planes of ours to compare. peers: measure stock torch and the
     AWS connector too, where they can reach the storage. latency_s: seconds that the bench's own
-    S3 server waits before it serves a request. memory_curves: look at the memory of a
+    S3 server waits before it serves a request. bandwidth_bytes_s: what that server's link carries
+    each way, None where nothing bounds it. memory_curves: look at the memory of a
     first run of every contender, which is not timed.
     """
 
@@ -54,6 +55,7 @@ class BenchSettings:
     peers: bool = False
     memory_limit_bytes: int | None = None
     latency_s: float = 0.0
+    bandwidth_bytes_s: float | None = None
     memory_curves: bool = False
 
     def __post_init__(self) -> None:
@@ -71,4 +73,9 @@ class BenchSettings:
         if self.latency_s < 0:
             raise InvalidInputError(
                 f"latency_s is {self.latency_s}.", next_step="Give 0 or more seconds."
+            )
+        if self.bandwidth_bytes_s is not None and self.bandwidth_bytes_s <= 0:
+            raise InvalidInputError(
+                f"bandwidth_bytes_s is {self.bandwidth_bytes_s}.",
+                next_step="Give bytes a second, more than 0, or None.",
             )

@@ -67,6 +67,9 @@ _SCENARIOS = (
     "--latency-ms", default=0.0, help="Milliseconds that the served S3 adds to each request."
 )
 @click.option(
+    "--gbit-s", type=float, help="What the link of the served S3 carries, each way; else no bound."
+)
+@click.option(
     "--simulate-ranks",
     multiple=True,
     type=int,
@@ -100,6 +103,7 @@ def bench(  # noqa: PLR0913  # one argument an option
     peers: bool,
     serve: bool,
     latency_ms: float,
+    gbit_s: float | None,
     simulate_ranks: Sequence[int],
     simulate_tensors: int,
     plot_path: str | None,
@@ -122,6 +126,8 @@ def bench(  # noqa: PLR0913  # one argument an option
         raise click.UsageError("Give either a URL or --serve.")
     if latency_ms and not serve:
         raise click.UsageError("--latency-ms goes with --serve only.")
+    if gbit_s is not None and not serve:
+        raise click.UsageError("--gbit-s goes with --serve only.")
     from ckpt_storage.benchmark.report import (  # noqa: PLC0415  # torch loads when it is called
         COLUMNS,
         as_json_body,
@@ -151,6 +157,7 @@ def bench(  # noqa: PLR0913  # one argument an option
             peers=peers,
             memory_limit_bytes=memory_limit_bytes,
             latency_s=latency_ms / 1e3,
+            bandwidth_bytes_s=None if gbit_s is None else gbit_s * 1e9 / 8,
             memory_curves=memory_plot_path is not None,
         )
     )

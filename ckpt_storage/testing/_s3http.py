@@ -19,6 +19,8 @@ from http import HTTPStatus
 from typing import Protocol
 from urllib.parse import unquote, unquote_plus
 
+from ._s3link import PIECE_BYTES as LINK_BYTES
+from ._s3link import Link
 from ._s3memory import PIECE_BYTES, BufferPool, Payload, Segment
 from ._s3model import S3Error
 
@@ -156,11 +158,19 @@ def _length(headers: Mapping[str, str], name: str) -> int | None:
 class Wire:
     """One accepted connection, used by one thread; only `interrupt` may come from another."""
 
-    def __init__(self, sock: socket.socket, pool: BufferPool, stopping: threading.Event) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        pool: BufferPool,
+        stopping: threading.Event,
+        links: tuple[Link, Link] | None = None,
+    ) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
         self._pool = pool
         self._stopping = stopping
+        # For what comes and for what goes; None where nothing bounds them.
+        self._links = links
         self._close_lock = threading.Lock()
         self._buffer = bytearray(_LINE_BUFFER_BYTES)
         self._low = 0
@@ -191,6 +201,8 @@ class Wire:
             raise Disconnected(str(error)) from error
         if not got:
             raise Disconnected("closed by the client")
+        if self._links is not None:
+            self._links[0].carry(got)
         return got
 
     def readline(self) -> bytes:
@@ -213,7 +225,8 @@ class Wire:
         view[:done] = memoryview(self._buffer)[self._low : self._low + done]
         self._low += done
         while done < len(view):
-            window = view[done : done + _RECEIVE_BYTES]
+            most = _RECEIVE_BYTES if self._links is None else LINK_BYTES
+            window = view[done : done + most]
             done += self._receive(window, socket.MSG_WAITALL)
         return done
 
@@ -292,6 +305,13 @@ class Wire:
 
     def _send(self, data: bytes | memoryview, flags: int = 0) -> None:
         try:
+            if self._links is not None:
+                view = memoryview(data)
+                for at in range(0, len(view), LINK_BYTES):
+                    piece = view[at : at + LINK_BYTES]
+                    self._links[1].carry(len(piece))
+                    self._sock.sendall(piece, flags)
+                return
             self._sock.sendall(data, flags)
         except OSError as error:
             raise Disconnected(str(error)) from error

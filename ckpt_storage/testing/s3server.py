@@ -33,6 +33,7 @@ from ckpt_storage.options import MIB
 
 from ._s3faults import CrashWhen, Effect, FaultRule, Journal, RequestRecord, ServerStats, Ticket
 from ._s3http import Disconnected, Head, Response, Wire, body_bytes
+from ._s3link import Link
 from ._s3memory import BufferPool, Payload
 from ._s3model import S3Error, S3State
 from ._s3objects import ObjectOperations
@@ -58,6 +59,8 @@ class S3Server:
     the least size of a part that is not the last, and `list_page_count` the most entries of one
     listing; tests lower them to get many parts and pages from little data.
 
+    With `bandwidth_bytes_s` all connections together carry so many bytes a second, each way.
+
     Out of process, `POST /_fault` takes a JSON list of rules with the fields of `FaultRule`, and
     `GET /_stats` returns `stats()`; neither gets a sequence number.
     """
@@ -72,6 +75,7 @@ class S3Server:
         omit_condition_element: bool = False,
         min_part_bytes: int = 5 * MIB,
         list_page_count: int = 1000,
+        bandwidth_bytes_s: float | None = None,
     ) -> None:
         self._address = (host, port)
         self._settings = Settings(
@@ -81,14 +85,18 @@ class S3Server:
             list_page_count=list_page_count,
         )
         self._state = S3State(min_part_bytes=min_part_bytes)
+        self._stopping = threading.Event()
         self._journal = Journal()
         self._pool = BufferPool()
+        self._links: tuple[Link, Link] | None = None
+        if bandwidth_bytes_s is not None:
+            wait = self._stopping.wait
+            self._links = (Link(bandwidth_bytes_s, wait=wait), Link(bandwidth_bytes_s, wait=wait))
         self._operations = {
             **ObjectOperations(self._state, self._settings).table,
             **UploadOperations(self._state, self._settings).table,
         }
         self._request_ids = itertools.count(1)
-        self._stopping = threading.Event()
         self._connections: dict[threading.Thread, Wire] = {}
         self._acceptor: threading.Thread | None = None
         self._wake: socket.socket | None = None
@@ -241,7 +249,7 @@ class S3Server:
     def _connect(self, sock: socket.socket) -> None:
         try:
             sock.settimeout(None)
-            wire = Wire(sock, self._pool, self._stopping)
+            wire = Wire(sock, self._pool, self._stopping, self._links)
         except OSError:
             sock.close()
             return
@@ -410,6 +418,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ckpt_storage.testing.s3server")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
     parser.add_argument("--bucket", action="append", default=[], help="create it; may be repeated")
+    parser.add_argument(
+        "--bandwidth", type=float, metavar="BYTES", help="bytes a second each way, of all together"
+    )
     options = parser.parse_args(arguments)
     stop_read, stop_write = socket.socketpair()
     stop_write.settimeout(0)
@@ -418,7 +429,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        with stop_read, stop_write, S3Server(port=options.port) as server:
+        with (
+            stop_read,
+            stop_write,
+            S3Server(port=options.port, bandwidth_bytes_s=options.bandwidth) as server,
+        ):
             for name in options.bucket:
                 server.create_bucket(name)
             ready = {"endpoint_url": server.endpoint_url, "storage_options": server.storage_options}
