@@ -18,7 +18,7 @@ from .mappedreads import MappedReads
 from .options import Progress, TransferOptions
 from .progress import reporting
 from .readplan import plan_reads
-from .sharedreads import SharedReads, Sharers
+from .sharedreads import SharedReads, Sharers, Wish
 from .sharing import ShareOrder
 from .store.base import Store
 from .workers import bounded
@@ -78,7 +78,25 @@ class LoadReads:
         If any is not willing, or cannot, each reads alone.
         """
         load, options = self._load, self._options
-        mapped, shared, own, wish = None, None, [], None
+        mapped: MappedReads | None = None
+        shared: SharedReads | None = None
+        own: list[Fetch] = []
+        wish = None
+
+        def otherwise() -> Wish | None:
+            """Return the wish of a rank that reads."""
+            nonlocal mapped, shared, own
+            mapped = None
+            with collector_paused():
+                shared = SharedReads(order, load.shared)
+                own = shared.fetches(self._costs)
+            return shared.wish(
+                own,
+                options,
+                verifies=self._verifies,
+                lends_reads=self._store.capabilities.lends_reads,
+            )
+
         # A unit goes through one buffer, which must not be more than a part may be.
         if (
             is_willing
@@ -86,20 +104,10 @@ class LoadReads:
             and options.part_bytes >= order.unit_bytes
         ):
             mapped = MappedReads.of(bounded(self._store, deadline), order, load.shared)
-            if mapped is not None:
-                wish = mapped.wish(verifies=self._verifies)
-            else:
-                with collector_paused():
-                    shared = SharedReads(order, load.shared)
-                    own = shared.fetches(self._costs)
-                wish = shared.wish(
-                    own,
-                    options,
-                    verifies=self._verifies,
-                    lends_reads=self._store.capabilities.lends_reads,
-                )
-        with sharers.joined(wish, deadline) as links:
+            wish = otherwise() if mapped is None else mapped.wish(verifies=self._verifies)
+        with sharers.joined(wish, deadline, otherwise=otherwise) as links:
             if links is None:
+                mapped = shared = None
                 load.share_nothing()
                 self._read(deadline)
                 return

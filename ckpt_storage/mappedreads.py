@@ -11,6 +11,8 @@ theirs was as saved (`Sharers.joined`).
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import mmap
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +21,11 @@ from functools import partial
 from operator import attrgetter
 
 from .deadline import Deadline
-from .errors import CheckpointError
+from .errors import CheckpointError, StorageError
 from .readplan import Put, Request, deliver
 from .sharedreads import Wish
 from .sharing import Key, ShareOrder
-from .store.base import MappingStore, Store
+from .store.base import MappedFile, MappingStore, Store
 from .workers import in_one_thread
 
 __all__ = ["MappedReads"]
@@ -31,8 +33,11 @@ __all__ = ["MappedReads"]
 _PIECE_BYTES = 1 << 20
 """Checked and then copied from while it is in a processor's own cache."""
 
-_MOST_BYTES = 32 << 20
+_MOST_BYTES = 8 << 20
 """Copied in one go; the deadline is looked at in between."""
+
+_MOST_FILES = 128
+"""Mapped at a time: each takes a descriptor. More of them are read."""
 
 _KEPT_BYTES = 256 << 20
 """So much of a file stays mapped to pages: of a whole model their tables would be long."""
@@ -61,7 +66,7 @@ class MappedReads:
         self,
         order: ShareOrder,
         requests: Mapping[Key, Sequence[Request]],
-        files: Mapping[str, mmap.mmap],
+        files: Mapping[str, MappedFile],
     ) -> None:
         self._order = order
         self._rank = order.rank
@@ -79,21 +84,31 @@ class MappedReads:
     ) -> MappedReads | None:
         """Return this rank's part, None unless every file can be mapped and is cached.
 
-        Raises what the store raises.
+        None, too, if there is nothing to be shared.
         """
-        if order.among != "host" or not isinstance(store, MappingStore):
+        if order.among != "host" or not order.runs or not isinstance(store, MappingStore):
             return None
-        files: dict[str, mmap.mmap] = {}
+        files: dict[str, MappedFile] = {}
         for place in (requests[run.key][0].place for run in order.runs):
-            # What lies beyond the end of a file is for a read to tell.
+            # Without checksums nothing is to be divided, and such files may be written again. What
+            # lies beyond the end of a file is for a read to tell.
             size_bytes = place.file_bytes
-            if size_bytes is None or place.start + place.size_bytes > size_bytes:
+            if (
+                place.crcs is None
+                or size_bytes is None
+                or place.start + place.size_bytes > size_bytes
+            ):
                 return None
-            if place.path not in files:
-                mapped = store.map_cached(place.path, size_bytes=size_bytes)
-                if mapped is None:
-                    return None
-                files[place.path] = mapped
+            if place.path in files:
+                continue
+            mapped = None
+            if len(files) < _MOST_FILES:
+                # Whatever is wrong: a read finds it as well, and says so to all ranks.
+                with contextlib.suppress(StorageError):
+                    mapped = store.map_cached(place.path, size_bytes=size_bytes)
+            if mapped is None:
+                return None
+            files[place.path] = mapped
         return cls(order, requests, files)
 
     @property
@@ -102,7 +117,7 @@ class MappedReads:
         return sum(each.stop - each.start for each in self._stretches)
 
     def wish(self, *, verifies: bool) -> Wish:
-        """Return what this rank needs: to know that its partners do the same."""
+        """Return what this rank needs: that its partners do the same, with the same files."""
         return Wish(
             buffer_bytes=0,
             buffer_count=0,
@@ -110,13 +125,17 @@ class MappedReads:
             among=self._order.among,
             verifies=verifies,
             maps=True,
+            files={
+                hashlib.blake2b(path.encode(), digest_size=8).hexdigest(): file.identity
+                for path, file in self._files.items()
+            },
         )
 
     def run(self, store: Store, deadline: Deadline, on_bytes: Callable[[int], None]) -> None:
         """Check this rank's units and copy what it wants of all; `store` is that of the files.
 
-        Raises `IntegrityError` and what the deadline raises; targets are then undefined, and no
-        thread writes into them any more.
+        Raises `IntegrityError` and what the deadline raises; targets are then undefined, and a
+        thread that was left behind ends with the copy under way.
         """
         try:
             in_one_thread(store, partial(self._run, deadline, on_bytes))
@@ -132,7 +151,7 @@ class MappedReads:
             if each.path != path:
                 self._forget(path, low, None)
                 path, low = each.path, 0
-                whole = memoryview(self._files[path])
+                whole = memoryview(self._files[path].memory)
                 puts.clear()
             elif each.begin - low >= _KEPT_BYTES:
                 self._forget(path, low, each.begin)
@@ -161,21 +180,23 @@ class MappedReads:
             part = whole[begin : begin + count]
             if each.is_own:
                 place.check(part, start)
-            if self._given_up.is_set():
-                # The caller may use the targets again, though this thread came back late.
-                raise CheckpointError(f"The load of rank {self._rank} was given up.")
             for request, put in takers:
+                if self._given_up.is_set():
+                    # The caller may use the targets again, though this thread came back late.
+                    raise CheckpointError(f"The load of rank {self._rank} was given up.")
                 if put is None or not put(begin, start, count):
                     deliver(request, start, part)
 
     def _forget(self, path: str, start: int, stop: int | None) -> None:
         """Let pages in [start, stop) no more count as memory of this process."""
         if path:
-            mapped = self._files[path]
+            mapped = self._files[path].memory
             start -= start % mmap.PAGESIZE
             stop = len(mapped) if stop is None else stop - stop % mmap.PAGESIZE
-            if start < stop:
-                mapped.madvise(mmap.MADV_DONTNEED, start, stop - start)
+            # Not where memory is locked: then it stays until the end.
+            with contextlib.suppress(OSError):
+                if start < stop:
+                    mapped.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 def _stretches(order: ShareOrder, requests: Mapping[Key, Sequence[Request]]) -> list[_Stretch]:

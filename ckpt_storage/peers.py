@@ -18,8 +18,9 @@ import math
 import os
 import pickle
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -237,6 +238,36 @@ class Peers:
             ) from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What one rank wishes: as `Wish` has it, where it runs, and what it offers its mates."""
+
+    verifies: bool
+    maps: bool | None
+    files: Mapping[str, str]
+    host: str
+    offer: str | None
+
+
+def _map_in_vain(answers: Sequence[_Answer]) -> bool:
+    """Return whether ranks that wish to map have mates that do not, or that have other files.
+
+    The same path leads elsewhere for a process with other mounts, or once a file was replaced.
+    """
+    hosts: dict[str, list[_Answer]] = {}
+    for answer in answers:
+        if answer.maps is not None:
+            hosts.setdefault(answer.host, []).append(answer)
+    for mates in hosts.values():
+        if len({mate.maps for mate in mates}) > 1:
+            return True
+        known: dict[str, str] = {}
+        for mate in mates:
+            if any(known.setdefault(path, it) != it for path, it in mate.files.items()):
+                return True
+    return False
+
+
 class OperationSharers:
     """The ranks of an operation, as those that share reads: all join or none does."""
 
@@ -245,16 +276,24 @@ class OperationSharers:
         self._peers = peers
 
     @contextmanager
-    def joined(self, wish: Wish | None, deadline: Deadline) -> Iterator[Links | None]:
+    def joined(
+        self, wish: Wish | None, deadline: Deadline, *, otherwise: Callable[[], Wish | None]
+    ) -> Iterator[Links | None]:
         """Give the links between the ranks, None on all ranks if any cannot take part.
 
         All ranks, as steps of the operation, whose deadline it is. Raises what that failed with.
         """
         with ExitStack() as stack:
-            memory = self._memory(wish)
-            if memory is not None:
-                stack.callback(memory.close)
-            found = self._met(wish, memory, deadline)
+            memory = self._memory(wish, stack)
+            answers = self._told(wish, memory)
+            if answers is not None and _map_in_vain(answers):
+                if wish is not None and wish.maps:
+                    wish = otherwise()
+                    memory = self._memory(wish, stack)
+                answers = self._told(wish, memory)
+            found = None
+            if wish is not None and answers is not None:
+                found = self._met(wish, memory, answers, deadline)
             if found is None or found.memory is None:
                 # Nobody looks into it: let it go before the reads.
                 stack.close()
@@ -272,56 +311,69 @@ class OperationSharers:
                 self._peers.drop()
                 raise
 
-    def _memory(self, wish: Wish | None) -> HostMemory | None:
+    def _memory(self, wish: Wish | None, stack: ExitStack) -> HostMemory | None:
         if wish is None or wish.maps or not host_identity():
             return None
         rank, bytes_, count = self._operation.rank, wish.buffer_bytes, wish.buffer_count
         try:
-            return HostMemory(rank, buffer_bytes=bytes_, buffer_count=count)
+            memory = HostMemory(rank, buffer_bytes=bytes_, buffer_count=count)
         except HostMemoryError as error:
             log.warning("Rank %d shares no memory with others: %s", rank, error)
             return None
+        stack.callback(memory.close)
+        return memory
+
+    def _told(self, wish: Wish | None, memory: HostMemory | None) -> list[_Answer] | None:
+        """Return what every rank wishes, None on all ranks if any cannot take part."""
+        answer = None
+        if wish is not None:
+            answer = _Answer(
+                verifies=wish.verifies,
+                maps=wish.maps,
+                files=wish.files,
+                host=host_identity() or f"rank {self._operation.rank}",
+                offer=None if memory is None else memory.offer.pack(),
+            )
+        told = json.dumps(None if answer is None else asdict(answer)).encode()
+        found = [json.loads(text) for text in self._operation.all_gather(told)]
+        return None if None in found else [_Answer(**each) for each in found]
 
     def _met(
-        self, wish: Wish | None, memory: HostMemory | None, deadline: Deadline
+        self,
+        wish: Wish,
+        memory: HostMemory | None,
+        answers: Sequence[_Answer],
+        deadline: Deadline,
     ) -> Links | None:
         """Return how the ranks reach one another; the same kind of answer on all."""
         operation = self._operation
-        offer = None if memory is None else memory.offer.pack()
-        host = host_identity() or f"rank {operation.rank}"
-        told = json.dumps(
-            [None if wish is None else (wish.verifies, wish.maps), host, offer]
-        ).encode()
-        answers = [json.loads(answer) for answer in operation.all_gather(told)]
-        if wish is None or any(wanted is None for wanted, _, _ in answers):
-            return None
+        host = answers[operation.rank].host
         mates = {
-            rank: text
-            for rank, (_, its_host, text) in enumerate(answers)
-            if its_host == host and rank != operation.rank
+            rank: answer.offer
+            for rank, answer in enumerate(answers)
+            if answer.host == host and rank != operation.rank
         }
         # One that verifies would take what another one has not: it checks what is sent, itself.
-        are_alike = len({verifies for (verifies, _), _, _ in answers}) == 1
-        mapping = {maps for (_, maps), its_host, _ in answers if its_host == host}
+        are_alike = len({answer.verifies for answer in answers}) == 1
+        # By now all of a host do, but for those that share nothing.
+        maps = any(answer.maps for answer in answers if answer.host == host)
         links = Links(
             transport=None,
             memory=None,
             deadline=deadline,
-            ends_together=any(maps for (_, maps), _, _ in answers),
+            ends_together=any(answer.maps for answer in answers),
         )
-        if are_alike and len(mates) == operation.world_size - 1 and mapping == {True}:
+        if are_alike and maps and len(mates) == operation.world_size - 1:
             return links
-        # Ranks of one host find the same in its memory, but for the moment when they looked.
-        has_reached = are_alike and len(mapping) == 1
-        has_reached = has_reached and (wish.maps or self._has_reached(mates, memory))
+        has_reached = are_alike and (maps or self._has_reached(mates, memory))
         if wish.among == "host":
             has_reached = has_reached and wish.partners <= mates.keys()
         votes = operation.all_gather(b"yes" if has_reached else b"no")
         can_use_memory = set(votes) == {b"yes"}
-        links = dataclasses.replace(links, memory=memory if can_use_memory else None)
+        links = dataclasses.replace(links, memory=memory if can_use_memory and not maps else None)
         if wish.among == "host":
             return links if can_use_memory else None
-        if can_use_memory and len({its_host for _, its_host, _ in answers}) == 1:
+        if can_use_memory and len({answer.host for answer in answers}) == 1:
             return links
         if not self._have_group(deadline):
             return None
@@ -376,7 +428,9 @@ class DefaultGroupSharers:
         return (dist.get_world_size(), dist.get_rank()) == (world_size, rank)
 
     @contextmanager
-    def joined(self, wish: Wish | None, deadline: Deadline) -> Iterator[Links | None]:
+    def joined(
+        self, wish: Wish | None, deadline: Deadline, *, otherwise: Callable[[], Wish | None]
+    ) -> Iterator[Links | None]:
         """Make an operation of the block; ranks that do not meet read for themselves."""
         coordinator = coordinator_of(None, lane="reads")
         timeouts = self._bounded(load_s=deadline.timeout_s)
@@ -390,7 +444,7 @@ class DefaultGroupSharers:
                 wish = None
             watched = operation.phase("load", deadline.remaining_s())
             sharers = OperationSharers(operation, peers_of(coordinator))
-            with sharers.joined(wish, watched) as found:
+            with sharers.joined(wish, watched, otherwise=otherwise) as found:
                 yield found
                 if found is not None:
                     # Nobody leaves the operation while another may still need to hear from it.

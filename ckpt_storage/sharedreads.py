@@ -23,7 +23,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from .costs import ReadCosts
@@ -88,7 +88,8 @@ class Wish:
 
     `among` tells whether they may be on other hosts, `verifies` whether this rank holds bytes to
     the checkpoint's checksums: what lies in memory is checked by its reader only. With `maps` it
-    needs no buffers: all of what is shared lies in the memory of its host's kernel.
+    needs no buffers: all of what is shared lies in the memory of its host's kernel, in `files`,
+    each by a digest of its path with its identity. None: there is nothing that it shares.
     """
 
     buffer_bytes: int
@@ -96,14 +97,19 @@ class Wish:
     partners: frozenset[int]
     among: Literal["all", "host"]
     verifies: bool
-    maps: bool = False
+    maps: bool | None = False
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 class Sharers(Protocol):
     """Ranks that may share reads; all of them ask in the same load."""
 
-    def joined(self, wish: Wish | None, deadline: Deadline) -> AbstractContextManager[Links | None]:
+    def joined(
+        self, wish: Wish | None, deadline: Deadline, *, otherwise: Callable[[], Wish | None]
+    ) -> AbstractContextManager[Links | None]:
         """Reach one another for the time of a block.
+
+        Who wishes to map is asked `otherwise` where mates cannot, or have other files there.
 
         A rank that cannot take part has no wish. None on all ranks if any cannot take part, or
         if they do not reach one another. Where ranks map files, who leaves the block without an
@@ -199,6 +205,7 @@ class SharedReads:
             partners=self._order.partners,
             among=self._order.among,
             verifies=verifies,
+            maps=False if self._order.runs else None,
         )
 
     def link(self, links: Links) -> None:

@@ -264,7 +264,6 @@ def test_every_scenario_has_its_peers_on_s3(served: dict[str, Any]) -> None:
             assert [each for each in contenders if each.startswith(name)], comparison["what"]
 
 
-@pytest.mark.timeout(600)
 def test_the_link_of_the_served_storage_can_be_bounded() -> None:
     """No load is faster than the link, and the heading says what that carries."""
     arguments = ["bench", "--serve", "--runs", "1", "--gib", "0.05", "--scenario", "load"]
@@ -278,6 +277,7 @@ def test_the_link_of_the_served_storage_can_be_bounded() -> None:
     assert all(found["min_s"] >= least_s for found in comparison["contenders"].values())
 
 
+@pytest.mark.timeout(600)
 def test_served_storage_counts_requests(served: dict[str, Any]) -> None:
     """A save's and a load's requests and bytes are known, those of all ranks."""
     for comparison, direction in zip(

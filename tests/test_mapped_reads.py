@@ -6,13 +6,17 @@ The oracle makes tensors from their seeds and slices them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import gc
+import itertools
+import mmap
 import os
+import shutil
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +26,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt_storage
 from ckpt_storage import integrity, mappedreads, peers
@@ -38,9 +44,9 @@ from ckpt_storage.sharedreads import SharedReads
 from ckpt_storage.sharing import Key, ShareOrder, SharePolicy, plan_shares
 from ckpt_storage.source import Place
 from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.local_root import LocalRoot
 from ckpt_storage.store.posix import Posix
 from ckpt_storage.store.retry import RetryStore
-from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.ranks import RankPool
 
 # Rows of odd length: units begin and end within them.
@@ -72,6 +78,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     state = {"w": seeded(1, ROWS, WIDTH, dtype=torch.float32), "b": seeded(2, 77)}
     dcp_cases.save(state, str(path))
     return path
+
+
+def evict(path: Path) -> None:
+    """Let the kernel forget the files of a checkpoint."""
+    for file in path.rglob("*.distcp"):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 def not_mapped(*_: object, **__: object) -> None:
@@ -163,13 +178,22 @@ def test_each_block_is_checked_by_one_rank(
     assert all((counts["mapped"], counts["shared"]) == (1, 0) for counts in found)
 
 
-@pytest.mark.parametrize("trouble", ["not mapped", "another host"])
 @pytest.mark.parametrize("door", ["ours", "dcp"])
-def test_ranks_that_cannot_do_alike_read_for_themselves(
-    ranks: RankPool, saved: Path, trouble: str, door: str
+def test_ranks_of_which_one_cannot_map_share_memory(
+    ranks: RankPool, saved: Path, door: str
+) -> None:
+    """What they find may differ; then they go the other way, together."""
+    found = ranks.run(load_columns, str(saved), "not mapped", {}, door, world_size=3)
+    assert all(counts["mapped"] == 0 and counts["shared"] for counts in found)
+    assert sum(counts["checked"] for counts in found) < 1.2 * TOTAL_BYTES
+
+
+@pytest.mark.parametrize("door", ["ours", "dcp"])
+def test_ranks_that_are_not_on_one_host_read_for_themselves(
+    ranks: RankPool, saved: Path, door: str
 ) -> None:
     """Trouble on one rank lets all load on their own, and check everything."""
-    found = ranks.run(load_columns, str(saved), trouble, {}, door, world_size=3)
+    found = ranks.run(load_columns, str(saved), "another host", {}, door, world_size=3)
     assert all((counts["mapped"], counts["shared"]) == (0, 0) for counts in found)
     assert all(counts["checked"] >= TOTAL_BYTES for counts in found)
 
@@ -188,6 +212,77 @@ def test_one_rank_that_may_not_share_lets_all_read_alone(
     """Options may differ between ranks: the load succeeds, and nobody relies on another."""
     found = ranks.run(load_columns, str(saved), "", options, world_size=3)
     assert all((counts["mapped"], counts["shared"]) == (0, 0) for counts in found)
+
+
+def load_replica(rank: int, path: str, replica: str, door: str) -> dict[str, int]:
+    """Load where rank 1 finds another folder under the name, as with mounts of its own."""
+    full = LocalRoot.full
+
+    def elsewhere_on_one(root: LocalRoot, name: str) -> str:
+        return full(root, name).replace(path, replica)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(LocalRoot, "full", elsewhere_on_one)
+        try:
+            return load_columns(rank, path, "", {}, door)
+        except (CheckpointError, CheckpointException) as error:
+            return {"damaged": int("damaged" in str(error))}
+
+
+@pytest.mark.parametrize("door", ["ours", "dcp"])
+@pytest.mark.parametrize("at", [1 << 20, 5 << 20, 9 << 20])
+def test_nobody_relies_on_a_check_of_another_file(
+    ranks: RankPool, saved: Path, tmp_path: Path, door: str, at: int
+) -> None:
+    """Of two containers with a copy of the checkpoint each, one copy is damaged.
+
+    The three places are in units that three ranks check.
+    """
+    replica = tmp_path / "replica"
+    shutil.copytree(saved, replica)
+    (file,) = replica.rglob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    found = ranks.run(load_replica, str(saved), str(replica), door, world_size=3)
+    # What was loaded was compared; here each got the right bytes through memory, or an error.
+    assert all(counts.get("mapped", 0) == 0 for counts in found)
+
+
+def load_beside_one_that_wants_little(rank: int, path: str) -> dict[str, int]:
+    """Load by columns on three ranks; the fourth wants only the small tensor."""
+    count = 3
+    target: dict[str, Any] = {"b": torch.zeros(77)}
+    mesh = DeviceMesh("cpu", list(range(count)))
+    if rank < count:
+        target["w"] = DTensor.from_local(
+            torch.zeros(ROWS, torch.chunk(torch.empty(WIDTH), count)[rank].numel()),
+            mesh,
+            [Shard(1)],
+            shape=torch.Size([ROWS, WIDTH]),
+            stride=(WIDTH, 1),
+        )
+    with counted("", troubled=False) as counts:
+        ckpt_storage.load(target, path)
+    assert same(target["b"], seeded(2, 77))
+    if rank < count:
+        whole = seeded(1, ROWS, WIDTH, dtype=torch.float32)
+        assert same(target["w"].to_local(), torch.chunk(whole, count, 1)[rank].contiguous())
+    return counts
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_one_that_has_nothing_to_share_stands_in_nobodys_way(
+    ranks: RankPool, saved: Path, *, is_cached: bool
+) -> None:
+    """It takes part either way."""
+    if not is_cached:
+        evict(saved)
+    found = ranks.run(load_beside_one_that_wants_little, str(saved), world_size=4)
+    assert [counts["mapped"] for counts in found] == [int(is_cached)] * 3 + [0]
+    assert all((counts["shared"] == 0) == is_cached for counts in found[:3])
+    assert sum(counts["checked"] for counts in found) < 1.2 * TOTAL_BYTES
 
 
 def test_ranks_that_check_nothing_share_nothing(ranks: RankPool, saved: Path) -> None:
@@ -217,21 +312,10 @@ def test_each_host_goes_its_own_way(ranks: RankPool, saved: Path) -> None:
         assert TOTAL_BYTES <= sum(counts["checked"] for counts in pair) < 1.2 * TOTAL_BYTES
 
 
-def load_evicted(rank: int, path: str) -> dict[str, int]:
-    """Load by columns after the kernel forgot the files."""
-    for file in Path(path).rglob("*.distcp"):
-        descriptor = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-    dist.barrier()
-    return load_columns(rank, path, "", {})
-
-
 def test_what_is_not_cached_is_read(ranks: RankPool, saved: Path) -> None:
     """From a disk, reads by calls are faster, and their errors are errors."""
-    with next(saved.rglob("*.distcp")).open("rb") as handle:
-        os.fsync(handle.fileno())
-    found = ranks.run(load_evicted, str(saved), world_size=3)
+    evict(saved)
+    found = ranks.run(load_columns, str(saved), "", {}, world_size=3)
     assert all(counts["mapped"] == 0 and counts["shared"] for counts in found)
 
 
@@ -268,6 +352,74 @@ def test_a_bit_turned_in_the_file_ends_the_load_of_all(
     for was_mapped, text in ranks.run(error_of, str(path), door, world_size=3):
         assert was_mapped
         assert "damaged" in text
+
+
+def save_rows(_rank: int, path: str) -> None:
+    """Save the tensor in rows, a file of each rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = seeded(1, ROWS, WIDTH, dtype=torch.float32)
+    state = {"w": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)}
+    ckpt_storage.save({**state, "b": seeded(2, 77)}, path)
+
+
+@needs_told
+def test_rows_of_several_files_become_columns(ranks: RankPool, tmp_path: Path) -> None:
+    """Each file is mapped, and what lies at one place of several is not mixed up."""
+    path = str(tmp_path / "model")
+    ranks.run(save_rows, path, world_size=3)
+    found = ranks.run(load_columns, path, "", {}, world_size=3)
+    assert [counts["mapped"] for counts in found] == [1, 1, 1]
+    assert TOTAL_BYTES <= sum(counts["checked"] for counts in found) < 1.2 * TOTAL_BYTES
+
+
+class Noting(DefaultLoadPlanner):
+    """Notes what it is handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handed: list[str] = []
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Note it."""
+        self.handed.append(read_item.storage_index.fqn)
+        super().commit_tensor(read_item, tensor)
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Note it."""
+        self.handed.append(read_item.storage_index.fqn)
+        super().load_bytes(read_item, value)
+
+
+def handed_over(_rank: int, path: str, door: str) -> list[str]:
+    """Load by columns; return what the planner got before the load failed."""
+    target, planner = {**column_target(), "step": 0}, Noting()
+
+    def load() -> None:
+        if door == "ours":
+            ckpt_storage.load(target, path, planner=planner)
+        else:
+            reader = ckpt_storage.CheckpointStorageReader(path)
+            dcp.load(target, storage_reader=reader, planner=planner)
+
+    with pytest.raises((CheckpointError, CheckpointException)):
+        load()
+    return planner.handed
+
+
+@needs_told
+@pytest.mark.parametrize("door", ["ours", "dcp"])
+def test_nothing_is_handed_over_before_all_have_checked(
+    ranks: RankPool, tmp_path: Path, door: str
+) -> None:
+    """Not by ranks either that have found nothing wrong."""
+    path = tmp_path / "model"
+    state = {"w": seeded(1, ROWS, WIDTH, dtype=torch.float32), "b": seeded(2, 77), "step": 7}
+    dcp_cases.save(state, str(path))
+    (file,) = path.rglob("*.distcp")
+    with file.open("r+b") as handle:
+        handle.seek(60 << 20)
+        handle.write(b"otherwise")
+    assert ranks.run(handed_over, str(path), door, world_size=3) == [[], [], []]
 
 
 @needs_told
@@ -497,9 +649,9 @@ class Cold(Posix):
         self.missing = missing
         self.read: list[int] = []
 
-    def is_own_disk(self, path: str) -> bool:
+    def is_own_disk(self, fd: int) -> bool:
         """Say yes."""
-        return bool(path)
+        return fd >= 0
 
     def cached_bytes(self, fd: int, offset: int, length: int) -> int:
         """Leave out the pieces that are missing."""
@@ -524,7 +676,7 @@ def test_what_little_is_missing_is_read(tmp_path: Path) -> None:
     posix = Cold({3, 33})
     mapped = LocalStore(str(tmp_path), posix=posix).map_cached("file", size_bytes=len(data))
     assert mapped is not None
-    assert bytes(mapped) == data
+    assert bytes(mapped.memory) == data
     assert posix.read == [3 * MIB, 33 * MIB]
 
 
@@ -612,9 +764,105 @@ def test_the_kernel_is_asked_for_what_it_caches(tmp_path: Path) -> None:
         posix.close(fd)
 
 
-def test_descriptors_are_closed(tmp_path: Path) -> None:
-    """What is mapped needs none."""
+def test_descriptors_and_maps_end_with_the_file(tmp_path: Path) -> None:
+    """One of each while it is mapped, none after."""
     (tmp_path / "file").write_bytes(b"content")
-    posix = FaultPosix()
-    LocalStore(str(tmp_path), posix=posix).map_cached("file", size_bytes=7)
-    assert posix.open_count == 0
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    posix = Cold(set())
+    mapped = LocalStore(str(tmp_path), posix=posix).map_cached("file", size_bytes=7)
+    assert mapped is not None
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+    del mapped
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_the_identity_is_of_the_file_and_its_content(tmp_path: Path) -> None:
+    """The same for all who map it; another one's, or a later one's, is not."""
+    store = LocalStore(str(tmp_path), posix=Cold(set()))
+
+    def identity(name: str) -> str:
+        mapped = store.map_cached(name, size_bytes=7)
+        assert mapped is not None
+        return mapped.identity
+
+    for name in ("file", "other"):
+        (tmp_path / name).write_bytes(b"content")
+    first = identity("file")
+    assert identity("file") == first
+    assert identity("other") != first
+    (tmp_path / "other").replace(tmp_path / "file")
+    assert identity("file") != first
+
+
+@pytest.mark.parametrize(
+    "trouble", ["no descriptors", "a failing disk", "too many", "no checksums"]
+)
+def test_what_cannot_be_mapped_is_left_to_reads(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """They say what is wrong, within what all ranks hear of."""
+    store, request = LocalStore(str(tmp_path)), request_for(content, bytearray(CHUNK_BYTES))
+
+    def fails(*_: object) -> None:
+        number = errno.EMFILE if trouble == "no descriptors" else errno.EIO
+        raise OSError(number, os.strerror(number))
+
+    if trouble in {"no descriptors", "a failing disk"}:
+        monkeypatch.setattr(Posix, "open_read", fails)
+    elif trouble == "too many":
+        monkeypatch.setattr(mappedreads, "_MOST_FILES", 0)
+    else:
+        place = dataclasses.replace(request.place, crcs=None)
+        request = dataclasses.replace(request, place=place)
+    assert MappedReads.of(store, order_of(0), {KEY: [request]}) is None
+
+
+def test_what_is_behind_is_no_memory_of_the_process(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page by page, as the tables of a whole model would be long; locked memory stays."""
+    monkeypatch.setattr(mappedreads, "_KEPT_BYTES", MIB)
+    forgotten: list[tuple[int, int]] = []
+
+    class Memory(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            assert option == mmap.MADV_DONTNEED
+            forgotten.append((start, start + length))
+            raise OSError(errno.EINVAL, "locked")
+
+    def mapped(_posix: Posix, fd: int, length: int) -> mmap.mmap:
+        return Memory(fd, length, flags=mmap.MAP_PRIVATE)
+
+    monkeypatch.setattr(Posix, "map_private", mapped)
+    target = bytearray(CHUNK_BYTES)
+    store = LocalStore(str(tmp_path))
+    reads = MappedReads.of(store, order_of(0), {KEY: [request_for(content, target)]})
+    assert reads is not None
+    reads.run(store, deadline_of(), lambda _: None)
+    assert bytes(target) == content
+    assert forgotten[0][0] == 0
+    assert forgotten[-1][1] == AT_BYTES + CHUNK_BYTES + 3
+    assert len(forgotten) > 3
+    for (_, stop), (start, _) in itertools.pairwise(forgotten):
+        assert stop - mmap.PAGESIZE <= start <= stop
+
+
+def test_long_stretches_are_cut(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the deadline is looked at in between."""
+    monkeypatch.setattr(mappedreads, "_MOST_BYTES", MIB)
+    looks: list[str] = []
+    target = bytearray(CHUNK_BYTES)
+
+    class Looking(LocalStore):
+        def look(self, path: str, action: Callable[[], None]) -> None:
+            looks.append(path)
+            action()
+
+    store = Looking(str(tmp_path))
+    reads = MappedReads.of(store, order_of(0), {KEY: [request_for(content, target)]})
+    assert reads is not None
+    reads.run(store, deadline_of(), lambda _: None)
+    assert bytes(target) == content
+    assert len(looks) == 6

@@ -24,6 +24,7 @@ __all__ = [
     "Entry",
     "Existing",
     "LendingStore",
+    "MappedFile",
     "MappingStore",
     "PartReceipt",
     "PathFilter",
@@ -423,15 +424,27 @@ class LendingStore(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappedFile:
+    """A file as it lies in the kernel's cache; nobody may write to the `memory`.
+
+    `identity` is the same for two processes of a host if they have mapped the same content of the
+    same file.
+    """
+
+    memory: mmap.mmap
+    identity: str
+
+
 @runtime_checkable
 class MappingStore(Protocol):
     """What a `Store` can besides whose files may lie in the memory of this host's kernel."""
 
-    def map_cached(self, path: str, *, size_bytes: int) -> mmap.mmap | None:
-        """Return a file's bytes as they lie in the kernel's cache; nobody may write there.
+    def map_cached(self, path: str, *, size_bytes: int) -> MappedFile | None:
+        """Return a file as it lies in the kernel's cache.
 
         None unless the file has `size_bytes` and all of it is cached, on a disk of this host; or
-        where a store cannot. What was read from the disk is not read from it again unless the
+        where it cannot be. What was read from the disk is not read from it again unless the
         kernel is short of memory; then, or if somebody cuts the file short, whoever looks may be
         killed (SIGBUS). Raises as `Store.read_into`.
         """

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import errno
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -20,7 +19,17 @@ from typing import Literal, TypeVar
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.options import PageCache
 
-from .base import Arrived, Capabilities, CopySource, Entry, PathFilter, Stat, Store, Version
+from .base import (
+    Arrived,
+    Capabilities,
+    CopySource,
+    Entry,
+    MappedFile,
+    PathFilter,
+    Stat,
+    Store,
+    Version,
+)
 from .bounds import TooLongError, check_bound, too_long
 from .draft import Draft, is_draft_name
 from .local_folders import ABSENT, LocalFolders
@@ -188,24 +197,20 @@ class LocalStore:
         with self._root.border("read", path):
             self._with_file(path, fill)
 
-    def map_cached(self, path: str, *, size_bytes: int) -> mmap.mmap | None:
+    def map_cached(self, path: str, *, size_bytes: int) -> MappedFile | None:
         """Return a file as it lies in the page cache, None unless nearly all of it does.
 
         What little is missing is read first. Only where the kernel tells what it caches (Linux
         6.5), and on disks of this host.
         """
-
-        def mapped(fd: int, found_bytes: int) -> mmap.mmap | None:
-            if found_bytes != size_bytes:
-                # The read will say what is wrong with it.
-                return None
-            return mapped_if_cached(self._posix, fd, self._root.full(path), size_bytes)
-
         with self._root.border("mapping", path):
             try:
-                return self._with_file(path, mapped)
+                return self._with_file(
+                    path, lambda fd, _: mapped_if_cached(self._posix, fd, size_bytes)
+                )
             except OSError as error:
-                if error.errno != errno.ENOMEM and not is_unsupported(error):
+                # Each map has a descriptor of its own.
+                if error.errno not in {errno.EMFILE, errno.ENFILE}:
                     raise
                 return None
 

@@ -250,9 +250,9 @@ class Posix:
         # Writable for torch's sake, which warns of memory that is not.
         return mmap.mmap(fd, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
-    def is_own_disk(self, path: str) -> bool:
-        """Return whether `path` lies on a disk of this host whose files the kernel caches."""
-        return _file_system(path) in _OWN_DISKS
+    def is_own_disk(self, fd: int) -> bool:
+        """Return whether a file lies on a disk of this host whose files the kernel caches."""
+        return _file_system(f"/proc/self/fd/{fd}") in _OWN_DISKS
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read once from `offset` (bytes), perhaps less than all; return the bytes read."""

@@ -13,7 +13,6 @@ neither operation is repeated, and an upload so hit can only be aborted.
 from __future__ import annotations
 
 import copy
-import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from .base import (
     CopySource,
     Entry,
     LendingStore,
+    MappedFile,
     MappingStore,
     PathFilter,
     SharedUpload,
@@ -240,7 +240,7 @@ class RetryStore:
             "read", path, lambda: inner.read_lent(path, start, length, size_bytes=size_bytes)
         )
 
-    def map_cached(self, path: str, *, size_bytes: int) -> mmap.mmap | None:
+    def map_cached(self, path: str, *, size_bytes: int) -> MappedFile | None:
         """Return a file as it lies in the kernel's cache, None where the inner store cannot."""
         inner = self._inner
         if not isinstance(inner, MappingStore):
