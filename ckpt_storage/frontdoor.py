@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -48,7 +48,7 @@ def takes(function: object, name: str) -> bool:
 def exchange_plans(
     operation: Operation,
     local: Any,  # noqa: ANN401  # plans are torch's
-    decide: Callable[[list[Any]], list[_Plan]],
+    decide: Callable[[list[Any]], Sequence[_Plan]],
 ) -> _Plan:
     """Send local plans to the coordinator, let it `decide(plans)`, return what is for this rank."""
     if operation.world_size == 1:

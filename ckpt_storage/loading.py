@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping, MutableMapping
-from dataclasses import replace
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -61,6 +62,7 @@ def load(  # the public surface, all keyword-only
         timeout: seconds, `timedelta` or `Timeouts` (`plan` and `load` count); default an hour each.
         storage_options: passed to the fsspec file system.
         planner: a DCP `LoadPlanner`; by default one that plans what `DefaultLoadPlanner()` does.
+            Ranks may differ in it; the coordinator's sees all plans.
         progress: True: a bar on rank 0; or a callable that takes each `ProgressEvent`.
         verify: as for `CheckpointStorageReader`, like all that follow.
         thread_count: parallel reads per rank.
@@ -116,6 +118,17 @@ def load(  # the public surface, all keyword-only
                 state[key] = value
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Proposal:
+    """What a rank sends: its plan, without items if nobody else needs them.
+
+    With `is_own` its planner is ours, and no other rank's planner has a say in the plan.
+    """
+
+    plan: LoadPlan
+    is_own: bool
+
+
 def _run(
     operation: Operation,
     reader: CheckpointStorageReader,
@@ -124,52 +137,52 @@ def _run(
 ) -> None:
     operation.meet(reader.terms())
     operation.phase("load")
-    if type(planner) is OwnChunksLoadPlanner:
-        plan = _own_plan(operation, reader, planner, state)
-    else:
-        plan = _agreed_plan(operation, reader, planner, state)
+    plan = _planned(operation, reader, planner, state)
     reader.read_data(plan, planner).wait()
     operation.all_gather(pickle.dumps(None))
 
 
-def _own_plan(
-    operation: Operation,
-    reader: CheckpointStorageReader,
-    planner: OwnChunksLoadPlanner,
-    state: dict[str, Any],
-) -> LoadPlan:
-    """Return this rank's plan, which the planner of no other rank has a say in.
-
-    Ranks still agree on what they read; their plans travel only where reads may be shared.
-    """
-    metadata = reader.read_lazily()
-    with collector_paused():
-        planner.set_up_planner(state, metadata, operation.is_coordinator)
-        plan = planner.create_local_plan()
-    reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
-    told = plan if reader.may_share(operation.world_size, plan) else replace(plan, items=[])
-
-    def decide(plans: list[LoadPlan]) -> list[LoadPlan]:
-        # Who reads what for others arrives by itself, and the rest each rank has.
-        return [replace(answer, items=[]) for answer in reader.prepare_global_plan(plans)]
-
-    exchange_plans(operation, reader.prepare_local_plan(told), decide)
-    return plan
-
-
-def _agreed_plan(
+def _planned(
     operation: Operation,
     reader: CheckpointStorageReader,
     planner: LoadPlanner,
     state: dict[str, Any],
 ) -> LoadPlan:
-    """Return this rank's plan as a planner makes it that may look at all ranks' plans."""
-    metadata = reader.read_metadata()
-    planner.set_up_planner(state, metadata, operation.is_coordinator)
-    reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
+    """Return this rank's final plan.
 
-    def decide(plans: list[LoadPlan]) -> list[LoadPlan]:
+    A planner that was given may look at all ranks' plans, as under `dcp.load`. With ours, ranks
+    still agree on what they read, but their plans travel only where reads may be shared. Where
+    some ranks give a planner and others none, all send their plans in full, once that is known.
+    """
+    is_own = type(planner) is OwnChunksLoadPlanner
+    # Others' planners may wait for whatever they like.
+    paused = collector_paused if is_own else nullcontext
+    metadata = reader.read_lazily() if is_own else reader.read_metadata()
+    with paused():
+        planner.set_up_planner(state, metadata, operation.is_coordinator)
+    reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
+    with paused():
+        plan = planner.create_local_plan()
+    told = plan
+    if is_own and not reader.may_share(operation.world_size, plan):
+        told = replace(plan, items=[])
+
+    def answers(plans: list[LoadPlan]) -> list[LoadPlan]:
         return reader.prepare_global_plan(planner.create_global_plan(plans))
 
-    local = reader.prepare_local_plan(planner.create_local_plan())
-    return planner.finish_plan(exchange_plans(operation, local, decide))
+    def decide(proposals: list[_Proposal]) -> Sequence[LoadPlan | None]:
+        plans = [proposal.plan for proposal in proposals]
+        if len({proposal.is_own for proposal in proposals}) > 1:
+            return [None] * len(plans)
+        if not is_own:
+            return answers(plans)
+        # Who reads what for others arrives by itself, and the rest each rank has.
+        return [replace(answer, items=[]) for answer in reader.prepare_global_plan(plans)]
+
+    proposal = _Proposal(plan=reader.prepare_local_plan(told), is_own=is_own)
+    answer = exchange_plans(operation, proposal, decide)
+    if answer is None:
+        answer = exchange_plans(operation, reader.prepare_local_plan(plan), answers)
+    elif is_own:
+        return plan
+    return planner.finish_plan(answer)

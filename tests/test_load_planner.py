@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import ckpt_storage
 from ckpt_storage.assemble import assemble
 from ckpt_storage.lazychunks import ChunkList
 from ckpt_storage.loadplanner import OwnChunksLoadPlanner, _Cuts
@@ -202,3 +204,44 @@ def test_nested_state_is_flattened_alike() -> None:
     )
     assert ours == theirs
     assert len(ours) == 3
+
+
+class Looking(DefaultLoadPlanner):
+    """Notes what the ranks want."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[set[str]] = []
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Note them."""
+        self.names = [{item.dest_index.fqn for item in plan.items} for plan in global_plan]
+        return super().create_global_plan(global_plan)
+
+
+def load_with(rank: int, path: str, givers: Sequence[int]) -> tuple[bool, list[set[str]] | None]:
+    """Load on ranks of which some give a planner; tell whether all came, and what it saw."""
+    target: dict[str, Any] = {"w": torch.zeros(6, 4), "step": 0, f"own.{rank}": torch.zeros(3)}
+    planner = Looking() if rank in givers else None
+    ckpt_storage.load(target, path, planner=planner)
+    is_right = (
+        torch.equal(target["w"], torch.arange(24.0).reshape(6, 4))
+        and target["step"] == 7
+        and torch.equal(target[f"own.{rank}"], torch.full((3,), float(rank)))
+    )
+    return is_right, None if planner is None else planner.names
+
+
+@pytest.mark.parametrize("givers", [(), (0,), (1,), (0, 2), (0, 1, 2)])
+def test_some_ranks_give_a_planner(
+    ranks: RankPool, tmp_path: Path, givers: tuple[int, ...]
+) -> None:
+    """All ranks are filled, and a planner of the coordinator sees what all of them want."""
+    state = {"w": torch.arange(24.0).reshape(6, 4), "step": 7}
+    state |= {f"own.{rank}": torch.full((3,), float(rank)) for rank in range(3)}
+    ckpt_storage.save(state, tmp_path / "model")
+    told = ranks.run(load_with, str(tmp_path / "model"), givers, world_size=3)
+    assert [is_right for is_right, _ in told] == [True] * 3
+    seen = [{"w", "step", f"own.{rank}"} for rank in range(3)]
+    wanted = [None if rank not in givers else [] if rank else seen for rank in range(3)]
+    assert [names for _, names in told] == wanted
