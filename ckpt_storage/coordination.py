@@ -107,10 +107,18 @@ class Coordinator:
         if spare is not None:
             spare.close()
 
-    def clear_debris(self, timeout_s: float) -> None:
-        """Remove what earlier operations left on the board, once all ranks are in a later one."""
-        while self.debris:
-            self.board.delete(self.debris.pop(), timeout_s)
+    def clear_debris(self, timeout_s: float) -> bool:
+        """Remove one thing of those that earlier operations left on the board; False if none is.
+
+        Once all ranks are in a later operation.
+        """
+        try:
+            # Of the threads that wait in one operation each takes its own.
+            key = self.debris.pop()
+        except IndexError:
+            return False
+        self.board.delete(key, timeout_s)
+        return True
 
 
 def solo() -> Coordinator:

@@ -72,8 +72,8 @@ class Group(Protocol):
     def is_coordinator(self) -> bool:
         """Whether this rank decides."""
 
-    def clear_debris(self, timeout_s: float) -> None:
-        """Remove what earlier operations left on the board."""
+    def clear_debris(self, timeout_s: float) -> bool:
+        """Remove one thing that earlier operations left on the board; False if none is."""
 
 
 class Operation:
@@ -103,6 +103,7 @@ class Operation:
             silence_s=timeouts.silence,
             look_s=min(group.look_s, _STEP_LOOK_S + group.world_size / 20_000),
             grace_s=_COORDINATOR_GRACE_S if group.is_coordinator else _MEMBER_GRACE_S,
+            tidy=self._tidy,
         )
         self._meeting = Meeting(
             self._waits,
@@ -133,6 +134,9 @@ class Operation:
     ) -> None:
         try:
             if error is None:
+                # What there was no wait for; afterwards the board's server may go.
+                while self._tidy():
+                    pass
                 # Beyond this phase's deadline nobody may be kept waiting.
                 self._leave(min(_LEAVE_S, self._waits.deadline.remaining_s() + _MEMBER_GRACE_S))
             else:
@@ -229,7 +233,6 @@ class Operation:
             wish = self._wish
         if wish is not None:
             raise wish
-        self._group.clear_debris(self._waits.patience_s())
         if self.world_size > 1:
             # Not a new one each time: at each connection torch's server looks up the name of who
             # calls, and answers nobody until DNS has.
@@ -389,6 +392,10 @@ class Operation:
             next_step="Look at what those ranks are doing; if they are only slow, raise "
             f"Timeouts.{deadline.phase}.",
         )
+
+    def _tidy(self) -> bool:
+        """Remove a little of what earlier operations left: all ranks have gone on from there."""
+        return bool(self.id) and self._group.clear_debris(self._waits.patience_s())
 
     # Giving up together.
 

@@ -38,17 +38,26 @@ class Waits:
         look_s: longest pause between two looks.
         grace_s: how long after the deadline this rank names others. A late rank should name
             itself first, then the coordinator name it, then anybody else.
+        tidy: does a little of what may as well be done while one waits; False if there is nothing.
 
     """
 
     def __init__(
-        self, board: Board, deadline: Deadline, *, silence_s: float, look_s: float, grace_s: float
+        self,
+        board: Board,
+        deadline: Deadline,
+        *,
+        silence_s: float,
+        look_s: float,
+        grace_s: float,
+        tidy: Callable[[], bool] = lambda: False,
     ) -> None:
         self.board = board
         self.deadline = deadline
         self.look_s = look_s
         self.silence_s = silence_s
         self._grace_s = grace_s
+        self._tidy = tidy
         self._failure: CheckpointError | None = None
         self._has_ended = False
         self._wake = threading.Event()
@@ -86,6 +95,8 @@ class Waits:
                 raise CheckpointError("What was waited for belongs to an operation that has ended.")
             if time.monotonic() > self.deadline.at_monotonic_s + self._grace_s:
                 raise late()
+            if self._tidy():
+                continue
             self._wake.wait(pause_s)
             pause_s = min(_GROWTH * pause_s, self.look_s)
 

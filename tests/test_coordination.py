@@ -172,6 +172,28 @@ def test_operations_leave_nothing_but_the_last_ones_words() -> None:
         assert len(operations_on(board)) == 1
 
 
+def test_what_is_left_over_is_removed_while_ranks_wait() -> None:
+    """Not before a first wait, so that no step is late for it; at the end by who never waited."""
+    board = LocalBoard()
+    ranks = group(board, 2)
+    values(run(ranks, together))
+
+    def body(coordinator: Coordinator) -> tuple[int, int]:
+        with coordinator.operation("the test", timeouts=LONG) as operation:
+            operation.meet(TERMS)
+            before = len(coordinator.debris)
+            if coordinator.rank == 1:
+                time.sleep(0.3)
+            operation.gather(b"")
+            return before, len(coordinator.debris)
+
+    waited, hurried = values(run(ranks, body))
+    assert waited[0] > 0
+    assert waited[1] == 0
+    assert hurried[0] == hurried[1] > 0
+    assert len(operations_on(board)) == 1
+
+
 def test_ranks_that_disagree_are_listed_by_value() -> None:
     """Each rank raises the same mismatch, which maps each value to its ranks."""
 
