@@ -1,7 +1,7 @@
 """Memory that the ranks of one host share for one load, and the words about what lies in it.
 
 Knows processes, memory and pipes; knows no storage, no tensor and no process group. Made by
-`peers` while the ranks that share reads find one another; used by `sharedreads`.
+`sharers` while the ranks that share reads find one another; used by `sharedreads`.
 
 Each rank makes one piece of memory without a name in any file system (`memfd`) and one pipe. The
 others open both through `/proc/PID/fd`, so nothing is left when ranks are killed, the size of

@@ -24,9 +24,10 @@ from .frontdoor import exchange_plans, is_stateful, plain_state
 from .loadplanner import OwnChunksLoadPlanner
 from .operation import Operation
 from .options import Engine, Progress, RetryPolicy, Timeouts
-from .peers import OperationSharers, peers_of
+from .peers import peers_of
 from .reader import CheckpointStorageReader
 from .reports import as_checkpoint_errors, place_of
+from .sharers import OperationSharers
 
 __all__ = ["load"]
 
@@ -108,8 +109,11 @@ def load(  # the public surface, all keyword-only
         )
         operation.what = f"the load from {reader.checkpoint_id}"
         plain = plain_state(dict(sorted(state.items())))
-        reader.attend(operation.phase, OperationSharers(operation, peers_of(coordinator)))
+        sharers = OperationSharers(operation, peers_of(coordinator))
+        reader.attend(operation.phase, sharers)
         _run(operation, reader, planner or OwnChunksLoadPlanner(), plain)
+        if not sharers.has_ended:
+            operation.all_gather(pickle.dumps(None))
         for key, value in plain.items():
             target = state[key]
             if is_stateful(target):
@@ -139,7 +143,6 @@ def _run(
     operation.phase("load")
     plan = _planned(operation, reader, planner, state)
     reader.read_data(plan, planner).wait()
-    operation.all_gather(pickle.dumps(None))
 
 
 def _planned(

@@ -71,11 +71,18 @@ class LoadReads:
         self._read(deadline)
 
     def together(
-        self, order: ShareOrder, sharers: Sharers, deadline: Deadline, *, is_willing: bool
+        self,
+        order: ShareOrder,
+        sharers: Sharers,
+        deadline: Deadline,
+        *,
+        is_willing: bool,
+        is_last: bool,
     ) -> None:
         """Read what the coordinator's order says, and take what others read; all ranks of it.
 
-        If any is not willing, or cannot, each reads alone.
+        If any is not willing, or cannot, each reads alone. `is_last`: nothing of this rank's load
+        can fail after its reads.
         """
         load, options = self._load, self._options
         mapped: MappedReads | None = None
@@ -104,7 +111,10 @@ class LoadReads:
             and options.part_bytes >= order.unit_bytes
         ):
             mapped = MappedReads.of(bounded(self._store, deadline), order, load.shared)
-            wish = otherwise() if mapped is None else mapped.wish(verifies=self._verifies)
+            if mapped is None:
+                wish = otherwise()
+            else:
+                wish = mapped.wish(verifies=self._verifies, is_last=is_last)
         with sharers.joined(wish, deadline, otherwise=otherwise) as links:
             if links is None:
                 mapped = shared = None

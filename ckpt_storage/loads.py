@@ -21,7 +21,7 @@ from .errors import FormatError, IntegrityError, InvalidInputError, StorageError
 from .hostbytes import is_freed
 from .readplan import Request, bytes_request, no_sink
 from .regions import Box, run_count
-from .resolving import target_resolver
+from .resolving import ignores_tensors, target_resolver
 from .sharedreads import fits_units
 from .sharing import Key
 from .source import Place, Source, concerns
@@ -116,6 +116,11 @@ class LoadJob:
             else:
                 self._region(item, target, place)
 
+    @property
+    def commits(self) -> bool:
+        """Whether the planner does anything with what was read, which may fail."""
+        return bool(self._blobs) or not ignores_tensors(self._planner)
+
     def can_share(self, unit_bytes: int) -> bool:
         """Return whether the shared requests can be cut into units: their blocks must fit."""
         places = [requests[0].place for requests in self.shared.values() if requests]
@@ -162,9 +167,11 @@ class LoadJob:
         region = None
         if any(item.storage_offsets) or tuple(item.lengths) != sizes:
             region = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        memory = _direct_view(target, dtype)
-        puts = None
-        if region is not None and key in self.shared and run_count(sizes, region) > 1:
+        memory = puts = None
+        if region is None or run_count(sizes, region) <= 1:
+            # Of what lies in pieces nothing is put there as it comes: no need to look.
+            memory = _direct_view(target, dtype)
+        elif key in self.shared:
             puts = tensor_puts(target, dtype, sizes, region, self._views)
         self.shared.get(key, self.requests).append(
             Request(

@@ -15,10 +15,9 @@ import contextlib
 import hashlib
 import mmap
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
+from typing import NamedTuple
 
 from .deadline import Deadline
 from .errors import CheckpointError, StorageError
@@ -33,8 +32,8 @@ __all__ = ["MappedReads"]
 _PIECE_BYTES = 1 << 20
 """Checked and then copied from while it is in a processor's own cache."""
 
-_MOST_BYTES = 8 << 20
-"""Copied in one go; the deadline is looked at in between."""
+_MOST_BYTES = 16 << 20
+"""Looked at in one go: a few milliseconds. The deadline is looked at in between."""
 
 _MOST_FILES = 128
 """Mapped at a time: each takes a descriptor. More of them are read."""
@@ -43,16 +42,15 @@ _KEPT_BYTES = 256 << 20
 """So much of a file stays mapped to pages: of a whole model their tables would be long."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stretch:
+class _Stretch(NamedTuple):
     """Bytes `[start, stop)` of the payload of a chunk, in its file from `begin` on."""
 
     path: str
     begin: int
-    key: Key
     start: int
     stop: int
     is_own: bool
+    key: Key
 
 
 class MappedReads:
@@ -72,7 +70,7 @@ class MappedReads:
         self._rank = order.rank
         self._requests = requests
         self._files = files
-        self._stretches = sorted(_stretches(order, requests), key=attrgetter("path", "begin"))
+        self._stretches = sorted(_stretches(order, requests))
         self._given_up = threading.Event()
 
     @classmethod
@@ -116,8 +114,11 @@ class MappedReads:
         """Bytes that this rank looks at."""
         return sum(each.stop - each.start for each in self._stretches)
 
-    def wish(self, *, verifies: bool) -> Wish:
-        """Return what this rank needs: that its partners do the same, with the same files."""
+    def wish(self, *, verifies: bool, is_last: bool) -> Wish:
+        """Return what this rank needs: that its partners do the same, with the same files.
+
+        `is_last`: nothing of its load can fail after these reads.
+        """
         return Wish(
             buffer_bytes=0,
             buffer_count=0,
@@ -125,6 +126,7 @@ class MappedReads:
             among=self._order.among,
             verifies=verifies,
             maps=True,
+            is_last=is_last,
             files={
                 hashlib.blake2b(path.encode(), digest_size=8).hexdigest(): file.identity
                 for path, file in self._files.items()
@@ -147,26 +149,35 @@ class MappedReads:
         path, low = "", 0
         whole = memoryview(b"")
         puts: dict[Key, list[tuple[Request, Put | None]]] = {}
-        for each in self._stretches:
-            if each.path != path:
+        for some in _together(self._stretches):
+            if some[0].path != path:
                 self._forget(path, low, None)
-                path, low = each.path, 0
+                path, low = some[0].path, 0
                 whole = memoryview(self._files[path].memory)
                 puts.clear()
-            elif each.begin - low >= _KEPT_BYTES:
-                self._forget(path, low, each.begin)
-                low = each.begin
-            takers = puts.get(each.key)
-            if takers is None:
-                takers = puts[each.key] = [
+            elif some[0].begin - low >= _KEPT_BYTES:
+                self._forget(path, low, some[0].begin)
+                low = some[0].begin
+            for key in {each.key for each in some} - puts.keys():
+                puts[key] = [
                     (request, None if request.puts is None else request.puts(whole))
-                    for request in self._requests[each.key]
+                    for request in self._requests[key]
                 ]
             deadline.check(f"Reading {path}")
-            store.look(path, partial(self._take, each, whole, takers))
-            deadline.advanced(each.stop - each.start)
-            on_bytes(each.stop - each.start)
+            store.look(path, partial(self._take_all, some, whole, puts))
+            byte_count = sum(each.stop - each.start for each in some)
+            deadline.advanced(byte_count)
+            on_bytes(byte_count)
         self._forget(path, low, None)
+
+    def _take_all(
+        self,
+        some: Sequence[_Stretch],
+        whole: memoryview,
+        puts: Mapping[Key, Sequence[tuple[Request, Put | None]]],
+    ) -> None:
+        for each in some:
+            self._take(each, whole, puts[each.key])
 
     def _take(
         self, each: _Stretch, whole: memoryview, takers: Sequence[tuple[Request, Put | None]]
@@ -199,32 +210,39 @@ class MappedReads:
                     mapped.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
+def _together(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
+    """Yield stretches of one file that are looked at in one go."""
+    some: list[_Stretch] = []
+    room = 0
+    for each in stretches:
+        length = each.stop - each.start
+        if some and (each.path != some[0].path or length > room):
+            yield some
+            some = []
+        if not some:
+            room = _MOST_BYTES
+        some.append(each)
+        room -= length
+    if some:
+        yield some
+
+
 def _stretches(order: ShareOrder, requests: Mapping[Key, Sequence[Request]]) -> list[_Stretch]:
     """Return the order's units, those that others check joined to longer ones."""
-    found = []
+    rank, unit_bytes = order.rank, order.unit_bytes
+    found: list[_Stretch] = []
     for run in order.runs:
         place = requests[run.key][0].place
-        # Where it begins, where it ends, whether this rank checks it.
-        open_ = (run.start, run.start, False)
-        joined = []
-        for unit in run.units(order.unit_bytes):
-            is_own = unit.owner == order.rank
-            is_longer = unit.stop - open_[0] <= _MOST_BYTES and is_own == open_[2]
-            if not is_longer:
-                joined.append(open_)
-                open_ = (unit.start, unit.start, is_own)
-            open_ = (open_[0], unit.stop, is_own)
-        joined.append(open_)
-        found += [
-            _Stretch(
-                path=place.path,
-                begin=place.start + start,
-                key=run.key,
-                start=start,
-                stop=stop,
-                is_own=is_own,
-            )
-            for start, stop, is_own in joined
-            if start < stop
-        ]
+        path, origin, key = place.path, place.start, run.key
+        start = begin = run.start
+        is_own = False
+        for owner in run.owners:
+            stop = min(begin + unit_bytes, run.stop)
+            if start < begin and ((owner == rank) != is_own or stop - start > _MOST_BYTES):
+                found.append(_Stretch(path, origin + start, start, begin, is_own, key))
+                start = begin
+            is_own = owner == rank
+            begin = stop
+        if start < begin:
+            found.append(_Stretch(path, origin + start, start, begin, is_own, key))
     return found

@@ -43,9 +43,9 @@ from .options import (
     Timeouts,
     TransferOptions,
 )
-from .peers import DefaultGroupSharers
 from .planpack import packable
 from .sharedreads import Sharers
+from .sharers import DefaultGroupSharers
 from .sharing import (
     Key,
     ShareOrder,
@@ -401,7 +401,8 @@ class CheckpointStorageReader(StorageReader):
             else:
                 sharers = self._sharers or self._default_sharers(order)
                 is_willing = self._shared_reads != "never"
-                reads.together(order, sharers, deadline, is_willing=is_willing)
+                is_last = not load.commits and self._marks is None and self._catching_up is None
+                reads.together(order, sharers, deadline, is_willing=is_willing, is_last=is_last)
         load.commit(unsafe_pickle=self._unsafe_pickle)
         catching_up, self._catching_up = self._catching_up, None
         if catching_up is not None:

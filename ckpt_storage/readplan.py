@@ -45,7 +45,8 @@ class Request:
     """One region of one chunk, wanted.
 
     `region` counts from the chunk's first element; None is the whole chunk. `target` is the
-    writable memory of the whole region if its bytes may be put there as they are, else None.
+    writable memory of the whole region if its bytes may be put there as they are, else None; of a
+    region of several runs it may always be None.
     `sink` takes windows of verified bytes and what to copy out of each, of a request that has no
     `target` or whose region is no single run; it is called from several threads, each element
     once.

@@ -89,7 +89,8 @@ class Wish:
     `among` tells whether they may be on other hosts, `verifies` whether this rank holds bytes to
     the checkpoint's checksums: what lies in memory is checked by its reader only. With `maps` it
     needs no buffers: all of what is shared lies in the memory of its host's kernel, in `files`,
-    each by a digest of its path with its identity. None: there is nothing that it shares.
+    each by a digest of its path with its identity. None: there is nothing that it shares. With
+    `is_last` nothing of its load can fail once these reads have ended.
     """
 
     buffer_bytes: int
@@ -99,6 +100,7 @@ class Wish:
     verifies: bool
     maps: bool | None = False
     files: Mapping[str, str] = field(default_factory=dict)
+    is_last: bool = False
 
 
 class Sharers(Protocol):

@@ -33,10 +33,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt_storage
-from ckpt_storage import integrity, mappedreads, peers
+from ckpt_storage import integrity, mappedreads, sharers
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError, StorageError
 from ckpt_storage.mappedreads import MappedReads
+from ckpt_storage.operation import Operation
 from ckpt_storage.options import Timeouts
 from ckpt_storage.readplan import Request
 from ckpt_storage.regions import Box
@@ -100,7 +101,7 @@ def elsewhere() -> str:
 
 TROUBLES: dict[str, tuple[object, str, object]] = {
     "not mapped": (LocalStore, "map_cached", not_mapped),
-    "another host": (peers, "host_identity", elsewhere),
+    "another host": (sharers, "host_identity", elsewhere),
 }
 """What goes wrong, and the function in whose place that is put."""
 
@@ -297,7 +298,7 @@ def load_unlike(rank: int, path: str) -> dict[str, int]:
     host = "ab"[rank // 2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: host)
-        patch.setattr(peers, "host_identity", lambda: host)
+        patch.setattr(sharers, "host_identity", lambda: host)
         if host == "b":
             patch.setattr(LocalStore, "map_cached", not_mapped)
         return load_columns(rank, path, "", {})
@@ -404,6 +405,53 @@ def handed_over(_rank: int, path: str, door: str) -> list[str]:
     with pytest.raises((CheckpointError, CheckpointException)):
         load()
     return planner.handed
+
+
+class Refusing(DefaultLoadPlanner):
+    """Does not take what it is handed."""
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Fail."""
+        del read_item, tensor
+        raise ValueError("not taken")
+
+
+def load_refused(rank: int, path: str, what: str) -> tuple[str, int]:
+    """Load by columns; return what came of it, and how often all ranks told one another."""
+    target: dict[str, Any] = column_target()
+    if what == "blobs":
+        target["step"] = 0
+    planner = Refusing() if what == "refused" and rank == 1 else None
+    told = 0
+    all_gather = Operation.all_gather
+
+    def counting(operation: Operation, payload: bytes) -> list[bytes]:
+        nonlocal told
+        told += 1
+        return all_gather(operation, payload)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Operation, "all_gather", counting)
+        try:
+            ckpt_storage.load(target, path, planner=planner)
+        except CheckpointError as error:
+            return str(error), told
+    return "loaded", told
+
+
+@needs_told
+def test_who_may_still_fail_is_waited_for(ranks: RankPool, tmp_path: Path) -> None:
+    """Else all is over once all have checked: no rank's planner does anything then."""
+    path = tmp_path / "model"
+    state = {"w": seeded(1, ROWS, WIDTH, dtype=torch.float32), "b": seeded(2, 77), "step": 7}
+    dcp_cases.save(state, str(path))
+    plain = ranks.run(load_refused, str(path), "", world_size=3)
+    blobs = ranks.run(load_refused, str(path), "blobs", world_size=3)
+    assert plain == [("loaded", 2)] * 3
+    assert blobs == [("loaded", 3)] * 3
+    for text, _ in ranks.run(load_refused, str(path), "refused", world_size=3):
+        assert "not taken" in text
+        assert "rank 1" in text
 
 
 @needs_told
@@ -572,6 +620,7 @@ def test_own_units_are_checked_and_all_are_copied(
     monkeypatch.setattr(Place, "check", noted)
     monkeypatch.setattr(mappedreads, "_PIECE_BYTES", 300_000)
     monkeypatch.setattr(mappedreads, "_KEPT_BYTES", MIB)
+    monkeypatch.setattr(mappedreads, "_MOST_BYTES", MIB)
     target, order = bytearray(CHUNK_BYTES), order_of(rank)
     store = LocalStore(str(tmp_path))
     reads = MappedReads.of(store, order, {KEY: [request_for(content, target)]})
@@ -822,6 +871,7 @@ def test_what_is_behind_is_no_memory_of_the_process(
 ) -> None:
     """Page by page, as the tables of a whole model would be long; locked memory stays."""
     monkeypatch.setattr(mappedreads, "_KEPT_BYTES", MIB)
+    monkeypatch.setattr(mappedreads, "_MOST_BYTES", MIB)
     forgotten: list[tuple[int, int]] = []
 
     class Memory(mmap.mmap):

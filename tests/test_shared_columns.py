@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt_storage
-from ckpt_storage import hostmemory, integrity, peers, sharing, tensorsinks
+from ckpt_storage import hostmemory, integrity, sharers, sharing, tensorsinks
 from ckpt_storage.hostmemory import host_identity
 from ckpt_storage.sharedreads import SharedReads
 from ckpt_storage.store.local import LocalStore
@@ -60,8 +60,8 @@ def unmapped(*_: object, **__: object) -> None:
 
 TROUBLES: dict[str, tuple[object, str, object]] = {
     "no room": (os, "posix_fallocate", full),
-    "another host": (peers, "host_identity", lambda: "elsewhere"),
-    "no such kernel": (peers, "host_identity", str),
+    "another host": (sharers, "host_identity", lambda: "elsewhere"),
+    "no such kernel": (sharers, "host_identity", str),
     "cannot look": (hostmemory.HostMemory, "_reached", refused),
 }
 """What goes wrong, and the function in whose place that is put."""

@@ -43,16 +43,16 @@ def placed(rank: int, hosts: str) -> Iterator[None]:
 
     With "pairs" two neighbours are on one host, with "one" all are, as they really are.
     """
-    from ckpt_storage import peers  # noqa: PLC0415  # in the rank
+    from ckpt_storage import sharers  # noqa: PLC0415  # in the rank
 
-    original = vars(peers)["host_identity"]
+    original = vars(sharers)["host_identity"]
     if hosts != "one":
         name = f"host {rank if hosts == 'apart' else rank // 2}"
-        vars(peers)["host_identity"] = lambda: name
+        vars(sharers)["host_identity"] = lambda: name
     try:
         yield
     finally:
-        vars(peers)["host_identity"] = original
+        vars(sharers)["host_identity"] = original
 
 
 def model() -> dict[str, Any]:
@@ -406,11 +406,11 @@ class FailingPlanner(DefaultLoadPlanner):
 
 def load_where_one_plans_badly(rank: int, options: dict[str, Any], step: str) -> float:
     """Load by `dcp.load`, where rank 1's planner fails; return how long the reader waited."""
-    from ckpt_storage import peers  # noqa: PLC0415  # in the rank
+    from ckpt_storage import sharers  # noqa: PLC0415  # in the rank
 
-    original = peers._MEET_S  # noqa: SLF001  # 20 s are long in a test
+    original = sharers._MEET_S  # noqa: SLF001  # 20 s are long in a test
     if step == "finish_plan":
-        peers._MEET_S = 2.0  # noqa: SLF001
+        sharers._MEET_S = 2.0  # noqa: SLF001
     seconds: list[float] = []
 
     class Reader(CheckpointStorageReader):
@@ -427,7 +427,7 @@ def load_where_one_plans_badly(rank: int, options: dict[str, Any], step: str) ->
         with pytest.raises(CheckpointException, match=r"no (finish|target)"):
             dcp.load(target, storage_reader=Reader(URL, storage_options=options), planner=planner)
     finally:
-        peers._MEET_S = original  # noqa: SLF001
+        sharers._MEET_S = original  # noqa: SLF001
     if rank != 1:
         assert same(target["big"], model()["big"])
     return seconds[0] if seconds else 0.0
