@@ -25,7 +25,7 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 # What one longer call writes the kernel caches in its largest pages. Where the host of a virtual
 # machine takes back free memory, those may have to be faulted in anew, at a tenth of the speed: by
-# 4 MiB saves with an export took 4 s in place of 1.4, though loads that map took 0.92 of the time.
+# 4 MiB saves with an export took 4 s in place of 1.5, though loads that map took 0.92 of the time.
 _WRITE_BYTES = 1 << 20
 BLOCK_BYTES = 4096
 """The block that file systems share between files: a page, as they all have by default."""
