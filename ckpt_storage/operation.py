@@ -103,7 +103,7 @@ class Operation:
             silence_s=timeouts.silence,
             look_s=min(group.look_s, _STEP_LOOK_S + group.world_size / 20_000),
             grace_s=_COORDINATOR_GRACE_S if group.is_coordinator else _MEMBER_GRACE_S,
-            tidy=self._tidy,
+            tidy=lambda: self._tidy(self._waits.patience_s()),
         )
         self._meeting = Meeting(
             self._waits,
@@ -134,11 +134,12 @@ class Operation:
     ) -> None:
         try:
             if error is None:
-                # What there was no wait for; afterwards the board's server may go.
-                while self._tidy():
-                    pass
                 # Beyond this phase's deadline nobody may be kept waiting.
-                self._leave(min(_LEAVE_S, self._waits.deadline.remaining_s() + _MEMBER_GRACE_S))
+                left_s = min(_LEAVE_S, self._waits.deadline.remaining_s() + _MEMBER_GRACE_S)
+                # What there was no wait for; once all have left, the board's server may go.
+                while self._tidy(left_s):
+                    pass
+                self._leave(left_s)
             else:
                 self._report(error)
         except BoardError as lost:
@@ -393,9 +394,9 @@ class Operation:
             f"Timeouts.{deadline.phase}.",
         )
 
-    def _tidy(self) -> bool:
+    def _tidy(self, timeout_s: float) -> bool:
         """Remove a little of what earlier operations left: all ranks have gone on from there."""
-        return bool(self.id) and self._group.clear_debris(self._waits.patience_s())
+        return bool(self.id) and self._group.clear_debris(timeout_s)
 
     # Giving up together.
 

@@ -178,19 +178,22 @@ def test_what_is_left_over_is_removed_while_ranks_wait() -> None:
     ranks = group(board, 2)
     values(run(ranks, together))
 
-    def body(coordinator: Coordinator) -> tuple[int, int]:
+    def body(coordinator: Coordinator) -> tuple[list[str], list[str]]:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
-            before = len(coordinator.debris)
-            if coordinator.rank == 1:
-                time.sleep(0.3)
+            before = list(coordinator.debris)
+            end = time.monotonic() + 10.0
+            while coordinator.rank == 1 and ranks[0].debris and time.monotonic() < end:
+                time.sleep(0.01)
             operation.gather(b"")
-            return before, len(coordinator.debris)
+            return before, list(coordinator.debris)
 
     waited, hurried = values(run(ranks, body))
-    assert waited[0] > 0
-    assert waited[1] == 0
-    assert hurried[0] == hurried[1] > 0
+    assert waited[0]
+    assert not waited[1]
+    assert hurried[0]
+    assert hurried[1] == hurried[0]
+    assert not set(hurried[0]) & set(ranks[1].debris)
     assert len(operations_on(board)) == 1
 
 
