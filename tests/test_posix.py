@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,6 +46,26 @@ def test_writing_back_early_changes_nothing(fd: int, tmp_path: Path) -> None:
     Posix().start_write_back(fd, 0, 8192)
     Posix().start_write_back(fd, 1 << 40, 4096)
     assert (tmp_path / "x").read_bytes() == data
+
+
+def test_long_writes_are_cut_where_large_pages_begin(
+    fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At multiples of the longest, wherever the first of them begins and buffers end."""
+    monkeypatch.setattr(posix, "_WRITE_BYTES", 64)
+    calls: list[tuple[int, int]] = []
+    write = Posix.pwritev
+
+    def noted(self: Posix, to: int, buffers: Sequence[memoryview], offset: int) -> int:
+        calls.append((offset, sum(view.nbytes for view in buffers)))
+        return write(self, to, buffers, offset)
+
+    monkeypatch.setattr(Posix, "pwritev", noted)
+    data = os.urandom(300)
+    views = [memoryview(data)[start:stop] for start, stop in ((0, 7), (7, 150), (150, 300))]
+    Posix().pwritev_all(fd, views, 50)
+    assert calls == [(50, 14), (64, 64), (128, 64), (192, 64), (256, 64), (320, 30)]
+    assert (tmp_path / "x").read_bytes() == bytes(50) + data
 
 
 @pytest.mark.parametrize(
