@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from click.testing import CliRunner
 
-from ckpt_storage.benchmark.compare import Comparison
+from ckpt_storage.benchmark.compare import Comparison, Contender, take_turns
 from ckpt_storage.benchmark.memory import Curve
-from ckpt_storage.benchmark.meter import Measurement, Summary
+from ckpt_storage.benchmark.meter import Measurement, Meter, Summary
 from ckpt_storage.benchmark.peers import left_out
 from ckpt_storage.benchmark.report import (
     COLUMNS,
@@ -38,6 +41,7 @@ _FACTS = {
     "bandwidth_bytes_s": None,
     "rank_count": 2,
     "run_count": 3,
+    "pause_s": 0.0,
     "processor_count": 2,
     "load_average": 0.5,
     "torch": "2",
@@ -70,6 +74,36 @@ def test_a_summary_has_median_and_extremes() -> None:
     summary = Summary.of([_measured(3.0), _measured(1.0), _measured(10.0, requests=7)])
     assert (summary.median_s, summary.min_s, summary.max_s) == (3.0, 1.0, 10.0)
     assert (summary.request_count, summary.sent_bytes) == (7, None)
+    assert summary.seconds == (3.0, 1.0, 10.0)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_contenders_take_turns_and_rest_before_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order rotates, the first round is not measured, and every run comes after a pause."""
+    seen: list[str] = []
+
+    def noted(what: str) -> Callable[[], None]:
+        return lambda: seen.append(what)
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: seen.append(f"{seconds} s"))
+    contenders = [
+        Contender(
+            name=name, run=noted(name), before=noted(f"before {name}"), after=noted(f"after {name}")
+        )
+        for name in "ab"
+    ]
+    found = take_turns(Meter(None), contenders, run_count=2, pause_s=1.5)
+    turns = {name: [f"before {name}", "1.5 s", name, f"after {name}"] for name in "ab"}
+    assert seen == [step for name in "abbaab" for step in turns[name]]
+    assert [len(found[name].seconds) for name in "ab"] == [2, 2]
 
 
 def test_ratios_are_of_medians_to_the_floor() -> None:
@@ -123,6 +157,7 @@ def test_json_has_every_figure() -> None:
     assert body["rank_count"] == 2
     ours = body["comparisons"][0]["contenders"]["ours"]
     assert (ours["median_s"], ours["floor_ratio"]) == (5.0, 2.5)
+    assert ours["seconds"] == [5.0, 7.0, 4.0]
 
 
 def test_ratios_can_be_computed_from_the_json() -> None:
@@ -178,6 +213,8 @@ def test_a_plot_of_another_kind_is_refused_before_measuring() -> None:
         {"gib": 0.0},
         {"run_count": 0},
         {"latency_s": -1.0},
+        {"pause_s": -1.0},
+        {"pause_s": math.inf},
         {"bandwidth_bytes_s": 0.0},
     ],
 )

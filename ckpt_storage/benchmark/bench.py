@@ -92,7 +92,9 @@ class Bench:
             what=what,
             moved_bytes=moved_bytes,
             floor=floor or contenders[0].name,
-            summaries=take_turns(self.meter, contenders, self.settings.run_count),
+            summaries=take_turns(
+                self.meter, contenders, self.settings.run_count, self.settings.pause_s
+            ),
             deducted=deducted,
             whole=whole,
             idle=idle,

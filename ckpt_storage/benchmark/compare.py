@@ -6,6 +6,7 @@ rank.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -72,17 +73,21 @@ class Comparison:
         return None if name in self.idle else self.net_s(name) / self.summaries[floor].median_s
 
 
-def take_turns(meter: Meter, contenders: Sequence[Contender], run_count: int) -> dict[str, Summary]:
+def take_turns(
+    meter: Meter, contenders: Sequence[Contender], run_count: int, pause_s: float
+) -> dict[str, Summary]:
     """Run every contender once to warm up and `run_count` times for good; all ranks.
 
     The order rotates, so that none always inherits what the same other one leaves behind in
-    caches and free memory. Raises what a contender raises.
+    caches and free memory; `pause_s` seconds before each run let that settle. Raises what a
+    contender raises.
     """
     seen: dict[str, list[Measurement]] = {contender.name: [] for contender in contenders}
     for run in range(run_count + 1):
         turn = run % len(contenders)
         for contender in [*contenders[turn:], *contenders[:turn]]:
             contender.before()
+            time.sleep(pause_s)
             measured = meter.measure(contender.run)
             contender.after()
             dist.barrier()

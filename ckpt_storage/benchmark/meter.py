@@ -44,8 +44,12 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Measurements of one contender: median and extremes of seconds, medians of the rest."""
+    """Measurements of one contender: median and extremes of seconds, medians of the rest.
 
+    seconds: those of every run, in order.
+    """
+
+    seconds: tuple[float, ...]
     median_s: float
     min_s: float
     max_s: float
@@ -58,8 +62,9 @@ class Summary:
     @classmethod
     def of(cls, runs: Sequence[Measurement]) -> Summary:
         """Return the summary of at least one run."""
-        seconds = [run.seconds for run in runs]
+        seconds = tuple(run.seconds for run in runs)
         return cls(
+            seconds=seconds,
             median_s=statistics.median(seconds),
             min_s=min(seconds),
             max_s=max(seconds),

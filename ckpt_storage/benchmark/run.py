@@ -146,6 +146,7 @@ def _facts(settings: BenchSettings, root: Location) -> dict[str, Any]:
         "left_out": left_out(root) if settings.peers else [],
         "rank_count": settings.rank_count,
         "run_count": settings.run_count,
+        "pause_s": settings.pause_s,
         "latency_s": settings.latency_s,
         "bandwidth_bytes_s": settings.bandwidth_bytes_s,
         "sharding": settings.sharding,

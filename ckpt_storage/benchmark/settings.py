@@ -5,6 +5,7 @@ Knows the names of scenarios and contenders; does nothing. Called by `run` and t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -36,7 +37,8 @@ class BenchSettings:
 
     url: a folder on the storage to measure; the bench works in a new folder below it.
     gib: size of the whole state, in GiB; run_count: measured runs of each contender, after one
-    that warms up. engines: data planes of ours to compare. peers: measure stock torch and the
+    that warms up. pause_s: seconds to wait before each run, so that all of them find the machine
+    alike. engines: data planes of ours to compare. peers: measure stock torch and the
     AWS connector too, where they can reach the storage. latency_s: seconds that the bench's own
     S3 server waits before it serves a request. bandwidth_bytes_s: what that server's link carries
     each way, None where nothing bounds it. memory_curves: look at the memory of a
@@ -50,6 +52,7 @@ class BenchSettings:
     gib: float = 1.2
     small_count: int = 5_500
     run_count: int = 5
+    pause_s: float = 0.0
     engines: Sequence[Literal["auto", "fsspec", "obstore"]] = ("auto",)
     sharding: Literal["rows", "columns"] = "rows"
     peers: bool = False
@@ -70,10 +73,11 @@ class BenchSettings:
                 "A benchmark needs at least one rank, one run, one tensor and some bytes.",
                 next_step="Give positive numbers.",
             )
-        if self.latency_s < 0:
-            raise InvalidInputError(
-                f"latency_s is {self.latency_s}.", next_step="Give 0 or more seconds."
-            )
+        for name, seconds in (("latency_s", self.latency_s), ("pause_s", self.pause_s)):
+            if not 0 <= seconds < math.inf:
+                raise InvalidInputError(
+                    f"{name} is {seconds}.", next_step="Give 0 or more seconds."
+                )
         if self.bandwidth_bytes_s is not None and self.bandwidth_bytes_s <= 0:
             raise InvalidInputError(
                 f"bandwidth_bytes_s is {self.bandwidth_bytes_s}.",

@@ -49,6 +49,9 @@ _SCENARIOS = (
     "--runs", "run_count", default=5, show_default=True, help="Measured runs of each contender."
 )
 @click.option(
+    "--pause-s", default=0.0, help="Seconds to wait before each run, so that all find things alike."
+)
+@click.option(
     "--small", "small_count", default=5_500, show_default=True, help="Number of small tensors."
 )
 @click.option(
@@ -97,6 +100,7 @@ def bench(  # noqa: PLR0913  # one argument an option
     rank_count: int,
     gib: float,
     run_count: int,
+    pause_s: float,
     small_count: int,
     engines: Sequence[Any],
     sharding: Any,  # noqa: ANN401  # click has checked it
@@ -152,6 +156,7 @@ def bench(  # noqa: PLR0913  # one argument an option
             gib=gib,
             small_count=small_count,
             run_count=run_count,
+            pause_s=pause_s,
             engines=engines or ("auto",),
             sharding=sharding,
             peers=peers,
