@@ -126,7 +126,12 @@ class CheckpointManager:
                 soundness=self._soundness,
             )
         self._upkeep = Upkeep(
-            self._census, self._soundness, pruner, pruning=pruning, timeouts=self._timeouts
+            self._census,
+            self._soundness,
+            pruner,
+            claims=self._claims,
+            pruning=pruning,
+            timeouts=self._timeouts,
         )
         self._saves = StepSaver(
             self._census,

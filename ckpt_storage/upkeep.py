@@ -10,6 +10,7 @@ import logging
 from typing import Literal
 
 from .census import Census
+from .claims import Claims
 from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError
 from .housekeeper import Housekeeper
@@ -37,10 +38,12 @@ class Upkeep:
         soundness: Soundness,
         pruner: Pruner | None,
         *,
+        claims: Claims,
         pruning: Pruning,
         timeouts: Timeouts,
     ) -> None:
         self._census = census
+        self._claims = claims
         self._soundness = soundness
         self._pruner = pruner
         self._is_background = pruner is not None and pruning == "background"
@@ -104,18 +107,24 @@ class Upkeep:
 
     def _run(self, deadline: Deadline) -> None:
         if not self._has_looked_above:
-            self._has_looked_above = True
             try:
-                self._look_above(deadline)
+                self._has_looked_above = self._look_above(deadline)
             except CheckpointError as error:  # what is saved and pruned does not depend on it
+                self._has_looked_above = True
                 url = self._census.location.url
                 log.info("%s: what lies above was not looked at: %s", url, error)
         if self._pruner is not None and self._is_background:
             self._pruner.prune(deadline)
 
-    def _look_above(self, deadline: Deadline) -> None:
-        """Warn if what is resumed from is above what is saved: training went back, or anew."""
+    def _look_above(self, deadline: Deadline) -> bool:
+        """Warn if what is resumed from is above what is saved: training went back, or anew.
+
+        Returns False where that may be a save of this manager: its end wakes this one once more.
+        """
         newest = self._census.newest(deadline, besides=self._soundness.damaged)
+        # A commit can be seen before this manager notes it, which it does before the claim ends.
+        if newest is not None and newest.name in self._claims.in_use():
+            return False
         step, saved = newest.step if newest is not None else None, self._highest_saved
         if newest is not None and step is not None and step > saved:
             log.warning(
@@ -128,3 +137,4 @@ class Upkeep:
                 step,
                 self._census.location.url,
             )
+        return True

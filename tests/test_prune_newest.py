@@ -14,10 +14,13 @@ from commit_tools import CAS, DAY_S, QUICK, DictStore, Disk, body_of, sealed
 from manager_cases import damage, restore, state_of
 from prune_cases import DiskCensus, heads, name_of, prune, pruner, save
 
+from ckpt_storage.census import Census
+from ckpt_storage.claims import Claims
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import FormatError, StorageError
 from ckpt_storage.info import CheckpointInfo
 from ckpt_storage.manager import CheckpointManager
+from ckpt_storage.options import Timeouts
 from ckpt_storage.pruneplan import Soundness
 from ckpt_storage.pruning import Pruner
 from ckpt_storage.retention import (
@@ -30,7 +33,9 @@ from ckpt_storage.retention import (
     last_committed,
 )
 from ckpt_storage.settled import SETTLED_PATH
-from ckpt_storage.store import probe
+from ckpt_storage.stepnames import StepNames
+from ckpt_storage.store import Location, probe
+from ckpt_storage.upkeep import Upkeep
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +178,36 @@ def test_a_step_below_the_highest_is_warned_of_once(
     assert caplog.text.count("still choose step 100") == 1
     assert "Step 11 was saved below step 100" in caplog.text
     assert "move their folders out" in caplog.text
+
+
+def test_a_commit_that_is_not_noted_yet_is_not_above_what_was_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The background looks after the commit of step 2, and before its manager knows of that.
+
+    It looks again once that save ended; and what does lie above is then still told.
+    """
+    with manager_of(tmp_path) as manager:
+        saved(manager, 1, 2, 9)
+    set_aside = tmp_path.with_name("aside")
+    (tmp_path / name_of(9)).rename(set_aside)
+    claims, timeouts = Claims(), Timeouts()
+    census = Census(Location.of(tmp_path), StepNames(), timeouts=timeouts, retry=None)
+    upkeep = Upkeep(census, Soundness(), None, claims=claims, pruning="manual", timeouts=timeouts)
+    upkeep.begin(is_coordinator=True)
+    end_claim = claims.take(name_of(2), "it is being saved", timeout_s=0)
+    upkeep.committed(name_of(1), None)
+    upkeep.wake()
+    assert upkeep.wait(60)
+    assert caplog.text == ""
+    set_aside.rename(tmp_path / name_of(9))
+    upkeep.committed(name_of(2), None)
+    end_claim()
+    for _ in range(2):
+        upkeep.wake()
+        assert upkeep.wait(60)
+    upkeep.close(60)
+    assert caplog.text.count("Step 2 was saved below step 9") == 1
 
 
 def test_a_copy_that_is_damaged_does_not_stand_for_the_original(tmp_path: Path) -> None:
