@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from .consolidating import output_location, track
@@ -18,7 +19,7 @@ from .deadline import Deadline
 from .errors import CheckpointError, ConsolidationError, InvalidInputError, StorageError
 from .info import CheckpointInfo
 from .operation import Operation
-from .options import Engine, Phase, Progress, RetryPolicy, Timeouts
+from .options import Engine, PageCache, Phase, Progress, RetryPolicy, Timeouts
 from .reports import as_checkpoint_errors
 from .store import Location
 
@@ -33,6 +34,7 @@ def chained_job(
     source: Location,
     *,
     rank: int,
+    page_cache: PageCache,
     engine: Engine,
     timeouts: Timeouts,
     retry: RetryPolicy | None,
@@ -40,6 +42,7 @@ def chained_job(
 ) -> ConsolidateJob | None:
     """Return the consolidation that a save to `source` goes on with; None: none.
 
+    All but `chained` is as the save has it; `page_cache` counts where the options do not say.
     Raises `InvalidInputError`, before anything is saved.
     """
     if chained is None or chained is False:
@@ -54,7 +57,7 @@ def chained_job(
     return ConsolidateJob(
         source=source,
         output=output_location(source, output, options.output_storage_options),
-        options=options,
+        options=replace(options, page_cache=options.page_cache or page_cache),
         timeouts=timeouts,
         retry=retry or RetryPolicy(),
         engine=engine,

@@ -25,7 +25,7 @@ from .consolidation.report import ConsolidationReport
 from .consolidation.run import run_consolidate
 from .coordination import Coordinator, solo
 from .errors import CheckpointError
-from .options import Engine, Progress, RetryPolicy, Timeouts
+from .options import Engine, PageCache, Progress, RetryPolicy, Timeouts
 from .progress import reporting
 from .reports import as_checkpoint_errors, place_of
 from .store import Location
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["consolidate", "output_location", "track"]
 
 
-def consolidate(  # the public surface, all keyword-only
+def consolidate(  # noqa: PLR0913  # the public surface, all keyword-only
     url: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
     *,
@@ -50,6 +50,7 @@ def consolidate(  # the public surface, all keyword-only
     exclude: Selection | None = None,
     tied: Literal["drop", "keep"] | Mapping[str, str] = "drop",
     memory_limit_bytes: int | None = None,
+    page_cache: PageCache = "keep",
     progress: Progress = None,
     storage_options: Mapping[str, Any] | None = None,
     output_storage_options: Mapping[str, Any] | None = None,
@@ -81,6 +82,7 @@ def consolidate(  # the public surface, all keyword-only
         exclude: which of them do not.
         tied: what happens to tied tensors.
         memory_limit_bytes: ceiling of buffers per rank.
+        page_cache: whether the kernel keeps a copy of local weight files that are on the disk.
         progress: True: a bar on rank 0; or a callable that takes each `ProgressEvent`.
         storage_options: passed to the fsspec file system of `url`.
         output_storage_options: passed to that of `output`; default: `storage_options` where
@@ -114,6 +116,7 @@ def consolidate(  # the public surface, all keyword-only
                 exclude=exclude,
                 tied=tied,
                 memory_limit_bytes=memory_limit_bytes,
+                page_cache=page_cache,
             ),
             timeouts=Timeouts.of(timeout),
             retry=retry or RetryPolicy(),

@@ -38,6 +38,7 @@ from .options import (
     LOCAL_READ_BYTES,
     MIB,
     Engine,
+    PageCache,
     Progress,
     RetryPolicy,
     Timeouts,
@@ -109,6 +110,7 @@ def convert(  # the public surface, all keyword-only
     overwrite: bool = False,
     max_file_bytes: int | str = DEFAULT_MAX_FILE_BYTES,
     memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES,
+    page_cache: PageCache = "keep",
     unsafe_pickle: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     destination_storage_options: Mapping[str, Any] | None = None,
@@ -147,6 +149,7 @@ def convert(  # the public surface, all keyword-only
             one in a single step is deleted before the new one is written.
         max_file_bytes: about how large a file gets; a tensor is never cut for it.
         memory_limit_bytes: ceiling of buffers.
+        page_cache: whether the kernel keeps a copy of local files of `dst` that are on the disk.
         unsafe_pickle: unpickle whatever the source holds: this runs code of whoever wrote it.
             Needed only to read or write "torch_save" with values of other than torch's types.
         storage_options: passed to the fsspec file system of `src`.
@@ -179,6 +182,7 @@ def convert(  # the public surface, all keyword-only
         overwrite=overwrite,
         max_file_bytes=parse_bytes(max_file_bytes, option="max_file_bytes"),
         memory_limit_bytes=memory_limit_bytes,
+        page_cache=page_cache,
         unsafe_pickle=unsafe_pickle,
         engine=engine,
         timeouts=timeouts,
@@ -201,6 +205,7 @@ class _Conversion:
         overwrite: bool,
         max_file_bytes: int,
         memory_limit_bytes: int,
+        page_cache: PageCache,
         unsafe_pickle: bool,
         engine: Engine,
         timeouts: Timeouts,
@@ -223,19 +228,18 @@ class _Conversion:
         self._max_file_bytes = max_file_bytes
         self._memory_limit_bytes = memory_limit_bytes
         self._unsafe_pickle = unsafe_pickle
-        self._engine: Engine = engine
         self._timeouts = timeouts
         self._retry = retry
+        self._opened = partial(
+            open_store, page_cache=page_cache, engine=engine, timeouts=timeouts, retry=retry
+        )
         self._progress = progress
         self._start_s = time.monotonic()
         self._check_unchanged: Callable[[], None] = lambda: None
         self._source_state: object = None
 
     def _open(self, location: Location) -> Store:
-        return bounded(
-            open_store(location, engine=self._engine, timeouts=self._timeouts, retry=self._retry),
-            self.deadline,
-        )
+        return bounded(self._opened(location), self.deadline)
 
     def _options(self, store: Store) -> TransferOptions:
         """Return what one side may use: reads, windows and writes share the memory."""

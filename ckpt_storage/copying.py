@@ -50,6 +50,7 @@ from .foreigncopy import copy_foreign
 from .options import (
     LOCAL_READ_BYTES,
     Engine,
+    PageCache,
     Progress,
     RetryPolicy,
     Timeouts,
@@ -118,6 +119,7 @@ def copy(  # the public surface, all keyword-only
     copies: Copies = "auto",
     thread_count: int | None = None,
     memory_limit_bytes: int | None = None,
+    page_cache: PageCache = "keep",
     engine: Engine = "auto",
     timeout: float | timedelta | Timeouts | None = None,
     retry: RetryPolicy | None = None,
@@ -149,6 +151,7 @@ def copy(  # the public surface, all keyword-only
             "always" also where that does not pay; "never" reads and sends every byte.
         thread_count: requests in flight; default 2 between local disks, 8 elsewhere.
         memory_limit_bytes: ceiling of buffers.
+        page_cache: whether the kernel keeps a copy of local files of `dst` that are on the disk.
         engine: data plane of both storages.
         timeout: seconds, `timedelta` or `Timeouts` (`write` and `commit` count); default an hour.
             `write` is how long nothing may move, however long the whole takes.
@@ -175,6 +178,7 @@ def copy(  # the public surface, all keyword-only
         copies=copies,
         thread_count=thread_count,
         memory_limit_bytes=memory_limit_bytes,
+        page_cache=page_cache,
         engine=engine,
         timeouts=timeouts,
         retry=retry or RetryPolicy(),
@@ -220,6 +224,7 @@ class _Copy:
     copies: Copies
     thread_count: int | None
     memory_limit_bytes: int | None
+    page_cache: PageCache
     engine: Engine
     timeouts: Timeouts
     retry: RetryPolicy
@@ -235,7 +240,7 @@ class _Copy:
         self.deadline, _ = stalling_deadline("write", self.timeouts.write, what)
         opened = partial(open_store, engine=self.engine, timeouts=self.timeouts, retry=self.retry)
         self.source_store = bounded(opened(self.source), self.deadline)
-        self.target_store = bounded(opened(self.target), self.deadline)
+        self.target_store = bounded(opened(self.target, page_cache=self.page_cache), self.deadline)
         stores = self.source_store, self.target_store
         self.options = TransferOptions.for_storage(
             is_remote=any(store.capabilities.is_remote for store in stores),

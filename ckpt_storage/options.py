@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, get_args
 
 from .errors import InvalidInputError
 
@@ -69,6 +69,12 @@ Engine = Literal["auto", "fsspec", "obstore"]
 StockMetadata = Literal["auto", "always", "never"]
 PageCache = Literal["keep", "drop"]
 Phase = Literal["plan", "stage", "write", "commit", "consolidate", "load"]
+
+
+def check_page_cache(value: object) -> None:
+    """Raise `InvalidInputError` if `value` is no `PageCache`."""
+    if value not in get_args(PageCache):
+        raise InvalidInputError(f"page_cache is {value!r}.", next_step="Give 'keep' or 'drop'.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

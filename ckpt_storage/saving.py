@@ -224,6 +224,7 @@ def run_save(
             chosen.consolidate,
             Location.of(url, chosen.storage_options),
             rank=operation.rank,
+            page_cache=chosen.page_cache,
             engine=chosen.engine,
             timeouts=chosen.timeouts,
             retry=chosen.retry,

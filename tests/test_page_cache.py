@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import sys
@@ -18,8 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ckpt_storage
+from ckpt_storage.cli.app import app
+from ckpt_storage.consolidation.options import ConsolidateOptions
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.store import open_store
 from ckpt_storage.store.local import LocalStore
@@ -301,3 +305,113 @@ def test_another_word_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="page_cache is 'away'") as caught:
         open_store(tmp_path, page_cache=word)
     assert "'drop'" in str(caught.value.next_step)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint."""
+    path = tmp_path_factory.mktemp("page-cache") / "a"
+    ckpt_storage.save({"a": torch.arange(MIB), "b": torch.arange(10.0)}, path, sync_files=False)
+    return path
+
+
+def is_weight(name: str) -> bool:
+    """Return whether a file holds tensors, by its name or that of its draft."""
+    return ".safetensors" in name or ".distcp" in name
+
+
+def by_command(name: str, *between: str) -> Callable[..., None]:
+    """Return what runs a command, with words between its two places and the options."""
+
+    def run(source: Path, target: Path, *, page_cache: str | None = None) -> None:
+        words = [name, str(source), *between, str(target)]
+        words += [] if page_cache is None else ["--page-cache", page_cache]
+        with pytest.raises(SystemExit) as ended:
+            app.main(words)
+        assert not ended.value.code
+
+    return run
+
+
+@pytest.mark.parametrize("page_cache", [None, "keep", "drop"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        ckpt_storage.consolidate,
+        # Within a file system the kernel would copy.
+        functools.partial(ckpt_storage.copy, copies="never"),
+        functools.partial(ckpt_storage.convert, to="dcp"),
+        by_command("consolidate"),
+        by_command("cp", "--copies", "never"),
+        by_command("convert", "--to", "dcp"),
+    ],
+    ids=["consolidate", "copy", "convert", "$ consolidate", "$ cp", "$ convert"],
+)
+def test_what_else_writes_weights_has_the_option(
+    checkpoint: Path,
+    tmp_path: Path,
+    seen: list[str],
+    way: Callable[..., object],
+    page_cache: str | None,
+) -> None:
+    """From Python and from the command line; what is written is the same."""
+    target = tmp_path / "out"
+    way(checkpoint, target, **({} if page_cache is None else {"page_cache": page_cache}))
+    assert any(is_weight(name) for name in seen) == (page_cache == "drop")
+    weights = [load_file(path)["a"] for path in target.glob("*.safetensors")]
+    if not weights:
+        weights = [torch.zeros(MIB, dtype=torch.int64)]
+        ckpt_storage.load({"a": weights[0]}, target)
+    assert torch.equal(weights[0], torch.arange(MIB))
+
+
+@pytest.mark.parametrize("of_save", ["keep", "drop"])
+@pytest.mark.parametrize("of_export", [None, "keep", "drop"])
+def test_an_export_after_a_save_is_as_the_save_unless_told(
+    tmp_path: Path, seen: list[str], of_save: str, of_export: Any
+) -> None:
+    """What the save leaves in the cache the export reads; its own files may go all the same."""
+    ckpt_storage.save(
+        {"a": torch.arange(MIB)},
+        tmp_path / "a",
+        page_cache=of_save,  # type: ignore[arg-type]  # a parameter
+        consolidate=ConsolidateOptions(page_cache=of_export),
+    )
+    assert any(".distcp" in name for name in seen) == (of_save == "drop")
+    assert any(".safetensors" in name for name in seen) == ((of_export or of_save) == "drop")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda path, word: ckpt_storage.consolidate(path, path.with_name("out"), page_cache=word),
+        lambda path, word: ckpt_storage.copy(path, path.with_name("out"), page_cache=word),
+        lambda path, word: ckpt_storage.convert(
+            path, path.with_name("out"), to="safetensors", page_cache=word
+        ),
+        lambda _, word: ConsolidateOptions(page_cache=word),
+    ],
+    ids=["consolidate", "copy", "convert", "options"],
+)
+def test_another_word_is_refused_everywhere(
+    checkpoint: Path, ask: Callable[[Path, str], object]
+) -> None:
+    """Before anything is written."""
+    with pytest.raises(InvalidInputError, match="page_cache is 'away'"):
+        ask(checkpoint, "away")
+    assert not checkpoint.with_name("out").exists()
+
+
+def test_what_the_kernel_copies_is_dropped_once_it_is_durable(tmp_path: Path) -> None:
+    """It copies through its cache unless files share their blocks."""
+    (tmp_path / "source").write_bytes(DATA)
+    posix = Uncached()
+    store = LocalStore(str(tmp_path), posix=posix, page_cache="drop")
+    source = store.copy_source("source")
+    assert source is not None
+    shared = store.start_shared_upload("x", part_bytes=len(DATA))
+    shared.copy_part(0, 0, source, 0, len(DATA), source_bytes=len(DATA), last=True)
+    shared.complete(len(DATA))
+    calls = operations(posix)
+    assert calls.index("fsync") < calls.index("forget") < calls.index("link")
+    assert (tmp_path / "x").read_bytes() == DATA

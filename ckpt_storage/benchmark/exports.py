@@ -14,7 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ckpt_storage.consolidating import consolidate
-from ckpt_storage.options import DEFAULT_MEMORY_LIMIT_BYTES, Engine
+from ckpt_storage.consolidation.options import ConsolidateOptions
+from ckpt_storage.options import DEFAULT_MEMORY_LIMIT_BYTES, Engine, PageCache
 from ckpt_storage.saving import save
 
 from .bench import Bench, our_name, put_own
@@ -43,11 +44,12 @@ def measure_export(bench: Bench) -> Comparison:
         ),
         *(
             Contender(
-                name=our_name(engine),
-                run=functools.partial(_consolidate, bench, engine),
+                name=our_name(engine, how),
+                run=functools.partial(_consolidate, bench, engine, page_cache),
                 after=functools.partial(bench.clear, "export-hf"),
             )
             for engine in bench.settings.engines
+            for how, page_cache in _page_caches(bench)
         ),
     ]
     contenders += _torch_exports(bench, state)
@@ -70,13 +72,20 @@ def measure_export(bench: Bench) -> Comparison:
     return found
 
 
-def _consolidate(bench: Bench, engine: Engine) -> None:
+def _page_caches(bench: Bench) -> list[tuple[str, PageCache]]:
+    """Return how our exports are made, and called: local ones also so that none stays cached."""
+    found: list[tuple[str, PageCache]] = [("", "keep")]
+    return [*found, ("export dropped", "drop")] if bench.root.is_local else found
+
+
+def _consolidate(bench: Bench, engine: Engine, page_cache: PageCache) -> None:
     options = bench.options(engine)
     limit_bytes = options.pop("memory_limit_bytes") or DEFAULT_MEMORY_LIMIT_BYTES
     consolidate(
         bench.root.join("export").target,
         bench.root.join("export-hf").target,
         memory_limit_bytes=limit_bytes,
+        page_cache=page_cache,
         output_storage_options=bench.root.storage_options,
         **options,
     )
@@ -163,17 +172,18 @@ def measure_save_export(bench: Bench) -> Comparison:
         ),
         *(
             Contender(
-                name=our_name(engine),
+                name=our_name(engine, how),
                 run=functools.partial(
                     save,
                     state,
                     bench.root.join("chain").target,
-                    consolidate=True,
+                    consolidate=ConsolidateOptions(page_cache=page_cache),
                     **bench.options(engine),
                 ),
                 after=functools.partial(clear, "chain"),
             )
             for engine in bench.settings.engines
+            for how, page_cache in _page_caches(bench)
         ),
     ]
     if bench.settings.peers and bench.root.is_local:

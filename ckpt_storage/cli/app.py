@@ -171,7 +171,8 @@ def _told(error: Exception, given: Sequence[str]) -> int:
         _say(scrub(_as_typed(str(error))))
         return FOUND if isinstance(error, IntegrityError) else COULD_NOT_RUN
     hint = "" if is_debug else " Run it again with --debug and report what that prints."
-    _say(scrub(f"unexpected {type(error).__name__}: {str(error).rstrip('.')}.{hint}"))
+    told = str(error).rstrip(". \n")
+    _say(scrub(f"unexpected {type(error).__name__}: {told}.{hint}"))
     return COULD_NOT_RUN
 
 

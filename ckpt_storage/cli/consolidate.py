@@ -23,13 +23,14 @@ from .options import (
     engine_option,
     json_option,
     memory_option,
+    page_cache_option,
     storage_options,
     url_argument,
 )
 
 if TYPE_CHECKING:
     from ckpt_storage.consolidation.report import ConsolidationReport
-    from ckpt_storage.options import Engine
+    from ckpt_storage.options import Engine, PageCache
 
 __all__ = ["consolidate"]
 
@@ -54,6 +55,7 @@ _MEETING_S = 300.0
 )
 @engine_option
 @memory_option
+@page_cache_option
 @json_option
 @storage_options(of="URL, and of OUT where that is of the same kind")
 @storage_options("output_storage", of="OUT")
@@ -70,6 +72,7 @@ def consolidate(  # one parameter for each option
     tied: Literal["drop", "keep"],
     engine: Engine,
     memory_limit_bytes: int | None,
+    page_cache: PageCache,
     as_json: bool,
     storage_options: dict[str, Any] | None,
     output_storage_options: dict[str, Any] | None,
@@ -100,6 +103,7 @@ def consolidate(  # one parameter for each option
             progress=output.shows_progress(),
             engine=engine,
             memory_limit_bytes=memory_limit_bytes,
+            page_cache=page_cache,
         )
     if rank:
         return SOUND

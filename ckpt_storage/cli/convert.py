@@ -19,13 +19,14 @@ from .options import (
     engine_option,
     json_option,
     memory_option,
+    page_cache_option,
     storage_options,
     url_argument,
 )
 
 if TYPE_CHECKING:
     from ckpt_storage.converting import TargetFormat
-    from ckpt_storage.options import Engine
+    from ckpt_storage.options import Engine, PageCache
 
 __all__ = ["convert"]
 
@@ -54,6 +55,7 @@ _FORMATS = ("ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save
 )
 @engine_option
 @memory_option
+@page_cache_option
 @json_option
 @storage_options(of="SRC, and of DST where that is of the same kind")
 @storage_options("destination_storage", of="DST")
@@ -71,6 +73,7 @@ def convert(  # one parameter for each option
     unsafe_pickle: bool,
     engine: Engine,
     memory_limit_bytes: int | None,
+    page_cache: PageCache,
     as_json: bool,
     storage_options: dict[str, Any] | None,
     destination_storage_options: dict[str, Any] | None,
@@ -99,6 +102,7 @@ def convert(  # one parameter for each option
         progress=output.shows_progress(),
         engine=engine,
         memory_limit_bytes=memory_limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES,
+        page_cache=page_cache,
     )
     if as_json:
         output.emit(

@@ -16,6 +16,7 @@ from .options import (
     engine_option,
     json_option,
     memory_option,
+    page_cache_option,
     storage_options,
     url_argument,
 )
@@ -23,7 +24,7 @@ from .options import (
 if TYPE_CHECKING:
     from ckpt_storage.copying import CopyReport
     from ckpt_storage.filecopies import Copies
-    from ckpt_storage.options import Engine
+    from ckpt_storage.options import Engine, PageCache
 
 __all__ = ["cp"]
 
@@ -42,6 +43,7 @@ __all__ = ["cp"]
 @click.option("--threads", "thread_count", type=click.IntRange(min=1), help="Requests in flight.")
 @engine_option
 @memory_option
+@page_cache_option
 @json_option
 @storage_options(of="SRC, and of DST where that is of the same kind")
 @storage_options("destination_storage", of="DST")
@@ -55,6 +57,7 @@ def cp(  # one parameter for each option
     thread_count: int | None,
     engine: Engine,
     memory_limit_bytes: int | None,
+    page_cache: PageCache,
     as_json: bool,
     storage_options: dict[str, Any] | None,
     destination_storage_options: dict[str, Any] | None,
@@ -77,6 +80,7 @@ def cp(  # one parameter for each option
         thread_count=thread_count,
         engine=engine,
         memory_limit_bytes=memory_limit_bytes,
+        page_cache=page_cache,
         timeout=timeout,
         progress=output.shows_progress(),
     )

@@ -22,6 +22,7 @@ __all__ = [
     "fqn_argument",
     "json_option",
     "memory_option",
+    "page_cache_option",
     "parse_slice",
     "storage_options",
     "url_argument",
@@ -123,6 +124,19 @@ def memory_option(command: Command) -> Command:
         metavar="BYTES",
         callback=_bytes,
         help="Ceiling of buffers, such as 512MiB. Default 256MiB.",
+    )
+    decorated: Command = option(command)
+    return decorated
+
+
+def page_cache_option(command: Command) -> Command:
+    """Add `--page-cache`."""
+    option = click.option(
+        "--page-cache",
+        type=click.Choice(["keep", "drop"]),
+        default="keep",
+        show_default=True,
+        help="Whether the kernel keeps a copy of local files that are on the disk.",
     )
     decorated: Command = option(command)
     return decorated

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.options import MIB
+from ckpt_storage.options import MIB, PageCache, check_page_cache
 
 Selection = str | Collection[str] | Callable[[str], bool]
 """FQNs and glob patterns, or a function that says of each FQN whether it is meant."""
@@ -56,6 +56,8 @@ class ConsolidateOptions:
         to target is "drop" with more ties than were recorded.
     memory_limit_bytes: ceiling of buffers that hold bytes in flight, per process; None: 256 MiB,
         or this rank's share of the node's (`docs/performance.md`).
+    page_cache: "drop" lets the kernel keep no copy of weight files that are on a local disk, "keep"
+        leaves them in its cache; None: "keep", or after a save as that has it.
     output: folder or URL of the export that a save makes; None: `hf` below the checkpoint.
         `consolidate` itself takes it as an argument of its own.
     output_storage_options: passed to the file system of `output`.
@@ -69,6 +71,7 @@ class ConsolidateOptions:
     exclude: Selection | None = None
     tied: Literal["drop", "keep"] | Mapping[str, str] = "drop"
     memory_limit_bytes: int | None = None
+    page_cache: PageCache | None = None
     output: str | os.PathLike[str] | None = None
     output_storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
@@ -104,6 +107,8 @@ class ConsolidateOptions:
                 f"memory_limit_bytes is {limit!r}.",
                 next_step=f"Give an integer of {MIN_MEMORY_LIMIT_BYTES} or more.",
             )
+        if self.page_cache is not None:
+            check_page_cache(self.page_cache)
 
     @property
     def file_limit_bytes(self) -> int:

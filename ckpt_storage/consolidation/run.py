@@ -88,7 +88,8 @@ def run_consolidate(ranks: Ranks, job: ConsolidateJob) -> ConsolidationReport:
     `ConsolidationError` if another consolidation took the folder over.
     """
     opened = partial(open_store, engine=job.engine, timeouts=job.timeouts, retry=job.retry)
-    source_store, target = opened(job.source), opened(job.output)
+    source_store = opened(job.source)
+    target = opened(job.output, page_cache=job.options.page_cache or "keep")
     try:
         return _Run(ranks, job, source_store, target).run()
     finally:

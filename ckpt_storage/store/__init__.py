@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.options import Engine, PageCache, RetryPolicy, Timeouts
+from ckpt_storage.options import Engine, PageCache, RetryPolicy, Timeouts, check_page_cache
 
 from .location import Location
 
@@ -67,10 +67,7 @@ def open_store(  # all but the first are named
         location = url
     else:
         location = Location.of(url, storage_options)
-    if page_cache not in get_args(PageCache):
-        raise InvalidInputError(
-            f"page_cache is {page_cache!r}.", next_step="Give 'keep' or 'drop'."
-        )
+    check_page_cache(page_cache)
     request_timeout_s = (timeouts or Timeouts()).request
     from .retry import RetryStore  # noqa: PLC0415  # stores load when one is opened
 

@@ -111,7 +111,7 @@ class Draft:
         self._sealed_bytes: int | None = None
         self._writes_back = sync
         self._is_uncached = page_cache == "drop"
-        # Where the kernel caches all writes: once they are on the disk.
+        # Of what the kernel caches all the same: once it is on the disk.
         self._forgets = False
         if name is not None:
             self._fd: int | None = posix.open_write(self._path)
@@ -231,6 +231,9 @@ class Draft:
             found_bytes = self._posix.fstat(source_fd).st_size
             with self._writing() as fd:
                 count = self._posix.copy_all(source_fd, source_start, fd, offset, length)
+                if self._is_uncached:
+                    # Unless files share blocks, the kernel copies through its cache.
+                    self._forgets = True
             return count, found_bytes
         finally:
             self._posix.close(source_fd)
