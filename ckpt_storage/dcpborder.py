@@ -1,16 +1,20 @@
-"""The border to DCP: nothing leaves our methods that would hang the other ranks.
+"""The border to DCP: what its calls tell, and that nothing leaves ours that hangs other ranks.
 
-Knows exceptions and pickle only. Called by `writer` and `reader`.
+Knows exceptions, pickle and torch's default group. Called by `writer` and `reader`.
 """
 
 from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
 
 from .errors import CheckpointError
+
+__all__ = ["at_dcp_border", "rank_of_call"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -39,3 +43,14 @@ def at_dcp_border(method: Callable[_P, _R]) -> Callable[_P, _R]:
             raise
 
     return wrapped
+
+
+def rank_of_call(kwargs: Mapping[str, Any]) -> int:
+    """Return the rank that DCP set a writer or reader up for with `kwargs`.
+
+    Torch tells it only those that take any keyword, which one around ours may not.
+    """
+    rank: int | None = kwargs.get("rank")
+    if rank is not None:
+        return rank
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -12,6 +12,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -183,7 +184,8 @@ def _planned(
         return [replace(answer, items=[]) for answer in reader.prepare_global_plan(plans)]
 
     proposal = _Proposal(plan=reader.prepare_local_plan(told), is_own=is_own)
-    answer = exchange_plans(operation, proposal, decide)
+    ahead = partial(reader.plan_ahead, plan, planner) if is_own else lambda: None
+    answer = exchange_plans(operation, proposal, decide, meanwhile=ahead)
     if answer is None:
         answer = exchange_plans(operation, reader.prepare_local_plan(plan), answers)
     elif is_own:

@@ -35,21 +35,19 @@ _SMALL_COUNT = 1 << 14
 
 
 class LoadJob:
-    """The items of one load plan on this rank, from request to commit."""
+    """The items of one load plan on this rank, from request to commit.
 
-    def __init__(
-        self,
-        source: Source,
-        planner: LoadPlanner,
-        *,
-        verify: bool,
-        shared: AbstractSet[Key] = frozenset(),
-    ) -> None:
+    `requests` are this rank's own, `shared` those that are to be shared with other ranks.
+    """
+
+    def __init__(self, source: Source, planner: LoadPlanner, *, verify: bool) -> None:
         self._source = source
         self._planner = planner
         self._verify = verify
         self.requests: list[Request] = []
-        self.shared: dict[Key, list[Request]] = {key: [] for key in shared}
+        self.shared: dict[Key, list[Request]] = {}
+        # Of each request the chunk it is for, None for a blob.
+        self._keys: list[Key | None] = []
         self._places: dict[str, list[Place]] = {}
         # In two columns: thousands of pairs are as many objects for the collector to look at.
         self._items: list[ReadItem] = []
@@ -84,6 +82,7 @@ class LoadJob:
             if item.type is LoadItemType.BYTE_IO:
                 buffer = bytearray(place.size_bytes)
                 self._blobs.append((item, buffer, place))
+                self._keys.append(None)
                 self.requests.append(bytes_request(place, buffer))
                 continue
             target = resolve(item)
@@ -115,6 +114,17 @@ class LoadJob:
                 self._wholes.setdefault(key, (place, []))[1].append((item, target))
             else:
                 self._region(item, target, place)
+
+    def share(self, chunks: AbstractSet[Key]) -> None:
+        """Set apart the requests for `chunks`, which ranks are to share; once, after `plan`."""
+        self.shared = {key: [] for key in chunks}
+        if not chunks:
+            return
+        own: list[Request] = []
+        for key, request in zip(self._keys, self.requests, strict=True):
+            (own if key is None else self.shared.get(key, own)).append(request)
+        self.requests = own
+        self._keys.clear()
 
     @property
     def commits(self) -> bool:
@@ -171,9 +181,10 @@ class LoadJob:
         if region is None or run_count(sizes, region) <= 1:
             # Of what lies in pieces nothing is put there as it comes: no need to look.
             memory = _direct_view(target, dtype)
-        elif key in self.shared:
+        else:
             puts = tensor_puts(target, dtype, sizes, region, self._views)
-        self.shared.get(key, self.requests).append(
+        self._keys.append(key)
+        self.requests.append(
             Request(
                 place=place,
                 item_bytes=item_bytes,

@@ -26,7 +26,7 @@ from . import agreement, publishing
 from .agreement import Hello
 from .collecting import collector_paused
 from .costs import REMOTE_READ_BYTES
-from .dcpborder import at_dcp_border
+from .dcpborder import at_dcp_border, rank_of_call
 from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError
 from .filemarks import FileMarks, open_marked, told_from_damage
@@ -141,13 +141,14 @@ class CheckpointStorageReader(StorageReader):
         self._store: Store | None = None
         self._source: Source | None = None
         self._marks: FileMarks | None = None
+        self._ahead: tuple[LoadPlan, LoadJob] | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._location.url!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         # Clients and phases belong to a process; the other side has its own.
-        dropped = ("_store", "_source", "_marks", "_sharers", "_catching_up")
+        dropped = ("_store", "_source", "_marks", "_ahead", "_sharers", "_catching_up")
         state = {**self.__dict__, **dict.fromkeys(dropped)}
         del state["_begin"]
         return state
@@ -201,7 +202,7 @@ class CheckpointStorageReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Aim the next load at `checkpoint_id`; DCP calls it on all ranks."""
         self._location = self._base.join(checkpoint_id)
-        self._store = self._source = self._marks = None
+        self._store = self._source = self._marks = self._ahead = None
 
     @at_dcp_border
     def read_metadata(self) -> Metadata:
@@ -264,7 +265,7 @@ class CheckpointStorageReader(StorageReader):
     ) -> None:
         """Note this rank's part; the coordinator also finishes what a crashed saver left undone."""
         self._is_coordinator = is_coordinator
-        self._rank = kwargs.get("rank") or 0
+        self._rank = rank_of_call(kwargs)
         source = self._opened()
         if is_coordinator and source.save_id is not None and self._store is not None:
             store, deadline = self._store, self._begin("plan")
@@ -373,19 +374,14 @@ class CheckpointStorageReader(StorageReader):
         order = self._own_order or arrived_order(self._rank)
         forget_orders()
         self._own_order = None
-        load = LoadJob(
-            source,
-            planner,
-            verify=self._verify,
-            shared=frozenset() if order is None else order.keys,
-        )
         with (
             deadline.governs(f"Loading from {store.url}", rank=self._rank),
             self._unchanged(store),
         ):
             with self._told_if_it_fails(order):
                 source.renew(store, deadline)
-                load.plan(plan.items)
+                load = self._job(plan, planner)
+                load.share(frozenset() if order is None else order.keys)
             reads = LoadReads(
                 load,
                 opened,
@@ -410,6 +406,28 @@ class CheckpointStorageReader(StorageReader):
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future
+
+    def plan_ahead(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Work out what `read_data` reads for `plan`, before it is called; reads no payload.
+
+        For a rank that would only wait for others meanwhile. Raises as `read_data`.
+        """
+        source, opened = self._opened(), self._store
+        if opened is None:  # pragma: no cover  # _opened sets it
+            raise InvalidInputError("The reader is not open.")
+        deadline = self._begin("load")
+        with deadline.governs(f"Loading from {opened.url}", rank=self._rank):
+            source.renew(bounded(opened, deadline), deadline)
+            self._ahead = plan, self._job(plan, planner)
+
+    def _job(self, plan: LoadPlan, planner: LoadPlanner) -> LoadJob:
+        """Return what is to be read for `plan`."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] is plan:
+            return ahead[1]
+        job = LoadJob(self._opened(), planner, verify=self._verify)
+        job.plan(plan.items)
+        return job
 
     @contextmanager
     def _unchanged(self, store: Store) -> Iterator[None]:

@@ -86,8 +86,15 @@ def tensor_puts(
     """
     if target.device.type != "cpu" or target.is_inference() or region.is_empty or not chunk_sizes:
         return None
-    rows = rows_of(chunk_sizes, region)
-    return lambda memory: _RowPut(target, views.of(memory, dtype), rows).put
+    # Worked out once it is asked for: most loads share nothing.
+    known: list[Rows] = []
+
+    def put_from(memory: memoryview) -> Put:
+        if not known:
+            known.append(rows_of(chunk_sizes, region))
+        return _RowPut(target, views.of(memory, dtype), known[0]).put
+
+    return put_from
 
 
 class _RowPut:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from . import agreement, commit
 from .agreement import Granted, Hello, Refused
-from .dcpborder import at_dcp_border
+from .dcpborder import at_dcp_border, rank_of_call
 from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError
 from .filewriter import write_options
@@ -227,9 +227,7 @@ class CheckpointStorageWriter(StorageWriter):
                 phase="plan",
                 next_step="Leave use_collectives at True.",
             )
-        rank = kwargs.get("rank")
-        if rank is None:
-            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        rank = rank_of_call(kwargs)
         checkpoint_id = getattr(self._threads, "pending", None)
         self._threads.pending = None
         self._threads.asked = False

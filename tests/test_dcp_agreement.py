@@ -357,6 +357,28 @@ def test_a_rank_with_a_disk_of_its_own_is_found_out(
     assert list_checkpoints(str(tmp_path)) == []
 
 
+class Within(CheckpointStorageReader):
+    """A reader of somebody else's around ours, with the parameters that torch documents."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # noqa: FBT001  # torch's
+        """Hand them on."""
+        super().set_up_storage_reader(metadata, is_coordinator)
+
+
+def load_within(_rank: int, path: Path) -> None:
+    """Load by such a reader."""
+    target = {"w": zeros_like(seeded(0, 30, 20)), "step": 7}
+    dcp.load(target, storage_reader=Within(path))
+    assert same(target["w"], seeded(0, 30, 20))
+    assert target["step"] == 0
+
+
+def test_a_reader_that_is_not_told_its_rank_asks_for_it(ranks: RankPool, tmp_path: Path) -> None:
+    """Torch tells it only those that take any keyword."""
+    dcp.save(state_of(0), storage_writer=CheckpointStorageWriter(tmp_path / "c"))
+    ranks.run(load_within, tmp_path / "c", world_size=2)
+
+
 def test_opening_reader_needs_no_group(tmp_path: Path) -> None:
     """The reader tells the format without any load or process group."""
     dcp_cases.save(state_of(0), tmp_path / "run")

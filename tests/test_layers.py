@@ -208,6 +208,7 @@ MAY_IMPORT = {
         "cli",
         "conversion",
         "integrations",
+        "dcpborder",
         "devicecopies",
         "manager",
         "stepsaving",

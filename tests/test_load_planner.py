@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -31,6 +31,8 @@ import ckpt_storage
 from ckpt_storage.assemble import assemble
 from ckpt_storage.lazychunks import ChunkList
 from ckpt_storage.loadplanner import OwnChunksLoadPlanner, _Cuts
+from ckpt_storage.loads import LoadJob
+from ckpt_storage.operation import Operation
 from ckpt_storage.reporttable import Planned
 from ckpt_storage.source import TensorInfo
 from ckpt_storage.tensorlayout import GridBoxes
@@ -245,3 +247,46 @@ def test_some_ranks_give_a_planner(
     seen = [{"w", "step", f"own.{rank}"} for rank in range(3)]
     wanted = [None if rank not in givers else [] if rank else seen for rank in range(3)]
     assert [names for _, names in told] == wanted
+
+
+def order_of_a_load(rank: int, path: str, without_memory: Sequence[int]) -> list[str]:
+    """Load, and return when reads were planned and when the coordinator's answer was asked for."""
+    told: list[str] = []
+    plan, scatter = LoadJob.plan, Operation.scatter
+
+    def planning(self: LoadJob, items: Sequence[ReadItem]) -> None:
+        told.append("plan")
+        plan(self, items)
+
+    def asking(self: Operation, payloads: Sequence[bytes]) -> bytes:
+        told.append("ask")
+        return scatter(self, payloads)
+
+    target = torch.zeros(6, 4)
+    if rank in without_memory:
+        target.untyped_storage().resize_(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LoadJob, "plan", planning)
+        patch.setattr(Operation, "scatter", asking)
+        try:
+            ckpt_storage.load({"w": target}, path)
+        except ckpt_storage.CheckpointError as error:
+            return [*told, type(error).__name__, str(error.rank)]
+    assert torch.equal(target, torch.arange(24.0).reshape(6, 4))
+    return told
+
+
+def test_reads_are_planned_once_and_where_a_rank_waits_before_the_answer(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """The coordinator is who is waited for, and plans its own when all have their answers."""
+    ckpt_storage.save({"w": torch.arange(24.0).reshape(6, 4)}, tmp_path / "model")
+    told = ranks.run(order_of_a_load, str(tmp_path / "model"), (), world_size=3)
+    assert told == [["ask", "plan"], ["plan", "ask"], ["plan", "ask"]]
+
+
+def test_what_fails_while_a_rank_waits_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
+    """The rank that cannot be filled is named on all."""
+    ckpt_storage.save({"w": torch.arange(24.0).reshape(6, 4)}, tmp_path / "model")
+    told = ranks.run(order_of_a_load, str(tmp_path / "model"), (1,), world_size=2)
+    assert [names[-2:] for names in told] == [["RankFailedError", "1"], ["InvalidInputError", "1"]]
