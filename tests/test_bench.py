@@ -9,16 +9,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_storage.benchmark.compare import Comparison, Contender, take_turns
 from ckpt_storage.benchmark.memory import Curve
 from ckpt_storage.benchmark.meter import Measurement, Meter, Summary
-from ckpt_storage.benchmark.peers import left_out
+from ckpt_storage.benchmark.peers import NullWriter, left_out
+from ckpt_storage.benchmark.plugins import PluginClock
 from ckpt_storage.benchmark.report import (
     COLUMNS,
     as_json_body,
@@ -47,6 +52,12 @@ _FACTS = {
     "torch": "2",
     "python": "3",
 }
+
+
+def _inside(what: str) -> set[str]:
+    """Return which contenders of small tensors DCP calls with a plug-in that stores."""
+    call = what.partition(" ")[0]
+    return {f"ckpt_storage, dcp.{call}", "torch FileSystem", "torch safetensors"}
 
 
 def _measured(seconds: float, requests: int | None = None) -> Measurement:
@@ -126,6 +137,40 @@ def test_what_is_deducted_is_taken_off_those_that_contain_it() -> None:
     assert found.net_s("ours") == pytest.approx(4.0)
     assert found.net_s("whole") == pytest.approx(3.0)
     assert found.net_s("floor") == pytest.approx(2.0)
+
+
+def test_a_plugin_is_timed_in_all_that_dcp_calls() -> None:
+    """Also where it fails, and until what it returns has ended; torch still tells it its rank."""
+
+    class Waits(torch.futures.Future[list[Any]]):
+        def wait(self) -> list[Any]:
+            if not self.done():
+                time.sleep(0.02)
+                self.set_result([])
+            return []
+
+    class Plugin(NullWriter):
+        told: Mapping[str, object] = MappingProxyType({})
+
+        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001  # torch's
+            self.told = kwargs
+            time.sleep(0.02)
+
+        def write_data(self, plan: object, planner: object) -> Waits:  # noqa: ARG002  # torch's
+            return Waits()
+
+        def finish(self, metadata: object, results: object) -> None:  # noqa: ARG002  # torch's
+            time.sleep(0.02)
+            raise KeyError
+
+    clock, plugin = PluginClock(), Plugin()
+    assert clock.seconds is None
+    assert clock.of(plugin) is plugin
+    with pytest.raises(CheckpointException):
+        dcp.save({"a": torch.zeros(1)}, storage_writer=plugin, no_dist=True)
+    assert clock.seconds is not None
+    assert clock.seconds >= 0.06
+    assert plugin.told["rank"] == 0
 
 
 def test_what_moves_nothing_has_neither_ratio_nor_throughput() -> None:
@@ -250,6 +295,13 @@ def test_every_scenario_runs_on_a_disk(tmp_path: Path) -> None:
         # What torch's own call takes when it does no more than the floor: loads of a whole model.
         has_least = "that by torch's dcp.load" in comparison["contenders"]
         assert has_least == (comparison["what"] in _WHOLE_LOADS), comparison["what"]
+        # How long DCP's calls are inside a plug-in, where planning takes most of the time.
+        inside = {name for name, told in comparison["contenders"].items() if told["plugin_s"]}
+        is_small = comparison["what"].endswith("small tensors")
+        assert inside == (_inside(comparison["what"]) if is_small else set())
+        for name in inside:
+            told = comparison["contenders"][name]
+            assert 0 < told["plugin_s"] < told["median_s"]
     assert list(tmp_path.iterdir()) == []
 
 

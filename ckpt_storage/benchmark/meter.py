@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .memory import Curve, watched
+from .plugins import PluginClock
 
 _ANSWER_TIMEOUT_S = 30.0
 
@@ -31,7 +32,8 @@ class Measurement:
     seconds: from the last rank's begin to the last rank's end. cpu_s: user and system time of all
     ranks and their ended children. extra_bytes: the largest rank's peak of resident memory beyond
     what it held at the begin, None where the system does not tell. request_count, sent_bytes and
-    received_bytes: what the bench's own server saw, None for any other storage.
+    received_bytes: what the bench's own server saw, None for any other storage. plugin_s: how long
+    the rank that was so longest was inside a DCP plug-in, None if none was looked at.
     """
 
     seconds: float
@@ -40,6 +42,7 @@ class Measurement:
     request_count: int | None = None
     sent_bytes: int | None = None
     received_bytes: int | None = None
+    plugin_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +61,13 @@ class Summary:
     request_count: int | None
     sent_bytes: int | None
     received_bytes: int | None
+    plugin_s: float | None
 
     @classmethod
     def of(cls, runs: Sequence[Measurement]) -> Summary:
         """Return the summary of at least one run."""
         seconds = tuple(run.seconds for run in runs)
+        inside = [run.plugin_s for run in runs if run.plugin_s is not None]
         return cls(
             seconds=seconds,
             median_s=statistics.median(seconds),
@@ -73,6 +78,7 @@ class Summary:
             request_count=_median([run.request_count for run in runs]),
             sent_bytes=_median([run.sent_bytes for run in runs]),
             received_bytes=_median([run.received_bytes for run in runs]),
+            plugin_s=statistics.median(inside) if inside else None,
         )
 
 
@@ -85,6 +91,7 @@ class Meter:
     """Measures one action on all ranks at once; every rank has one and calls it alike."""
 
     def __init__(self, server_url: str | None) -> None:
+        self.plugins = PluginClock()
         self._server_url = server_url if dist.get_rank() == 0 else None
         # Torch's background saves use the default group meanwhile.
         self._group = dist.new_group(backend="gloo")
@@ -93,6 +100,7 @@ class Meter:
         """Run `action` on all ranks, together; return what it cost, on rank 0 as on the others."""
         before = self._served()
         held = _forget_peak()
+        self.plugins.forget()
         dist.barrier(self._group)
         cpu_s, start = _cpu_s(), time.perf_counter()
         action()
@@ -103,7 +111,9 @@ class Meter:
         extra = -1 if held is None or peak is None else max(0, peak - held)
         after = self._served()
         sums = torch.tensor([own_cpu_s], dtype=torch.float64)
-        largest = torch.tensor([seconds, float(extra)], dtype=torch.float64)
+        inside_s = self.plugins.seconds
+        inside = -1.0 if inside_s is None else inside_s
+        largest = torch.tensor([seconds, float(extra), inside], dtype=torch.float64)
         dist.all_reduce(sums, group=self._group)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         counts = (
@@ -118,6 +128,7 @@ class Meter:
             request_count=counts[0],
             sent_bytes=counts[1],
             received_bytes=counts[2],
+            plugin_s=None if largest[2] < 0 else float(largest[2]),
         )
 
     def watch(self, action: Callable[[], object]) -> Curve | None:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 
 from ckpt_storage.store import Location
 
+from .plugins import PluginClock
 from .workload import State
 
 
@@ -39,13 +40,15 @@ class Peer:
     writer: Callable[[str], StorageWriter]
     reader: Callable[[str], StorageReader]
 
-    def save(self, state: State, folder: Location) -> None:
-        """Save; all ranks."""
-        dcp.save(dict(state), storage_writer=self.writer(folder.target))
+    def save(self, state: State, folder: Location, clock: PluginClock | None = None) -> None:
+        """Save; all ranks. `clock`, if any, is told how long the plug-in takes."""
+        writer = self.writer(folder.target)
+        dcp.save(dict(state), storage_writer=writer if clock is None else clock.of(writer))
 
-    def load(self, state: State, folder: Location) -> None:
-        """Load in place; all ranks."""
-        dcp.load(dict(state), storage_reader=self.reader(folder.target))
+    def load(self, state: State, folder: Location, clock: PluginClock | None = None) -> None:
+        """Load in place; all ranks. `clock` as for `save`."""
+        reader = self.reader(folder.target)
+        dcp.load(dict(state), storage_reader=reader if clock is None else clock.of(reader))
 
     def load_alone(self, targets: dict[str, torch.Tensor], folder: Location) -> None:
         """Load whole tensors on this rank alone."""

@@ -1,6 +1,7 @@
 """Many small tensors, where planning and bookkeeping are all there is.
 
-Knows our plug-ins and front doors, torch's planner and the peers. Called by `scenarios`.
+Knows our plug-ins and front doors, torch's planner and the peers. Called by `scenarios`. Of DCP's
+calls it is also told how long they are inside the plug-in.
 """
 
 from __future__ import annotations
@@ -72,10 +73,11 @@ def measure_small_save(bench: Bench) -> Comparison:
     at = bench.root.join("small")
     engines = bench.settings.engines
     floor = bench.floor(bench.plain.put_name)
+    clock = bench.meter.plugins
 
     def by_dcp(engine: Engine) -> None:
         writer = CheckpointStorageWriter(at.target, **bench.options(engine))
-        dcp.save(dict(state), storage_writer=writer)
+        dcp.save(dict(state), storage_writer=clock.of(writer))
 
     contenders = [
         Contender(name=PLANNER, run=_save_steps(state)),
@@ -102,7 +104,9 @@ def measure_small_save(bench: Bench) -> Comparison:
             for engine in engines
         ),
         *(
-            Contender(name=peer.name, run=functools.partial(peer.save, state, at), after=clear)
+            Contender(
+                name=peer.name, run=functools.partial(peer.save, state, at, clock), after=clear
+            )
             for peer in bench.peers
         ),
     ]
@@ -132,6 +136,8 @@ def measure_small_load(bench: Bench) -> Comparison:
     dist.barrier()
     metadata = stock_metadata(CheckpointStorageReader(at.target, **options).read_metadata())
 
+    clock = bench.meter.plugins
+
     def checked(name: str) -> None:
         check_same(target, state, name)
         zeroed(target)
@@ -141,7 +147,7 @@ def measure_small_load(bench: Bench) -> Comparison:
 
     def by_dcp(engine: Engine) -> None:
         reader = CheckpointStorageReader(at.target, **bench.options(engine))
-        dcp.load(dict(target), storage_reader=reader)
+        dcp.load(dict(target), storage_reader=clock.of(reader))
 
     floor = bench.floor("read into place")
     contenders = [
@@ -164,7 +170,8 @@ def measure_small_load(bench: Bench) -> Comparison:
         ),
         *(
             contender(
-                peer.name, functools.partial(peer.load, target, bench.root.join(f"small-{number}"))
+                peer.name,
+                functools.partial(peer.load, target, bench.root.join(f"small-{number}"), clock),
             )
             for number, peer in enumerate(peers)
         ),
