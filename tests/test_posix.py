@@ -48,7 +48,7 @@ def test_writing_back_early_changes_nothing(fd: int, tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes() == data
 
 
-def test_long_writes_are_cut_where_large_pages_begin(
+def test_long_writes_are_cut_where_the_kernels_pages_begin(
     fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At multiples of the longest, wherever the first of them begins and buffers end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -510,6 +511,13 @@ def test_what_had_its_time_is_not_waited_for() -> None:
     waits: list[float] = []
     Link(1000.0, clock=lambda: next(times), wait=waits.append).carry(100)
     assert waits == []
+
+
+@pytest.mark.parametrize("bytes_s", [0.0, -1.0, math.inf, math.nan])
+def test_a_link_that_carries_nothing_is_refused(bytes_s: float) -> None:
+    """When the server is made, not at its first request."""
+    with pytest.raises(InvalidInputError, match="A link of"):
+        S3Server(bandwidth_bytes_s=bytes_s)
 
 
 def test_all_connections_share_the_link_each_way(monkeypatch: pytest.MonkeyPatch) -> None:

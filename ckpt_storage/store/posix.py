@@ -23,10 +23,10 @@ __all__ = ["BLOCK_BYTES", "Posix", "as_bytes", "is_unsupported"]
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
-# A longer write is cut at multiples of this. What one call writes, the kernel may cache in its
-# largest pages (2 MiB on x86, where they begin at multiples of that): saves take less time for it,
-# and loads that map the file do. The rest lets other threads' calls come between.
-_WRITE_BYTES = 4 << 20
+# A longer write is cut at multiples of this: what one call writes, the kernel caches in pages of up
+# to as much. Not longer: blocks of 2 MiB and more are what the host of a virtual machine takes back
+# of free memory, and to touch them anew takes most of a save's time (`docs/performance.md`).
+_WRITE_BYTES = 1 << 20
 BLOCK_BYTES = 4096
 """The block that file systems share between files: a page, as they all have by default."""
 

@@ -6,9 +6,12 @@ share nothing: a network card carries as much each way at a time.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
+
+from ckpt_storage.errors import InvalidInputError
 
 __all__ = ["PIECE_BYTES", "Link"]
 
@@ -19,7 +22,8 @@ PIECE_BYTES = 256 * 1024
 class Link:
     """One way of a link, which carries `bytes_s` bytes a second, one after the other.
 
-    What it did not carry while nobody asked is lost, as on a wire.
+    What it did not carry while nobody asked is lost, as on a wire. Raises `InvalidInputError` for
+    a link that would carry nothing.
     """
 
     def __init__(
@@ -29,6 +33,11 @@ class Link:
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
+        if not (bytes_s > 0 and math.isfinite(bytes_s)):
+            raise InvalidInputError(
+                f"A link of {bytes_s!r} bytes a second carries nothing, or anything at once.",
+                next_step="Give a positive number, or None for no bound.",
+            )
         self._bytes_s = bytes_s
         self._clock = clock
         self._wait = wait
