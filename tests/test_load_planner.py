@@ -290,3 +290,31 @@ def test_what_fails_while_a_rank_waits_is_told_to_all(ranks: RankPool, tmp_path:
     ckpt_storage.save({"w": torch.arange(24.0).reshape(6, 4)}, tmp_path / "model")
     told = ranks.run(order_of_a_load, str(tmp_path / "model"), (1,), world_size=2)
     assert [names[-2:] for names in told] == [["RankFailedError", "1"], ["InvalidInputError", "1"]]
+
+
+class Dropping(DefaultLoadPlanner):
+    """Keeps the last rank from reading what is its own."""
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Drop the item from its plan."""
+        last = global_plan[-1]
+        last.items = [item for item in last.items if not item.dest_index.fqn.startswith("own.")]
+        return global_plan
+
+
+def load_dropping(rank: int, path: str) -> list[float]:
+    """Load; the coordinator's planner is told of nothing before all plans are there."""
+    target = {"w": torch.zeros(4), f"own.{rank}": torch.zeros(3)}
+    ckpt_storage.load(target, path, planner=None if rank else Dropping())
+    assert torch.equal(target["w"], torch.arange(4.0))
+    return target[f"own.{rank}"].tolist()
+
+
+def test_what_was_planned_ahead_is_not_read_if_the_coordinator_plans_otherwise(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """A planner that one rank gives decides for all, whatever others worked out meanwhile."""
+    state = {"w": torch.arange(4.0), "own.0": torch.ones(3), "own.1": torch.ones(3)}
+    ckpt_storage.save(state, tmp_path / "model")
+    told = ranks.run(load_dropping, str(tmp_path / "model"), world_size=2)
+    assert told == [[1.0] * 3, [0.0] * 3]
