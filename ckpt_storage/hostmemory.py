@@ -3,12 +3,10 @@
 Knows processes, memory and pipes; knows no storage, no tensor and no process group. Made by
 `sharers` while the ranks that share reads find one another; used by `sharedreads`.
 
-Each rank makes one piece of memory without a name in any file system (`memfd`) and one pipe. The
-others open both through `/proc/PID/fd`, so nothing is left when ranks are killed, the size of
-`/dev/shm` does not matter, and only processes that may look into one another's memory anyway get
-there. The memory is cut into buffers. Its owner fills a buffer, verifies it and tells who waits for
-it; each of these copies what it wants straight out of the buffer and says that it is done; then the
-buffer is filled anew. Nobody can shorten the memory (it is sealed), so no access to it can fault.
+Each rank makes one piece of memory without a name (`namelessmemory`) and one pipe, which the others
+open through `/proc/PID/fd`, too. The memory is cut into buffers. Its owner fills a buffer, verifies
+it and tells who waits for it; each of these copies what it wants straight out of the buffer and
+says that it is done; then the buffer is filled anew.
 
 Words are written whole, in at most `PIPE_BUF` bytes, so those of several ranks do not mix.
 """
@@ -31,8 +29,9 @@ from pathlib import Path
 
 from .deadline import Deadline
 from .errors import CheckpointError, RankFailedError
+from .namelessmemory import make_memory, open_memory
 
-__all__ = ["HostMemory", "HostMemoryError", "Offer", "host_identity"]
+__all__ = ["HostMemory", "HostMemoryError", "Offer"]
 
 log = logging.getLogger("ckpt_storage")
 
@@ -62,21 +61,6 @@ unit, where it begins in those bytes."""
 
 class HostMemoryError(Exception):
     """Memory cannot be shared here; the caller goes another way."""
-
-
-def host_identity() -> str:
-    """Return text that is equal where processes can reach one another through `/proc`.
-
-    Empty where that cannot be: without Linux's `/proc`, memory without a name, or pidfds.
-    """
-    if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
-        return ""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        namespace = Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return ""
-    return f"{boot} {namespace} {os.getuid()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,11 +142,8 @@ class HostMemory:
         self._poll.register(self._inbox, select.POLLIN)
 
     def _made(self) -> memoryview:
-        fd = os.memfd_create(self._name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = make_memory(self._name, self._size_bytes)
         self._fds.append(fd)
-        # Now, as an error; not later, as a fault when a buffer is filled.
-        os.posix_fallocate(fd, 0, self._size_bytes)
-        _seal(fd)
         return memoryview(mmap.mmap(fd, self._size_bytes))
 
     @property
@@ -204,16 +185,10 @@ class HostMemory:
     def _reached(self, offer: Offer) -> _Mate:
         process_fd = os.pidfd_open(offer.pid)
         self._fds.append(process_fd)
+        memory = open_memory(
+            pid=offer.pid, fd=offer.memory_fd, name=offer.name, size_bytes=offer.size_bytes
+        )
         folder = f"/proc/{offer.pid}/fd"
-        # By name before it is opened: to open what the number means elsewhere may have effects.
-        link = str(Path(f"{folder}/{offer.memory_fd}").readlink())
-        if not link.startswith(f"/memfd:{offer.name} "):
-            raise ValueError(f"its memory is {link}")
-        memory_fd = os.open(f"{folder}/{offer.memory_fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            memory = memoryview(mmap.mmap(memory_fd, offer.size_bytes))
-        finally:
-            os.close(memory_fd)
         if str(Path(f"{folder}/{offer.inbox_fd}").readlink()) != f"pipe:[{offer.inbox_inode}]":
             raise ValueError("its pipe is another")
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
@@ -464,11 +439,3 @@ def _widen(pipe: int) -> None:
     import fcntl  # noqa: PLC0415  # Windows has none
 
     fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _WANTED_PIPE_BYTES)
-
-
-def _seal(memory: int) -> None:
-    """Refuse everybody to change the length."""
-    import fcntl  # noqa: PLC0415  # Windows has none
-
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, seals)

@@ -12,7 +12,6 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from .options import Engine, Progress, RetryPolicy, Timeouts
 from .peers import peers_of
 from .reader import CheckpointStorageReader
 from .reports import as_checkpoint_errors, place_of
-from .sharers import OperationSharers
+from .sharers import MapLeave, MapWish, OperationSharers, leave_to_map
 
 __all__ = ["load"]
 
@@ -112,7 +111,10 @@ def load(  # the public surface, all keyword-only
         plain = plain_state(dict(sorted(state.items())))
         sharers = OperationSharers(operation, peers_of(coordinator))
         reader.attend(operation.phase, sharers)
-        _run(operation, reader, planner or OwnChunksLoadPlanner(), plain)
+        try:
+            _run(operation, reader, planner or OwnChunksLoadPlanner(), plain)
+        finally:
+            reader.forget_ahead()
         if not sharers.has_ended:
             operation.all_gather(pickle.dumps(None))
         for key, value in plain.items():
@@ -132,6 +134,15 @@ class _Proposal:
 
     plan: LoadPlan
     is_own: bool
+    wish: MapWish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What a rank is told: its plan, without items if it is as the rank proposed."""
+
+    plan: LoadPlan
+    leave: MapLeave | None = None
 
 
 def _run(
@@ -155,8 +166,10 @@ def _planned(
     """Return this rank's final plan.
 
     A planner that was given may look at all ranks' plans, as under `dcp.load`. With ours, ranks
-    still agree on what they read, but their plans travel only where reads may be shared. Where
-    some ranks give a planner and others none, all send their plans in full, once that is known.
+    still agree on what they read, but their plans travel only where reads may be shared, and not
+    where all that share find what they want in their kernel's cache. Where some ranks give a
+    planner and others none, or only some find it there, all send their plans in full, once that is
+    known.
     """
     is_own = type(planner) is OwnChunksLoadPlanner
     # Others' planners may wait for whatever they like.
@@ -164,30 +177,74 @@ def _planned(
     metadata = reader.read_lazily() if is_own else reader.read_metadata()
     with paused():
         planner.set_up_planner(state, metadata, operation.is_coordinator)
-    reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
-    with paused():
-        plan = planner.create_local_plan()
-    told = plan
-    if is_own and not reader.may_share(operation.world_size, plan):
-        told = replace(plan, items=[])
+        reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
+        exchange = _Exchange(operation, reader, planner, planner.create_local_plan(), is_own=is_own)
+    return exchange.run()
 
-    def answers(plans: list[LoadPlan]) -> list[LoadPlan]:
-        return reader.prepare_global_plan(planner.create_global_plan(plans))
 
-    def decide(proposals: list[_Proposal]) -> Sequence[LoadPlan | None]:
+class _Exchange:
+    """How the ranks come to their final plans, on one rank whose planner made `plan`."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        reader: CheckpointStorageReader,
+        planner: LoadPlanner,
+        plan: LoadPlan,
+        *,
+        is_own: bool,
+    ) -> None:
+        self._operation = operation
+        self._reader = reader
+        self._planner = planner
+        self._plan = plan
+        self._is_own = is_own
+        self._proposal = self._proposed()
+
+    def run(self) -> LoadPlan:
+        """Return this rank's final plan; the reader knows what was agreed on besides."""
+        operation, reader, plan = self._operation, self._reader, self._plan
+        answer = exchange_plans(operation, self._proposal, self._decide, meanwhile=self._ahead)
+        reader.may_map(None if answer is None else answer.leave)
+        if answer is None:
+            final = exchange_plans(operation, reader.prepare_local_plan(plan), self._global)
+        elif self._is_own:
+            return plan
+        else:
+            final = answer.plan
+        return self._planner.finish_plan(final)
+
+    def _proposed(self) -> _Proposal:
+        reader, told, world_size = self._reader, self._plan, self._operation.world_size
+        wish = MapWish(host="", maps=None)
+        if self._is_own:
+            if reader.may_share(world_size, told):
+                wish = reader.wish_to_map(told, self._planner, world_size=world_size)
+            if wish.maps is not False:
+                told = replace(told, items=[])
+        return _Proposal(plan=reader.prepare_local_plan(told), is_own=self._is_own, wish=wish)
+
+    def _ahead(self) -> None:
+        if self._is_own:
+            self._reader.plan_ahead(self._plan, self._planner)
+
+    def _global(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
+
+    def _decide(self, proposals: list[_Proposal]) -> Sequence[_Answer | None]:
         plans = [proposal.plan for proposal in proposals]
         if len({proposal.is_own for proposal in proposals}) > 1:
             return [None] * len(plans)
-        if not is_own:
-            return answers(plans)
+        if not self._is_own:
+            return [_Answer(plan=answer) for answer in self._global(plans)]
+        wishes = [proposal.wish for proposal in proposals]
+        leaves: Sequence[MapLeave | None] | None = leave_to_map(wishes)
+        if leaves is None:
+            if any(wish.maps for wish in wishes):
+                return [None] * len(plans)
+            leaves = [None] * len(plans)
         # Who reads what for others arrives by itself, and the rest each rank has.
-        return [replace(answer, items=[]) for answer in reader.prepare_global_plan(plans)]
-
-    proposal = _Proposal(plan=reader.prepare_local_plan(told), is_own=is_own)
-    ahead = partial(reader.plan_ahead, plan, planner) if is_own else lambda: None
-    answer = exchange_plans(operation, proposal, decide, meanwhile=ahead)
-    if answer is None:
-        answer = exchange_plans(operation, reader.prepare_local_plan(plan), answers)
-    elif is_own:
-        return plan
-    return planner.finish_plan(answer)
+        return [
+            _Answer(plan=replace(answer, items=[]), leave=leave)
+            for answer, leave in zip(self._reader.prepare_global_plan(plans), leaves, strict=True)
+        ]

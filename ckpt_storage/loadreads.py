@@ -7,6 +7,7 @@ Knows requests, the order of who reads what, and stores; knows no DCP plan and n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 
 from .collecting import collector_paused
 from .costs import costs_for
@@ -70,6 +71,13 @@ class LoadReads:
         """Read everything here."""
         self._read(deadline)
 
+    def mapped(self, mapped: MappedReads, deadline: Deadline) -> None:
+        """Read what `mapped` does, and everything else here.
+
+        What it copied counts once all ranks of this host have told that their reads ended well.
+        """
+        self._read(deadline, mapped=mapped)
+
     def together(
         self,
         order: ShareOrder,
@@ -89,11 +97,13 @@ class LoadReads:
         shared: SharedReads | None = None
         own: list[Fetch] = []
         wish = None
+        tables = ExitStack()
 
         def otherwise() -> Wish | None:
             """Return the wish of a rank that reads."""
             nonlocal mapped, shared, own
             mapped = None
+            tables.close()
             with collector_paused():
                 shared = SharedReads(order, load.shared)
                 own = shared.fetches(self._costs)
@@ -110,12 +120,20 @@ class LoadReads:
             and load.can_share(order.unit_bytes)
             and options.part_bytes >= order.unit_bytes
         ):
-            mapped = MappedReads.of(bounded(self._store, deadline), order, load.shared)
+            if order.among == "host":
+                mapped = MappedReads.of(
+                    bounded(self._store, deadline),
+                    order.spans,
+                    load.shared,
+                    unit_bytes=order.unit_bytes,
+                    rank=order.rank,
+                )
             if mapped is None:
                 wish = otherwise()
             else:
-                wish = mapped.wish(verifies=self._verifies, is_last=is_last)
-        with sharers.joined(wish, deadline, otherwise=otherwise) as links:
+                tables.enter_context(closing(mapped.claims))
+                wish = _wish_to_map(mapped, order, verifies=self._verifies, is_last=is_last)
+        with tables, sharers.joined(wish, deadline, otherwise=otherwise) as links:
             if links is None:
                 mapped = shared = None
                 load.share_nothing()
@@ -123,6 +141,8 @@ class LoadReads:
                 return
             if shared is not None:
                 shared.link(links)
+            if mapped is not None:
+                mapped.claims.join(links.claims)
             watched = links.deadline
             with watched.governs(f"Loading from {self._store.url}", rank=self._rank):
                 self._read(watched, shared, own, mapped)
@@ -173,3 +193,17 @@ class LoadReads:
                     )
             except (StorageError, IntegrityError) as error:
                 raise load.explain(error) from error
+
+
+def _wish_to_map(mapped: MappedReads, order: ShareOrder, *, verifies: bool, is_last: bool) -> Wish:
+    """Return what a rank needs that maps: partners on its host that do the same."""
+    return Wish(
+        buffer_bytes=0,
+        buffer_count=0,
+        partners=order.partners,
+        among=order.among,
+        verifies=verifies,
+        maps=True,
+        claims=mapped.claims.offer,
+        is_last=is_last,
+    )

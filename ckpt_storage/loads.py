@@ -20,7 +20,7 @@ from .collecting import collector_paused
 from .errors import FormatError, IntegrityError, InvalidInputError, StorageError
 from .hostbytes import is_freed
 from .readplan import Request, bytes_request, no_sink
-from .regions import Box, run_count
+from .regions import Box, run_count, run_extent
 from .resolving import ignores_tensors, target_resolver
 from .sharedreads import fits_units
 from .sharing import Key
@@ -125,6 +125,42 @@ class LoadJob:
             (own if key is None else self.shared.get(key, own)).append(request)
         self.requests = own
         self._keys.clear()
+
+    def cut_spans(self, *, max_gap_bytes: int, unit_bytes: int) -> dict[Key, tuple[int, int]]:
+        """Return the chunks of which pieces are wanted that lie apart; once `plan` is done.
+
+        With each comes where in its payload all that is wanted lies. Not those with pieces further
+        apart than `max_gap_bytes` on average, nor those whose blocks do not fit units.
+        """
+        known: dict[tuple[tuple[int, ...], Box | None, int], tuple[int, int, bool] | None] = {}
+        spans: dict[Key, tuple[int, int]] = {}
+        cut: set[Key] = set()
+        apart: set[Key] = set()
+        for key, request in zip(self._keys, self.requests, strict=True):
+            if key is None:
+                continue
+            like = request.chunk_sizes, request.region, request.item_bytes
+            if like not in known:
+                known[like] = _reach(*like, max_gap_bytes)
+            found = known[like]
+            if found is None or not fits_units(request.place, unit_bytes):
+                apart.add(key)
+                continue
+            start, stop, is_cut = found
+            low, high = spans.get(key, (start, stop))
+            spans[key] = min(low, start), max(high, stop)
+            if is_cut:
+                cut.add(key)
+        return {key: span for key, span in spans.items() if key in cut and key not in apart}
+
+    def requests_for(self, chunks: AbstractSet[Key]) -> dict[Key, list[Request]]:
+        """Return the requests for some chunks; once `plan` is done."""
+        found: dict[Key, list[Request]] = {}
+        for key, request in zip(self._keys, self.requests, strict=True):
+            if key in chunks:
+                assert key is not None  # noqa: S101  # a chunk; this is for the type checker
+                found.setdefault(key, []).append(request)
+        return found
 
     @property
     def commits(self) -> bool:
@@ -288,6 +324,26 @@ def cut_bytes(plan: LoadPlan, source: Source, *, enough_bytes: int) -> int:
         if total >= enough_bytes:
             break
     return total
+
+
+def _reach(
+    sizes: tuple[int, ...], region: Box | None, item_bytes: int, max_gap_bytes: int
+) -> tuple[int, int, bool] | None:
+    """Return where in a payload a region begins and ends, and whether it is in pieces.
+
+    None if there is nothing of it, or if its pieces are too far apart.
+    """
+    if region is None:
+        total = math.prod(sizes) * item_bytes
+        return (0, total, False) if total else None
+    if region.is_empty:
+        return None
+    extent = run_extent(sizes, region, item_bytes)
+    count = run_count(sizes, region)
+    gap_bytes = extent.stop - extent.start - region.volume * item_bytes
+    if count > 1 and gap_bytes / (count - 1) > max_gap_bytes:
+        return None
+    return extent.start, extent.stop, count > 1
 
 
 def _contradiction(place: Place, found: str, sizes: tuple[int, ...]) -> FormatError:

@@ -1,36 +1,38 @@
 """Reads that ranks of one host share where all of it lies in the kernel's memory already.
 
-Knows mapped files, requests and the order of who checks what; knows no tensor, no process group and
-no storage beyond the one call that maps. Called by `loadreads`.
+Knows mapped files, requests and claims of who checks what; knows no tensor, no process group and
+no storage beyond the one call that maps. Called by `reader` and `loadreads`.
 
 Nothing is sent and nothing is read into buffers: each rank copies what it wants straight out of the
-kernel's cache, and checks the units that the order gives it, each piece right before it copies from
-it. So every block is checked by one rank, and what a rank copied counts once all have told that
-theirs was as saved (`Sharers.joined`).
+kernel's cache, and checks the units that no other rank has claimed before it came there, each piece
+right before it copies from it. So every block is checked by one rank, a rank that is held up checks
+less, and what a rank copied counts once all have told that theirs was as saved.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import NamedTuple
 
 from .deadline import Deadline
 from .errors import CheckpointError, StorageError
 from .readplan import Put, Request, deliver
-from .sharedreads import Wish
-from .sharing import Key, ShareOrder
+from .sharing import Key
+from .source import Place
 from .store.base import MappedFile, MappingStore, Store
+from .unitclaims import UnitClaims, units_of
 from .workers import in_one_thread
 
 __all__ = ["MappedReads"]
 
-_PIECE_BYTES = 1 << 20
-"""Checked and then copied from while it is in a processor's own cache."""
+_PIECE_BYTES = 2 << 20
+"""Checked and then copied from while it is in a processor's cache, the last one's share of a core
+at least; in smaller pieces the calls themselves take longer."""
 
 _MOST_BYTES = 16 << 20
 """Looked at in one go: a few milliseconds. The deadline is looked at in between."""
@@ -42,52 +44,61 @@ _KEPT_BYTES = 256 << 20
 """So much of a file stays mapped to pages: of a whole model their tables would be long."""
 
 
-class _Stretch(NamedTuple):
+class _Unit(NamedTuple):
     """Bytes `[start, stop)` of the payload of a chunk, in its file from `begin` on."""
 
     path: str
     begin: int
     start: int
     stop: int
-    is_own: bool
     key: Key
 
 
 class MappedReads:
     """One rank's part of the shared reads of one load, out of `files` that are mapped.
 
-    `requests` has what this rank wants, by chunk; those of the order's chunks are served here
-    and by nobody else.
+    `requests` has what this rank wants, by chunk; they are served here and by nobody else.
+    `claims` are its own until it joins a mate's; its maker closes them.
     """
 
     def __init__(
         self,
-        order: ShareOrder,
+        units: Sequence[_Unit],
         requests: Mapping[Key, Sequence[Request]],
         files: Mapping[str, MappedFile],
+        *,
+        unit_bytes: int,
+        rank: int,
     ) -> None:
-        self._order = order
-        self._rank = order.rank
+        self._rank = rank
         self._requests = requests
         self._files = files
-        self._stretches = sorted(_stretches(order, requests))
+        self._units = sorted(units)
+        self._of_file = {path: units_of(file.identity, unit_bytes) for path, file in files.items()}
         self._given_up = threading.Event()
+        self.claims = UnitClaims(len(units))
 
     @classmethod
     def of(
         cls,
         store: Store,
-        order: ShareOrder,
+        spans: Mapping[Key, tuple[int, int]],
         requests: Mapping[Key, Sequence[Request]],
+        *,
+        unit_bytes: int,
+        rank: int,
     ) -> MappedReads | None:
         """Return this rank's part, None unless every file can be mapped and is cached.
 
-        None, too, if there is nothing to be shared.
+        `spans` has where in the payload of each chunk lies all that `requests` want of it; units
+        begin at multiples of `unit_bytes` there, and no block lies in two of them.
         """
-        if order.among != "host" or not order.runs or not isinstance(store, MappingStore):
+        if not spans or not isinstance(store, MappingStore):
             return None
         files: dict[str, MappedFile] = {}
-        for place in (requests[run.key][0].place for run in order.runs):
+        units: list[_Unit] = []
+        for key, (low, high) in spans.items():
+            place = requests[key][0].place
             # Without checksums nothing is to be divided, and such files may be written again. What
             # lies beyond the end of a file is for a read to tell.
             size_bytes = place.file_bytes
@@ -97,6 +108,7 @@ class MappedReads:
                 or place.start + place.size_bytes > size_bytes
             ):
                 return None
+            units += _units(place, key, low, high, unit_bytes)
             if place.path in files:
                 continue
             mapped = None
@@ -107,34 +119,22 @@ class MappedReads:
             if mapped is None:
                 return None
             files[place.path] = mapped
-        return cls(order, requests, files)
+        return cls(units, requests, files, unit_bytes=unit_bytes, rank=rank)
+
+    @property
+    def keys(self) -> AbstractSet[Key]:
+        """The chunks that are served here."""
+        return self._requests.keys()
 
     @property
     def total_bytes(self) -> int:
         """Bytes that this rank looks at."""
-        return sum(each.stop - each.start for each in self._stretches)
-
-    def wish(self, *, verifies: bool, is_last: bool) -> Wish:
-        """Return what this rank needs: that its partners do the same, with the same files.
-
-        `is_last`: nothing of its load can fail after these reads.
-        """
-        return Wish(
-            buffer_bytes=0,
-            buffer_count=0,
-            partners=self._order.partners,
-            among=self._order.among,
-            verifies=verifies,
-            maps=True,
-            is_last=is_last,
-            files={
-                hashlib.blake2b(path.encode(), digest_size=8).hexdigest(): file.identity
-                for path, file in self._files.items()
-            },
-        )
+        return sum(each.stop - each.start for each in self._units)
 
     def run(self, store: Store, deadline: Deadline, on_bytes: Callable[[int], None]) -> None:
-        """Check this rank's units and copy what it wants of all; `store` is that of the files.
+        """Check the units that are this rank's and copy what it wants of all.
+
+        `store` is that of the files.
 
         Raises `IntegrityError` and what the deadline raises; targets are then undefined, and a
         thread that was left behind ends with the copy under way.
@@ -149,7 +149,7 @@ class MappedReads:
         path, low = "", 0
         whole = memoryview(b"")
         puts: dict[Key, list[tuple[Request, Put | None]]] = {}
-        for some in _together(self._stretches):
+        for some in _together(self._units):
             if some[0].path != path:
                 self._forget(path, low, None)
                 path, low = some[0].path, 0
@@ -172,7 +172,7 @@ class MappedReads:
 
     def _take_all(
         self,
-        some: Sequence[_Stretch],
+        some: Sequence[_Unit],
         whole: memoryview,
         puts: Mapping[Key, Sequence[tuple[Request, Put | None]]],
     ) -> None:
@@ -180,16 +180,18 @@ class MappedReads:
             self._take(each, whole, puts[each.key])
 
     def _take(
-        self, each: _Stretch, whole: memoryview, takers: Sequence[tuple[Request, Put | None]]
+        self, each: _Unit, whole: memoryview, takers: Sequence[tuple[Request, Put | None]]
     ) -> None:
         place = takers[0][0].place
-        length = each.stop - each.start
-        step = max(_PIECE_BYTES - _PIECE_BYTES % place.block_bytes, place.block_bytes)
-        for at in range(0, length, step if each.is_own else length):
-            count = min(step, length - at) if each.is_own else length
+        length = step = each.stop - each.start
+        is_own = self.claims.claim(self._of_file[each.path], each.begin)
+        if is_own:
+            step = max(_PIECE_BYTES - _PIECE_BYTES % place.block_bytes, place.block_bytes)
+        for at in range(0, length, step):
+            count = min(step, length - at)
             start, begin = each.start + at, each.begin + at
             part = whole[begin : begin + count]
-            if each.is_own:
+            if is_own:
                 place.check(part, start)
             for request, put in takers:
                 if self._given_up.is_set():
@@ -210,11 +212,11 @@ class MappedReads:
                     mapped.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
-def _together(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
-    """Yield stretches of one file that are looked at in one go."""
-    some: list[_Stretch] = []
+def _together(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:
+    """Yield units of one file that are looked at in one go."""
+    some: list[_Unit] = []
     room = 0
-    for each in stretches:
+    for each in units:
         length = each.stop - each.start
         if some and (each.path != some[0].path or length > room):
             yield some
@@ -227,22 +229,8 @@ def _together(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
         yield some
 
 
-def _stretches(order: ShareOrder, requests: Mapping[Key, Sequence[Request]]) -> list[_Stretch]:
-    """Return the order's units, those that others check joined to longer ones."""
-    rank, unit_bytes = order.rank, order.unit_bytes
-    found: list[_Stretch] = []
-    for run in order.runs:
-        place = requests[run.key][0].place
-        path, origin, key = place.path, place.start, run.key
-        start = begin = run.start
-        is_own = False
-        for owner in run.owners:
-            stop = min(begin + unit_bytes, run.stop)
-            if start < begin and ((owner == rank) != is_own or stop - start > _MOST_BYTES):
-                found.append(_Stretch(path, origin + start, start, begin, is_own, key))
-                start = begin
-            is_own = owner == rank
-            begin = stop
-        if start < begin:
-            found.append(_Stretch(path, origin + start, start, begin, is_own, key))
-    return found
+def _units(place: Place, key: Key, low: int, high: int, unit_bytes: int) -> Iterator[_Unit]:
+    """Yield the units of a chunk that bytes [low, high) of its payload lie in."""
+    for start in range(low - low % unit_bytes, high, unit_bytes):
+        stop = min(start + unit_bytes, place.size_bytes)
+        yield _Unit(place.path, place.start + start, start, stop, key)

@@ -30,10 +30,11 @@ from .dcpborder import at_dcp_border, rank_of_call
 from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError
 from .filemarks import FileMarks, open_marked, told_from_damage
-from .hostmemory import host_identity
 from .lazychunks import lazy_metadata_of, metadata_of
 from .loadreads import LoadReads
 from .loads import LoadJob, cut_bytes, wanted_regions
+from .mappedreads import MappedReads
+from .namelessmemory import host_identity
 from .options import (
     LOCAL_READ_BYTES,
     Engine,
@@ -45,7 +46,7 @@ from .options import (
 )
 from .planpack import packable
 from .sharedreads import Sharers
-from .sharers import DefaultGroupSharers
+from .sharers import DefaultGroupSharers, MapLeave, MapWish, OperationSharers, own_host
 from .sharing import (
     Key,
     ShareOrder,
@@ -58,7 +59,7 @@ from .sharing import (
 )
 from .source import Source, SourceFormat
 from .store import Location, endpoint_of, open_store
-from .store.base import Store
+from .store.base import MappingStore, Store
 from .tensorfile import DTYPES
 from .workers import bounded
 
@@ -133,7 +134,7 @@ class CheckpointStorageReader(StorageReader):
         self._retry = retry or RetryPolicy()
         self._progress = progress
         self._begin: Callable[[Phase], Deadline] = partial(Deadline.of, self._timeouts)
-        self._sharers: Sharers | None = None
+        self._sharers: OperationSharers | None = None
         self._catching_up: threading.Thread | None = None
         self._own_order: ShareOrder | None = None
         self._rank = 0
@@ -142,13 +143,18 @@ class CheckpointStorageReader(StorageReader):
         self._source: Source | None = None
         self._marks: FileMarks | None = None
         self._ahead: tuple[LoadPlan, LoadJob] | None = None
+        self._mapped: MappedReads | None = None
+        self._leave: MapLeave | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._location.url!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         # Clients and phases belong to a process; the other side has its own.
-        dropped = ("_store", "_source", "_marks", "_ahead", "_sharers", "_catching_up")
+        dropped = (
+            *("_store", "_source", "_marks", "_ahead", "_mapped", "_leave"),
+            *("_sharers", "_catching_up"),
+        )
         state = {**self.__dict__, **dict.fromkeys(dropped)}
         del state["_begin"]
         return state
@@ -157,7 +163,9 @@ class CheckpointStorageReader(StorageReader):
         self.__dict__.update(state)
         self._begin = partial(Deadline.of, self._timeouts)
 
-    def attend(self, begin: Callable[[Phase], Deadline], sharers: Sharers | None = None) -> None:
+    def attend(
+        self, begin: Callable[[Phase], Deadline], sharers: OperationSharers | None = None
+    ) -> None:
         """Let `begin` start the phases of the loads to come, in place of our own clock.
 
         For the front doors, whose deadlines know of other ranks' failures, and whose `sharers`
@@ -202,7 +210,8 @@ class CheckpointStorageReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Aim the next load at `checkpoint_id`; DCP calls it on all ranks."""
         self._location = self._base.join(checkpoint_id)
-        self._store = self._source = self._marks = self._ahead = None
+        self._store = self._source = self._marks = None
+        self.forget_ahead()
 
     @at_dcp_border
     def read_metadata(self) -> Metadata:
@@ -392,12 +401,14 @@ class CheckpointStorageReader(StorageReader):
                 save_id=source.save_id,
                 with_bar=self._is_coordinator,
             )
-            if order is None:
+            if self._mapped is not None and self._leave is not None:
+                self._read_mapped(reads, load, self._mapped, self._leave, deadline)
+            elif order is None:
                 reads.alone(deadline)
             else:
-                sharers = self._sharers or self._default_sharers(order)
+                sharers: Sharers = self._sharers or self._default_sharers(order)
                 is_willing = self._shared_reads != "never"
-                is_last = not load.commits and self._marks is None and self._catching_up is None
+                is_last = self._is_last(load)
                 reads.together(order, sharers, deadline, is_willing=is_willing, is_last=is_last)
         load.commit(unsafe_pickle=self._unsafe_pickle)
         catching_up, self._catching_up = self._catching_up, None
@@ -415,10 +426,77 @@ class CheckpointStorageReader(StorageReader):
         source, opened = self._opened(), self._store
         if opened is None:  # pragma: no cover  # _opened sets it
             raise InvalidInputError("The reader is not open.")
+        if self._ahead is not None and self._ahead[0] is plan:
+            return
         deadline = self._begin("load")
         with deadline.governs(f"Loading from {opened.url}", rank=self._rank):
             source.renew(bounded(opened, deadline), deadline)
             self._ahead = plan, self._job(plan, planner)
+
+    def wish_to_map(self, plan: LoadPlan, planner: LoadPlanner, *, world_size: int) -> MapWish:
+        """Plan what `read_data` reads, map what of it is cached, return what the ranks are to know.
+
+        For a front door of ours whose rank `may_share` reads of `plan`. Maps nothing, and plans
+        nothing, on a storage whose files cannot be mapped. Raises as `read_data`.
+        """
+        wish = MapWish(host=own_host(self._rank), maps=False)
+        policy, opened = self._share_policy(world_size), self._store
+        if policy is None or policy.among != "host" or not isinstance(opened, MappingStore):
+            return wish
+        self.plan_ahead(plan, planner)
+        assert self._ahead is not None  # noqa: S101  # for the type checker
+        job = self._ahead[1]
+        unit_bytes = policy.unit_bytes
+        spans = job.cut_spans(max_gap_bytes=policy.max_gap_bytes, unit_bytes=unit_bytes)
+        if not spans:
+            return dataclasses.replace(wish, maps=None)
+        deadline = self._begin("load")
+        self._mapped = MappedReads.of(
+            bounded(opened, deadline),
+            spans,
+            job.requests_for(spans.keys()),
+            unit_bytes=unit_bytes,
+            rank=self._rank,
+        )
+        if self._mapped is None:
+            return wish
+        return dataclasses.replace(
+            wish, maps=True, claims=self._mapped.claims.offer, is_last=self._is_last(job)
+        )
+
+    def may_map(self, leave: MapLeave | None) -> None:
+        """Note the answer to `wish_to_map`: all ranks that share do so, or else none does."""
+        self._leave = leave
+        if leave is None:
+            self._forget_mapped()
+
+    def forget_ahead(self) -> None:
+        """Let go of what was planned and mapped for a `read_data` that does not come."""
+        self._ahead = self._leave = None
+        self._forget_mapped()
+
+    def _forget_mapped(self) -> None:
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            mapped.claims.close()
+
+    def _read_mapped(
+        self,
+        reads: LoadReads,
+        load: LoadJob,
+        mapped: MappedReads,
+        leave: MapLeave,
+        deadline: Deadline,
+    ) -> None:
+        load.share(mapped.keys)
+        mapped.claims.join(leave.claims)
+        reads.mapped(mapped, deadline)
+        if self._sharers is not None:
+            self._sharers.all_have_read(ends_all=leave.ends_all)
+
+    def _is_last(self, load: LoadJob) -> bool:
+        """Return whether nothing of a load can fail once its reads have ended."""
+        return not load.commits and self._marks is None and self._catching_up is None
 
     def _job(self, plan: LoadPlan, planner: LoadPlanner) -> LoadJob:
         """Return what is to be read for `plan`."""

@@ -23,7 +23,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from .costs import ReadCosts
@@ -73,13 +73,15 @@ class Links:
     """How a rank reaches the others that it shares reads with.
 
     Those of `memory` through that; all others, if there are any, by `transport`. Reads have this
-    `deadline`, which knows of other ranks' failures. With `ends_together` some ranks map files.
+    `deadline`, which knows of other ranks' failures. With `ends_together` some ranks map files;
+    `claims` offers what those of this host claim checks in.
     """
 
     transport: Transport | None
     memory: HostMemory | None
     deadline: Deadline
     ends_together: bool = False
+    claims: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +90,9 @@ class Wish:
 
     `among` tells whether they may be on other hosts, `verifies` whether this rank holds bytes to
     the checkpoint's checksums: what lies in memory is checked by its reader only. With `maps` it
-    needs no buffers: all of what is shared lies in the memory of its host's kernel, in `files`,
-    each by a digest of its path with its identity. None: there is nothing that it shares. With
-    `is_last` nothing of its load can fail once these reads have ended.
+    needs no buffers: all of what is shared lies in the memory of its host's kernel; `claims` offers
+    a table for who checks what of it. None: there is nothing that it shares. With `is_last` nothing
+    of its load can fail once these reads have ended.
     """
 
     buffer_bytes: int
@@ -99,7 +101,7 @@ class Wish:
     among: Literal["all", "host"]
     verifies: bool
     maps: bool | None = False
-    files: Mapping[str, str] = field(default_factory=dict)
+    claims: str | None = None
     is_last: bool = False
 
 
@@ -111,7 +113,7 @@ class Sharers(Protocol):
     ) -> AbstractContextManager[Links | None]:
         """Reach one another for the time of a block.
 
-        Who wishes to map is asked `otherwise` where mates cannot, or have other files there.
+        Who wishes to map is asked `otherwise` where mates cannot.
 
         A rank that cannot take part has no wish. None on all ranks if any cannot take part, or
         if they do not reach one another. Where ranks map files, who leaves the block without an

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 
@@ -20,13 +20,21 @@ from .coordination import Coordinator
 from .coordination_torch import coordinator_of
 from .deadline import Deadline
 from .errors import CheckpointError
-from .hostmemory import HostMemory, HostMemoryError, Offer, host_identity
+from .hostmemory import HostMemory, HostMemoryError, Offer
+from .namelessmemory import host_identity
 from .operation import Operation
 from .options import Timeouts
 from .peers import Peers, peers_of
 from .sharedreads import Links, Wish
 
-__all__ = ["DefaultGroupSharers", "OperationSharers"]
+__all__ = [
+    "DefaultGroupSharers",
+    "MapLeave",
+    "MapWish",
+    "OperationSharers",
+    "leave_to_map",
+    "own_host",
+]
 
 log = logging.getLogger("ckpt_storage")
 
@@ -45,29 +53,71 @@ class _Answer:
 
     verifies: bool
     maps: bool | None
-    files: Mapping[str, str]
+    claims: str | None
     is_last: bool
     host: str
     offer: str | None
 
 
 def _map_in_vain(answers: Sequence[_Answer]) -> bool:
-    """Return whether ranks that wish to map have mates that do not, or that have other files.
-
-    The same path leads elsewhere for a process with other mounts, or once a file was replaced.
-    """
-    hosts: dict[str, list[_Answer]] = {}
+    """Return whether ranks that wish to map have mates that do not."""
+    hosts: dict[str, set[bool]] = {}
     for answer in answers:
         if answer.maps is not None:
-            hosts.setdefault(answer.host, []).append(answer)
-    for mates in hosts.values():
-        if len({mate.maps for mate in mates}) > 1:
-            return True
-        known: dict[str, str] = {}
-        for mate in mates:
-            if any(known.setdefault(path, it) != it for path, it in mate.files.items()):
-                return True
-    return False
+            hosts.setdefault(answer.host, set()).add(answer.maps)
+    return any(len(ways) > 1 for ways in hosts.values())
+
+
+def _tables(offers: Iterable[tuple[str, str | None]]) -> dict[str, str]:
+    """Return for each host which of its ranks' tables all of them claim checks in."""
+    tables: dict[str, str] = {}
+    for host, claims in offers:
+        if claims is not None:
+            tables.setdefault(host, claims)
+    return tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapWish:
+    """What a rank tells with its plan: whether it maps what is shared.
+
+    With None there is nothing that it shares; with False it goes the way of a `Wish`, for which the
+    coordinator has to know its plan. `claims` and `is_last` as of a `Wish`.
+    """
+
+    host: str
+    maps: bool | None
+    claims: str | None = None
+    is_last: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapLeave:
+    """What a rank is told: that all who share map, in which table it claims its checks.
+
+    With `ends_all` nothing of any rank's load can fail once all have told that they have read.
+    """
+
+    claims: str | None
+    ends_all: bool
+
+
+def leave_to_map(wishes: Sequence[MapWish]) -> list[MapLeave] | None:
+    """Return each rank's leave; None if nobody maps, or not all that have something to share.
+
+    Each maps for itself: where mates have other files, or cannot reach the table, they only check
+    more. So nothing else has to be agreed on.
+    """
+    if {wish.maps for wish in wishes} - {None} != {True}:
+        return None
+    tables = _tables((wish.host, wish.claims) for wish in wishes)
+    ends_all = all(wish.is_last for wish in wishes)
+    return [MapLeave(claims=tables.get(wish.host), ends_all=ends_all) for wish in wishes]
+
+
+def own_host(rank: int) -> str:
+    """Return what is equal for ranks that can reach one another's memory."""
+    return host_identity() or f"rank {rank}"
 
 
 class OperationSharers:
@@ -120,6 +170,11 @@ class OperationSharers:
                 self._peers.drop()
                 raise
 
+    def all_have_read(self, *, ends_all: bool) -> None:
+        """Wait until all ranks, which map by leave, have told that their reads ended well."""
+        self._operation.all_gather(b"")
+        self.has_ended = ends_all
+
     def _memory(self, wish: Wish | None, stack: ExitStack) -> HostMemory | None:
         if wish is None or wish.maps or not host_identity():
             return None
@@ -139,9 +194,9 @@ class OperationSharers:
             answer = _Answer(
                 verifies=wish.verifies,
                 maps=wish.maps,
-                files=wish.files,
+                claims=wish.claims,
                 is_last=wish.is_last,
-                host=host_identity() or f"rank {self._operation.rank}",
+                host=own_host(self._operation.rank),
                 offer=None if memory is None else memory.offer.pack(),
             )
         told = json.dumps(None if answer is None else asdict(answer)).encode()
@@ -172,6 +227,7 @@ class OperationSharers:
             memory=None,
             deadline=deadline,
             ends_together=any(answer.maps for answer in answers),
+            claims=_tables((answer.host, answer.claims) for answer in answers).get(host),
         )
         if are_alike and maps and len(mates) == operation.world_size - 1:
             return links

@@ -175,6 +175,15 @@ class ShareOrder:
         return [unit for run in self.runs for unit in run.units(self.unit_bytes)]
 
     @property
+    def spans(self) -> dict[Key, tuple[int, int]]:
+        """Where in the payload of each chunk its units begin and end: each chunk's lie together."""
+        spans: dict[Key, tuple[int, int]] = {}
+        for run in self.runs:
+            low, high = spans.get(run.key, (run.start, run.stop))
+            spans[run.key] = min(low, run.start), max(high, run.stop)
+        return spans
+
+    @property
     def partners(self) -> frozenset[int]:
         """The other ranks that units concern."""
         groups = {id(run.ranks): run.ranks for run in self.runs}

@@ -18,7 +18,8 @@ from descriptors import open_files
 from ckpt_storage import hostmemory
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError, RankFailedError
-from ckpt_storage.hostmemory import HostMemory, HostMemoryError, host_identity
+from ckpt_storage.hostmemory import HostMemory, HostMemoryError
+from ckpt_storage.namelessmemory import host_identity
 
 BUFFER_BYTES = 8192
 

@@ -16,7 +16,9 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +44,22 @@ from ckpt_storage.options import Timeouts
 from ckpt_storage.readplan import Request
 from ckpt_storage.regions import Box
 from ckpt_storage.sharedreads import SharedReads
-from ckpt_storage.sharing import Key, ShareOrder, SharePolicy, plan_shares
+from ckpt_storage.sharing import Key
 from ckpt_storage.source import Place
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.local_root import LocalRoot
 from ckpt_storage.store.posix import Posix
 from ckpt_storage.store.retry import RetryStore
 from ckpt_storage.testing.ranks import RankPool
+from ckpt_storage.unitclaims import UnitClaims, units_of
 
 # Rows of odd length: units begin and end within them.
 ROWS, WIDTH = 16_384, 1031
 TOTAL_BYTES = ROWS * WIDTH * 4
 MIB = 1 << 20
+
+MOST_CHECKED = 1.5 * TOTAL_BYTES
+"""Ranks that come to a unit at the same time may check it both."""
 
 
 def is_told(folder: Path) -> bool:
@@ -173,9 +179,7 @@ def test_each_block_is_checked_by_one_rank(
 ) -> None:
     """Ranks check little more than the file together, and nothing is sent."""
     found = ranks.run(load_columns, str(saved), "", {}, door, world_size=size)
-    checked = [counts["checked"] for counts in found]
-    assert TOTAL_BYTES <= sum(checked) < 1.2 * TOTAL_BYTES
-    assert max(checked) < 1.5 * TOTAL_BYTES / size
+    assert TOTAL_BYTES <= sum(counts["checked"] for counts in found) < MOST_CHECKED
     assert all((counts["mapped"], counts["shared"]) == (1, 0) for counts in found)
 
 
@@ -189,29 +193,76 @@ def test_ranks_of_which_one_cannot_map_share_memory(
     assert sum(counts["checked"] for counts in found) < 1.2 * TOTAL_BYTES
 
 
+def load_beside_a_slow_one(rank: int, path: str, door: str) -> dict[str, int]:
+    """Load by columns where rank 0 is held up at each of its checks."""
+    check = Place.check
+
+    def slowly(place: Place, view: memoryview, first_byte: int) -> None:
+        time.sleep(0.2)
+        check(place, view, first_byte)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(Place, "check", slowly)
+        return load_columns(rank, path, "", {}, door)
+
+
 @pytest.mark.parametrize("door", ["ours", "dcp"])
-def test_ranks_that_are_not_on_one_host_read_for_themselves(
-    ranks: RankPool, saved: Path, door: str
+def test_a_rank_that_is_held_up_checks_less(ranks: RankPool, saved: Path, door: str) -> None:
+    """Who comes to a unit first checks it; nobody waits for another one's check."""
+    found = ranks.run(load_beside_a_slow_one, str(saved), door, world_size=3)
+    checked = [counts["checked"] for counts in found]
+    assert TOTAL_BYTES <= sum(checked) < MOST_CHECKED
+    assert checked[0] < TOTAL_BYTES / 4
+
+
+def test_dcp_lets_ranks_that_are_not_on_one_host_read_for_themselves(
+    ranks: RankPool, saved: Path
 ) -> None:
     """Trouble on one rank lets all load on their own, and check everything."""
-    found = ranks.run(load_columns, str(saved), "another host", {}, door, world_size=3)
+    found = ranks.run(load_columns, str(saved), "another host", {}, "dcp", world_size=3)
     assert all((counts["mapped"], counts["shared"]) == (0, 0) for counts in found)
     assert all(counts["checked"] >= TOTAL_BYTES for counts in found)
 
 
+def test_a_rank_on_another_host_checks_all_that_it_copies(ranks: RankPool, saved: Path) -> None:
+    """It maps as well; those that can reach one another divide the checks."""
+    found = ranks.run(load_columns, str(saved), "another host", {}, world_size=3)
+    assert all((counts["mapped"], counts["shared"]) == (1, 0) for counts in found)
+    assert found[1]["checked"] >= TOTAL_BYTES
+    assert TOTAL_BYTES <= found[0]["checked"] + found[2]["checked"] < MOST_CHECKED
+
+
+OTHERWISE: list[tuple[dict[str, Any], int, int]] = [
+    ({"shared_reads": "never"}, 0, TOTAL_BYTES),
+    ({"memory_limit_bytes": MIB}, 0, TOTAL_BYTES),
+    ({"verify": False}, 0, 0),
+    ({"memory_limit_bytes": 32 * MIB}, 1, 0),
+]
+"""Options of rank 1, whether it maps, and the least that it checks."""
+
+
+@pytest.mark.parametrize(("options", "mapped", "least_bytes"), OTHERWISE)
+def test_nobody_relies_on_a_rank_that_may_not_share(
+    ranks: RankPool, saved: Path, options: dict[str, Any], mapped: int, least_bytes: int
+) -> None:
+    """Options may differ between ranks: the load succeeds, and the others share among them."""
+    found = ranks.run(load_columns, str(saved), "", {"rank 1": options}, world_size=3)
+    assert [counts["mapped"] for counts in found] == [1, mapped, 1]
+    assert all(counts["shared"] == 0 for counts in found)
+    assert found[1]["checked"] >= least_bytes
+    if not mapped:
+        assert TOTAL_BYTES <= found[0]["checked"] + found[2]["checked"] < MOST_CHECKED
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"rank 1": {"shared_reads": "never"}},
-        {"rank 1": {"memory_limit_bytes": MIB}},
-        {"rank 1": {"verify": False}},
-    ],
+    "options", [{"shared_reads": "never"}, {"memory_limit_bytes": MIB}, {"verify": False}]
 )
-def test_one_rank_that_may_not_share_lets_all_read_alone(
+def test_dcp_lets_all_read_alone_if_one_may_not_share(
     ranks: RankPool, saved: Path, options: dict[str, Any]
 ) -> None:
-    """Options may differ between ranks: the load succeeds, and nobody relies on another."""
-    found = ranks.run(load_columns, str(saved), "", options, world_size=3)
+    """There the coordinator has planned who reads what, for all or for none."""
+    found = ranks.run(load_columns, str(saved), "", {"rank 1": options}, "dcp", world_size=3)
     assert all((counts["mapped"], counts["shared"]) == (0, 0) for counts in found)
 
 
@@ -247,8 +298,8 @@ def test_nobody_relies_on_a_check_of_another_file(
     content[at] ^= 1
     file.write_bytes(content)
     found = ranks.run(load_replica, str(saved), str(replica), door, world_size=3)
-    # What was loaded was compared; here each got the right bytes through memory, or an error.
-    assert all(counts.get("mapped", 0) == 0 for counts in found)
+    # Who has the copy checks all of it: the others' claims are of another file.
+    assert found == [{"damaged": 1}] * 3
 
 
 def load_beside_one_that_wants_little(rank: int, path: str) -> dict[str, int]:
@@ -447,8 +498,8 @@ def test_who_may_still_fail_is_waited_for(ranks: RankPool, tmp_path: Path) -> No
     dcp_cases.save(state, str(path))
     plain = ranks.run(load_refused, str(path), "", world_size=3)
     blobs = ranks.run(load_refused, str(path), "blobs", world_size=3)
-    assert plain == [("loaded", 2)] * 3
-    assert blobs == [("loaded", 3)] * 3
+    assert plain == [("loaded", 1)] * 3
+    assert blobs == [("loaded", 2)] * 3
     for text, _ in ranks.run(load_refused, str(path), "refused", world_size=3):
         assert "not taken" in text
         assert "rank 1" in text
@@ -548,20 +599,15 @@ CHUNK_BYTES = 6 * UNIT_BYTES - 100
 AT_BYTES = 64
 
 
-def order_of(rank: int) -> ShareOrder:
-    """Return the order of one of two ranks that both want the whole chunk."""
-    policy = SharePolicy(
-        unit_bytes=UNIT_BYTES, min_saved_bytes=1, max_gap_bytes=MIB, whole="shared", among="host"
-    )
-    whole = Box((0,), (CHUNK_BYTES,))
-    found = plan_shares(
-        {KEY: [(0, whole), (1, whole)]},
-        lambda _: ((CHUNK_BYTES,), 1),
-        hosts=["a", "a"],
-        policy=policy,
-    )
-    assert found is not None
-    return found[rank]
+def mapped_part(
+    store: LocalStore | RetryStore,
+    request: Request,
+    *,
+    rank: int = 0,
+    span: tuple[int, int] = (0, CHUNK_BYTES),
+) -> MappedReads | None:
+    """Return one rank's part, of a request for the whole chunk or for some of it."""
+    return MappedReads.of(store, {KEY: span}, {KEY: [request]}, unit_bytes=UNIT_BYTES, rank=rank)
 
 
 def request_for(content: bytes, target: bytearray, *, start: int = AT_BYTES) -> Request:
@@ -605,11 +651,8 @@ def deadline_of(seconds: float = 60.0) -> Deadline:
     return Deadline.of(Timeouts(load=seconds), "load")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_own_units_are_checked_and_all_are_copied(
-    tmp_path: Path, content: bytes, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every unit is checked by exactly one of the two, in pieces that are cached."""
+def noted_checks(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return where the pieces of the payload that are checked from now on begin and end."""
     checked: list[tuple[int, int]] = []
     check = Place.check
 
@@ -617,49 +660,102 @@ def test_own_units_are_checked_and_all_are_copied(
         checked.append((first_byte, first_byte + len(view)))
         check(place, view, first_byte)
 
-    monkeypatch.setattr(Place, "check", noted)
+    patch.setattr(Place, "check", noted)
+    return checked
+
+
+@pytest.mark.parametrize("claimed", [[], [0], [1, 3, 5], [0, 1, 2, 3, 4, 5]])
+def test_units_that_nobody_claimed_are_checked_and_all_are_copied(
+    tmp_path: Path, content: bytes, claimed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every unit is checked by one rank, in pieces that are cached."""
+    checked = noted_checks(monkeypatch)
     monkeypatch.setattr(mappedreads, "_PIECE_BYTES", 300_000)
     monkeypatch.setattr(mappedreads, "_KEPT_BYTES", MIB)
     monkeypatch.setattr(mappedreads, "_MOST_BYTES", MIB)
-    target, order = bytearray(CHUNK_BYTES), order_of(rank)
+    target = bytearray(CHUNK_BYTES)
     store = LocalStore(str(tmp_path))
-    reads = MappedReads.of(store, order, {KEY: [request_for(content, target)]})
+    reads = mapped_part(store, request_for(content, target))
     assert reads is not None
-    seen: list[int] = []
-    reads.run(store, deadline_of(), seen.append)
+    with closing(UnitClaims(6)) as mate, closing(reads.claims):
+        (identity,) = (store.map_cached("file", size_bytes=AT_BYTES + CHUNK_BYTES + 3),)
+        assert identity is not None
+        units = units_of(identity.identity, UNIT_BYTES)
+        for number in claimed:
+            assert mate.claim(units, AT_BYTES + number * UNIT_BYTES)
+        reads.claims.join(mate.offer)
+        seen: list[int] = []
+        reads.run(store, deadline_of(), seen.append)
     assert bytes(target) == content
-    own = [(unit.start, unit.stop) for unit in order.units if unit.owner == rank]
-    covered = [at for start, stop in checked for at in range(start // 65536, -(-stop // 65536))]
-    expected = [at for start, stop in own for at in range(start // 65536, -(-stop // 65536))]
-    assert covered == expected
+    own = [at for at in range(-(-CHUNK_BYTES // 65536)) if at * 65536 // UNIT_BYTES not in claimed]
+    assert [at for start, stop in checked for at in range(start // 65536, -(-stop // 65536))] == own
     assert all(stop - start <= 300_000 for start, stop in checked)
     assert sum(seen) == reads.total_bytes == CHUNK_BYTES
+
+
+def test_two_ranks_divide_the_checks(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first has claimed the second does not check; both have all of it."""
+    checked = noted_checks(monkeypatch)
+    store, targets = LocalStore(str(tmp_path)), [bytearray(CHUNK_BYTES), bytearray(CHUNK_BYTES)]
+    parts = [mapped_part(store, request_for(content, target)) for target in targets]
+    first, second = parts
+    assert first is not None
+    assert second is not None
+    with closing(first.claims), closing(second.claims):
+        second.claims.join(first.claims.offer)
+        first.run(store, deadline_of(), lambda _: None)
+        assert sum(stop - start for start, stop in checked) == CHUNK_BYTES
+        second.run(store, deadline_of(), lambda _: None)
+    assert sum(stop - start for start, stop in checked) == CHUNK_BYTES
+    assert all(bytes(target) == content for target in targets)
+
+
+def test_who_wants_little_claims_and_checks_whole_units(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So another rank can rely on it for all of the unit; no further ones are looked at."""
+    checked = noted_checks(monkeypatch)
+    store, target = LocalStore(str(tmp_path)), bytearray(CHUNK_BYTES)
+    low, high = UNIT_BYTES + 5, 2 * UNIT_BYTES + 7
+    some = dataclasses.replace(
+        request_for(content, target),
+        region=Box((low,), (high - low,)),
+        target=memoryview(target)[low:high],
+    )
+    reads = mapped_part(store, some, span=(low, high))
+    assert reads is not None
+    with closing(reads.claims):
+        reads.run(store, deadline_of(), lambda _: None)
+    assert sum(stop - start for start, stop in checked) == 2 * UNIT_BYTES
+    assert (checked[0][0], checked[-1][1]) == (UNIT_BYTES, 3 * UNIT_BYTES)
+    assert bytes(target) == bytes(low) + content[low:high] + bytes(CHUNK_BYTES - high)
 
 
 def test_damage_of_own_units_is_told_and_of_others_is_not(tmp_path: Path, content: bytes) -> None:
     """Who does not check a block does not find it; that is why all end together."""
     wrong = bytearray(content)
     wrong[0] ^= 1
-    owner = next(unit.owner for unit in order_of(0).units if unit.start == 0)
-    store = LocalStore(str(tmp_path))
-    for rank in (0, 1):
-        target = bytearray(CHUNK_BYTES)
-        reads = MappedReads.of(store, order_of(rank), {KEY: [request_for(bytes(wrong), target)]})
-        assert reads is not None
-        if rank == owner:
-            with pytest.raises(IntegrityError, match="damaged") as caught:
-                reads.run(store, deadline_of(), lambda _: None)
-            assert caught.value.fqn == "w"
-            assert bytes(target) == bytes(CHUNK_BYTES)
-        else:
-            reads.run(store, deadline_of(), lambda _: None)
+    store, target = LocalStore(str(tmp_path)), bytearray(CHUNK_BYTES)
+    first = mapped_part(store, request_for(bytes(wrong), target))
+    second = mapped_part(store, request_for(bytes(wrong), bytearray(CHUNK_BYTES)), rank=1)
+    assert first is not None
+    assert second is not None
+    with closing(first.claims), closing(second.claims):
+        second.claims.join(first.claims.offer)
+        with pytest.raises(IntegrityError, match="damaged") as caught:
+            first.run(store, deadline_of(), lambda _: None)
+        assert caught.value.fqn == "w"
+        assert bytes(target) == bytes(CHUNK_BYTES)
+        second.run(store, deadline_of(), lambda _: None)
 
 
 def test_a_chunk_that_lies_beyond_its_file_is_not_mapped(tmp_path: Path, content: bytes) -> None:
     """A read says what is wrong."""
     store = LocalStore(str(tmp_path))
     request = request_for(content, bytearray(CHUNK_BYTES), start=AT_BYTES + 4)
-    assert MappedReads.of(store, order_of(0), {KEY: [request]}) is None
+    assert mapped_part(store, request) is None
 
 
 def test_one_that_is_late_is_left_behind_and_writes_nothing(
@@ -675,7 +771,7 @@ def test_one_that_is_late_is_left_behind_and_writes_nothing(
     monkeypatch.setattr(Place, "check", hangs)
     target = bytearray(CHUNK_BYTES)
     store = RetryStore(LocalStore(str(tmp_path)), request_timeout_s=0.5)
-    reads = MappedReads.of(store, order_of(0), {KEY: [request_for(content, target)]})
+    reads = mapped_part(store, request_for(content, target))
     assert reads is not None
     with pytest.raises(CheckpointError):
         reads.run(store, deadline_of(), lambda _: None)
@@ -863,7 +959,7 @@ def test_what_cannot_be_mapped_is_left_to_reads(
     else:
         place = dataclasses.replace(request.place, crcs=None)
         request = dataclasses.replace(request, place=place)
-    assert MappedReads.of(store, order_of(0), {KEY: [request]}) is None
+    assert mapped_part(store, request) is None
 
 
 def test_what_is_behind_is_no_memory_of_the_process(
@@ -886,7 +982,7 @@ def test_what_is_behind_is_no_memory_of_the_process(
     monkeypatch.setattr(Posix, "map_private", mapped)
     target = bytearray(CHUNK_BYTES)
     store = LocalStore(str(tmp_path))
-    reads = MappedReads.of(store, order_of(0), {KEY: [request_for(content, target)]})
+    reads = mapped_part(store, request_for(content, target))
     assert reads is not None
     reads.run(store, deadline_of(), lambda _: None)
     assert bytes(target) == content
@@ -911,7 +1007,7 @@ def test_long_stretches_are_cut(
             action()
 
     store = Looking(str(tmp_path))
-    reads = MappedReads.of(store, order_of(0), {KEY: [request_for(content, target)]})
+    reads = mapped_part(store, request_for(content, target))
     assert reads is not None
     reads.run(store, deadline_of(), lambda _: None)
     assert bytes(target) == content

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt_storage
 from ckpt_storage import hostmemory, integrity, sharers, sharing, tensorsinks
-from ckpt_storage.hostmemory import host_identity
+from ckpt_storage.namelessmemory import host_identity
 from ckpt_storage.sharedreads import SharedReads
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.testing.ranks import RankPool
