@@ -401,8 +401,8 @@ class CheckpointStorageReader(StorageReader):
                 save_id=source.save_id,
                 with_bar=self._is_coordinator,
             )
-            if self._mapped is not None and self._leave is not None:
-                self._read_mapped(reads, load, self._mapped, self._leave, deadline)
+            if self._leave is not None:
+                self._read_by_leave(reads, load, self._leave, deadline)
             elif order is None:
                 reads.alone(deadline)
             else:
@@ -449,7 +449,7 @@ class CheckpointStorageReader(StorageReader):
         unit_bytes = policy.unit_bytes
         spans = job.cut_spans(max_gap_bytes=policy.max_gap_bytes, unit_bytes=unit_bytes)
         if not spans:
-            return dataclasses.replace(wish, maps=None)
+            return dataclasses.replace(wish, maps=None, is_last=self._is_last(job))
         deadline = self._begin("load")
         self._mapped = MappedReads.of(
             bounded(opened, deadline),
@@ -480,17 +480,17 @@ class CheckpointStorageReader(StorageReader):
         if mapped is not None:
             mapped.claims.close()
 
-    def _read_mapped(
-        self,
-        reads: LoadReads,
-        load: LoadJob,
-        mapped: MappedReads,
-        leave: MapLeave,
-        deadline: Deadline,
+    def _read_by_leave(
+        self, reads: LoadReads, load: LoadJob, leave: MapLeave, deadline: Deadline
     ) -> None:
-        load.share(mapped.keys)
-        mapped.claims.join(leave.claims)
-        reads.mapped(mapped, deadline)
+        """Read where some ranks map, this one perhaps not; all ranks."""
+        mapped = self._mapped
+        if mapped is None:
+            reads.alone(deadline)
+        else:
+            load.share(mapped.keys)
+            mapped.claims.join(leave.claims)
+            reads.mapped(mapped, deadline)
         if self._sharers is not None:
             self._sharers.all_have_read(ends_all=leave.ends_all)
 

@@ -88,7 +88,7 @@ class MapWish:
     host: str
     maps: bool | None
     claims: str | None = None
-    is_last: bool = True
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

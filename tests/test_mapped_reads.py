@@ -35,9 +35,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt_storage
-from ckpt_storage import integrity, mappedreads, sharers
+from ckpt_storage import integrity, loads, mappedreads, sharers
 from ckpt_storage.deadline import Deadline
-from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError, StorageError
+from ckpt_storage.errors import (
+    CheckpointError,
+    IntegrityError,
+    RankFailedError,
+    StorageError,
+    UnsafeContentError,
+)
 from ckpt_storage.mappedreads import MappedReads
 from ckpt_storage.operation import Operation
 from ckpt_storage.options import Timeouts
@@ -51,6 +57,7 @@ from ckpt_storage.store.local_root import LocalRoot
 from ckpt_storage.store.posix import Posix
 from ckpt_storage.store.retry import RetryStore
 from ckpt_storage.testing.ranks import RankPool
+from ckpt_storage.torchload import scan_blob
 from ckpt_storage.unitclaims import UnitClaims, units_of
 
 # Rows of odd length: units begin and end within them.
@@ -302,10 +309,12 @@ def test_nobody_relies_on_a_check_of_another_file(
     assert found == [{"damaged": 1}] * 3
 
 
-def load_beside_one_that_wants_little(rank: int, path: str) -> dict[str, int]:
-    """Load by columns on three ranks; the fourth wants only the small tensor."""
+def load_beside_one_that_wants_little(
+    rank: int, path: str, more: dict[str, Any] | None = None
+) -> dict[str, int]:
+    """Load by columns on three ranks; the fourth wants only the small tensor, and all of `more`."""
     count = 3
-    target: dict[str, Any] = {"b": torch.zeros(77)}
+    target: dict[str, Any] = {"b": torch.zeros(77), **dict.fromkeys(more or {}, 0)}
     mesh = DeviceMesh("cpu", list(range(count)))
     if rank < count:
         target["w"] = DTensor.from_local(
@@ -316,8 +325,9 @@ def load_beside_one_that_wants_little(rank: int, path: str) -> dict[str, int]:
             stride=(WIDTH, 1),
         )
     with counted("", troubled=False) as counts:
-        ckpt_storage.load(target, path)
+        ckpt_storage.load(target, path, timeout=60)
     assert same(target["b"], seeded(2, 77))
+    assert all(target[name] == value for name, value in (more or {}).items())
     if rank < count:
         whole = seeded(1, ROWS, WIDTH, dtype=torch.float32)
         assert same(target["w"].to_local(), torch.chunk(whole, count, 1)[rank].contiguous())
@@ -335,6 +345,44 @@ def test_one_that_has_nothing_to_share_stands_in_nobodys_way(
     assert [counts["mapped"] for counts in found] == [int(is_cached)] * 3 + [0]
     assert all((counts["shared"] == 0) == is_cached for counts in found[:3])
     assert sum(counts["checked"] for counts in found) < 1.2 * TOTAL_BYTES
+
+
+@needs_told
+def test_one_that_has_nothing_to_share_is_waited_for(ranks: RankPool, tmp_path: Path) -> None:
+    """Where values come that are no tensors any rank may still fail, one that maps none, too."""
+    path, more = tmp_path / "model", {"step": 7}
+    state = {"w": seeded(1, ROWS, WIDTH, dtype=torch.float32), "b": seeded(2, 77), **more}
+    dcp_cases.save(state, str(path))
+    found = ranks.run(load_beside_one_that_wants_little, str(path), more, world_size=4)
+    assert [counts["mapped"] for counts in found] == [1, 1, 1, 0]
+
+
+def load_beside_one_that_is_refused(rank: int, path: str) -> str:
+    """Load where a rank that maps nothing cannot take a value; return the error."""
+    scan = scan_blob
+
+    def refused(buffer: bytearray, place: Place) -> None:
+        if rank == 3:
+            raise UnsafeContentError("not taken")
+        scan(buffer, place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loads, "scan_blob", refused)
+        try:
+            load_beside_one_that_wants_little(rank, path, {"step": 7} if rank == 3 else None)
+        except CheckpointError as error:
+            return str(error)
+    return "loaded"
+
+
+@needs_told
+def test_what_one_that_maps_nothing_fails_with_is_told(ranks: RankPool, tmp_path: Path) -> None:
+    """Also where it alone wants what may fail after the reads."""
+    path = tmp_path / "model"
+    state = {"w": seeded(1, ROWS, WIDTH, dtype=torch.float32), "b": seeded(2, 77), "step": 7}
+    dcp_cases.save(state, str(path))
+    for text in ranks.run(load_beside_one_that_is_refused, str(path), world_size=4):
+        assert "not taken" in text
 
 
 def test_ranks_that_check_nothing_share_nothing(ranks: RankPool, saved: Path) -> None:
