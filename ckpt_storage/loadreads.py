@@ -97,7 +97,6 @@ class LoadReads:
         shared: SharedReads | None = None
         own: list[Fetch] = []
         wish = None
-        tables = ExitStack()
 
         def otherwise() -> Wish | None:
             """Return the wish of a rank that reads."""
@@ -114,38 +113,44 @@ class LoadReads:
                 lends_reads=self._store.capabilities.lends_reads,
             )
 
-        # A unit goes through one buffer, which must not be more than a part may be.
-        if (
-            is_willing
-            and load.can_share(order.unit_bytes)
-            and options.part_bytes >= order.unit_bytes
-        ):
-            if order.among == "host":
-                mapped = MappedReads.of(
-                    bounded(self._store, deadline),
-                    order.spans,
-                    load.shared,
-                    unit_bytes=order.unit_bytes,
-                    rank=order.rank,
-                )
-            if mapped is None:
-                wish = otherwise()
-            else:
-                tables.enter_context(closing(mapped.claims))
-                wish = _wish_to_map(mapped, order, verifies=self._verifies, is_last=is_last)
-        with tables, sharers.joined(wish, deadline, otherwise=otherwise) as links:
-            if links is None:
-                mapped = shared = None
-                load.share_nothing()
-                self._read(deadline)
-                return
-            if shared is not None:
-                shared.link(links)
-            if mapped is not None:
-                mapped.claims.join(links.claims)
-            watched = links.deadline
-            with watched.governs(f"Loading from {self._store.url}", rank=self._rank):
-                self._read(watched, shared, own, mapped)
+        with ExitStack() as tables:
+            # A unit goes through one buffer, which must not be more than a part may be.
+            if (
+                is_willing
+                and load.can_share(order.unit_bytes)
+                and options.part_bytes >= order.unit_bytes
+            ):
+                mapped = self._mapped(order, deadline)
+                if mapped is None:
+                    wish = otherwise()
+                else:
+                    tables.enter_context(closing(mapped.claims))
+                    wish = _wish_to_map(mapped, order, verifies=self._verifies, is_last=is_last)
+            with sharers.joined(wish, deadline, otherwise=otherwise) as links:
+                if links is None:
+                    mapped = shared = None
+                    load.share_nothing()
+                    self._read(deadline)
+                    return
+                if shared is not None:
+                    shared.link(links)
+                if mapped is not None:
+                    mapped.claims.join(links.claims)
+                watched = links.deadline
+                with watched.governs(f"Loading from {self._store.url}", rank=self._rank):
+                    self._read(watched, shared, own, mapped)
+
+    def _mapped(self, order: ShareOrder, deadline: Deadline) -> MappedReads | None:
+        """Return this rank's part of an order out of mapped files, None if that cannot be."""
+        if order.among != "host":
+            return None
+        return MappedReads.of(
+            bounded(self._store, deadline),
+            order.spans,
+            self._load.shared,
+            unit_bytes=order.unit_bytes,
+            rank=order.rank,
+        )
 
     def _read(
         self,

@@ -130,10 +130,12 @@ class LoadJob:
         """Return the chunks of which pieces are wanted that lie apart; once `plan` is done.
 
         With each comes where in its payload all that is wanted lies. Not those with pieces further
-        apart than `max_gap_bytes` on average, nor those whose blocks do not fit units.
+        apart than `max_gap_bytes` on average, nor those of which several items want less than half
+        of what lies between the first and the last byte, nor those whose blocks do not fit units.
         """
         known: dict[tuple[tuple[int, ...], Box | None, int], tuple[int, int, bool] | None] = {}
         spans: dict[Key, tuple[int, int]] = {}
+        lengths: dict[Key, int] = {}
         cut: set[Key] = set()
         apart: set[Key] = set()
         for key, request in zip(self._keys, self.requests, strict=True):
@@ -149,9 +151,14 @@ class LoadJob:
             start, stop, is_cut = found
             low, high = spans.get(key, (start, stop))
             spans[key] = min(low, start), max(high, stop)
+            lengths[key] = lengths.get(key, 0) + stop - start
             if is_cut:
                 cut.add(key)
-        return {key: span for key, span in spans.items() if key in cut and key not in apart}
+        return {
+            key: (low, high)
+            for key, (low, high) in spans.items()
+            if key in cut and key not in apart and high - low <= 2 * lengths[key]
+        }
 
     def requests_for(self, chunks: AbstractSet[Key]) -> dict[Key, list[Request]]:
         """Return the requests for some chunks; once `plan` is done."""

@@ -74,7 +74,11 @@ class MappedReads:
         self._requests = requests
         self._files = files
         self._units = sorted(units)
-        self._of_file = {path: units_of(file.identity, unit_bytes) for path, file in files.items()}
+        self._numbers = {
+            key: units_of(path, key, files[path].identity, unit_bytes)
+            for key, path in {unit.key: unit.path for unit in units}.items()
+        }
+        self._own: set[_Unit] = set()
         self._given_up = threading.Event()
         self.claims = UnitClaims(len(units))
 
@@ -184,8 +188,10 @@ class MappedReads:
     ) -> None:
         place = takers[0][0].place
         length = step = each.stop - each.start
-        is_own = self.claims.claim(self._of_file[each.path], each.begin)
+        # What this rank has claimed it checks, also where a look is repeated.
+        is_own = each in self._own or self.claims.claim(self._numbers[each.key], each.start)
         if is_own:
+            self._own.add(each)
             step = max(_PIECE_BYTES - _PIECE_BYTES % place.block_bytes, place.block_bytes)
         for at in range(0, length, step):
             count = min(step, length - at)

@@ -423,34 +423,35 @@ class CheckpointStorageReader(StorageReader):
 
         For a rank that would only wait for others meanwhile. Raises as `read_data`.
         """
+        if self._ahead is None or self._ahead[0] is not plan:
+            self._plan_by(self._begin("load"), plan, planner)
+
+    def _plan_by(self, deadline: Deadline, plan: LoadPlan, planner: LoadPlanner) -> LoadJob:
         source, opened = self._opened(), self._store
         if opened is None:  # pragma: no cover  # _opened sets it
             raise InvalidInputError("The reader is not open.")
-        if self._ahead is not None and self._ahead[0] is plan:
-            return
-        deadline = self._begin("load")
         with deadline.governs(f"Loading from {opened.url}", rank=self._rank):
             source.renew(bounded(opened, deadline), deadline)
-            self._ahead = plan, self._job(plan, planner)
+            job = self._job(plan, planner)
+        self._ahead = plan, job
+        return job
 
     def wish_to_map(self, plan: LoadPlan, planner: LoadPlanner, *, world_size: int) -> MapWish:
         """Plan what `read_data` reads, map what of it is cached, return what the ranks are to know.
 
-        For a front door of ours whose rank `may_share` reads of `plan`. Maps nothing, and plans
-        nothing, on a storage whose files cannot be mapped. Raises as `read_data`.
+        For a front door of ours whose rank `may_share` reads of `plan`. Plans nothing where ranks
+        share in another way. Raises as `read_data`.
         """
         wish = MapWish(host=own_host(self._rank), maps=False)
         policy, opened = self._share_policy(world_size), self._store
         if policy is None or policy.among != "host" or not isinstance(opened, MappingStore):
             return wish
-        self.plan_ahead(plan, planner)
-        assert self._ahead is not None  # noqa: S101  # for the type checker
-        job = self._ahead[1]
+        deadline = self._begin("load")
+        job = self._plan_by(deadline, plan, planner)
         unit_bytes = policy.unit_bytes
         spans = job.cut_spans(max_gap_bytes=policy.max_gap_bytes, unit_bytes=unit_bytes)
         if not spans:
             return dataclasses.replace(wish, maps=None, is_last=self._is_last(job))
-        deadline = self._begin("load")
         self._mapped = MappedReads.of(
             bounded(opened, deadline),
             spans,
@@ -465,7 +466,10 @@ class CheckpointStorageReader(StorageReader):
         )
 
     def may_map(self, leave: MapLeave | None) -> None:
-        """Note the answer to `wish_to_map`: all ranks that share do so, or else none does."""
+        """Note the answer to `wish_to_map`, the same for all ranks: also who maps nothing has one.
+
+        With None nobody maps.
+        """
         self._leave = leave
         if leave is None:
             self._forget_mapped()

@@ -1,13 +1,13 @@
 """Which units of files one rank checks for all of its host: those that it claims first.
 
-Knows memory that processes of one host share; knows no storage, no tensor and no process group.
-Used by `mappedreads`.
+Knows chunks, and memory that processes of one host share; knows no storage, no tensor and no
+process group. Used by `mappedreads`.
 
-A claim is a promise to check a unit, or to fail the load of all. So two ranks that claim one at the
-same time, or one whose claim was lost, only check more than they had to; what may not be is that
-all take a unit for claimed that nobody has claimed. A slot holds the whole number of the unit, so a
-rank that finds that number there knows that another one promised this very unit. Nothing is locked,
-and nobody waits; who is slow claims less.
+A unit is a run of bytes of one chunk. A claim is a promise to check a unit, or to fail the load of
+all. So two ranks that claim one at the same time, or one whose claim was lost, only check more than
+they had to; what may not be is that all take a unit for claimed that nobody has claimed. A slot
+holds the whole number of the unit, so a rank that finds that number there knows that another one
+promised this very unit. Nothing is locked, and nobody waits; who is slow claims less.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import mmap
 import os
 
 from .namelessmemory import make_memory, open_memory
+from .sharing import Key
 
 __all__ = ["UnitClaims", "units_of"]
 
@@ -38,16 +39,17 @@ _BITS = 64
 _MASK = (1 << _BITS) - 1
 
 _GAMMA, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
-"""Odd: no two places in a file get one number. Of SplitMix64 (Steele, Lea and Flood, "Fast
+"""Odd: no two places in a chunk get one number. Of SplitMix64 (Steele, Lea and Flood, "Fast
 Splittable Pseudorandom Number Generators", 2014)."""
 
 
-def units_of(identity: str, unit_bytes: int) -> int:
-    """Return what tells the units of one file from all others', for `UnitClaims.claim`.
+def units_of(path: str, chunk: Key, identity: str, unit_bytes: int) -> int:
+    """Return what tells the units of one chunk from all others', for `UnitClaims.claim`.
 
-    Equal only for equal arguments, but for accidents of 64 bits.
+    Equal only for equal arguments, but for accidents of 64 bits. `identity` alone would not do:
+    two paths may lead to one file, which can be as saved for one of them only.
     """
-    text = f"{unit_bytes} {identity}".encode()
+    text = repr((unit_bytes, identity, path, chunk)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=_BITS // 8).digest(), "little")
 
 
@@ -101,12 +103,12 @@ class UnitClaims:
         except (OSError, ValueError) as error:
             log.debug("Checks are not shared: %s", error)
 
-    def claim(self, units: int, begin: int) -> bool:
+    def claim(self, units: int, start: int) -> bool:
         """Return whether this rank is to check a unit; only for a unit that it then checks.
 
-        `units` is what `units_of` returned, `begin` where the unit begins in the file.
+        `units` is what `units_of` returned, `start` where the unit begins in the payload.
         """
-        number = (units ^ (begin * _GAMMA)) & _MASK
+        number = (units ^ (start * _GAMMA)) & _MASK
         number = ((number ^ (number >> 30)) * _MIX) & _MASK or 1
         slots, first = self._slots, number >> self._shift
         last = len(slots) - 1

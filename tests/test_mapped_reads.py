@@ -12,6 +12,7 @@ import gc
 import itertools
 import mmap
 import os
+import pickle
 import shutil
 import signal
 import socket
@@ -35,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt_storage
-from ckpt_storage import integrity, loads, mappedreads, sharers
+from ckpt_storage import CheckpointStorageReader, integrity, loads, mappedreads, sharers
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import (
     CheckpointError,
@@ -244,7 +245,8 @@ OTHERWISE: list[tuple[dict[str, Any], int, int]] = [
     ({"shared_reads": "never"}, 0, TOTAL_BYTES),
     ({"memory_limit_bytes": MIB}, 0, TOTAL_BYTES),
     ({"verify": False}, 0, 0),
-    ({"memory_limit_bytes": 32 * MIB}, 1, 0),
+    # In units of another length, which nobody else claims.
+    ({"memory_limit_bytes": 4 * MIB}, 1, TOTAL_BYTES),
 ]
 """Options of rank 1, whether it maps, and the least that it checks."""
 
@@ -258,7 +260,7 @@ def test_nobody_relies_on_a_rank_that_may_not_share(
     assert [counts["mapped"] for counts in found] == [1, mapped, 1]
     assert all(counts["shared"] == 0 for counts in found)
     assert found[1]["checked"] >= least_bytes
-    if not mapped:
+    if least_bytes or not mapped:
         assert TOTAL_BYTES <= found[0]["checked"] + found[2]["checked"] < MOST_CHECKED
 
 
@@ -307,6 +309,93 @@ def test_nobody_relies_on_a_check_of_another_file(
     found = ranks.run(load_replica, str(saved), str(replica), door, world_size=3)
     # Who has the copy checks all of it: the others' claims are of another file.
     assert found == [{"damaged": 1}] * 3
+
+
+def damage_by_link(path: Path, how: str) -> None:
+    """Let the file of rank 1 be the one of rank 0, as after a repair that went wrong."""
+    first, second = sorted(path.rglob("*.distcp"))
+    assert first.stat().st_size == second.stat().st_size
+    second.unlink()
+    if how == "hard":
+        os.link(first, second)
+    else:
+        second.symlink_to(first)
+
+
+def save_halves(_rank: int, path: str) -> None:
+    """Save the tensor in rows, half of it in a file of each of two ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = seeded(1, ROWS, WIDTH, dtype=torch.float32)
+    ckpt_storage.save({"w": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)}, path)
+
+
+def error_by_columns(_rank: int, path: str, door: str) -> str:
+    """Load the tensor by columns; return the error."""
+    target = column_target()
+    del target["b"]
+    try:
+        if door == "ours":
+            ckpt_storage.load(target, path)
+        else:
+            dcp.load(target, storage_reader=ckpt_storage.CheckpointStorageReader(path))
+    except (CheckpointError, CheckpointException) as error:
+        return str(error)
+    return "loaded"
+
+
+@needs_told
+@pytest.mark.parametrize("door", ["ours", "dcp"])
+@pytest.mark.parametrize("how", ["hard", "soft"])
+def test_a_file_that_another_path_leads_to_is_checked_for_each(
+    ranks: RankPool, tmp_path: Path, door: str, how: str
+) -> None:
+    """It is as saved for one of them only; who checked it for that one did not for the other."""
+    path = tmp_path / "model"
+    ranks.run(save_halves, str(path), world_size=2)
+    damage_by_link(path, how)
+    for size in (2, 4):
+        for text in ranks.run(error_by_columns, str(path), door, world_size=size):
+            assert "damaged" in text
+
+
+def travelling_reader(_rank: int, path: str) -> bool:
+    """Send a reader through a pickle right before it reads; return whether it had mapped files."""
+    target, read_data = column_target(), CheckpointStorageReader.read_data
+    had: list[bool] = []
+
+    def travelled(reader: CheckpointStorageReader, *args: Any) -> Any:
+        had.append(reader._mapped is not None)  # noqa: SLF001
+        copy = pickle.loads(pickle.dumps(reader))
+        assert copy._mapped is copy._leave is None  # noqa: SLF001
+        return read_data(reader, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointStorageReader, "read_data", travelled)
+        ckpt_storage.load(target, path)
+    return had == [True]
+
+
+def test_a_reader_travels_without_what_it_has_mapped(ranks: RankPool, saved: Path) -> None:
+    """Mapped files and tables of claims are a process's own."""
+    assert all(ranks.run(travelling_reader, str(saved), world_size=3))
+
+
+def load_often(_rank: int, path: str) -> list[int]:
+    """Load by columns some times; return how many descriptors were open before and after each."""
+    target = column_target()
+    ckpt_storage.load(target, path)
+    counts = []
+    for _ in range(4):
+        gc.collect()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        ckpt_storage.load(target, path)
+    return counts
+
+
+def test_no_descriptor_is_left_of_a_load(ranks: RankPool, saved: Path) -> None:
+    """Neither of mapped files nor of the table of claims."""
+    for counts in ranks.run(load_often, str(saved), world_size=3):
+        assert len(set(counts)) == 1
 
 
 def load_beside_one_that_wants_little(
@@ -728,9 +817,9 @@ def test_units_that_nobody_claimed_are_checked_and_all_are_copied(
     with closing(UnitClaims(6)) as mate, closing(reads.claims):
         (identity,) = (store.map_cached("file", size_bytes=AT_BYTES + CHUNK_BYTES + 3),)
         assert identity is not None
-        units = units_of(identity.identity, UNIT_BYTES)
+        units = units_of("file", KEY, identity.identity, UNIT_BYTES)
         for number in claimed:
-            assert mate.claim(units, AT_BYTES + number * UNIT_BYTES)
+            assert mate.claim(units, number * UNIT_BYTES)
         reads.claims.join(mate.offer)
         seen: list[int] = []
         reads.run(store, deadline_of(), seen.append)
@@ -779,6 +868,24 @@ def test_who_wants_little_claims_and_checks_whole_units(
     assert sum(stop - start for start, stop in checked) == 2 * UNIT_BYTES
     assert (checked[0][0], checked[-1][1]) == (UNIT_BYTES, 3 * UNIT_BYTES)
     assert bytes(target) == bytes(low) + content[low:high] + bytes(CHUNK_BYTES - high)
+
+
+def test_a_look_that_is_repeated_checks_again(tmp_path: Path, content: bytes) -> None:
+    """What this rank has claimed itself is no other rank's to check."""
+    wrong = bytearray(content)
+    wrong[5 * UNIT_BYTES] ^= 1
+
+    class Repeating(LocalStore):
+        def look(self, path: str, action: Callable[[], None]) -> None:
+            with contextlib.suppress(IntegrityError):
+                action()
+            super().look(path, action)
+
+    store = Repeating(str(tmp_path))
+    reads = mapped_part(store, request_for(bytes(wrong), bytearray(CHUNK_BYTES)))
+    assert reads is not None
+    with closing(reads.claims), pytest.raises(IntegrityError, match="damaged"):
+        reads.run(store, deadline_of(), lambda _: None)
 
 
 def test_damage_of_own_units_is_told_and_of_others_is_not(tmp_path: Path, content: bytes) -> None:

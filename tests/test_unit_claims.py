@@ -21,11 +21,12 @@ from ckpt_storage.unitclaims import UnitClaims, units_of
 needs_memory = pytest.mark.skipif(not host_identity(), reason="needs Linux's memory without a name")
 
 MIB = 1 << 20
+KEY = ("w", (0,))
 
 
 def test_a_unit_is_claimed_once() -> None:
     """By one rank; the next one, and the same one again, is told not to check."""
-    units = units_of("file", MIB)
+    units = units_of("file", KEY, "inode", MIB)
     with closing(UnitClaims(10)) as claims:
         assert [claims.claim(units, at * MIB) for at in (0, 1, 0, 1, 2)] == [
             *(True, True),
@@ -37,7 +38,7 @@ def test_a_unit_is_claimed_once() -> None:
 @needs_memory
 def test_mates_claim_in_one_table() -> None:
     """What any claimed is claimed for all that joined, before or after."""
-    units = units_of("file", MIB)
+    units = units_of("file", KEY, "inode", MIB)
     with closing(UnitClaims(10)) as first, closing(UnitClaims(1000)) as second:
         assert first.claim(units, 0)
         second.join(first.offer)
@@ -49,7 +50,7 @@ def test_mates_claim_in_one_table() -> None:
 
 def test_joining_oneself_or_nobody_changes_nothing() -> None:
     """The first of a host is told its own table; one alone none."""
-    units = units_of("file", MIB)
+    units = units_of("file", KEY, "inode", MIB)
     with closing(UnitClaims(10)) as claims:
         assert claims.claim(units, 0)
         claims.join(claims.offer)
@@ -61,7 +62,7 @@ def test_joining_oneself_or_nobody_changes_nothing() -> None:
 @pytest.mark.parametrize("trouble", ["no process", "another memory", "no offer at all"])
 def test_a_table_that_cannot_be_reached_leaves_ones_own(trouble: str) -> None:
     """Then all is checked here."""
-    units = units_of("file", MIB)
+    units = units_of("file", KEY, "inode", MIB)
     with closing(UnitClaims(10)) as mate, closing(UnitClaims(10)) as claims:
         mate.claim(units, 0)
         offer = mate.offer or json.dumps({"pid": 1, "fd": 1, "name": "n", "size_bytes": 4096})
@@ -89,27 +90,38 @@ def test_without_such_memory_ranks_check_for_themselves(monkeypatch: pytest.Monk
         assert not claims.claim(7, 0)
 
 
+TEXTS = st.sampled_from(["a", "b", "a b", "a', 'b"])
+
+
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["a", "b", "c"]), st.integers(0, 10**13), st.sampled_from([1, 4])
+            st.tuples(
+                TEXTS,
+                st.tuples(TEXTS, st.lists(st.integers(0, 3), max_size=2).map(tuple)),
+                TEXTS,
+                st.sampled_from([MIB, 4 * MIB]),
+            ),
+            st.integers(0, 10**13),
         ),
         unique=True,
         max_size=200,
     )
 )
-def test_no_unit_is_taken_for_another(units: list[tuple[str, int, int]]) -> None:
-    """Of whatever file, place and length; where two share a slot, both are checked."""
+def test_no_unit_is_taken_for_another(
+    units: list[tuple[tuple[str, tuple[str, tuple[int, ...]], str, int], int]],
+) -> None:
+    """Of whatever path, chunk, file, length and place: all that were never claimed are free."""
     with closing(UnitClaims(1)) as claims:
-        for identity, begin, size in units:
-            assert claims.claim(units_of(identity, size * MIB), begin)
+        for chunk, start in units:
+            assert claims.claim(units_of(*chunk), start)
 
 
 @pytest.mark.parametrize("step", [64, 4096, MIB, 4 * MIB])
 def test_claims_are_remembered(step: int) -> None:
     """Whatever lies between the units' beginnings: nearly all are known when they come again."""
     count = 3000
-    units = units_of("file", MIB)
+    units = units_of("file", KEY, "inode", MIB)
     with closing(UnitClaims(count)) as claims:
         for at in range(count):
             claims.claim(units, 64 + at * step)
@@ -119,7 +131,7 @@ def test_claims_are_remembered(step: int) -> None:
 
 def test_a_table_that_is_full_forgets() -> None:
     """More units than were expected are checked twice, none not at all."""
-    units = units_of("file", MIB)
+    units = units_of("file", KEY, "inode", MIB)
     with closing(UnitClaims(1)) as claims:
         assert all(claims.claim(units, at * MIB) for at in range(5000))
         again = sum(claims.claim(units, at * MIB) for at in range(5000))
@@ -131,7 +143,7 @@ import sys
 from ckpt_storage.unitclaims import UnitClaims, units_of
 claims = UnitClaims(1)
 claims.join(sys.argv[1])
-units = units_of("file", 1 << 20)
+units = units_of("file", ("w", (0,)), "inode", 1 << 20)
 print(sum(claims.claim(units, at << 20) for at in range(int(sys.argv[2]))))
 """
 
