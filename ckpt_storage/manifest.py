@@ -399,9 +399,9 @@ def _shard_paths(save_id: str, ranks: Sequence[int]) -> list[str]:
 def _planner_data_to_json(data: Mapping[str, tuple[str | int, ...]] | None) -> object:
     if data is None:
         return None
-    entries = [[fqn, list(path)] for fqn, path in data.items()]
     packed = pack_names([_spelt(*entry) for entry in data.items()])
-    return entries if isinstance(packed, list) else packed
+    # Lists only of few: many objects would be for the collector to look at.
+    return [[fqn, list(path)] for fqn, path in data.items()] if isinstance(packed, list) else packed
 
 
 def _spelt(fqn: str, path: tuple[str | int, ...]) -> str:
