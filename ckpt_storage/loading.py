@@ -177,7 +177,8 @@ def _planned(
     metadata = reader.read_lazily() if is_own else reader.read_metadata()
     with paused():
         planner.set_up_planner(state, metadata, operation.is_coordinator)
-        reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
+    reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
+    with paused():
         exchange = _Exchange(operation, reader, planner, planner.create_local_plan(), is_own=is_own)
     return exchange.run()
 

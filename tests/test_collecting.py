@@ -14,7 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import ReadItem
 
-from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, load, save
+from ckpt_storage import (
+    CheckpointStorageReader,
+    CheckpointStorageWriter,
+    committing,
+    load,
+    save,
+)
 from ckpt_storage.collecting import collector_paused
 from ckpt_storage.resolving import target_resolver
 
@@ -84,6 +90,29 @@ def test_it_works_while_storage_is_waited_for(
     save({"w": torch.ones(3)}, tmp_path / "run")
     load({"w": torch.zeros(3)}, tmp_path / "run")
     assert seen == {"plan": False, "read": True}
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("step", ["assemble", "stock_metadata", "_check_readable"])
+def test_it_rests_while_the_documents_of_a_save_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """And works while they are written, and while the files are looked for."""
+    seen: dict[str, bool] = {}
+
+    def noted(name: str) -> None:
+        original = getattr(committing, name)
+
+        def noting(*args: object) -> object:
+            seen[name] = gc.isenabled()
+            return original(*args)
+
+        monkeypatch.setattr(committing, name, noting)
+
+    for name in (step, "check_files", "side_by_side"):
+        noted(name)
+    save({"w": torch.ones(3)}, tmp_path / "run")
+    assert seen == {step: False, "check_files": True, "side_by_side": True}
     assert gc.isenabled()
 
 
