@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from . import cleaning, commit, integrity, layout, publishing, stockfooter
 from .assemble import assemble, check_files, check_reports, read_report
-from .collecting import collector_paused
 from .commit import Grant
 from .deadline import Deadline
 from .documents import FileRef
@@ -66,21 +65,17 @@ def prepare_commit(
     there. Raises `IntegrityError`, `RankFailedError`, `StorageError`; nothing is committed.
     """
     save_id = grant.save_id
-    # Of thousands of tensors come so many objects at a time that the collector would look through
-    # the whole process, which with torch in it takes longer than all of this.
-    with collector_paused():
-        reports = check_reports(
-            [read_report(result) for result in results], save_id=save_id, world_size=world_size
-        )
-        manifest = assemble(reports, planned_of(metadata), settled_ties)
+    reports = check_reports(
+        [read_report(result) for result in results], save_id=save_id, world_size=world_size
+    )
+    manifest = assemble(reports, planned_of(metadata), settled_ties)
     check_files(store, manifest)
     entry_count = sum(report.item_count for report in reports)
     stock_entries: int | None
     if all(report.places is not None for report in reports):
         # 0 would say that it is a note.
         stock_entries = entry_count or None
-        with collector_paused():
-            pickled = stock_metadata(metadata, reports, manifest, storage_meta)
+        pickled = stock_metadata(metadata, reports, manifest, storage_meta)
     else:
         stock_entries = 0
         pickled = stock_note(entry_count)
@@ -101,10 +96,9 @@ def prepare_commit(
         writer=_versions(),
     )
     manifest_path = layout.manifest_path(save_id)
-    with collector_paused():
-        body = manifest.to_body()
-        _check_readable(body, manifest_path)
-        document = integrity.seal(body)
+    body = manifest.to_body()
+    _check_readable(body, manifest_path)
+    document = integrity.seal(body)
     # Nothing leads to them before the commit, which comes when both are durable.
     calls: list[Callable[[], publishing.Seen | None]] = [
         lambda: store.write(stock.path, stock_bytes),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -17,7 +16,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-from .collecting import collector_paused
 from .coordination_torch import coordinator_of
 from .errors import CheckpointError
 from .frontdoor import exchange_plans, is_stateful, plain_state
@@ -172,15 +170,11 @@ def _planned(
     known.
     """
     is_own = type(planner) is OwnChunksLoadPlanner
-    # Others' planners may wait for whatever they like.
-    paused = collector_paused if is_own else nullcontext
     metadata = reader.read_lazily() if is_own else reader.read_metadata()
-    with paused():
-        planner.set_up_planner(state, metadata, operation.is_coordinator)
+    planner.set_up_planner(state, metadata, operation.is_coordinator)
     reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
-    with paused():
-        exchange = _Exchange(operation, reader, planner, planner.create_local_plan(), is_own=is_own)
-    return exchange.run()
+    plan = planner.create_local_plan()
+    return _Exchange(operation, reader, planner, plan, is_own=is_own).run()
 
 
 class _Exchange:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
-from .collecting import collector_paused
 from .costs import costs_for
 from .deadline import Deadline
 from .errors import IntegrityError, StorageError
@@ -103,9 +102,8 @@ class LoadReads:
             nonlocal mapped, shared, own
             mapped = None
             tables.close()
-            with collector_paused():
-                shared = SharedReads(order, load.shared)
-                own = shared.fetches(self._costs)
+            shared = SharedReads(order, load.shared)
+            own = shared.fetches(self._costs)
             return shared.wish(
                 own,
                 options,
@@ -161,15 +159,14 @@ class LoadReads:
     ) -> None:
         load, options = self._load, self._options
         store = bounded(self._store, deadline)
-        with collector_paused():
-            fetches = plan_reads(
-                load.requests,
-                part_bytes=options.part_bytes,
-                costs=self._costs,
-                stream_count=options.thread_count,
-                # A disk likes order; servers like to be asked for several things at a time.
-                turn=self._rank if self._is_remote else None,
-            )
+        fetches = plan_reads(
+            load.requests,
+            part_bytes=options.part_bytes,
+            costs=self._costs,
+            stream_count=options.thread_count,
+            # A disk likes order; servers like to be asked for several things at a time.
+            turn=self._rank if self._is_remote else None,
+        )
         total_bytes = sum(fetch.stop - fetch.start for fetch in [*own, *fetches])
         total_bytes += 0 if shared is None else shared.awaited_bytes
         total_bytes += 0 if mapped is None else mapped.total_bytes

@@ -16,7 +16,6 @@ from functools import cache
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from .collecting import collector_paused
 from .errors import FormatError, IntegrityError, InvalidInputError, StorageError
 from .hostbytes import is_freed
 from .readplan import Request, bytes_request, no_sink
@@ -61,11 +60,10 @@ class LoadJob:
         """Turn read items into requests; resolves every target, reads no payload."""
         keys = [(item.storage_index.fqn, _offsets_of(item)) for item in items]
         self._source.require(keys)
-        with collector_paused():
-            places = self._source.places(keys)
-            if not self._verify:
-                places = [dataclasses.replace(place, crcs=None, block_bytes=1) for place in places]
-            self._request_all(items, keys, places)
+        places = self._source.places(keys)
+        if not self._verify:
+            places = [dataclasses.replace(place, crcs=None, block_bytes=1) for place in places]
+        self._request_all(items, keys, places)
         # Our copies to a GPU are not on the caller's stream: let what is queued there end first.
         for device in {target.device for target in self._targets if target.is_cuda}:
             torch.cuda.synchronize(device)

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from . import agreement, publishing
 from .agreement import Hello
-from .collecting import collector_paused
 from .costs import REMOTE_READ_BYTES
 from .dcpborder import at_dcp_border, rank_of_call
 from .deadline import Deadline
@@ -44,7 +43,6 @@ from .options import (
     Timeouts,
     TransferOptions,
 )
-from .planpack import packable
 from .sharedreads import Sharers
 from .sharers import DefaultGroupSharers, MapLeave, MapWish, OperationSharers, own_host
 from .sharing import (
@@ -222,8 +220,7 @@ class CheckpointStorageReader(StorageReader):
         """
         self._source = None
         source = self._opened()
-        with collector_paused():
-            return metadata_of(source, url=self._location.url)
+        return metadata_of(source, url=self._location.url)
 
     def read_lazily(self) -> Metadata:
         """Do as `read_metadata` for a planner of ours, which asks for entries one by one."""
@@ -294,7 +291,7 @@ class CheckpointStorageReader(StorageReader):
         agreement.clear_inbox()
         forget_orders()
         self._own_order = None
-        return packable(dataclasses.replace(plan, storage_data=self._hello()))
+        return dataclasses.replace(plan, storage_data=self._hello())
 
     def _hello(self) -> Hello:
         source = self._opened()
@@ -312,10 +309,10 @@ class CheckpointStorageReader(StorageReader):
         agreement.check_agreement([hellos[rank] for rank in sorted(hellos)], phase="load")
         orders = self._share_orders(plans, hellos)
         if orders is None:
-            return list(map(packable, plans))
+            return plans
         self._own_order = orders[self._rank]
         return [
-            packable(dataclasses.replace(plan, storage_data=order))
+            dataclasses.replace(plan, storage_data=order)
             for plan, order in zip(plans, orders, strict=True)
         ]
 
@@ -357,13 +354,12 @@ class CheckpointStorageReader(StorageReader):
             or not can_plan(sum(len(plan.items) for plan in plans))
         ):
             return None
-        with collector_paused():
-            return plan_shares(
-                wanted_regions(plans),
-                partial(_shape_of, source),
-                hosts=[hellos[rank].host for rank in range(len(plans))],
-                policy=policy,
-            )
+        return plan_shares(
+            wanted_regions(plans),
+            partial(_shape_of, source),
+            hosts=[hellos[rank].host for rank in range(len(plans))],
+            policy=policy,
+        )
 
     @at_dcp_border
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:

@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 
 from . import integrity, layout, slotlog
 from .ceilings import MOST_DOCUMENT_BYTES
-from .collecting import collector_paused
 from .deadline import Deadline
 from .documents import FileRef
 from .errors import (
@@ -282,8 +281,7 @@ class CommittedSource:
         found = self._ranks.get(rank)
         if found is None:
             if self.manifest.inline_ranks is not None:
-                with collector_paused():
-                    found = self.manifest.inline_ranks[rank]
+                found = self.manifest.inline_ranks[rank]
             else:
                 found = read_rank_manifest(
                     self.store, self.manifest.ranks[rank], save_id=self.manifest.save_id
@@ -371,8 +369,7 @@ class CommittedSource:
         index = self._indexes.get(rank)
         if index is None:
             manifest = self.rank_manifest(rank)
-            with collector_paused():
-                index = self._indexes[rank] = _RankIndex.of(manifest)
+            index = self._indexes[rank] = _RankIndex.of(manifest)
         at = index.items.get(key)
         if at is None:
             raise FormatError(
@@ -473,9 +470,8 @@ def read_document(
 def read_rank_manifest(store: Store, reference: FileRef, *, save_id: str) -> RankManifest:
     """Return one rank manifest of `save_id`, checked. Raises as `read_document`."""
     document = read_document(store, reference, save_id=save_id)
-    with collector_paused():
-        body = integrity.unseal(document, path=reference.path)
-        return RankManifest.from_body(body, where=reference.path)
+    body = integrity.unseal(document, path=reference.path)
+    return RankManifest.from_body(body, where=reference.path)
 
 
 def read_manifest(store: Store, record: SlotRecord) -> Manifest:
@@ -484,9 +480,8 @@ def read_manifest(store: Store, record: SlotRecord) -> Manifest:
     if reference is None or save_id is None:  # pragma: no cover  # SlotRecord.decode refuses it
         raise FormatError(f"{layout.slot_path(record.slot)} names no manifest.")
     document = read_document(store, reference, save_id=save_id)
-    with collector_paused():
-        body = integrity.unseal(document, path=reference.path)
-        manifest = Manifest.from_body(body, where=reference.path)
+    body = integrity.unseal(document, path=reference.path)
+    manifest = Manifest.from_body(body, where=reference.path)
     if manifest.save_id != record.save_id:
         raise FormatError(
             f"{reference.path} belongs to save {manifest.save_id}.",

@@ -40,7 +40,6 @@ from .options import (
     StockMetadata,
     Timeouts,
 )
-from .planpack import packable
 from .saveattempt import SaveAttempt
 from .savesettings import SaveSettings
 from .slotlog import read_log
@@ -249,7 +248,7 @@ class CheckpointStorageWriter(StorageWriter):
         """Attach this rank's hello to its plan; all ranks."""
         save = self._save()
         agreement.clear_inbox()
-        return packable(dataclasses.replace(plan, storage_data=self._hello(save)))
+        return dataclasses.replace(plan, storage_data=self._hello(save))
 
     def _hello(self, save: SaveAttempt) -> Hello:
         terms = self._settings.terms(save.location)
@@ -280,7 +279,7 @@ class CheckpointStorageWriter(StorageWriter):
             answers = agreement.grant_all(hellos, grant, with_places=with_places)
         save.answer = answers[save.rank]
         return [
-            packable(dataclasses.replace(plan, storage_data=answer))
+            dataclasses.replace(plan, storage_data=answer)
             for plan, answer in zip(plans, answers, strict=True)
         ]
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 import dcp_cases
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+import ckpt_storage
 from ckpt_storage.testing.ranks import RankPool
 
 MIB = 1 << 20
@@ -143,3 +148,34 @@ def test_loading_needs_no_second_copy(ranks: RankPool, tmp_path: Path) -> None:
     ((direct_mib, converted_mib),) = ranks.run(peak_of_loads, tmp_path, world_size=1)
     assert direct_mib < SLACK_MIB
     assert converted_mib < 32 + SLACK_MIB
+
+
+def by_front_doors(state: dict[str, Any], at: Path) -> None:
+    """Save and load by `save` and `load`."""
+    ckpt_storage.save(state, at, overwrite=True)
+    ckpt_storage.load(state, at)
+
+
+def by_dcp(state: dict[str, Any], at: Path) -> None:
+    """Save and load by torch's calls with our plug-ins."""
+    dcp_cases.save(state, at, overwrite=True)
+    dcp_cases.load(state, at)
+
+
+@pytest.mark.parametrize("saved_and_loaded", [by_front_doors, by_dcp])
+def test_nothing_of_a_state_waits_for_the_collector(
+    tmp_path: Path, saved_and_loaded: Callable[[dict[str, Any], Path], None]
+) -> None:
+    """What was saved and loaded ends with its last user, though the collector never runs."""
+    # What a process does once may leave cycles.
+    saved_and_loaded({"w": torch.ones(3)}, tmp_path / "first")
+    gc.disable()
+    try:
+        state = {f"w{number}": torch.ones(3) for number in range(3)}
+        refs = [weakref.ref(tensor) for tensor in state.values()]
+        saved_and_loaded(state, tmp_path / "run")
+        saved_and_loaded(state, tmp_path / "run")
+        del state
+        assert [ref() for ref in refs] == [None] * 3
+    finally:
+        gc.enable()
