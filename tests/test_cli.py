@@ -354,7 +354,7 @@ def test_doctor_reports_and_advises(tmp_path: Path) -> None:
         (["cat", "{last}", "model.h", "--form", "npy"], "--form raw"),
         (["cp", "{last}", "{last}/x"], "inside"),
         (["convert", "{last}", "{tmp}/x"], "--to"),
-        (["ls", "s3//typo"], "does not exist"),
+        (["ls", "s3//typo"], "neither a path nor a URL"),
         (["ls", "{tmp}", "--timeout", "soon"], "length of time"),
         (["verify", "{last}", "--memory-limit", "many"], "5GB"),
         (["frobnicate"], "--help"),

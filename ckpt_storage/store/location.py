@@ -1,8 +1,4 @@
-"""Where a checkpoint lies: what users pass, checked and brought into one form.
-
-Knows how URLs and paths are spelt and which schemes exist; opens nothing and imports no
-backend. Called by `store.open_store`, `writer`, `reader` and `catalog`.
-"""
+"""Where a checkpoint lies: what users pass, checked and brought into one form. Asks no storage."""
 
 from __future__ import annotations
 
@@ -24,9 +20,9 @@ from .redaction import without_secrets
 __all__ = ["Location", "missing_backend"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_SCHEME_ONLY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
+_SCHEME_ONLY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(:|//)")
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::|::[A-Za-z][A-Za-z0-9+.-]*://|://.*::")
-_QUERY = re.compile(r"\?[^/?]*=.*", re.DOTALL)
+_TAIL = re.compile(r"[?#].*", re.DOTALL)
 
 _SPELT_ALIKE = {
     "abfs": "az",
@@ -56,6 +52,8 @@ _WRAPPERS = frozenset(
     }
 )
 _BUCKETS = frozenset({"az", "gs", "s3"})
+_USERS = frozenset({"arrow_hdfs", "ftp", "hdfs", "sftp", "smb", "ssh", "webhdfs"})
+"""Schemes whose URLs may hold `user:password@`; in az:// a container stands before "@"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -117,10 +115,12 @@ class Location:
         parts = [part for part in text.rstrip("/").split("/") if part != "."]
         if ".." in parts:
             raise InvalidInputError(
-                f"The checkpoint id {text!r} leads out of {self.url} by '..'.",
+                f"The checkpoint id {without_secrets(text)!r} leads out of {self.url} by '..'.",
                 next_step="Give a name below it, an absolute path or a full URL.",
             )
         below = "/".join(part for part in parts if part or not self.is_local)
+        if not self.is_local and (tail := _TAIL.search(below)):
+            raise _has_tail(below[: tail.start()])
         if not below.strip("/"):
             return self
         separator = "" if self.target.endswith("/") else "/"
@@ -195,7 +195,7 @@ def _text_of(url: object) -> str:
         )
     if "\0" in text:
         raise InvalidInputError(
-            f"The path {text!r} contains a NUL character.", next_step="Remove it."
+            f"The path {without_secrets(text)!r} contains a NUL character.", next_step="Remove it."
         )
     if _CHAIN.search(text):
         raise InvalidInputError(
@@ -213,11 +213,14 @@ def _check_colon(text: str, *, is_text: bool) -> None:
     if match is None or _SCHEME.match(text):
         return
     scheme = match.group(1).lower()
-    if (is_text and _SPELT_ALIKE.get(scheme, scheme) in _known_backends()) or (
-        not is_text and first.endswith(":")
-    ):
+    kept = _SPELT_ALIKE.get(scheme, scheme)
+    if match.group(2) == "//":
+        is_mangled = kept in _BUCKETS | _USERS
+    else:
+        is_mangled = kept in _known_backends() if is_text else first.endswith(":")
+    if is_mangled:
         rest = text.strip()[match.end() :].lstrip("/")
-        slashes = ":///" if _SPELT_ALIKE.get(scheme, scheme) == "file" else "://"
+        slashes = ":///" if kept == "file" else "://"
         hint = without_secrets(f"{scheme}{slashes}{rest}")
         raise InvalidInputError(
             f"{without_secrets(text)!r} is neither a path nor a URL.",
@@ -235,9 +238,10 @@ def _file_url_path(rest: str) -> str:
     """Return the path of a `file://` URL, which has an empty host or none but localhost."""
     path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
     if not path.startswith("/"):
+        shown = without_secrets(f"file://{rest}").removeprefix("file://")
         raise InvalidInputError(
-            f"'file://{rest}' names a host, or is a relative path.",
-            next_step=f"Write three slashes for an absolute path: 'file:///{rest}'.",
+            f"'file://{shown}' names a host, or is a relative path.",
+            next_step=f"Write three slashes for an absolute path: 'file:///{shown}'.",
         )
     return _absolute(path)
 
@@ -247,31 +251,48 @@ def _checked_rest(protocol: str, rest: str) -> str:
     shown = without_secrets(f"{protocol}://{rest}")
     if protocol == "memory":
         rest = rest.lstrip("/")
-    bucket, _, key = rest.partition("/")
-    if protocol in _BUCKETS:
-        if not bucket:
-            raise InvalidInputError(
-                f"{shown!r} names no bucket.",
-                next_step=f"Write {protocol}://BUCKET/PREFIX.",
-            )
-        # A secret key may contain slashes; a colon otherwise stands in ARNs only.
-        has_user = "@" in bucket or (":" in bucket and not bucket.startswith("arn:"))
-        if has_user and protocol != "az":
-            raise InvalidInputError(
-                f"A {protocol}:// URL takes no credentials.",
-                next_step="Pass them as storage_options=, or by the environment.",
-            )
-        if "?" in bucket or (protocol == "az" and _QUERY.search(key)):
-            raise InvalidInputError(
-                f"{_QUERY.sub('?***', shown)!r} has a query.",
-                next_step="Pass credentials such as a SAS token as storage_options=.",
-            )
+    if protocol in _BUCKETS and not rest.partition("/")[0]:
+        raise InvalidInputError(
+            f"{shown!r} names no bucket.",
+            next_step=f"Write {protocol}://BUCKET/PREFIX.",
+        )
+    _check_user_info(protocol, rest)
+    if tail := _TAIL.search(rest):
+        raise _has_tail(without_secrets(f"{protocol}://{rest[: tail.start()]}"))
     if {".", ".."} & set(rest.split("/")):
         raise InvalidInputError(
             f"{shown!r} contains '.' or '..', which storages treat differently.",
             next_step="Write the URL without them.",
         )
     return rest.rstrip("/")
+
+
+def _check_user_info(protocol: str, rest: str) -> None:
+    """Refuse credentials where the scheme's URLs hold none, and those that cannot be parsed."""
+    authority = rest.partition("/")[0]
+    user, at, host = authority.rpartition("@")
+    port = host.rpartition("]")[2].partition(":")[2]
+    if protocol in _USERS:
+        # A password with a slash ends the authority early, so that its host has an odd port.
+        is_wrong = bool(port) and not port.isdigit()
+    else:
+        # A secret key may contain slashes; a colon otherwise stands in ARNs and ports only.
+        is_wrong = ":" in user or bool(at and protocol != "az")
+        if port and not host.startswith("arn:"):
+            is_wrong |= protocol in _BUCKETS or "@" in rest
+    if is_wrong:
+        raise InvalidInputError(
+            f"This {protocol}:// URL takes no credentials, or not as they are spelt in it.",
+            next_step="Pass them as storage_options=, or by the environment.",
+        )
+
+
+def _has_tail(shown: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"{shown!r} has a query or fragment ('?' or '#') behind it, which no URL takes here.",
+        next_step="Pass credentials such as a SAS token as storage_options=; rename a folder "
+        "that bears such a character.",
+    )
 
 
 def _shown(protocol: str, target: str) -> str:
@@ -281,7 +302,6 @@ def _shown(protocol: str, target: str) -> str:
     if protocol != "az" or ":" in authority.partition("@")[0]:
         # Of az:// the part before "@" is the container.
         authority = authority.rpartition("@")[2]
-    below = _QUERY.sub("?***", below)
     return f"{authority}{slash}{below}"
 
 
@@ -315,9 +335,9 @@ def _check_scheme(protocol: str, given: str, rest: str) -> None:
     if protocol not in known:
         near = difflib.get_close_matches(given, sorted({*known, *_SPELT_ALIKE}), n=1, cutoff=0.5)
         hint = f"Did you mean {near[0]}://? " if near else ""
-        shown = _shown(protocol, f"{given}://{rest}")
+        shown = without_secrets(f"{given}://{rest}")
         raise InvalidInputError(
-            f"No storage is known by the scheme of '{given}://{shown}'.",
+            f"No storage is known by the scheme of {shown!r}.",
             next_step=f"{hint}Install the fsspec backend that provides {given}://.",
         )
     module = known[protocol].partition(":")[0].split(".")[0]

@@ -335,7 +335,7 @@ def map_error(error: BaseException, operation: Operation, scrub: Scrubber) -> St
         message,
         kind=verdict.kind,
         retryable=verdict.retryable,
-        path=operation.path,
+        path=scrub(operation.path),
         next_step=verdict.next_step,
     )
     if any(isinstance(link, ConnectionRefusedError) for link in chain):
@@ -366,7 +366,7 @@ def _lookup_failed(
         scrub(message),
         kind=verdict.kind,
         retryable=verdict.retryable,
-        path=operation.path,
+        path=scrub(operation.path),
         next_step=verdict.next_step,
     )
 

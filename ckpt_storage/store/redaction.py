@@ -1,8 +1,4 @@
-"""Keeping credentials out of everything that is printed, logged, raised or pickled.
-
-Knows how storages spell credentials: options, URL parts, headers, signed queries. Knows no
-storage and does no I/O. Called by `location`, `mapping` and `remote`.
-"""
+"""Keeping credentials out of everything that is printed, logged, raised or pickled."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ __all__ = ["Scrubber", "without_secrets"]
 _HIDDEN = "***"
 # Shorter ones would blank parts of paths; where they are named they are hidden all the same.
 _LEAST_SECRET_CHARS = 6
-_LEAST_UNNAMED_CHARS = 8
 _LEAST_LINE_CHARS = 16
 
 _HARMLESS_OPTIONS = frozenset(
@@ -38,6 +33,12 @@ _HARMLESS_OPTIONS = frozenset(
 
 _HARMLESS_VALUES = frozenset({"anonymous", "browser", "google_default"})
 
+_RANDOM = re.compile(
+    r"(?=\S*[a-z])(?=\S*[A-Z])(?=\S*[0-9])(?!\S*://)[A-Za-z0-9+=_.~-][A-Za-z0-9+/=_.~-]{19,}"
+    r"|[0-9A-Fa-f]{32,}"
+)
+"""What is hidden whatever its option is called: long, and neither a word, a path nor a name."""
+
 _TELLING_NAME = re.compile(
     r"auth|conn|cookie|cred|header|key|pass|pin|priv|pwd|sas|secret|sig|token", re.IGNORECASE
 )
@@ -57,12 +58,24 @@ _NAMED_SECRET = re.compile(
 )
 _AUTHORIZATION = re.compile(r"(?i)\b(authorization[\"']?\s*[:=]\s*)[^\r\n]*")
 _BEARER = re.compile(r"(?i)\b(bearer|basic|sharedkey(?:lite)?)\s+[A-Za-z0-9+/._~:=-]{8,}")
-_USER_INFO = re.compile(r"(?<=://)[^/\s@?#]*:[^/\s@]*@")
+_URL_USER_INFO = re.compile(r"(?<=://)[^/\s@?#]*:(?![0-9]*/)[^\s@]*@")
+# A URL that lost a slash or its colon, and a bare "user:password@host". After a scheme a password
+# may hold slashes: those of AWS do.
+_BARE_USER_INFO = re.compile(
+    r"""(?x)
+    (?<![^\s'"(=,])
+    ((?:[A-Za-z][A-Za-z0-9+.-]*(?: :/* | // ))?)
+    (?:(?<=[:/])[^/\s@'":]*:[^\s@'"]+ | [^/\s@'":]+:[^/\s@'"]+)@
+    """
+)
+_URL_TAIL = re.compile(r"(?<=://)([^\s?#'\"]*[?#])[^\s'\"]+")
 
 
 def without_secrets(text: str) -> str:
     """Return `text` with everything hidden that is spelt like a credential."""
-    text = _USER_INFO.sub(f"{_HIDDEN}@", text)
+    text = _URL_TAIL.sub(rf"\1{_HIDDEN}", text)
+    text = _URL_USER_INFO.sub(f"{_HIDDEN}@", text)
+    text = _BARE_USER_INFO.sub(rf"\1{_HIDDEN}@", text)
     text = _AUTHORIZATION.sub(rf"\1{_HIDDEN}", text)
     text = _BEARER.sub(rf"\1 {_HIDDEN}", text)
     return _NAMED_SECRET.sub(rf"\1\2{_HIDDEN}", text)
@@ -94,22 +107,23 @@ def _secrets_in(options: object, name: str = "") -> Iterator[str]:
     """Yield every string inside `options` that may be a credential."""
     if isinstance(options, Mapping):
         for key, value in options.items():
-            inner = str(key)
-            if inner in _HARMLESS_OPTIONS:
-                yield from _user_info_of(value) if isinstance(value, str) else ()
-            else:
-                # What lies below a telling name is as secret as it is.
-                yield from _secrets_in(value, name if _TELLING_NAME.search(name) else inner)
+            # What lies below a telling name is as secret as it is.
+            yield from _secrets_in(value, name if _TELLING_NAME.search(name) else str(key))
     elif isinstance(options, list | tuple | set | frozenset):
         for value in options:
             yield from _secrets_in(value, name)
     elif isinstance(options, str | bytes):
         text = options if isinstance(options, str) else options.decode("utf-8", "replace")
-        least = _LEAST_SECRET_CHARS if _TELLING_NAME.search(name) else _LEAST_UNNAMED_CHARS
-        if len(text) >= least and text not in _HARMLESS_VALUES:
+        yield from _user_info_of(text)
+        yield from _connection_string_secrets(text)
+        if name not in _HARMLESS_OPTIONS and _is_secret(text, name):
             yield text
-        if ";" in text and "=" in text:
-            yield from _connection_string_secrets(text)
+
+
+def _is_secret(text: str, name: str) -> bool:
+    if _TELLING_NAME.search(name):
+        return len(text) >= _LEAST_SECRET_CHARS and text not in _HARMLESS_VALUES
+    return _RANDOM.fullmatch(text) is not None
 
 
 def _connection_string_secrets(text: str) -> Iterator[str]:
