@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from .catalog import list_checkpoints
     from .checkpoint import Checkpoint, diff, open_checkpoint
@@ -117,8 +119,6 @@ __all__ = [
     "save_async",
     "verify",
 ]
-
-__version__ = "0.1.0"
 
 _DEFINED_IN = {
     "AsyncSaver": "saver",

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from . import cleaning, commit, integrity, layout, publishing, stockfooter
+from ._version import __version__
 from .assemble import assemble, check_files, check_reports, read_report
 from .commit import Grant
 from .deadline import Deadline
@@ -223,8 +224,6 @@ def _reference(path: str, data: bytes) -> FileRef:
 
 
 def _versions() -> dict[str, str]:
-    from . import __version__  # noqa: PLC0415  # the package is complete only by now
-
     return {
         "ckpt_storage": __version__,
         "torch": torch.__version__,

@@ -31,8 +31,7 @@ from .copying import destination_of
 from .deadline import Deadline
 from .errors import CheckpointNotFoundError, InvalidInputError, StorageError
 from .filemarks import open_marked, told_from_damage, watch_file
-from .foreign import INDEX_NAME
-from .layout import STOCK_METADATA
+from .layout import INDEX_NAME, STOCK_METADATA
 from .options import (
     DEFAULT_MEMORY_LIMIT_BYTES,
     LOCAL_READ_BYTES,

@@ -16,7 +16,8 @@ from functools import partial
 from . import layout
 from .deadline import Deadline
 from .errors import CheckpointGoneError, FormatError, IntegrityError, StorageError
-from .foreign import INDEX_NAME, StockSource
+from .foreign import StockSource
+from .layout import INDEX_NAME
 from .opening import open_source
 from .options import TransferOptions
 from .source import CommittedSource, Source

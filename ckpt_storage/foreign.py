@@ -19,6 +19,7 @@ from .costs import costs_for
 from .deadline import Deadline
 from .errors import CheckpointError, FormatError, IntegrityError, StorageError
 from .fetching import run_fetches
+from .layout import INDEX_NAME
 from .options import TransferOptions
 from .pacing import Pacer
 from .readplan import bytes_request, plan_reads
@@ -38,7 +39,6 @@ from .tiling import covers_exactly
 
 log = logging.getLogger("ckpt_storage")
 
-INDEX_NAME = "model.safetensors.index.json"
 _HEAD_BYTES = 2048
 _MOST_SEARCHED = 1000
 """Of so many chunks a gap is told with its sizes, of more by its first element."""

@@ -16,8 +16,9 @@ from .copyparts import FileToCopy
 from .errors import IntegrityError
 from .filecopies import FileCopier
 from .filemarks import FileMarks, told_from_damage
-from .foreign import INDEX_NAME, StockSource
+from .foreign import StockSource
 from .foreignfolder import NOTE, Content, ForeignFolder
+from .layout import INDEX_NAME
 from .source import Source
 from .sourcekeys import value_keys
 from .store.base import Entry, Store

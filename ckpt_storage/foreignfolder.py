@@ -29,7 +29,7 @@ from .errors import (
     InvalidInputError,
     StorageError,
 )
-from .foreign import INDEX_NAME
+from .layout import INDEX_NAME
 from .store.base import Store
 
 __all__ = ["NOTE", "ForeignFolder"]

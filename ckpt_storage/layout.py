@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from .errors import UnsafeContentError
 
 STOCK_METADATA = ".metadata"
+INDEX_NAME = "model.safetensors.index.json"
+"""What Hugging Face calls the map from tensors to weight files."""
 COMMITS = "commits"
 SAVES = "saves"
 PROBE_PREFIX = ".ckpt-storage-probe-"

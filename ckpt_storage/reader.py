@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from . import agreement, publishing
+from ._version import __version__
 from .agreement import Hello
 from .costs import REMOTE_READ_BYTES
 from .dcpborder import at_dcp_border, rank_of_call
@@ -188,8 +189,6 @@ class CheckpointStorageReader(StorageReader):
 
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common for a load."""
-        from . import __version__  # noqa: PLC0415  # the package is complete only by now
-
         return {
             "the checkpoint's URL": self._location.normalised,
             "the storage's endpoint": endpoint_of(self._location),

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ._version import __version__
 from .options import (
     Engine,
     PageCache,
@@ -58,8 +59,6 @@ class SaveSettings:
 
     def terms(self, location: Location) -> dict[str, str]:
         """Return what all ranks must have in common for a save to `location`."""
-        from . import __version__  # noqa: PLC0415  # the package is complete only by now
-
         return {
             "the checkpoint's URL": location.normalised,
             "overwrite": str(self.overwrite),

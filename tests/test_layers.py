@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "ckpt_storage"
 
 LAYERS = (
     # Values: no I/O.
+    "_version",
     "errors",
     "options",
     "progress",

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ckpt_storage import __version__
+from ckpt_storage._version import __version__
 from ckpt_storage.errors import CheckpointError, IntegrityError
 from ckpt_storage.markup import shown
 from ckpt_storage.store.redaction import Scrubber

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ckpt_storage._version import __version__
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import (
@@ -101,8 +102,6 @@ class ConsolidateJob:
 
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common, as `Operation.meet` wants it."""
-        from ckpt_storage import __version__  # noqa: PLC0415  # complete only by now
-
         options = self.options
         return {
             "the checkpoint's URL": self.source.normalised,

@@ -16,7 +16,7 @@ from typing import Any, Self
 from ckpt_storage import integrity, layout
 from ckpt_storage.documents import FileRef, Getter, ref_from_json
 from ckpt_storage.errors import FormatError
-from ckpt_storage.foreign import INDEX_NAME
+from ckpt_storage.layout import INDEX_NAME
 
 __all__ = [
     "DEFAULT_FOLDER",
