@@ -71,7 +71,8 @@ class CheckpointManager:
             is given time by `keep`, such as `KeepLatest(3)`.
         process_group: the ranks; default: the default group; without one, this process.
         storage_options: passed to the fsspec file system.
-        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase.
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
+            (`plan`: ten minutes).
         retry: how failed storage requests are repeated.
         mode: of the `AsyncSaver` that `save_async` uses, made by its first call.
         max_pending: background saves that may be in flight.
@@ -357,6 +358,14 @@ class CheckpointManager:
         deadline = Deadline("load", self._timeouts.load)
         return self._census.newest(deadline, besides=self._soundness.damaged)
 
+    def resume_info(self) -> CheckpointInfo | None:
+        """Return what `restore` would try first; all ranks call, and get the same answer.
+
+        Rank 0 looks, as `latest` does, and tells the others. What it fails with, all ranks raise.
+        """
+        self._check_open()
+        return self._restorer("read").first(self.latest)
+
     def restore(
         self,
         state: MutableMapping[str, Any],
@@ -382,8 +391,6 @@ class CheckpointManager:
 
         """
         self._check_open()
-        if check not in {"read", "deep"}:
-            raise InvalidInputError(f"check is {check!r}.", next_step="Give 'read' or 'deep'.")
 
         def load_one(info: CheckpointInfo) -> None:
             load(
@@ -400,6 +407,9 @@ class CheckpointManager:
                 retry=self._retry,
             )
 
+        return self._restorer(check).run(load_one)
+
+    def _restorer(self, check: Check) -> Restorer:
         return Restorer(
             self._coordinator,
             self._census,
@@ -407,7 +417,7 @@ class CheckpointManager:
             self._soundness,
             check=check,
             timeouts=self._timeouts,
-        ).run(load_one)
+        )
 
     # What to keep.
 

@@ -15,6 +15,7 @@ predecessor's last word away; a rank that finds one from before its own start wa
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import time
@@ -31,7 +32,12 @@ from .waits import Waits
 
 __all__ = ["Arrival", "GivenUp", "Meeting"]
 
+log = logging.getLogger("ckpt_storage")
+
 _WITHDRAW_S = 1.0
+
+_LOG_S = 60.0
+"""How often who waits for ranks that have not come says so."""
 
 _START_FIELD = 19
 """Of `/proc/self/stat` behind the name: clock ticks from boot to the start of the process."""
@@ -121,6 +127,7 @@ class Meeting:
         self._lives: dict[str, bool] = {}
         self._old_nonce = ""
         self._old_until_s = 0.0
+        self._logged_s = time.monotonic()
 
     def come(self, hello: Hello | None, error: CheckpointError | None = None) -> str:
         """Meet all ranks, and return the operation's id.
@@ -170,9 +177,16 @@ class Meeting:
             # does, clocks differ.
             self._old_nonce, self._old_until_s = old.nonce, time.monotonic() + waits.silence_s
         waits.set(self._own_key, pickle.dumps(arrival))
+
+        def look() -> _Answer | None:
+            found = self._answer_or_sign() or self._refused()
+            if found is None:
+                self._log_late({COORDINATOR: self._answer_key})
+            return found
+
         try:
             answer = waits.until(
-                lambda: self._answer_or_sign() or self._refused(),
+                look,
                 lambda: self._late([COORDINATOR], "not answered"),
             )
         except BaseException:
@@ -261,6 +275,7 @@ class Meeting:
 
         def look() -> bool | None:
             if not waits.board.has_all(list(keys.values()), waits.patience_s()):
+                self._log_late(keys)
                 return None
             for rank in list(gone):
                 if self._gives_sign(keys[rank]):
@@ -337,7 +352,8 @@ class Meeting:
                 if arrival.error is not None:
                     raise of_rank(rank, arrival.error, self._what())
             hellos = [arrival.hello for _, arrival in sorted(came.items()) if arrival.hello]
-            check_agreement(hellos, phase="load" if " load " in f"{self._what()} " else "plan")
+            is_load = self._what().startswith("the load ")
+            check_agreement(hellos, phase="load" if is_load else "plan")
             if late:
                 raise late[0]
         except CheckpointError as error:
@@ -351,6 +367,22 @@ class Meeting:
             else CheckpointError(f"{type(failure).__name__} ended it.", phase="plan")
         )
         return _Answer(number=own.number, error=of_rank(self._rank, cause, self._what()))
+
+    def _log_late(self, keys: Mapping[int, str]) -> None:
+        """Log once a minute, and at least four times before the deadline, who has not come."""
+        deadline = self._waits.deadline
+        now_s = time.monotonic()
+        if now_s < self._logged_s + min(_LOG_S, deadline.timeout_s / 5):
+            return
+        self._logged_s = now_s
+        log.warning(
+            "%s of %d: not there for %s yet, says rank %d; %.0f s are left.",
+            name_ranks(self._waits.missing(keys)),
+            self._world_size,
+            self._what(),
+            self._rank,
+            deadline.remaining_s(),
+        )
 
     def _late(self, ranks: Sequence[int], did_what: str) -> PhaseTimeoutError:
         deadline = self._waits.deadline

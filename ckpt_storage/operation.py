@@ -213,6 +213,11 @@ class Operation:
         """The phase that this rank is in."""
         return self._waits.deadline.phase
 
+    @property
+    def deadline(self) -> Deadline:
+        """Of the phase that this rank is in."""
+        return self._waits.deadline
+
     # Steps.
 
     def meet(self, terms: Mapping[str, str]) -> None:

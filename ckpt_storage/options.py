@@ -20,6 +20,9 @@ MIB = 1024 * KIB
 DEFAULT_TIMEOUT_S = 3600.0
 """One hour: long enough for any save seen in the field, and never infinite."""
 
+DEFAULT_PLAN_S = 600.0
+"""Ten minutes: ranks are seldom so far apart, and one that will never come is named then."""
+
 DEFAULT_SILENCE_S = 120.0
 """Longer than any pause in which a live process gets no processor time or no network."""
 
@@ -86,7 +89,7 @@ class Timeouts:
     a thread of their own, however busy they are. Values must be positive and finite.
     """
 
-    plan: float = DEFAULT_TIMEOUT_S
+    plan: float = DEFAULT_PLAN_S
     stage: float = DEFAULT_TIMEOUT_S
     write: float = DEFAULT_TIMEOUT_S
     commit: float = DEFAULT_TIMEOUT_S

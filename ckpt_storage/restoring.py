@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from .census import Census, Sight, damage_of
 from .claims import Claims
@@ -22,9 +23,11 @@ from .errors import (
     CheckpointInProgressError,
     CheckpointNotFoundError,
     IntegrityError,
+    InvalidInputError,
     RankFailedError,
 )
 from .info import CheckpointInfo
+from .operation import Operation
 from .options import Timeouts
 from .partcheck import check_part, part_bytes
 from .pruneplan import Soundness
@@ -140,6 +143,35 @@ class Restorer:
             raise self._none_left(skipped)
         return None
 
+    def first(self, look: Callable[[], CheckpointInfo | None]) -> CheckpointInfo | None:
+        """Return on all ranks what the coordinator's `look` returns."""
+        with self._operation() as operation:
+            packed = pickle.dumps(look()) if operation.is_coordinator else b""
+            found: CheckpointInfo | None = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our ranks
+        return found
+
+    @contextmanager
+    def _operation(self) -> Iterator[Operation]:
+        """Meet all ranks below the root, with equal arguments; the load phase begins."""
+        what = f"the choice of a checkpoint below {self._census.location.url}"
+        with (
+            self._coordinator.operation(what, timeouts=self._timeouts) as operation,
+            as_checkpoint_errors(what, operation.rank),
+        ):
+            if self._check not in get_args(Check):
+                raise InvalidInputError(
+                    f"check is {self._check!r}.", next_step="Give 'read' or 'deep'."
+                )
+            operation.meet(
+                {
+                    "the root's URL": self._census.location.normalised,
+                    "the names of steps": self._census.names.template,
+                    "check": self._check,
+                }
+            )
+            operation.phase("load")
+            yield operation
+
     def _restored(self, info: CheckpointInfo, skipped: list[SkippedCheckpoint]) -> Restored:
         if skipped and self._coordinator.is_coordinator:
             log.warning(
@@ -176,19 +208,10 @@ class Restorer:
         """Let the coordinator choose the next one; its word reaches all ranks."""
         self._release()
         self._release = lambda: None
-        what = f"the choice of a checkpoint below {self._census.location.url}"
-        with self._coordinator.operation(what, timeouts=self._timeouts) as operation:
-            operation.meet(
-                {
-                    "the root's URL": self._census.location.normalised,
-                    "the names of steps": self._census.names.template,
-                    "check": self._check,
-                }
-            )
-            deadline = operation.phase("load")
+        with self._operation() as operation:
             packed = b""
             if operation.is_coordinator:
-                packed = pickle.dumps(self._next(deadline))
+                packed = pickle.dumps(self._next(operation.deadline))
             choice: _Choice = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our ranks
         return choice
 

@@ -64,7 +64,8 @@ class AsyncSaver:
         mode: "process": one spawned worker a rank does all work, beside the trainer's
             interpreter lock; it starts now and again after it died. The script must be importable
             (`if __name__ == "__main__":`), planners must pickle. "thread": a named thread a save.
-        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase.
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
+            (`plan`: ten minutes).
         max_pending: saves that may be in flight; the next call of `save` waits for the oldest.
             Each needs host memory for one state.
         on_error: "raise": a failed save is raised by the next `save`, `wait` or `close` unless

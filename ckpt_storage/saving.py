@@ -139,7 +139,8 @@ def save(  # noqa: PLR0913  # the public surface, all keyword-only
             `Stateful` objects and plain values. Not changed.
         url: URL or local path; the same on every rank.
         process_group: the ranks that save; default: the default group; without one, this process.
-        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase.
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
+            (`plan`: ten minutes).
         overwrite: replace a committed checkpoint; there is no instant without a readable one.
         consolidate: True, the URL of an output, or `ConsolidateOptions`: once it is committed, all
             ranks export the checkpoint as Hugging Face safetensors, as `ckpt_storage.consolidate`

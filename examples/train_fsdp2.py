@@ -186,13 +186,9 @@ class FatalPlanner(DefaultSavePlanner):
 
 def newest_checkpoint(url: str, storage_options: dict[str, Any]) -> str | None:
     """Return the URL of the newest committed checkpoint; all ranks call this and agree."""
-    # One rank looks and tells the others: another rank may look a moment later and see more.
-    found: list[str | None] = [None]
     with CheckpointManager(url, storage_options=storage_options) as manager:
-        info = manager.latest() if dist.get_rank() == 0 else None
-        found = [None if info is None else info.url]
-    dist.broadcast_object_list(found)
-    return found[0]
+        info = manager.resume_info()
+    return None if info is None else info.url
 
 
 def leaves(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -51,7 +51,8 @@ class CheckpointStorageIO(CheckpointIO):
 
     Args:
         storage_options: passed to the fsspec file system; those of a call win.
-        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase.
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
+            (`plan`: ten minutes).
 
     """
 
@@ -119,7 +120,8 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
 
     Args:
         storage_options: passed to the fsspec file system.
-        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase.
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
+            (`plan`: ten minutes).
 
     """
 

@@ -25,8 +25,6 @@ from ckpt_storage.options import Timeouts
 from ckpt_storage.retention import KeepLatest
 from ckpt_storage.saver import Mode
 
-from .newest import newest_checkpoint
-
 __all__ = ["CheckpointStorageManager"]
 
 _MODES: dict[str, Mode] = {"async": "thread", "async_with_pinned_mem": "process"}
@@ -170,7 +168,7 @@ class CheckpointStorageManager(TitanManager):
         return True
 
     def _newest_step(self) -> int | None:
-        newest = newest_checkpoint(self._manager, timeouts=self._timeouts)
+        newest = self._manager.resume_info()
         return None if newest is None else newest.step
 
     def _load_initial(self) -> bool:

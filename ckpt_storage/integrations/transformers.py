@@ -58,7 +58,8 @@ class CheckpointStorageCallback(TrainerCallback):
         url: where checkpoints go; the same on every rank.
         keep: what to keep, as for `CheckpointManager`; default: everything.
         storage_options: passed to the fsspec file system.
-        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase.
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
+            (`plan`: ten minutes).
         mode: "thread" or "process", as for `AsyncSaver`.
 
     """

@@ -1,0 +1,106 @@
+"""What every rank is told when ranks disagree, when one of them fails, and when one is killed.
+
+Each rank is a process. What it must be told follows from what the test lets go wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import front_door_cases as cases
+import manager_cases
+import pytest
+
+import ckpt_storage
+from ckpt_storage import CheckpointManager
+from ckpt_storage.testing.ranks import RankPool
+
+
+def told(error: ckpt_storage.CheckpointError) -> dict[str, Any]:
+    """Return what a user can see of an error."""
+    kind = type(error).__name__
+    return {"kind": kind, "text": str(error), "rank": error.rank, "phase": error.phase}
+
+
+def save_to_two_places(rank: int, folder: str) -> dict[str, Any]:
+    """Save to another URL on each rank."""
+    return told(
+        cases.caught(
+            ckpt_storage.save, cases.state_of(1), f"{folder}/from the load of {rank}", timeout=20.0
+        )
+    )
+
+
+def test_a_url_that_mentions_a_load_changes_no_advice(ranks: RankPool, tmp_path: Path) -> None:
+    """Ranks that save to two URLs with " load " in them are told that nothing was written."""
+    for one in ranks.run(save_to_two_places, str(tmp_path), world_size=2):
+        assert one["kind"] == "RankMismatchError"
+        assert "Nothing was written" in one["text"], one
+        assert "Load again" not in one["text"], one
+
+
+def restore_with_a_typo(rank: int, root: str) -> dict[str, Any]:
+    """Restore with a `check` that only rank 1 spells wrong."""
+    check: Any = "reed" if rank == 1 else "read"
+    with CheckpointManager(root, timeout=20.0) as manager:
+        return told(cases.caught(manager.restore, {"step": 0}, check=check))
+
+
+def test_a_rank_that_refuses_to_restore_is_heard_by_all(ranks: RankPool, tmp_path: Path) -> None:
+    """An argument of `restore` that is wrong on one rank is an error on all, naming that rank."""
+    ckpt_storage.save({"step": 1}, tmp_path / "step-00000001", sync_files=False)
+    results = ranks.run(restore_with_a_typo, str(tmp_path), world_size=2)
+    assert [one["kind"] for one in results] == ["RankFailedError", "InvalidInputError"]
+    for one in results:
+        assert one["rank"] == 1
+        assert "'reed'" in one["text"]
+
+
+def look_where_to_resume(rank: int, root: str) -> str | dict[str, Any]:
+    """Ask what would be restored; rank 0 cannot read it where its record is damaged."""
+    del rank
+    with CheckpointManager(root, timeout=20.0) as manager:
+        try:
+            info = manager.resume_info()
+        except ckpt_storage.CheckpointError as error:
+            return told(error)
+    return "nothing" if info is None else info.name
+
+
+def test_all_ranks_hear_where_to_resume_and_why_not(ranks: RankPool, tmp_path: Path) -> None:
+    """`resume_info` gives all ranks one answer; what rank 0 fails with in it, all ranks raise."""
+    assert ranks.run(look_where_to_resume, str(tmp_path), world_size=2) == ["nothing"] * 2
+    for step in (1, 12):
+        ckpt_storage.save({"step": step}, tmp_path / f"step-{step:08}", sync_files=False)
+    assert ranks.run(look_where_to_resume, str(tmp_path), world_size=2) == ["step-00000012"] * 2
+    (tmp_path / "file").touch()
+    for one in ranks.run(look_where_to_resume, str(tmp_path / "file"), world_size=2):
+        assert isinstance(one, dict), one
+        assert one["rank"] == 0, one
+        assert str(tmp_path / "file") in one["text"]
+
+
+def wait_for_a_late_rank(rank: int, folder: str) -> list[str]:
+    """Save while rank 1 never comes; return what rank 0 logged meanwhile."""
+    if rank == 1:
+        return []
+    keeper = manager_cases.Keeper(logging.WARNING)
+    logging.getLogger("ckpt_storage").addHandler(keeper)
+    try:
+        cases.caught(ckpt_storage.save, {"step": 1}, f"{folder}/run", timeout=2.0)
+    finally:
+        logging.getLogger("ckpt_storage").removeHandler(keeper)
+    return keeper.texts
+
+
+def test_who_has_not_come_is_logged_while_one_waits(ranks: RankPool, tmp_path: Path) -> None:
+    """Long before the deadline rank 0 logs which rank it waits for, and for which save."""
+    texts, _ = ranks.run(wait_for_a_late_rank, str(tmp_path), world_size=2)
+    assert any("Rank 1" in text and f"{tmp_path}/run" in text for text in texts), texts
+
+
+def test_ranks_wait_ten_minutes_for_one_another_by_default() -> None:
+    """The default deadline of the plan phase is ten minutes."""
+    assert ckpt_storage.Timeouts().plan == pytest.approx(600.0)
