@@ -34,6 +34,7 @@ from .reports import as_checkpoint_errors, place_of
 from .savetask import SaveTask
 from .saving import SaveOptions
 from .staging import begin_stage, stage
+from .store import anchored
 from .workerlink import WorkerLink
 
 __all__ = ["AsyncSaver", "Mode", "OnError", "save_async"]
@@ -216,6 +217,8 @@ class AsyncSaver:
             finally:
                 self._enlist(task, handle)
             with as_checkpoint_errors(f"the staging for {handle.url}", handle.rank):
+                # The trainer's working folder counts, as it is now.
+                task.url, task.options = anchored(url), options.anchored()
                 prepare()
                 task.lease = self._buffers.lease(timeout_s=options.timeouts.stage)
                 if block_until_staged:

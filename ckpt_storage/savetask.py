@@ -41,6 +41,8 @@ class SaveTask:
         url: str | os.PathLike[str],
         number: int,
     ) -> None:
+        self.url = url
+        self.options = options
         self.previous: SaveTask | None = None
         self.lease: Lease | None = None
         self.staged: StagedState | None = None
@@ -48,8 +50,6 @@ class SaveTask:
         self._coordinator = coordinator
         self._link = link
         self._handle = handle
-        self._options = options
-        self._url = url
         self._number = number
         self.ended = threading.Event()
 
@@ -95,7 +95,7 @@ class SaveTask:
             handle = self._handle
             try:
                 with as_checkpoint_errors(f"the staging for {handle.url}", handle.rank):
-                    self.staged = self.staging.wait(self._options.timeouts.stage)
+                    self.staged = self.staging.wait(self.options.timeouts.stage)
             except CheckpointError as error:
                 error.phase = error.phase or "stage"
                 return error
@@ -106,7 +106,7 @@ class SaveTask:
         staged = self.staged
         if staged is not None and refusal is None and self._link is not None:
             return self._link.save(
-                self._handle, staged, self._options, url=self._url, number=self._number
+                self._handle, staged, self.options, url=self.url, number=self._number
             )
 
         def state() -> dict[str, Any]:
@@ -118,8 +118,8 @@ class SaveTask:
         return run_save(
             self._coordinator,
             state,
-            self._url,
-            lambda: self._options,
+            self.url,
+            lambda: self.options,
             watch=self._attach,
             number=self._number,
         )

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .board import BoardError
 from .chaining import Chained, chained_job, consolidate_committed
+from .consolidation.options import ConsolidateOptions
 from .coordination import Coordinator
 from .coordination_torch import coordinator_of
 from .deadline import Deadline
@@ -37,7 +38,7 @@ from .operation import Operation
 from .options import Engine, PageCache, Phase, Progress, RetryPolicy, StockMetadata, Timeouts
 from .planexchange import PlanExchange
 from .reports import COORDINATOR, as_checkpoint_errors, place_of
-from .store import Location
+from .store import Location, anchored
 from .tiedmemory import StateMemory
 from .tiednames import settled_ties
 from .writer import CheckpointStorageWriter
@@ -82,6 +83,16 @@ class SaveOptions:
     consolidate: Chained = None
     user: Mapping[str, Any] = field(default_factory=dict)
     replaces: frozenset[str] = frozenset()
+
+    def anchored(self) -> SaveOptions:
+        """Return options that mean the same in every working folder. Raises `InvalidInputError`."""
+        chained = self.consolidate
+        if isinstance(chained, str | os.PathLike):
+            chained = anchored(chained)
+        elif isinstance(chained, ConsolidateOptions) and chained.output is not None:
+            chained = replace(chained, output=anchored(chained.output))
+        commit_url = anchored(self.commit_url) if self.commit_url else None
+        return replace(self, commit_url=commit_url, consolidate=chained)
 
     def writer(self, url: str | os.PathLike[str]) -> CheckpointStorageWriter:
         """Return the writer that these options describe. Raises `InvalidInputError`."""

@@ -42,7 +42,6 @@ from .reports import COORDINATOR
 from .saving import SaveOptions
 from .stagewire import PackedState, StateSender, pack
 from .staging import StagedState
-from .store import Location
 from .store.timed import TimedPool, halted
 from .worker import Beat, Cancel, Outcome, Request, Setup, worker_main
 
@@ -150,7 +149,6 @@ class WorkerLink:
         try:
             # Callables of the trainer stay here: they get what the worker's beats tell.
             sent = dataclasses.replace(options, progress=None)
-            Location.of(run.url)  # refuses what is no URL
             request = Request(number=run.number, url=os.fspath(run.url), options=_pickled(sent))
             packed = pack(staged)
             child = self._live_child()

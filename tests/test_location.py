@@ -8,7 +8,9 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 
+from ckpt_storage import list_checkpoints, save
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.store import open_store
 from ckpt_storage.store.location import Location
@@ -63,6 +65,18 @@ def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir("/")
     assert location.path == str(tmp_path / "run")
     assert Location.of(Path("~/run")).path == str(Path.home() / "run")
+
+
+def test_path_through_a_link_and_back_means_what_the_file_system_means(tmp_path: Path) -> None:
+    """The folder above a linked folder is the one above its target; plain folders just fold."""
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "deep")
+    (tmp_path / "link" / "inner").mkdir()
+    save({"x": torch.arange(3)}, f"{tmp_path}/link/../run")
+    assert [info.name for info in list_checkpoints(tmp_path / "far")] == ["run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["far", "link"]
+    for text, path in (("link/inner/../x", "link/x"), ("far/../x", "x"), ("no/../x", "x")):
+        assert Location.of(f"{tmp_path}/{text}").path == f"{tmp_path}/{path}"
 
 
 @pytest.mark.parametrize(

@@ -524,6 +524,28 @@ def test_block_that_fails_is_told_of_a_save_that_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_relative_places_are_below_the_folder_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    """Wherever the worker started and the trainer goes, each path means what it meant in `save`."""
+    made, called, later = (tmp_path / name for name in ("made", "called", "later"))
+    for folder in (made, called, later):
+        folder.mkdir()
+    monkeypatch.chdir(made)
+    with quick_saver(mode, max_pending=3) as saver:
+        hold = Hold(tmp_path, "write", 0)
+        save_step(saver, tmp_path, 0, 0, planner=held(hold))
+        monkeypatch.chdir(called)
+        saver.save(state_of(0, 1), "run", consolidate="weights")
+        last = saver.save(state_of(0, 2), "apart", commit_url="log")
+        monkeypatch.chdir(later)
+        hold.go()
+        assert last.result(END_S).url == f"file://{called}/apart"
+    assert sorted(folder.name for folder in called.iterdir()) == ["apart", "log", "run", "weights"]
+    assert [*made.iterdir(), *later.iterdir()] == []
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_forgotten_saver_ends_its_saves(tmp_path: Path, mode: Any) -> None:
     """A saver that is collected while saves are in flight blocks nobody, and they end well."""
     saver = quick_saver(mode, max_pending=2)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, get_args
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import Engine, PageCache, RetryPolicy, Timeouts, check_page_cache
 
-from .location import Location
+from .location import Location, anchored
 
 if TYPE_CHECKING:
     from .base import Store
 
-__all__ = ["Location", "endpoint_of", "open_store"]
+__all__ = ["Location", "anchored", "endpoint_of", "open_store"]
 
 
 def endpoint_of(location: Location) -> str:

@@ -17,7 +17,7 @@ from ckpt_storage.errors import InvalidInputError
 
 from .redaction import without_secrets
 
-__all__ = ["Location", "missing_backend"]
+__all__ = ["Location", "anchored", "missing_backend"]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SCHEME_ONLY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(:|//)")
@@ -177,6 +177,15 @@ class Location:
         return f"Location({self.url!r})"
 
 
+def anchored(url: str | os.PathLike[str]) -> str:
+    """Return `url` as another thread or process may use it: it depends on no working folder.
+
+    Raises `InvalidInputError` as `Location.of`.
+    """
+    location = Location.of(url)
+    return location.target if location.is_local else os.fspath(url)
+
+
 def _text_of(url: object) -> str:
     """Return the text of a path or URL after the checks that every spelling must pass."""
     if not isinstance(url, str | os.PathLike):
@@ -229,9 +238,19 @@ def _check_colon(text: str, *, is_text: bool) -> None:
 
 
 def _absolute(text: str) -> str:
-    path = os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111  # a Path would resolve nothing more, and "a/../b" must fold
-    # POSIX lets a path start with exactly two slashes mean something else; no system here does.
-    return f"/{path.lstrip('/')}"
+    """Return a path from the root, without "." and ".."; a link before ".." is followed first."""
+    path = os.path.join(os.getcwd(), os.path.expanduser(text))  # noqa: PTH109, PTH111, PTH118  # a Path would drop nothing but dots
+    parts: list[str] = []
+    for part in path.split("/"):
+        if part == "..":
+            before = "/" + "/".join(parts)
+            # Where "link/.." leads, only the file system says.
+            if os.path.islink(before):  # noqa: PTH114  # as above
+                parts = [*filter(None, os.path.realpath(before).split("/"))]
+            del parts[-1:]
+        elif part not in {"", "."}:
+            parts.append(part)
+    return "/" + "/".join(parts)
 
 
 def _file_url_path(rest: str) -> str:
