@@ -19,7 +19,7 @@ from .deadline import Deadline
 from .errors import CheckpointError, ConsolidationError, InvalidInputError, StorageError
 from .info import CheckpointInfo
 from .operation import Operation
-from .options import Engine, PageCache, Phase, Progress, RetryPolicy, Timeouts
+from .options import PageCache, Phase, Progress, RetryPolicy, Timeouts
 from .reports import as_checkpoint_errors
 from .store import Location
 
@@ -35,7 +35,6 @@ def chained_job(
     *,
     rank: int,
     page_cache: PageCache,
-    engine: Engine,
     timeouts: Timeouts,
     retry: RetryPolicy | None,
     progress: Progress,
@@ -60,7 +59,6 @@ def chained_job(
         options=replace(options, page_cache=options.page_cache or page_cache),
         timeouts=timeouts,
         retry=retry or RetryPolicy(),
-        engine=engine,
         track=partial(track, progress, rank),
     )
 

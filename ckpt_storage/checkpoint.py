@@ -23,7 +23,7 @@ from .holdings import Holdings, Names
 from .info import CheckpointInfo
 from .markup import human_bytes
 from .nametree import Entry, Node, tree_of
-from .options import Engine, Progress, RetryPolicy, Timeouts
+from .options import Progress, RetryPolicy, Timeouts
 from .progress import reporting
 from .session import Session, Settings
 from .source import SourceFormat
@@ -52,7 +52,6 @@ def open_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     thread_count: int | None = None,
     memory_limit_bytes: int | None = None,
-    engine: Engine = "auto",
     unsafe_pickle: bool = False,
     timeout: float | Timeouts | Any = None,  # noqa: ANN401  # timedelta too; Timeouts.of checks
     retry: RetryPolicy | None = None,
@@ -62,7 +61,7 @@ def open_checkpoint(
     Opens checkpoints of ours, stock DCP's, torch's sharded safetensors and Hugging Face folders, by
     their documents alone: three small reads for one of ours. Runs no code from the checkpoint,
     unless `unsafe_pickle` lets objects be unpickled that torch does not load with
-    `weights_only=True`. `engine` is the data plane, `timeout` bounds each read. Any process; not
+    `weights_only=True`. `timeout` bounds each read. Any process; not
     collective; changes nothing.
 
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
@@ -71,7 +70,6 @@ def open_checkpoint(
     settings = Settings(
         timeouts=Timeouts.of(timeout),
         retry=retry or RetryPolicy(),
-        engine=engine,
         thread_count=thread_count,
         memory_limit_bytes=memory_limit_bytes,
     )
@@ -310,7 +308,6 @@ class Checkpoint(Mapping[str, Any]):
             storage_options=self._session.location.storage_options,
             thread_count=settings.thread_count,
             memory_limit_bytes=settings.memory_limit_bytes,
-            engine=settings.engine,
             timeout=settings.timeouts,
             retry=settings.retry,
         )

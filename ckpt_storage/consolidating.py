@@ -25,7 +25,7 @@ from .consolidation.report import ConsolidationReport
 from .consolidation.run import run_consolidate
 from .coordination import Coordinator, solo
 from .errors import CheckpointError
-from .options import Engine, PageCache, Progress, RetryPolicy, Timeouts
+from .options import PageCache, Progress, RetryPolicy, Timeouts
 from .progress import reporting
 from .reports import as_checkpoint_errors, place_of
 from .store import Location
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["consolidate", "output_location", "track"]
 
 
-def consolidate(  # noqa: PLR0913  # the public surface, all keyword-only
+def consolidate(  # the public surface, all keyword-only
     url: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
     *,
@@ -54,7 +54,6 @@ def consolidate(  # noqa: PLR0913  # the public surface, all keyword-only
     progress: Progress = None,
     storage_options: Mapping[str, Any] | None = None,
     output_storage_options: Mapping[str, Any] | None = None,
-    engine: Engine = "auto",
     retry: RetryPolicy | None = None,
 ) -> ConsolidationReport:
     """Write the checkpoint at `url` as Hugging Face safetensors; all ranks of the group call.
@@ -87,7 +86,6 @@ def consolidate(  # noqa: PLR0913  # the public surface, all keyword-only
         storage_options: passed to the fsspec file system of `url`.
         output_storage_options: passed to that of `output`; default: `storage_options` where
             both are of one kind.
-        engine: data plane of both storages.
         retry: how failed storage requests are repeated.
 
     Raises:
@@ -120,7 +118,6 @@ def consolidate(  # noqa: PLR0913  # the public surface, all keyword-only
             ),
             timeouts=Timeouts.of(timeout),
             retry=retry or RetryPolicy(),
-            engine=engine,
             track=partial(track, progress, coordinator.rank),
         )
 

@@ -36,7 +36,6 @@ from .options import (
     DEFAULT_MEMORY_LIMIT_BYTES,
     LOCAL_READ_BYTES,
     MIB,
-    Engine,
     PageCache,
     Progress,
     RetryPolicy,
@@ -113,7 +112,6 @@ def convert(  # the public surface, all keyword-only
     unsafe_pickle: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     destination_storage_options: Mapping[str, Any] | None = None,
-    engine: Engine = "auto",
     timeout: float | timedelta | Timeouts | None = None,
     retry: RetryPolicy | None = None,
     progress: Progress = None,
@@ -154,7 +152,6 @@ def convert(  # the public surface, all keyword-only
         storage_options: passed to the fsspec file system of `src`.
         destination_storage_options: passed to that of `dst`; default: `storage_options` where
             both are of one kind.
-        engine: data plane of both storages.
         timeout: seconds, `timedelta` or `Timeouts` (`write` and `commit` count); default an hour.
             `write` is how long nothing may move, however long the whole takes.
         retry: how failed storage requests are repeated.
@@ -183,7 +180,6 @@ def convert(  # the public surface, all keyword-only
         memory_limit_bytes=memory_limit_bytes,
         page_cache=page_cache,
         unsafe_pickle=unsafe_pickle,
-        engine=engine,
         timeouts=timeouts,
         retry=retry or RetryPolicy(),
         progress=progress,
@@ -206,7 +202,6 @@ class _Conversion:
         memory_limit_bytes: int,
         page_cache: PageCache,
         unsafe_pickle: bool,
-        engine: Engine,
         timeouts: Timeouts,
         retry: RetryPolicy,
         progress: Progress,
@@ -229,9 +224,7 @@ class _Conversion:
         self._unsafe_pickle = unsafe_pickle
         self._timeouts = timeouts
         self._retry = retry
-        self._opened = partial(
-            open_store, page_cache=page_cache, engine=engine, timeouts=timeouts, retry=retry
-        )
+        self._opened = partial(open_store, page_cache=page_cache, timeouts=timeouts, retry=retry)
         self._progress = progress
         self._start_s = time.monotonic()
         self._check_unchanged: Callable[[], None] = lambda: None

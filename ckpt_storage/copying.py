@@ -49,7 +49,6 @@ from .filemarks import open_marked
 from .foreigncopy import copy_foreign
 from .options import (
     LOCAL_READ_BYTES,
-    Engine,
     PageCache,
     Progress,
     RetryPolicy,
@@ -120,7 +119,6 @@ def copy(  # the public surface, all keyword-only
     thread_count: int | None = None,
     memory_limit_bytes: int | None = None,
     page_cache: PageCache = "keep",
-    engine: Engine = "auto",
     timeout: float | timedelta | Timeouts | None = None,
     retry: RetryPolicy | None = None,
     progress: Progress = None,
@@ -152,7 +150,6 @@ def copy(  # the public surface, all keyword-only
         thread_count: requests in flight; default 2 between local disks, 8 elsewhere.
         memory_limit_bytes: ceiling of buffers.
         page_cache: whether the kernel keeps a copy of local files of `dst` that are on the disk.
-        engine: data plane of both storages.
         timeout: seconds, `timedelta` or `Timeouts` (`write` and `commit` count); default an hour.
             `write` is how long nothing may move, however long the whole takes.
         retry: how failed storage requests are repeated.
@@ -179,7 +176,6 @@ def copy(  # the public surface, all keyword-only
         thread_count=thread_count,
         memory_limit_bytes=memory_limit_bytes,
         page_cache=page_cache,
-        engine=engine,
         timeouts=timeouts,
         retry=retry or RetryPolicy(),
         progress=progress,
@@ -225,7 +221,6 @@ class _Copy:
     thread_count: int | None
     memory_limit_bytes: int | None
     page_cache: PageCache
-    engine: Engine
     timeouts: Timeouts
     retry: RetryPolicy
     progress: Progress
@@ -238,7 +233,7 @@ class _Copy:
     def __post_init__(self) -> None:
         what = f"Copying {self.source.url} to {self.target.url}"
         self.deadline, _ = stalling_deadline("write", self.timeouts.write, what)
-        opened = partial(open_store, engine=self.engine, timeouts=self.timeouts, retry=self.retry)
+        opened = partial(open_store, timeouts=self.timeouts, retry=self.retry)
         self.source_store = bounded(opened(self.source), self.deadline)
         self.target_store = bounded(opened(self.target, page_cache=self.page_cache), self.deadline)
         stores = self.source_store, self.target_store

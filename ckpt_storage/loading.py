@@ -21,7 +21,7 @@ from .errors import CheckpointError
 from .frontdoor import exchange_plans, is_stateful, plain_state
 from .loadplanner import OwnChunksLoadPlanner
 from .operation import Operation
-from .options import Engine, Progress, RetryPolicy, Timeouts
+from .options import Progress, RetryPolicy, Timeouts
 from .peers import peers_of
 from .reader import CheckpointStorageReader
 from .reports import as_checkpoint_errors, place_of
@@ -42,7 +42,6 @@ def load(  # the public surface, all keyword-only
     verify: bool = True,
     thread_count: int | None = None,
     memory_limit_bytes: int | None = None,
-    engine: Engine = "auto",
     shared_reads: Literal["auto", "never"] = "auto",
     unsafe_pickle: bool = False,
     retry: RetryPolicy | None = None,
@@ -67,7 +66,6 @@ def load(  # the public surface, all keyword-only
         verify: as for `CheckpointStorageReader`, like all that follow.
         thread_count: parallel reads per rank.
         memory_limit_bytes: ceiling of buffers per rank.
-        engine: data plane.
         shared_reads: "auto" or "never", as for `CheckpointStorageReader`.
         unsafe_pickle: hand blobs to the planner without checking that unpickling runs no code.
         retry: how failed storage requests are repeated.
@@ -99,7 +97,6 @@ def load(  # the public surface, all keyword-only
             verify=verify,
             thread_count=thread_count,
             memory_limit_bytes=memory_limit_bytes,
-            engine=engine,
             shared_reads=shared_reads,
             unsafe_pickle=unsafe_pickle,
             timeout=timeouts,

@@ -27,7 +27,7 @@ from .handle import SaveHandle
 from .info import CheckpointInfo
 from .lanes import give_back_lane, lane_of
 from .loading import load
-from .options import Engine, PageCache, Progress, RetryPolicy, StockMetadata, Timeouts
+from .options import PageCache, Progress, RetryPolicy, StockMetadata, Timeouts
 from .preemption import Notices
 from .pruneplan import Soundness
 from .pruning import Pruner, PruneReport
@@ -251,7 +251,6 @@ class CheckpointManager:
         memory_limit_bytes: int | None = None,
         page_cache: PageCache = "keep",
         sync_files: bool = True,
-        engine: Engine = "auto",
         stock_metadata: StockMetadata = "auto",
     ) -> CheckpointInfo:
         """Save `state` as the checkpoint of `step` and return what was committed; all ranks call.
@@ -273,7 +272,6 @@ class CheckpointManager:
             memory_limit_bytes=memory_limit_bytes,
             page_cache=page_cache,
             sync_files=sync_files,
-            engine=engine,
             stock_metadata=stock_metadata,
             retry=self._retry,
             progress=progress,
@@ -296,7 +294,6 @@ class CheckpointManager:
         memory_limit_bytes: int | None = None,
         page_cache: PageCache = "keep",
         sync_files: bool = True,
-        engine: Engine = "auto",
         stock_metadata: StockMetadata = "auto",
         block_until_staged: bool = True,
     ) -> SaveHandle:
@@ -316,7 +313,6 @@ class CheckpointManager:
             memory_limit_bytes=memory_limit_bytes,
             page_cache=page_cache,
             sync_files=sync_files,
-            engine=engine,
             stock_metadata=stock_metadata,
             retry=self._retry,
             progress=progress,

@@ -68,7 +68,6 @@ def default_memory_limit_bytes(environ: Mapping[str, str] = os.environ) -> int:
     return min(DEFAULT_MEMORY_LIMIT_BYTES, share_bytes)
 
 
-Engine = Literal["auto", "fsspec", "obstore"]
 StockMetadata = Literal["auto", "always", "never"]
 PageCache = Literal["keep", "drop"]
 Phase = Literal["plan", "stage", "write", "commit", "consolidate", "load"]

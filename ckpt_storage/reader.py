@@ -37,7 +37,6 @@ from .mappedreads import MappedReads
 from .namelessmemory import host_identity
 from .options import (
     LOCAL_READ_BYTES,
-    Engine,
     Phase,
     Progress,
     RetryPolicy,
@@ -84,7 +83,6 @@ class CheckpointStorageReader(StorageReader):
         verify: check every byte read against its checksum (checkpoints of ours have them).
         thread_count: parallel reads per rank; default 1 on local disks, up to 16 elsewhere.
         memory_limit_bytes: ceiling of buffers per rank.
-        engine: data plane, see the guide.
         shared_reads: "auto": what several ranks need (replicated tensors, most of a resharding)
             is read and checked by one of them and passed to the others, where that spares 64 MiB
             or more and is not too much to plan; "never": every rank reads for itself. From paths
@@ -109,7 +107,6 @@ class CheckpointStorageReader(StorageReader):
         verify: bool = True,
         thread_count: int | None = None,
         memory_limit_bytes: int | None = None,
-        engine: Engine = "auto",
         shared_reads: Literal["auto", "never"] = "auto",
         unsafe_pickle: bool = False,
         timeout: float | Timeouts | Any = None,  # timedelta too; Timeouts.of checks
@@ -126,7 +123,6 @@ class CheckpointStorageReader(StorageReader):
         self._thread_count = thread_count
         self._memory_limit_bytes = memory_limit_bytes
         self._transfer_options(is_remote=True)  # refuses what cannot be
-        self._engine: Engine = engine
         self._shared_reads: Literal["auto", "never"] = shared_reads
         self._unsafe_pickle = unsafe_pickle
         self._timeouts = Timeouts.of(timeout)
@@ -239,9 +235,7 @@ class CheckpointStorageReader(StorageReader):
         return self._source
 
     def _open_store(self) -> Store:
-        return open_store(
-            self._location, engine=self._engine, timeouts=self._timeouts, retry=self._retry
-        )
+        return open_store(self._location, timeouts=self._timeouts, retry=self._retry)
 
     def _transfer_options(self, *, is_remote: bool) -> TransferOptions:
         options = TransferOptions.for_storage(

@@ -29,7 +29,7 @@ from .exits import flush_at_exit
 from .frontdoor import plain_state
 from .handle import SaveHandle
 from .hostbuffers import HostBuffers
-from .options import Engine, PageCache, Progress, RetryPolicy, StockMetadata, Timeouts
+from .options import PageCache, Progress, RetryPolicy, StockMetadata, Timeouts
 from .reports import as_checkpoint_errors, place_of
 from .savetask import SaveTask
 from .saving import SaveOptions
@@ -156,7 +156,6 @@ class AsyncSaver:
         memory_limit_bytes: int | None = None,
         page_cache: PageCache = "keep",
         sync_files: bool = True,
-        engine: Engine = "auto",
         commit_url: str | None = None,
         stock_metadata: StockMetadata = "auto",
         retry: RetryPolicy | None = None,
@@ -182,7 +181,6 @@ class AsyncSaver:
             memory_limit_bytes=memory_limit_bytes,
             page_cache=page_cache,
             sync_files=sync_files,
-            engine=engine,
             commit_url=commit_url,
             stock_metadata=stock_metadata,
             retry=retry,
@@ -375,7 +373,6 @@ def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
     memory_limit_bytes: int | None = None,
     page_cache: PageCache = "keep",
     sync_files: bool = True,
-    engine: Engine = "auto",
     commit_url: str | None = None,
     stock_metadata: StockMetadata = "auto",
     retry: RetryPolicy | None = None,
@@ -398,7 +395,6 @@ def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
         memory_limit_bytes=memory_limit_bytes,
         page_cache=page_cache,
         sync_files=sync_files,
-        engine=engine,
         commit_url=commit_url,
         stock_metadata=stock_metadata,
         retry=retry,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from ._version import __version__
 from .options import (
-    Engine,
     PageCache,
     Progress,
     RetryPolicy,
@@ -38,7 +37,6 @@ class SaveSettings:
     overwrite: bool
     page_cache: PageCache
     sync_files: bool
-    engine: Engine
     stock_metadata: StockMetadata
     transfer_options: Callable[[Capabilities], TransferOptions]
     timeouts: Timeouts
@@ -52,7 +50,6 @@ class SaveSettings:
             commit_location=self.commit_base.join(checkpoint_id) if self.commit_base else None,
             page_cache=self.page_cache,
             sync_files=self.sync_files,
-            engine=self.engine,
             timeouts=self.timeouts,
             retry=self.retry,
         )

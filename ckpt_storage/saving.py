@@ -35,7 +35,7 @@ from .frontdoor import plain_state, takes
 from .headstart import EarlyWord
 from .info import CheckpointInfo
 from .operation import Operation
-from .options import Engine, PageCache, Phase, Progress, RetryPolicy, StockMetadata, Timeouts
+from .options import PageCache, Phase, Progress, RetryPolicy, StockMetadata, Timeouts
 from .planexchange import PlanExchange
 from .reports import COORDINATOR, as_checkpoint_errors, place_of
 from .store import Location, anchored
@@ -75,7 +75,6 @@ class SaveOptions:
     memory_limit_bytes: int | None = None
     page_cache: PageCache = "keep"
     sync_files: bool = True
-    engine: Engine = "auto"
     commit_url: str | None = None
     stock_metadata: StockMetadata = "auto"
     retry: RetryPolicy | None = None
@@ -105,7 +104,6 @@ class SaveOptions:
             memory_limit_bytes=self.memory_limit_bytes,
             page_cache=self.page_cache,
             sync_files=self.sync_files,
-            engine=self.engine,
             commit_url=self.commit_url,
             stock_metadata=self.stock_metadata,
             timeout=self.timeouts,
@@ -117,7 +115,7 @@ class SaveOptions:
         return writer
 
 
-def save(  # noqa: PLR0913  # the public surface, all keyword-only
+def save(  # the public surface, all keyword-only
     state: Mapping[str, Any],
     url: str | os.PathLike[str],
     *,
@@ -133,7 +131,6 @@ def save(  # noqa: PLR0913  # the public surface, all keyword-only
     memory_limit_bytes: int | None = None,
     page_cache: PageCache = "keep",
     sync_files: bool = True,
-    engine: Engine = "auto",
     commit_url: str | None = None,
     stock_metadata: StockMetadata = "auto",
     retry: RetryPolicy | None = None,
@@ -165,7 +162,6 @@ def save(  # noqa: PLR0913  # the public surface, all keyword-only
         memory_limit_bytes: ceiling of bytes in flight per rank beyond the state itself.
         page_cache: whether the kernel keeps a copy of local files that are on the disk.
         sync_files: make local files durable before they are referenced.
-        engine: data plane.
         commit_url: where commit records go if not below `url`.
         stock_metadata: whether torch's own readers are to find `.metadata`.
         retry: how failed storage requests are repeated.
@@ -193,7 +189,6 @@ def save(  # noqa: PLR0913  # the public surface, all keyword-only
             memory_limit_bytes=memory_limit_bytes,
             page_cache=page_cache,
             sync_files=sync_files,
-            engine=engine,
             commit_url=commit_url,
             stock_metadata=stock_metadata,
             retry=retry,
@@ -237,7 +232,6 @@ def run_save(
             Location.of(url, chosen.storage_options),
             rank=operation.rank,
             page_cache=chosen.page_cache,
-            engine=chosen.engine,
             timeouts=chosen.timeouts,
             retry=chosen.retry,
             progress=chosen.progress,

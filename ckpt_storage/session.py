@@ -23,7 +23,7 @@ from .facts import StoredFile
 from .filemarks import open_marked
 from .foreign import StockSource
 from .info import CheckpointInfo
-from .options import LOCAL_READ_BYTES, Engine, RetryPolicy, Timeouts, TransferOptions
+from .options import LOCAL_READ_BYTES, RetryPolicy, Timeouts, TransferOptions
 from .pacing import Pacer
 from .sharding import Sharding
 from .slots import SlotRecord
@@ -65,7 +65,6 @@ class Settings:
 
     timeouts: Timeouts
     retry: RetryPolicy
-    engine: Engine = "auto"
     thread_count: int | None = None
     memory_limit_bytes: int | None = None
 
@@ -83,9 +82,7 @@ class Session:
     def __init__(self, location: Location, settings: Settings) -> None:
         self.location = location
         self.settings = settings
-        self._whole = open_store(
-            location, engine=settings.engine, timeouts=settings.timeouts, retry=settings.retry
-        )
+        self._whole = open_store(location, timeouts=settings.timeouts, retry=settings.retry)
         self.options = TransferOptions.for_storage(
             is_remote=self._whole.capabilities.is_remote,
             local_threads=_LOCAL_THREADS,

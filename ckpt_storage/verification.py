@@ -31,7 +31,7 @@ from .findings import Findings, Problem
 from .foreigncheck import check_foreign
 from .manifest import Manifest
 from .opening import open_source
-from .options import LOCAL_READ_BYTES, Engine, Progress, RetryPolicy, Timeouts, TransferOptions
+from .options import LOCAL_READ_BYTES, Progress, RetryPolicy, Timeouts, TransferOptions
 from .pacing import Pacer
 from .progress import reporting
 from .shardcheck import ShardCheck
@@ -78,7 +78,6 @@ def verify(  # the public surface, all keyword-only
     storage_options: Mapping[str, Any] | None = None,
     thread_count: int | None = None,
     memory_limit_bytes: int | None = None,
-    engine: Engine = "auto",
     timeout: float | Timeouts | Any = None,  # noqa: ANN401  # timedelta too; Timeouts.of checks
     retry: RetryPolicy | None = None,
     progress: Progress = None,
@@ -89,7 +88,7 @@ def verify(  # the public surface, all keyword-only
     documents and file lengths are checked. Checkpoints of other writers carry no checksums:
     there only that the files can be read. Any rank; not collective; changes nothing.
 
-    `engine` is the data plane. `timeout` (`Timeouts.load`) is how long nothing may arrive, however
+    `timeout` (`Timeouts.load`) is how long nothing may arrive, however
     long the whole takes. `progress`: True: a bar; or a callable that takes each `ProgressEvent`.
 
     Raises what opening raises if there is no checkpoint to check; damage is reported, not raised.
@@ -97,7 +96,7 @@ def verify(  # the public surface, all keyword-only
     location = Location.of(url, storage_options)
     timeouts = Timeouts.of(timeout)
     deadline, watch = stalling_deadline("load", timeouts.load, f"Verifying {location.url}")
-    opened = open_store(location, engine=engine, timeouts=timeouts, retry=retry or RetryPolicy())
+    opened = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy())
     store = bounded(opened, deadline)
 
     options = _options_for(store, thread_count, memory_limit_bytes)

@@ -32,7 +32,6 @@ from .headstart import EarlyWord
 from .info import CheckpointInfo
 from .options import (
     STOCK_ENTRY_LIMIT,
-    Engine,
     PageCache,
     Phase,
     Progress,
@@ -67,7 +66,6 @@ class CheckpointStorageWriter(StorageWriter):
         page_cache: "drop" lets the kernel keep no copy of what is on the disk (local only), so that
             saves do not displace what else is cached.
         sync_files: make files and folders durable before they are referenced (local only).
-        engine: data plane, see the guide.
         commit_url: where commit records go if not below `path`: for mounts without rename or
             exclusive create, the native URL of the same place.
         stock_metadata: whether `.metadata`, by which torch's own readers load, is written; it has
@@ -94,7 +92,6 @@ class CheckpointStorageWriter(StorageWriter):
         memory_limit_bytes: int | None = None,
         page_cache: PageCache = "keep",
         sync_files: bool = True,
-        engine: Engine = "auto",
         commit_url: str | None = None,
         stock_metadata: StockMetadata = "auto",
         process_group: dist.ProcessGroup | None = None,
@@ -123,7 +120,6 @@ class CheckpointStorageWriter(StorageWriter):
             overwrite=overwrite,
             page_cache=page_cache,
             sync_files=sync_files,
-            engine=engine,
             stock_metadata=stock_metadata,
             transfer_options=transfer_options,
             timeouts=timeouts,

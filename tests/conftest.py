@@ -70,7 +70,6 @@ _LONGEST = (
     "test_prune_attack.py",
     "test_front_doors.py",
     "test_integration_transformers.py",
-    "test_store_gcs_obstore.py",
     "test_coordination.py",
 )
 """Files that take longest. They come first, so that the run does not end waiting for one."""

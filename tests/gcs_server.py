@@ -1,10 +1,8 @@
-"""A server of Google Cloud Storage for tests: both of its APIs over one bucket, with faults.
+"""A server of Google Cloud Storage's JSON API for tests: one bucket, with faults.
 
-The JSON API as gcsfs's dialect asks it, and the XML API as obstore does: its requests were looked
-at one by one (GET, HEAD, PUT with `x-goog-if-generation-match`). It keeps to the documented
-protocols where emulators do not: a question about a session's state changes nothing, an ended
-session says so, and every write of an object is checked against its condition under one lock.
-Knows no test. Called by `test_store_gcs_faults` and `test_store_gcs_obstore`.
+It keeps to the documented protocol where emulators do not: a question about a session's state
+changes nothing, an ended session says so, and every write of an object is checked against its
+condition under one lock.
 """
 
 from __future__ import annotations
@@ -27,19 +25,6 @@ __all__ = ["BUCKET", "MULTIPLE", "GcsState", "gcs_served"]
 
 BUCKET = "bucket"
 MULTIPLE = 256 * 1024
-
-_CODES = {
-    400: "InvalidArgument",
-    401: "AuthenticationRequired",
-    403: "AccessDenied",
-    404: "NoSuchKey",
-    412: "PreconditionFailed",
-    416: "InvalidRange",
-    429: "SlowDown",
-    500: "InternalError",
-    503: "ServiceUnavailable",
-}
-"""The codes of the XML API."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +51,13 @@ class Session:
 class GcsState:
     """What the server holds, and the faults it has in store, by the first words of a request.
 
-    seen: what was asked for, in order: "begin", "insert", "put SPAN" of a session, and of the XML
-    API "xml GET NAME" and the like. tokens: what authorises; None lets everybody in. sent_bytes:
-    of bodies of objects.
+    seen: what was asked for, in order: "begin", "insert", "put SPAN" of a session, "media NAME".
     """
 
     objects: dict[str, Stored] = field(default_factory=dict)
     sessions: dict[str, Session] = field(default_factory=dict)
     faults: list[tuple[str, str]] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
-    tokens: set[str] | None = None
-    sent_bytes: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
     generations: Iterator[int] = field(default_factory=lambda: itertools.count(1_790_000_000_000))
 
@@ -104,7 +85,7 @@ class GcsState:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection; which API is asked is told by the address."""
+    """One connection."""
 
     protocol_version = "HTTP/1.1"
     state: GcsState
@@ -114,25 +95,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
-        if parts.path.startswith(("/storage/v1/", "/download/")):
-            return self._json_get(parts.path, parse_qs(parts.query))
-        return self._xml("GET", b"")
-
-    def do_HEAD(self) -> None:
-        self._xml("HEAD", b"")
+        return self._json_get(parts.path, parse_qs(parts.query))
 
     def do_PUT(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.path.startswith("/upload/"):
-            return self._session_put(body)
-        return self._xml("PUT", body)
+        return self._session_put(self.rfile.read(int(self.headers["Content-Length"])))
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.path == "/token":
-            return self._token()
-        if not self._is_let_in():
-            return self._refuse(401, "authError")
         return self._json_post(body, parse_qs(urlsplit(self.path).query))
 
     def do_DELETE(self) -> None:
@@ -145,106 +114,27 @@ class _Handler(BaseHTTPRequestHandler):
             gone_too = self.state.objects.pop(unquote(parts.path.rpartition("/o/")[2]), None)
         return self._answer(204) if gone_too else self._refuse(404, "notFound")
 
-    def _is_let_in(self) -> bool:
-        known = self.state.tokens
-        return known is None or self.headers.get("Authorization", "") in {
-            f"Bearer {token}" for token in known
-        }
-
     def _answer(self, status: int, document: object = None, **headers: str) -> None:
         body = b"" if document is None else json.dumps(document).encode()
         self._send(status, body, {name.replace("_", "-"): text for name, text in headers.items()})
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str], sent: int = -1) -> None:
-        """Send an answer, but of its body no more than `sent` bytes if that is not negative."""
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         if status != 204:  # No Content
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body if sent < 0 else body[:sent])
-        if sent >= 0:
-            self._lose()
+        self.wfile.write(body)
 
     def _refuse(self, status: int, reason: str) -> None:
         """Send an error as the JSON API spells it."""
         said = {"code": status, "message": reason, "errors": [{"reason": reason}]}
         self._answer(status, {"error": said})
 
-    def _refuse_xml(self, status: int, code: str = "") -> None:
-        """Send an error as the XML API spells it."""
-        code = code or _CODES[status]
-        text = f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code>"
-        text += f"<Message>{code} it is.</Message></Error>"
-        self._send(status, text.encode(), {"Content-Type": "application/xml; charset=UTF-8"})
-
     def _lose(self) -> None:
         """Close the connection in place of an answer."""
         self.close_connection = True
-
-    def _token(self) -> None:
-        """Give a new token to whoever asks: signatures are Google's to check."""
-        fault = self.state.fault_of("token")
-        if fault:
-            return self._refuse(int(fault), "unavailable")
-        with self.state.lock:
-            known = self.state.tokens = set() if self.state.tokens is None else self.state.tokens
-            token = f"token-{len(known)}-{time.monotonic_ns()}"
-            known.add(token)
-        return self._answer(
-            200, {"access_token": token, "expires_in": 3600, "token_type": "Bearer"}
-        )
-
-    # The XML API
-
-    def _xml(self, method: str, body: bytes) -> None:
-        parts = urlsplit(self.path)
-        bucket, _, quoted = parts.path[1:].partition("/")
-        name = unquote(quoted)
-        fault = self.state.fault_of(f"xml {method} {name}")
-        if fault == "reset":
-            return self._lose()
-        if fault.isdigit() or not self._is_let_in():
-            return self._refuse_xml(int(fault) if fault.isdigit() else 401)
-        if bucket != BUCKET:
-            return self._refuse_xml(404, "NoSuchBucket")
-        assert name, "obstore was to ask for nothing but objects"
-        assert not parts.query, "obstore was to begin no upload here"
-        if method == "PUT":
-            return self._xml_put(name, body, fault)
-        return self._xml_get(name, fault)
-
-    def _xml_put(self, name: str, body: bytes, fault: str) -> None:
-        made = self.state.put(name, body, {}, self.headers.get("x-goog-if-generation-match"))
-        if fault == "lost":
-            return self._lose()
-        if made is None:
-            return self._refuse_xml(412)
-        return self._send(200, b"", _told_of(made))
-
-    def _xml_get(self, name: str, fault: str) -> None:
-        found = self.state.objects.get(name)
-        if found is None:
-            return self._refuse_xml(404)
-        first, last, status = 0, len(found.data) - 1, 200
-        asked = self.headers.get("Range")
-        headers = {**_told_of(found), "Content-Type": "application/octet-stream"}
-        if asked is not None and fault != "whole":
-            low, _, high = asked.removeprefix("bytes=").partition("-")
-            first, last = int(low), min(last, int(high) if high else last)
-            if first > last:
-                return self._refuse_xml(416)
-            status = 206
-            headers["Content-Range"] = f"bytes {first}-{last}/{len(found.data)}"
-        body = found.data[first : last + 1]
-        if self.command == "GET":
-            with self.state.lock:
-                self.state.sent_bytes += len(body)
-        return self._send(status, body, headers, sent=len(body) // 2 if fault == "short" else -1)
-
-    # The JSON API
 
     def _described(self, name: str) -> dict[str, Any]:
         """Return what is told of an object."""
@@ -307,8 +197,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _json_get(self, path: str, query: dict[str, list[str]]) -> None:
         """Tell what is known of an object, give its bytes, or list what a prefix has."""
-        if not self._is_let_in():
-            return self._refuse(401, "authError")
         if path.endswith("/o"):
             return self._listed(query)
         name = unquote(path.rpartition("/o/")[2])
@@ -319,8 +207,22 @@ class _Handler(BaseHTTPRequestHandler):
             described = self._described(name)
         if path.startswith("/download/"):
             self.state.fault_of(f"media {name}")
-            return self._xml_get(name, "")
+            return self._media(found)
         return self._answer(200, described)
+
+    def _media(self, found: Stored) -> None:
+        """Send the bytes of an object that were asked for."""
+        first, last, status = 0, len(found.data) - 1, 200
+        asked = self.headers.get("Range")
+        headers = {**_told_of(found), "Content-Type": "application/octet-stream"}
+        if asked is not None:
+            low, _, high = asked.removeprefix("bytes=").partition("-")
+            first, last = int(low), min(last, int(high) if high else last)
+            if first > last:
+                return self._refuse(416, "requestedRangeNotSatisfiable")
+            status = 206
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(found.data)}"
+        return self._send(status, found.data[first : last + 1], headers)
 
     def _listed(self, query: dict[str, list[str]]) -> None:
         prefix, delimiter = (query.get(key, [""])[0] for key in ("prefix", "delimiter"))

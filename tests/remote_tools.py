@@ -1,17 +1,14 @@
-"""How the tests of remote stores open one on our S3 server, and by which data plane."""
+"""How the tests of remote stores open one on our S3 server."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
-from ckpt_storage.options import Engine, RetryPolicy, Timeouts
+from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store, Upload
-from ckpt_storage.store.engine import obstore_client
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.testing.s3server import S3Server
 
@@ -31,47 +28,11 @@ def options_of(server: S3Server) -> dict[str, Any]:
     }
 
 
-_engine: list[Engine] = ["fsspec"]
-
-
-@contextmanager
-def served_by(engine: Engine) -> Iterator[None]:
-    """Let `plain` and `retrying` open stores of one data plane until the block ends."""
-    _engine.append(engine)
-    try:
-        yield
-    finally:
-        _engine.pop()
-
-
-def engine_now() -> Engine:
-    """Return the data plane of `served_by`."""
-    return _engine[-1]
-
-
-@contextmanager
-def all_served_by(engine: Engine) -> Iterator[None]:
-    """Let one data plane serve all of S3 until the block ends, whatever engine is asked for.
-
-    For what opens stores itself. An option that obstore cannot follow is an error then.
-    """
-
-    def forced(location: Location, **given: Any) -> Any:
-        if location.protocol == "s3":
-            given["engine"] = engine
-        return obstore_client(location, **given)
-
-    with mock.patch("ckpt_storage.store.remote.obstore_client", forced):
-        yield
-
-
 def plain(server: S3Server, url: str = "s3://bkt/run", request_timeout_s: float = 20) -> Store:
     """Return a store without retries."""
     return RemoteStore(
         Location.of(url, options_of(server)),
         request_timeout_s=request_timeout_s,
-        engine=engine_now(),
-        policy=POLICY,
     )
 
 
@@ -80,7 +41,6 @@ def retrying(server: S3Server, *, request_timeout_s: float = 20) -> Store:
     return open_store(
         "s3://bkt/run",
         storage_options=options_of(server),
-        engine=engine_now(),
         timeouts=Timeouts(request=request_timeout_s),
         retry=POLICY,
     )

@@ -29,7 +29,6 @@ from ckpt_storage import (
     stockwrite,
 )
 from ckpt_storage.ceilings import MOST_SLOT_BYTES
-from ckpt_storage.options import Engine
 from ckpt_storage.slots import HeadRef, SlotRecord
 from ckpt_storage.store import Location
 from ckpt_storage.store.local import LocalStore
@@ -39,7 +38,6 @@ from ckpt_storage.testing.s3server import S3Server
 SPARSE_BYTES = 4 << 40
 LITTLE_BYTES = 32 << 20
 TOLD_BYTES = 1 << 30
-"""Of a server: obstore ends the process if it is to make room for much more."""
 STATE = {"aa": torch.arange(8.0), "step": 3}
 
 
@@ -285,8 +283,7 @@ class EndlessS3(BaseHTTPRequestHandler):
             kind.sent_bytes += len(self.piece)
 
 
-@pytest.mark.parametrize("engine", ["fsspec", "obstore"])
-def test_a_server_need_not_send_what_is_too_long(engine: Engine) -> None:
+def test_a_server_need_not_send_what_is_too_long() -> None:
     """The answer's head tells the length; one request, and its connection is closed."""
 
     class Handler(EndlessS3):
@@ -305,10 +302,7 @@ def test_a_server_need_not_send_what_is_too_long(engine: Engine) -> None:
                     "region_name": "us-east-1",
                 },
             }
-            store = RemoteStore(
-                Location.of("s3://bkt/run", options), request_timeout_s=60, engine=engine
-            )
-            assert store.engine == engine
+            store = RemoteStore(Location.of("s3://bkt/run", options), request_timeout_s=60)
             with little_memory(), pytest.raises(IntegrityError) as caught:
                 slotlog.read_slot(store, 1)
         finally:
@@ -342,13 +336,12 @@ def test_a_stranger_on_s3_does_not_hide_the_others(
     assert f"{MOST_SLOT_BYTES} at most were to be expected" in caplog.text
 
 
-@pytest.mark.parametrize("engine", ["fsspec", "obstore"])
 def test_a_put_beyond_what_the_storage_takes_is_not_sent(
-    server: S3Server, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be refused after gigabytes; the error says what to do."""
     location = Location.of("s3://bkt/puts", server.storage_options)
-    store = RemoteStore(location, request_timeout_s=20, engine=engine)
+    store = RemoteStore(location, request_timeout_s=20)
     assert store.capabilities.max_put_bytes == 5 << 30
     small = dataclasses.replace(store.capabilities, max_put_bytes=10)
     monkeypatch.setattr(RemoteStore, "capabilities", property(lambda _: small))

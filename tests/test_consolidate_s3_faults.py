@@ -9,7 +9,6 @@ import consolidate_cases as cases
 import pytest
 import servers
 import torch
-from remote_tools import all_served_by
 
 import ckpt_storage
 from ckpt_storage.consolidating import consolidate
@@ -22,13 +21,6 @@ RULES: dict[str, dict[str, Any]] = {
     "lost answer": {"action": "lost"},
     "passing error": {"action": "status", "status": 503},
 }
-
-
-@pytest.fixture(params=["fsspec", "obstore"], autouse=True)
-def _engine(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test runs on both data planes."""
-    with all_served_by(request.param):
-        yield
 
 
 def model(version: int) -> dict[str, torch.Tensor]:

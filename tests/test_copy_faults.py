@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from copy_cases import QUICK, files_below, head_of, save, save_files, saved_stock, state_of
-from remote_tools import all_served_by
 from safetensors.torch import save_file
 
 import ckpt_storage.copying
@@ -27,7 +26,7 @@ from ckpt_storage.copying import CopyReport, copy
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_storage.opening import open_source
-from ckpt_storage.options import MIB, Engine, TransferOptions
+from ckpt_storage.options import MIB, TransferOptions
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.local import LocalStore
@@ -271,13 +270,10 @@ def test_a_cut_file_of_a_foreign_copy_is_sent_again(tmp_path: Path, faulty: Faul
     assert files_below(target) == files_below(source)
 
 
-@pytest.mark.parametrize("engine", ["fsspec", "obstore"])
-def test_copies_within_s3_cut_anywhere_go_on(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine
-) -> None:
+def test_copies_within_s3_cut_anywhere_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the storage copying by itself: nothing commits half, no upload stays open."""
     monkeypatch.setattr(copyparts, "_COPY_BYTES", 6 * MIB)
-    with S3Server() as server, all_served_by(engine):
+    with S3Server() as server:
         server.create_bucket("bkt")
         options = server.storage_options
         save(

@@ -397,7 +397,6 @@ def test_a_manifest_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> N
         (CheckpointStorageWriter, {"part_bytes": 10}, "at least one block"),
         (CheckpointStorageReader, {"memory_limit_bytes": 10}, "Raise memory_limit_bytes"),
         (CheckpointStorageReader, {"shared_reads": "yes"}, "'auto' or 'never'"),
-        (CheckpointStorageReader, {"engine": "rust"}, "'obstore'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(

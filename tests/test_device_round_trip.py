@@ -69,9 +69,9 @@ def loaded(target: dict[str, Any], url: str, **options: Any) -> dict[str, Any]:
     return on_host(zeros)
 
 
-@pytest.fixture(params=["disk", "fsspec", "obstore"])
+@pytest.fixture(params=["disk", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A URL and options: a local disk, and S3 by both data planes."""
+    """A URL and options: a local disk, and S3."""
     if request.param == "disk":
         yield str(tmp_path / "run"), {}
         return
@@ -79,7 +79,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
         server.create_bucket("bucket")
         yield (
             "s3://bucket/run",
-            {"storage_options": server.storage_options, "engine": request.param},
+            {"storage_options": server.storage_options},
         )
 
 

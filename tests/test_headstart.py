@@ -12,11 +12,9 @@ from test_saves_told_early import END_S, asked, loaded, save
 from ckpt_storage import commit
 from ckpt_storage.errors import CheckpointError, CheckpointExistsError, StorageError
 from ckpt_storage.info import CheckpointInfo
-from ckpt_storage.options import Engine
 from ckpt_storage.store.base import Store
 from ckpt_storage.testing.s3server import S3Server
 
-EACH_ENGINE = pytest.mark.parametrize("engine", ["obstore", "fsspec"])
 FULL_PARTS = 2
 """Of the three parts of a rank's upload: the last is sent once the place has been seen."""
 
@@ -57,15 +55,14 @@ def look_late(
     return seen
 
 
-@EACH_ENGINE
 def test_parts_are_sent_before_the_place_was_seen_and_nothing_is_completed(
-    server: S3Server, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All parts but the last of each rank are there by then, and no object."""
-    save(server, 1, engine)
+    save(server, 1)
     server.reset_counters()
     seen = look_late(monkeypatch, server)
-    assert all(isinstance(one, CheckpointInfo) for one in save(server, 2, engine))
+    assert all(isinstance(one, CheckpointInfo) for one in save(server, 2))
     (before,) = seen
     assert sorted(name for op, name in before if op == "part") == sorted(
         FULL_PARTS * ["__0_0.distcp", "__1_0.distcp"]
@@ -74,29 +71,27 @@ def test_parts_are_sent_before_the_place_was_seen_and_nothing_is_completed(
     assert loaded(server) == [2, 2]
 
 
-@EACH_ENGINE
 def test_a_save_that_is_refused_then_leaves_nothing(
-    server: S3Server, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ranks raise that the checkpoint exists, what they sent is discarded, nothing is new."""
-    save(server, 1, engine)
+    save(server, 1)
     before = keys_of(server)
     look_late(monkeypatch, server)
     server.reset_counters()
-    ended = save(server, 2, engine, overwrite=False)
+    ended = save(server, 2, overwrite=False)
     assert [type(error) for error in ended] == [CheckpointExistsError] * 2, ended
     assert parts_of(server)
     assert keys_of(server) == before
     assert server.stats().open_uploads == 0
     monkeypatch.undo()
     assert loaded(server) == [1, 1]
-    assert all(isinstance(one, CheckpointInfo) for one in save(server, 3, engine))
+    assert all(isinstance(one, CheckpointInfo) for one in save(server, 3))
     assert loaded(server) == [3, 3]
 
 
-@EACH_ENGINE
 def test_a_look_that_fails_then_leaves_nothing(
-    server: S3Server, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ranks raise what rank 0 met."""
 
@@ -104,7 +99,7 @@ def test_a_look_that_fails_then_leaves_nothing(
         raise StorageError("The storage is not to be looked at.", kind="permission")
 
     look_late(monkeypatch, server, fail)
-    ended = save(server, 1, engine)
+    ended = save(server, 1)
     assert all(isinstance(error, CheckpointError) for error in ended), ended
     assert {error.rank for error in ended} == {0}
     assert all("not to be looked at" in str(error) for error in ended)

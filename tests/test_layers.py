@@ -232,11 +232,9 @@ MAY_IMPORT = {
         "torchload",
         "writer",
     },
-    "fastcrc": {"checksums"},
     "adlfs": {"store", "testing"},
     "fsspec": {"benchmark", "store", "testing"},
     "gcsfs": {"store", "testing"},
-    "obstore": {"benchmark", "store", "testing"},
     "s3fs": {"store", "testing"},
 }
 """Third-party packages that only the named layers may import, inside functions too."""

@@ -313,14 +313,6 @@ def test_options_are_hidden_in_every_encoding() -> None:
     assert SECRET not in repr(scrub)
 
 
-def test_an_engine_that_cannot_serve_is_refused() -> None:
-    """engine="obstore" says why it cannot; words that name no engine are refused as such."""
-    with pytest.raises(InvalidInputError, match=r"memory:// is no storage that obstore knows"):
-        open_store("memory://x", engine="obstore")
-    with pytest.raises(InvalidInputError, match="Give 'auto', 'fsspec' or 'obstore'"):
-        open_store("memory://x", engine="magic")  # type: ignore[arg-type]  # what users may type
-
-
 def test_options_are_not_given_twice() -> None:
     """A Location carries its options, so others beside it are a mistake."""
     with pytest.raises(InvalidInputError, match="given twice"):

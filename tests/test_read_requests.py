@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded, zeros_like
-from remote_tools import all_served_by
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ckpt_storage import CheckpointStorageReader
@@ -21,13 +20,6 @@ from ckpt_storage.testing.s3server import S3Server
 URL = "s3://bucket/run"
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture(params=["fsspec", "obstore"], autouse=True)
-def _engine(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test runs on both data planes."""
-    with all_served_by(request.param):
-        yield
 
 
 @pytest.fixture

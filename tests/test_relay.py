@@ -18,14 +18,13 @@ from ckpt_storage import fetching, relay
 from ckpt_storage.consolidating import consolidate
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
-from ckpt_storage.options import MIB, Engine, RetryPolicy
+from ckpt_storage.options import MIB, RetryPolicy
 from ckpt_storage.pacing import BUDGET, Pacer
 from ckpt_storage.relay import Buffers, Paces, PartWorkers
 from ckpt_storage.testing.s3server import FaultRule, S3Server
 
 RETRY = RetryPolicy(first_delay_s=0.0, max_delay_s=0.01)
 LIMIT_BYTES = 128 * MIB
-EACH_ENGINE = pytest.mark.parametrize("engine", ["fsspec", "obstore"])
 
 
 @pytest.fixture
@@ -80,8 +79,8 @@ def export(server: S3Server) -> None:
     )
 
 
-def copy(server: S3Server, engine: Engine) -> None:
-    """Copy every byte through this process, by one of the data planes."""
+def copy(server: S3Server) -> None:
+    """Copy every byte through this process."""
     ckpt_storage.copy(
         "s3://bkt/run",
         f"s3://bkt/{uuid.uuid4().hex}",
@@ -89,7 +88,6 @@ def copy(server: S3Server, engine: Engine) -> None:
         storage_options=options_of(server),
         memory_limit_bytes=LIMIT_BYTES,
         retry=RETRY,
-        engine=engine,
     )
 
 
@@ -107,13 +105,12 @@ def test_an_export_hears_what_its_storages_ask_for(
     assert asked.lowest < asked.start == other.lowest
 
 
-@EACH_ENGINE
 def test_a_copy_hears_that_its_source_is_asked_too_much(
-    server: S3Server, pacers: list[Noted], engine: Engine
+    server: S3Server, pacers: list[Noted]
 ) -> None:
-    """On both planes: neither repeats a read unheard."""
+    """A SlowDown of its source halves the limit of that storage alone."""
     server.faults([FaultRule(op="get", key="distcp", action="status", times=3)])
-    copy(server, engine)
+    copy(server)
     source, target = pacers
     assert (source.heard, target.heard) == (3, 0)
     assert source.lowest < source.start
@@ -122,25 +119,24 @@ def test_a_copy_hears_that_its_source_is_asked_too_much(
 def test_a_copy_hears_that_its_target_is_asked_too_much(
     server: S3Server, pacers: list[Noted]
 ) -> None:
-    """By fsspec; what obstore repeats inside of an upload is for the saves' test to tell."""
+    """A SlowDown of its target halves the limit of that storage alone."""
     server.faults([FaultRule(op="part", key="distcp", action="status", times=3)])
-    copy(server, "fsspec")
+    copy(server)
     source, target = pacers
     assert (source.heard, target.heard) == (0, 3)
     assert target.lowest < target.start
 
 
-@EACH_ENGINE
-def test_exports_and_copies_at_a_time_keep_to_one_budget(server: S3Server, engine: Engine) -> None:
+def test_exports_and_copies_at_a_time_keep_to_one_budget(server: S3Server) -> None:
     """Together they claim no more than one may, they claim it, and all of it is given back."""
-    copy(server, engine)
+    copy(server)
     assert LIMIT_BYTES // 4 <= BUDGET.peak_bytes <= LIMIT_BYTES
     BUDGET.reset()
     export(server)
     assert LIMIT_BYTES // 4 <= BUDGET.peak_bytes <= LIMIT_BYTES
     both = [
         threading.Thread(target=export, args=(server,)),
-        threading.Thread(target=copy, args=(server, engine)),
+        threading.Thread(target=copy, args=(server,)),
     ]
     for thread in both:
         thread.start()
@@ -160,7 +156,7 @@ def test_what_fails_gives_its_memory_back(server: S3Server, op: str) -> None:
         export(server)
     assert BUDGET.held_bytes == 0
     with pytest.raises(CheckpointError):
-        copy(server, "fsspec")
+        copy(server)
     assert BUDGET.held_bytes == 0
 
 

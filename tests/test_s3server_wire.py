@@ -242,33 +242,3 @@ def test_s3fs(server: S3Server, fs: Any) -> None:
     assert server.dump(BUCKET) == {"moved": b"small", "x3": b"xxx", f"x{6 * MIB}": b"x" * 6 * MIB}
     fs.rmdir("made")
     assert fs.ls("") == [BUCKET]
-
-
-def test_obstore(server: S3Server) -> None:
-    """Obstore puts, creates, compares and swaps, lists, copies, reads ranges and deletes."""
-    obstore = pytest.importorskip("obstore")
-    store = pytest.importorskip("obstore.store").S3Store(
-        BUCKET,
-        endpoint=server.endpoint_url,
-        access_key_id="test",
-        secret_access_key="test",
-        region="us-east-1",
-        client_options={"allow_http": True},
-    )
-    body = random.Random(3).randbytes(12 * MIB)
-    obstore.put(store, "a/large", body, chunk_size=5 * MIB)
-    first = obstore.put(store, "a/b/slot", b"1", mode="create")
-    with pytest.raises(obstore.exceptions.AlreadyExistsError):
-        obstore.put(store, "a/b/slot", b"2", mode="create")
-    obstore.put(store, "a/b/slot", b"2", mode={"e_tag": first["e_tag"]})
-    with pytest.raises(obstore.exceptions.PreconditionError):
-        obstore.put(store, "a/b/slot", b"3", mode={"e_tag": first["e_tag"]})
-    obstore.copy(store, "a/large", "copy")
-    found = obstore.list_with_delimiter(store, "a")
-    assert [entry["path"] for entry in found["objects"]] == ["a/large"]
-    assert list(found["common_prefixes"]) == ["a/b"]
-    pieces = obstore.get_ranges(store, "copy", starts=[0, 9 * MIB], ends=[10, 9 * MIB + 7])
-    assert [bytes(piece) for piece in pieces] == [body[:10], body[9 * MIB : 9 * MIB + 7]]
-    assert server.dump() == {"a/b/slot": b"2", "a/large": body, "copy": body}
-    obstore.delete(store, ["a/b/slot", "a/large", "copy"])
-    assert server.dump() == {}

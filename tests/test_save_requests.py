@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ckpt_storage import CheckpointStorageWriter, RetryPolicy, headstart, sending, verify
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.filewriter import ShardFileWriter
-from ckpt_storage.options import Engine, TransferOptions
+from ckpt_storage.options import TransferOptions
 from ckpt_storage.pacing import BUDGET, Pacer
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.s3server import FaultRule, S3Server
@@ -28,8 +28,6 @@ from ckpt_storage.workers import Aside, side_by_side
 
 MIB = 1 << 20
 PART_BYTES = 5 * MIB
-ENGINES: tuple[Engine, ...] = ("fsspec", "obstore")
-EACH_ENGINE = pytest.mark.parametrize("engine", ENGINES)
 
 
 @pytest.fixture
@@ -41,14 +39,13 @@ def server() -> Iterator[S3Server]:
 
 
 def save(
-    server: S3Server, state: dict[str, Any], engine: Engine, name: str = "run", **options: Any
+    server: S3Server, state: dict[str, Any], name: str = "run", **options: Any
 ) -> Counter[str]:
     """Save in this process alone; return how often each operation was asked for."""
     server.reset_counters()
     saving = CheckpointStorageWriter(
         f"s3://bkt/{name}",
         storage_options=options_of(server),
-        engine=engine,
         part_bytes=PART_BYTES,
         **{"retry": RetryPolicy(first_delay_s=0.0, max_delay_s=0.01), **options},
     )
@@ -61,19 +58,16 @@ def is_sound(server: S3Server, name: str = "run") -> bool:
     return verify(f"s3://bkt/{name}", storage_options=options_of(server)).ok
 
 
-@EACH_ENGINE
-def test_a_save_costs_its_parts_and_a_fixed_number_of_requests(
-    server: S3Server, engine: Engine
-) -> None:
+def test_a_save_costs_its_parts_and_a_fixed_number_of_requests(server: S3Server) -> None:
     """Neither more tensors nor more bytes cost anything but parts; nothing is listed.
 
     A shard file is one PUT, or one upload: begun once, completed once, a PUT for each part. Nobody
     looks whether it is there.
     """
-    save(server, {"t": torch.ones(3)}, engine, "before")  # finds out what the storage can do
-    few = save(server, {f"t{i}": torch.ones(3) for i in range(10)}, engine, "few")
-    many = save(server, {f"t{i}": torch.ones(3) for i in range(2000)}, engine, "many")
-    large = save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)}, engine, "large")
+    save(server, {"t": torch.ones(3)}, "before")  # finds out what the storage can do
+    few = save(server, {f"t{i}": torch.ones(3) for i in range(10)}, "few")
+    many = save(server, {f"t{i}": torch.ones(3) for i in range(2000)}, "many")
+    large = save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)}, "large")
     of_files = [request.op for request in server.requests if "distcp" in request.key]
     assert Counter(of_files) == {"create_upload": 1, "part": 5, "complete": 1}
     assert few == many
@@ -116,14 +110,10 @@ def pacers(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
     return Kept.made
 
 
-@EACH_ENGINE
 def test_a_storage_that_asks_for_less_gets_fewer_requests_at_a_time(
-    server: S3Server, engine: Engine, pacers: list[Kept]
+    server: S3Server, pacers: list[Kept]
 ) -> None:
-    """SlowDown lowers the number of parts under way, told or not, and the save succeeds.
-
-    obstore repeats parts by itself and tells nobody: that they come late is what can be seen.
-    """
+    """SlowDown lowers the number of parts under way, and the save succeeds."""
     server.faults(
         [
             FaultRule(op="part", action="delay", delay_s=0.02, times=8),
@@ -135,7 +125,6 @@ def test_a_storage_that_asks_for_less_gets_fewer_requests_at_a_time(
     save(
         server,
         state,
-        engine,
         thread_count=8,
         memory_limit_bytes=256 * MIB,
         # Far longer than a part takes on a busy machine.
@@ -148,20 +137,7 @@ def test_a_storage_that_asks_for_less_gets_fewer_requests_at_a_time(
     assert is_sound(server)
 
 
-def test_a_storage_that_answers_late_gets_more_requests_at_a_time(
-    server: S3Server, pacers: list[Kept]
-) -> None:
-    """Where a part sent in place takes neither memory nor a thread, latency is made up for."""
-    server.faults([FaultRule(op="part", action="delay", delay_s=0.3, times=0)])
-    save(server, {"w": torch.ones(40 * PART_BYTES, dtype=torch.uint8)}, "obstore")
-    (pacer,) = pacers
-    assert pacer.limits[0] == 8
-    assert max(pacer.limits) > 8
-    assert is_sound(server)
-
-
-@EACH_ENGINE
-def test_a_save_keeps_to_its_memory_limit(server: S3Server, engine: Engine) -> None:
+def test_a_save_keeps_to_its_memory_limit(server: S3Server) -> None:
     """With 64 MiB allowed, no more than that is ever claimed, and all of it is given back."""
     BUDGET.reset()
     limit_bytes = 64 * MIB
@@ -173,7 +149,7 @@ def test_a_save_keeps_to_its_memory_limit(server: S3Server, engine: Engine) -> N
         part_bytes=None,
         memory_limit_bytes=limit_bytes,
     )
-    store = open_store("s3://bkt/run", storage_options=options_of(server), engine=engine)
+    store = open_store("s3://bkt/run", storage_options=options_of(server))
     content = memoryview(bytes(range(256)) * (256 << 10))
     file = ShardFileWriter(
         store,
@@ -190,9 +166,8 @@ def test_a_save_keeps_to_its_memory_limit(server: S3Server, engine: Engine) -> N
     assert BUDGET.held_bytes == 0
 
 
-@EACH_ENGINE
 def test_parts_do_not_wait_for_the_claim_and_completion_does(
-    server: S3Server, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`begun.json` may come as late as the last part; that one, and what completes, wait for it."""
     names = []
@@ -214,7 +189,7 @@ def test_parts_do_not_wait_for_the_claim_and_completion_does(
             super().__init__(call if call.__name__ == "look" else late, is_remote=is_remote)
 
     monkeypatch.setattr(headstart, "Aside", Late)
-    save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)}, engine)
+    save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)})
     assert len(names) == 2
     assert names[0] == "look"
     asked = [(request.op, request.key.rpartition("/")[2]) for request in server.requests]
@@ -226,14 +201,13 @@ def test_parts_do_not_wait_for_the_claim_and_completion_does(
     assert is_sound(server)
 
 
-@EACH_ENGINE
-def test_an_attempt_that_cannot_be_claimed_leaves_nothing(server: S3Server, engine: Engine) -> None:
+def test_an_attempt_that_cannot_be_claimed_leaves_nothing(server: S3Server) -> None:
     """The save fails with the storage's own error, and neither a file nor an upload is left."""
-    save(server, {"t": torch.ones(3)}, engine, "before")
+    save(server, {"t": torch.ones(3)}, "before")
     before = server.dump()
     server.faults([FaultRule(op="put", key="begun", action="status", status=403, times=0)])
     with pytest.raises(CheckpointException, match=r"begun\.json"):
-        save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)}, engine)
+        save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)})
     assert server.dump() == before
     assert server.stats().open_uploads == 0
 
@@ -246,7 +220,7 @@ def test_documents_of_the_commit_and_what_follows_go_side_by_side(
     for order in IN_TURN:
         with monkeypatch.context() as patch:
             take_in_turn(patch, order)
-            save(server, {"t": torch.ones(3)}, "obstore", order.replace(" ", "-"))
+            save(server, {"t": torch.ones(3)}, order.replace(" ", "-"))
         groups[order] = [
             request.key.rpartition("/")[2]
             for request in server.requests
@@ -261,23 +235,6 @@ def test_documents_of_the_commit_and_what_follows_go_side_by_side(
     assert groups[IN_TURN[0]] == [*look, *begun, *files, *documents, *slot, *shown, *after]
     turned = [look[::-1], begun, files[::-1], documents[::-1], slot, shown, after[::-1]]
     assert groups[IN_TURN[1]] == [name for group in turned for name in group]
-
-
-@pytest.mark.parametrize(("engine", "part_count"), [("obstore", 5), ("fsspec", 8)])
-def test_parts_that_are_sent_in_place_are_larger_where_memory_is_short(
-    server: S3Server, engine: Engine, part_count: int
-) -> None:
-    """Of 64 MiB and eight threads a copied part gets the 5 MiB that S3 wants, another 8 MiB."""
-    server.reset_counters()
-    writer = CheckpointStorageWriter(
-        "s3://bkt/run",
-        storage_options=options_of(server),
-        engine=engine,
-        memory_limit_bytes=64 * MIB,
-    )
-    state = {"w": torch.ones(39 * MIB, dtype=torch.uint8)}
-    dcp.save(state, storage_writer=writer, no_dist=True)
-    assert server.stats().count["part"] == part_count
 
 
 def test_of_calls_side_by_side_the_first_failure_in_the_list_is_raised(server: S3Server) -> None:

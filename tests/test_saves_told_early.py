@@ -15,7 +15,7 @@ from ckpt_storage.board import LocalBoard
 from ckpt_storage.coordination import Coordinator
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.info import CheckpointInfo
-from ckpt_storage.options import Engine, RetryPolicy, Timeouts
+from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.saving import SaveOptions, run_save
 from ckpt_storage.testing.s3server import FaultRule, S3Server
 
@@ -37,9 +37,7 @@ def state_of(rank: int, value: int) -> dict[str, Any]:
     return {f"of-{rank}": torch.full((11 * MIB,), value, dtype=torch.uint8)}
 
 
-def save(
-    server: S3Server, value: int, engine: Engine = "obstore", *, overwrite: bool = True
-) -> list[Any]:
+def save(server: S3Server, value: int, *, overwrite: bool = True) -> list[Any]:
     """Save by two ranks, a thread each; return what each returned or raised."""
     board = LocalBoard()
     groups = [Coordinator(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
@@ -49,7 +47,6 @@ def save(
         def options() -> SaveOptions:
             return SaveOptions(
                 storage_options=options_of(server),
-                engine=engine,
                 overwrite=overwrite,
                 part_bytes=5 * MIB,
                 timeouts=Timeouts(plan=30, write=30, commit=30, silence=20),
@@ -84,42 +81,38 @@ def asked(server: S3Server) -> list[tuple[str, str]]:
     return [(request.op, request.key.rpartition("/")[2]) for request in server.requests]
 
 
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
 @pytest.mark.parametrize("late", ["__0_0", "__1_0"])
 def test_documents_do_not_wait_for_the_last_part_and_the_slot_does(
-    server: S3Server, engine: Engine, late: str
+    server: S3Server, late: str
 ) -> None:
     """While one rank's upload ends late, the other's and the save's documents are written."""
-    save(server, 1, engine)
+    save(server, 1)
     server.reset_counters()
     late_s = 4.0  # more than all else takes on a busy machine
     server.faults(
         [FaultRule(op="part", key=late, action="delay", delay_s=late_s, after=2, times=0)]
     )
-    assert all(isinstance(one, CheckpointInfo) for one in save(server, 2, engine))
+    assert all(isinstance(one, CheckpointInfo) for one in save(server, 2))
     files = [name for op, name in asked(server) if op in {"put", "complete"}]
     assert files.index("manifest.json") < files.index(f"{late}.distcp")
     assert files.index(f"{late}.distcp") < files.index("00000002.json")
     assert loaded(server) == [2, 2]
 
 
-@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_fails_after_it_was_told_is_not_committed(
-    server: S3Server, engine: Engine, rank: int
-) -> None:
+def test_what_fails_after_it_was_told_is_not_committed(server: S3Server, rank: int) -> None:
     """Both ranks raise and name the rank, no slot is taken, and the save before stays."""
-    save(server, 1, engine)
+    save(server, 1)
     server.reset_counters()
     rule = FaultRule(op="complete", key=f"__{rank}_0", action="status", status=403, times=0)
     server.faults([rule])
-    ended = save(server, 2, engine)
+    ended = save(server, 2)
     assert all(isinstance(error, CheckpointError) for error in ended), ended
     assert {error.rank for error in ended} == {rank}
     assert ("put", "00000002.json") not in asked(server)
     server.faults([])
     assert loaded(server) == [1, 1]
-    assert all(isinstance(one, CheckpointInfo) for one in save(server, 3, engine))
+    assert all(isinstance(one, CheckpointInfo) for one in save(server, 3))
     assert loaded(server) == [3, 3]
     assert server.stats().open_uploads == 0
 

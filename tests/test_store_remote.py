@@ -9,7 +9,6 @@ import pytest
 from servers import Running
 
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.options import Engine
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.remote import RemoteStore
@@ -26,18 +25,14 @@ def s3_server() -> Iterator[S3Server]:
         yield running
 
 
-def opened(
-    root: Running, *, request_timeout_s: float = REQUEST_TIMEOUT_S, engine: Engine = "fsspec"
-) -> RemoteStore:
+def opened(root: Running, *, request_timeout_s: float = REQUEST_TIMEOUT_S) -> RemoteStore:
     """Return a new store on a root, without retries."""
     location = Location.of(root.url, root.storage_options)
-    return RemoteStore(location, request_timeout_s=request_timeout_s, engine=engine)
+    return RemoteStore(location, request_timeout_s=request_timeout_s)
 
 
 class RemoteSuite(StoreSuite):
     """The suite on two stores of the root that the fixture `root` gives."""
-
-    engine: Engine = "fsspec"
 
     @pytest.fixture
     def root(self) -> Running:
@@ -47,12 +42,12 @@ class RemoteSuite(StoreSuite):
     @pytest.fixture
     def store(self, root: Running) -> Store:
         """A store on the root."""
-        return opened(root, engine=self.engine)
+        return opened(root)
 
     @pytest.fixture
     def other(self, root: Running) -> Store:
         """A second store, with a client of its own: another timeout makes another key."""
-        return opened(root, request_timeout_s=REQUEST_TIMEOUT_S + 1, engine=self.engine)
+        return opened(root, request_timeout_s=REQUEST_TIMEOUT_S + 1)
 
 
 class TestMemory(RemoteSuite):
@@ -90,25 +85,7 @@ class TestS3ServerBehindRetries(TestS3Server):
     @pytest.fixture
     def store(self, root: Running) -> Store:
         """A store as `open_store` makes it."""
-        return open_store(root.url, storage_options=root.storage_options, engine=self.engine)
-
-
-class TestMotoByObstore(TestMoto):
-    """S3 as moto has it, through the Rust client."""
-
-    engine: Engine = "obstore"
-
-
-class TestS3ServerByObstore(TestS3Server):
-    """S3 as our own strict server has it, through the Rust client."""
-
-    engine: Engine = "obstore"
-
-
-class TestS3ServerByObstoreBehindRetries(TestS3ServerBehindRetries):
-    """What users get where obstore is installed."""
-
-    engine: Engine = "obstore"
+        return open_store(root.url, storage_options=root.storage_options)
 
 
 class TestGcs(RemoteSuite):
@@ -127,12 +104,6 @@ class TestAzure(RemoteSuite):
     def root(self, azure_root: Running) -> Running:
         """A container of its own."""
         return azure_root
-
-
-class TestAzureByObstore(TestAzure):
-    """Azure Blob Storage as Azurite has it, through the Rust client."""
-
-    engine: Engine = "obstore"
 
 
 class TestWebdav(RemoteSuite):

@@ -17,11 +17,9 @@ from remote_tools import (
     PARTS,
     SECRET,
     emptied,
-    engine_now,
     plain,
     retrying,
     send,
-    served_by,
 )
 from servers import free_port
 
@@ -42,13 +40,6 @@ def shared() -> Iterator[S3Server]:
         yield running
 
 
-@pytest.fixture(params=["fsspec", "obstore"], autouse=True)
-def _engine(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test runs on both data planes."""
-    with served_by(request.param):
-        yield
-
-
 @pytest.fixture
 def server(shared: S3Server) -> S3Server:
     """The server with an empty bucket, no faults and no memory of requests."""
@@ -59,8 +50,7 @@ def server(shared: S3Server) -> S3Server:
 def test_expired_credentials_are_looked_up_again(server: S3Server) -> None:
     """A token that expired is renewed once per operation, by a client built anew."""
     store = retrying(server)
-    # A part is repeated by obstore itself, which asks for fresh credentials before they expire.
-    for op in ("put", "head|get", *(["part"] if engine_now() == "fsspec" else [])):
+    for op in ("put", "head|get", "part"):
         server.faults(
             [FaultRule(op=op, times=2 if op == "head|get" else 1, action="expired_token")]
         )
@@ -126,9 +116,7 @@ def test_an_unreachable_endpoint_is_named() -> None:
     """A refused connection says where to, proves that nothing was done, and may be retried."""
     port = free_port()
     options = {"key": "k", "secret": SECRET, "endpoint_url": f"http://127.0.0.1:{port}"}
-    store = RemoteStore(
-        Location.of("s3://bkt/run", options), request_timeout_s=20, engine=engine_now()
-    )
+    store = RemoteStore(Location.of("s3://bkt/run", options), request_timeout_s=20)
     with pytest.raises(StorageError) as caught:
         store.write("x", b"data")
     assert caught.value.kind == "connection"
@@ -209,9 +197,9 @@ import os, sys
 from ckpt_storage.store import Location
 from ckpt_storage.store.remote import RemoteStore
 
-endpoint, engine = sys.argv[1:]
+endpoint = sys.argv[1]
 options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
-store = RemoteStore(Location.of("s3://bkt/run", options), request_timeout_s=20, engine=engine)
+store = RemoteStore(Location.of("s3://bkt/run", options), request_timeout_s=20)
 store.write("parent", b"before")
 child = os.fork()
 if child == 0:
@@ -226,7 +214,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 def test_a_store_goes_on_in_a_child_of_fork(server: S3Server) -> None:
     """The child builds a client of its own; the parent's goes on as before."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORK]
-    subprocess.run([*command, server.endpoint_url, engine_now()], check=True, timeout=60)
+    subprocess.run([*command, server.endpoint_url], check=True, timeout=60)
     assert server.dump() == {"run/child": b"before", "run/parent": b"after"}
 
 

@@ -34,7 +34,7 @@ from ckpt_storage.filewriter import part_bytes_for
 from ckpt_storage.options import MIB, TransferOptions, default_memory_limit_bytes
 from ckpt_storage.store import Location, endpoint_of
 from ckpt_storage.store.base import Capabilities
-from ckpt_storage.store.dialect_obstore import capabilities_of
+from ckpt_storage.store.dialect_s3 import CAPABILITIES as S3_CAPABILITIES
 from ckpt_storage.store.local import LocalStore
 
 
@@ -224,7 +224,7 @@ def test_a_target_on_the_meta_device_is_refused(tmp_path: Path) -> None:
 def test_a_part_that_no_storage_takes_is_refused_before_it_is_sent() -> None:
     """S3 takes parts of up to 5 GiB, so a file of 48 TiB has to be several."""
     options = TransferOptions(part_bytes=6 << 30, memory_limit_bytes=1 << 60)
-    capabilities = capabilities_of("s3")
+    capabilities = S3_CAPABILITIES
     with pytest.raises(InvalidInputError, match="at most") as caught:
         part_bytes_for(capabilities, options, 10)
     assert "Lower part_bytes" in (caught.value.next_step or "")

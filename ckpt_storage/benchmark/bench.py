@@ -57,11 +57,10 @@ class Bench:
         """Return how the floor is called that does `what` by the plainest client of the storage."""
         return f"floor: {what}{self.plain.by}"
 
-    def options(self, engine: str) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Return what our saves and loads are called with."""
         chosen: dict[str, Any] = {
             "storage_options": self.root.storage_options,
-            "engine": engine,
             "memory_limit_bytes": self.settings.memory_limit_bytes,
         }
         return chosen
@@ -103,10 +102,9 @@ class Bench:
         )
 
 
-def our_name(engine: str, what: str = "") -> str:
-    """Return how the contender is called that does `what` with this data plane."""
-    name = f"ckpt_storage, {what}" if what else "ckpt_storage"
-    return name if engine == "auto" else f"{name}, {engine}"
+def our_name(what: str = "") -> str:
+    """Return how our contender is called that does `what`."""
+    return f"ckpt_storage, {what}" if what else "ckpt_storage"
 
 
 def put_own(bench: Bench, state: State, folder: str) -> None:

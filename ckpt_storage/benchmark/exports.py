@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_storage.consolidating import consolidate
 from ckpt_storage.consolidation.options import ConsolidateOptions
-from ckpt_storage.options import DEFAULT_MEMORY_LIMIT_BYTES, Engine, PageCache
+from ckpt_storage.options import DEFAULT_MEMORY_LIMIT_BYTES, PageCache
 from ckpt_storage.saving import save
 
 from .bench import Bench, our_name, put_own
@@ -33,7 +33,7 @@ def _through(bench: Bench, state: State, source: str, output: str) -> None:
 def measure_export(bench: Bench) -> Comparison:
     """Measure the Hugging Face export of a checkpoint to the storage that it lies on."""
     state = bench.state(filled=True)
-    save(state, bench.root.join("export").target, **bench.options(bench.settings.engines[0]))
+    save(state, bench.root.join("export").target, **bench.options())
     put_own(bench, state, "export-floor-in")
     dist.barrier()
     contenders = [
@@ -44,11 +44,10 @@ def measure_export(bench: Bench) -> Comparison:
         ),
         *(
             Contender(
-                name=our_name(engine, how),
-                run=functools.partial(_consolidate, bench, engine, page_cache),
+                name=our_name(how),
+                run=functools.partial(_consolidate, bench, page_cache),
                 after=functools.partial(bench.clear, "export-hf"),
             )
-            for engine in bench.settings.engines
             for how, page_cache in _page_caches(bench)
         ),
     ]
@@ -78,8 +77,8 @@ def _page_caches(bench: Bench) -> list[tuple[str, PageCache]]:
     return [*found, ("export dropped", "drop")] if bench.root.is_local else found
 
 
-def _consolidate(bench: Bench, engine: Engine, page_cache: PageCache) -> None:
-    options = bench.options(engine)
+def _consolidate(bench: Bench, page_cache: PageCache) -> None:
+    options = bench.options()
     limit_bytes = options.pop("memory_limit_bytes") or DEFAULT_MEMORY_LIMIT_BYTES
     consolidate(
         bench.root.join("export").target,
@@ -172,17 +171,16 @@ def measure_save_export(bench: Bench) -> Comparison:
         ),
         *(
             Contender(
-                name=our_name(engine, how),
+                name=our_name(how),
                 run=functools.partial(
                     save,
                     state,
                     bench.root.join("chain").target,
                     consolidate=ConsolidateOptions(page_cache=page_cache),
-                    **bench.options(engine),
+                    **bench.options(),
                 ),
                 after=functools.partial(clear, "chain"),
             )
-            for engine in bench.settings.engines
             for how, page_cache in _page_caches(bench)
         ),
     ]

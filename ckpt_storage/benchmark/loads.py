@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from ckpt_storage.checkpoint import open_checkpoint
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.loading import load
-from ckpt_storage.options import Engine
 from ckpt_storage.reader import CheckpointStorageReader
 from ckpt_storage.saving import save
 from ckpt_storage.store import open_store
@@ -47,7 +46,6 @@ def measure_load(
     target_sharding: Literal["rows", "columns"] | None = None,
 ) -> Comparison:
     """Measure a load of the whole state, into the sharding it was saved with or into another."""
-    settings = bench.settings
     state = bench.state(filled=True)
     target = bench.state(filled=False, sharding=target_sharding)
     expected = bench.state(filled=True, sharding=target_sharding) if target_sharding else state
@@ -65,14 +63,13 @@ def measure_load(
         return Contender(name=name, run=run, before=before, after=functools.partial(checked, name))
 
     put_own(bench, state, "load-floor")
-    first = settings.engines[0]
     ours_at = bench.root.join("load-ours")
-    save(state, ours_at.target, **bench.options(first))
+    save(state, ours_at.target, **bench.options())
     peers = bench.peers
     for peer in peers:
         peer.save(state, bench.root.join(f"load-{peers.index(peer)}"))
     dist.barrier()
-    reader = CheckpointStorageReader(ours_at.target, **bench.options(first))
+    reader = CheckpointStorageReader(ours_at.target, **bench.options())
     metadata = stock_metadata(reader.read_metadata())
     floor = functools.partial(get_own, bench, target, "load-floor")
     checked_floor = functools.partial(get_own, bench, target, "load-floor", seen=checksum)
@@ -90,13 +87,7 @@ def measure_load(
             _BY_DCP,
             lambda: dcp.load(dict(target), storage_reader=PlainReader(metadata, checked_floor)),
         ),
-        *(
-            contender(
-                our_name(engine),
-                functools.partial(load, target, ours_at.target, **bench.options(engine)),
-            )
-            for engine in settings.engines
-        ),
+        contender(our_name(), functools.partial(load, target, ours_at.target, **bench.options())),
         *(
             contender(
                 peer.name,
@@ -153,7 +144,7 @@ def measure_partial(bench: Bench) -> Comparison:
     """
     state = bench.state(filled=True, sharding="rows")
     at = bench.root.join("partial")
-    save(state, at.target, **bench.options(bench.settings.engines[0]))
+    save(state, at.target, **bench.options())
     peers = bench.peers
     for number, peer in enumerate(peers):
         peer.save(state, bench.root.join(f"partial-{number}"))
@@ -163,16 +154,13 @@ def measure_partial(bench: Bench) -> Comparison:
     rows = min(_PARTIAL_ROWS, state[_PARTIAL_FQN].shape[0] // 2)
     buffer = memoryview(bytearray(rows * row_bytes))
 
-    opened = {
-        engine: open_checkpoint(at.target, **bench.options(engine))
-        for engine in bench.settings.engines
-    }
+    opened = open_checkpoint(at.target, **bench.options())
 
     def alone(action: Callable[[], object]) -> Callable[[], object]:
         return action if bench.rank == 0 else lambda: None
 
-    def anew(engine: Engine) -> None:
-        with open_checkpoint(at.target, **bench.options(engine)) as checkpoint:
+    def anew() -> None:
+        with open_checkpoint(at.target, **bench.options()) as checkpoint:
             checkpoint[_PARTIAL_FQN][:rows]
 
     def one_key(peer: Peer, number: int) -> None:
@@ -184,19 +172,11 @@ def measure_partial(bench: Bench) -> Comparison:
             name=bench.floor("read"),
             run=alone(lambda: bench.plain.get("partial-floor/0", [buffer])),
         ),
-        *(
-            Contender(
-                name=our_name(engine, "already open"),
-                run=alone(lambda checkpoint=checkpoint: checkpoint[_PARTIAL_FQN][:rows]),  # type: ignore[misc]  # bound
-            )
-            for engine, checkpoint in opened.items()
+        Contender(
+            name=our_name("already open"),
+            run=alone(lambda: opened[_PARTIAL_FQN][:rows]),
         ),
-        *(
-            Contender(
-                name=our_name(engine, "opened anew"), run=alone(functools.partial(anew, engine))
-            )
-            for engine in opened
-        ),
+        Contender(name=our_name("opened anew"), run=alone(anew)),
         *(
             Contender(
                 name=f"{peer.name}, all of it",
@@ -206,8 +186,7 @@ def measure_partial(bench: Bench) -> Comparison:
         ),
     ]
     found = bench.compare("one slice of a tensor", len(buffer), contenders)
-    for checkpoint in opened.values():
-        checkpoint.close()
+    opened.close()
     for folder in ("partial", "partial-floor", *(f"partial-{at}" for at in range(len(peers)))):
         bench.clear(folder)
     return found
@@ -219,7 +198,7 @@ def measure_verify(
     """Measure a check of every byte, by one rank, against one that only reads every file."""
     state = bench.state(filled=True)
     at = bench.root.join("verify")
-    save(state, at.target, **bench.options(bench.settings.engines[0]))
+    save(state, at.target, **bench.options())
     dist.barrier()
     store = open_store(at)
     sizes = {f"verify/{entry.path}": entry.size_bytes for entry in store.list("")}
@@ -242,8 +221,8 @@ def measure_verify(
             if size_bytes:
                 bench.plain.get(path, [*[buffer] * whole, buffer[:rest]], seen=seen)
 
-    def checked(engine: Engine) -> None:
-        found = verify(at.target, **bench.options(engine))
+    def checked() -> None:
+        found = verify(at.target, **bench.options())
         if not found.ok:
             raise RuntimeError(f"verify found {found.problems[0].message}")
 
@@ -254,14 +233,7 @@ def measure_verify(
             before=before,
         ),
         Contender(name=_CHECKED, run=alone(functools.partial(read_all, checksum)), before=before),
-        *(
-            Contender(
-                name=our_name(engine),
-                run=alone(functools.partial(checked, engine)),
-                before=before,
-            )
-            for engine in bench.settings.engines
-        ),
+        Contender(name=our_name(), run=alone(checked), before=before),
     ]
     found = bench.compare(what, sum(sizes.values()), contenders, checked=_CHECKED)
     bench.clear("verify")

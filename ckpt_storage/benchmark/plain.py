@@ -1,7 +1,7 @@
 """The floor of a storage: its bytes moved by the plainest fast code, with no format around them.
 
-A local disk gets one write and one fsync a file, and reads into place. S3 gets the Rust client of
-`obstore`, whatever else fsspec's file system. Knows no checkpoint. Called by `scenarios`.
+A local disk gets one write and one fsync a file, and reads into place. Other storages get whole
+objects and ranges through fsspec's file system.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ckpt_storage.checksums import crcs_of_blocks
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
@@ -162,102 +162,6 @@ class PlainDisk:
                 os.close(descriptor)
 
 
-class PlainObstore:
-    """Objects on S3 through the Rust client, parts and ranges eight at a time."""
-
-    put_name = "put"
-    by = " by obstore alone"
-
-    def __init__(self, location: Location) -> None:
-        from obstore.store import S3Store  # noqa: PLC0415  # an optional package
-
-        self._buffer = bytearray()
-        self._rest = PlainFsspec(location)
-        options = location.storage_options
-        inner: Mapping[str, Any] = options.get("client_kwargs", {})
-        bucket, _, prefix = location.target.partition("://")[2].partition("/")
-        endpoint = inner.get("endpoint_url") or options.get("endpoint_url")
-        config: dict[str, Any] = {
-            "access_key_id": options.get("key"),
-            "secret_access_key": options.get("secret"),
-            "session_token": options.get("token"),
-            "endpoint": endpoint,
-            "region": inner.get("region_name"),
-            "unsigned_payload": True,
-        }
-        known = {key: value for key, value in config.items() if value is not None}
-        is_plain = str(endpoint or "").startswith("http://")
-        self._store = S3Store(
-            bucket,
-            prefix=prefix or None,
-            client_options={"allow_http": is_plain, "timeout": "600s"},
-            **known,
-        )
-
-    def put(self, path: str, views: Sequence[memoryview]) -> None:
-        """Upload in parts."""
-        import obstore  # noqa: PLC0415  # an optional package
-
-        pieces = (
-            view[at : at + _PART_BYTES] for view in views for at in range(0, len(view), _PART_BYTES)
-        )
-        obstore.put(
-            self._store,
-            path,
-            pieces,
-            use_multipart=True,
-            chunk_size=_PART_BYTES,
-            max_concurrency=_AT_ONCE,
-        )
-
-    def get(
-        self, path: str, views: Sequence[memoryview], start: int = 0, *, seen: Seen | None = None
-    ) -> None:
-        """Read ranges and copy them into place."""
-        import obstore  # noqa: PLC0415  # an optional package
-
-        def fetch(begin: int, length: int) -> memoryview:
-            return memoryview(obstore.get_range(self._store, path, start=begin, length=length))
-
-        _in_parallel(fetch, views, start, seen)
-
-    def whole(self, path: str, size_bytes: int) -> memoryview:
-        """Read a file into the buffer."""
-        self._buffer = _at_least(self._buffer, size_bytes)
-        view = memoryview(self._buffer)[:size_bytes]
-        self.get(path, [view])
-        return view
-
-    def through(self, source: str, output: str) -> None:
-        """Read ranges and upload each as it comes."""
-        import obstore  # noqa: PLC0415  # an optional package
-
-        total_bytes = int(obstore.head(self._store, source)["size"])
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            starts = range(0, total_bytes, _PART_BYTES)
-            pieces = threads.map(
-                lambda start: obstore.get_range(
-                    self._store,
-                    source,
-                    start=start,
-                    end=min(start + _PART_BYTES, total_bytes),
-                ),
-                starts,
-            )
-            obstore.put(
-                self._store,
-                output,
-                pieces,
-                use_multipart=True,
-                chunk_size=_PART_BYTES,
-                max_concurrency=_AT_ONCE,
-            )
-
-    def clear(self, folder: str) -> None:
-        """Remove a folder."""
-        self._rest.clear(folder)
-
-
 class PlainFsspec:
     """Files on anything that fsspec reaches."""
 
@@ -355,9 +259,4 @@ def plain_storage(location: Location) -> Plain:
     """Return the floor of the storage at `location`."""
     if location.is_local:
         return PlainDisk(location.target)
-    if location.protocol == "s3":
-        try:
-            return PlainObstore(location)
-        except ImportError:
-            pass
     return PlainFsspec(location)

@@ -77,10 +77,8 @@ def heading(facts: Mapping[str, Any]) -> str:
     bandwidth = facts.get("bandwidth_bytes_s")
     link = f", a link of {bandwidth * 8 / 1e9:g} Gbit/s" if bandwidth else ""
     pause = f" {facts['pause_s']:g} s apart" if facts.get("pause_s") else ""
-    taken = facts.get("auto_engine")
-    engine = f", auto takes {taken}" if taken else ""
     return (
-        f"{facts['storage']}{engine}{latency}{link}; {facts['rank_count']} ranks, "
+        f"{facts['storage']}{latency}{link}; {facts['rank_count']} ranks, "
         f"{facts['run_count']} runs{pause}, "
         f"{facts['processor_count']} processors, load {facts['load_average']:.1f}, "
         f"torch {facts['torch']}, Python {facts['python']}"

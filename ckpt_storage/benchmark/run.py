@@ -25,9 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location
-from ckpt_storage.store.remote import RemoteStore
 
 from .bench import Bench
 from .compare import Comparison
@@ -142,7 +140,6 @@ def _measure(
 def _facts(settings: BenchSettings, root: Location) -> dict[str, Any]:
     return {
         "storage": root.protocol,
-        "auto_engine": _auto_engine(root),
         "left_out": left_out(root) if settings.peers else [],
         "rank_count": settings.rank_count,
         "run_count": settings.run_count,
@@ -156,14 +153,3 @@ def _facts(settings: BenchSettings, root: Location) -> dict[str, Any]:
         "processor_count": os.cpu_count(),
         "load_average": os.getloadavg()[0],
     }
-
-
-def _auto_engine(root: Location) -> str | None:
-    """Return the data plane that `engine="auto"` takes there; None: a path needs none."""
-    if root.is_local:
-        return None
-    store = RemoteStore(root, request_timeout_s=Timeouts().request, engine="auto")
-    try:
-        return store.engine
-    finally:
-        store.close()

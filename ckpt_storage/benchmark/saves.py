@@ -39,15 +39,9 @@ def measure_save(bench: Bench) -> Comparison:
         run=functools.partial(put_own, bench, state, "save-floor"),
         after=functools.partial(bench.clear, "save-floor"),
     )
-    ours = [
-        contender(
-            our_name(engine),
-            lambda folder, engine=engine: save(state, folder.target, **bench.options(engine)),  # type: ignore[misc]  # bound
-        )
-        for engine in bench.settings.engines
-    ]
+    ours = contender(our_name(), lambda folder: save(state, folder.target, **bench.options()))
     peers = [contender(peer.name, functools.partial(peer.save, state)) for peer in bench.peers]
-    return bench.compare("save", state_bytes(state), [floor, *ours, *peers])
+    return bench.compare("save", state_bytes(state), [floor, ours, *peers])
 
 
 def measure_stall(bench: Bench) -> Comparison:
@@ -85,17 +79,16 @@ def measure_stall(bench: Bench) -> Comparison:
 
         return start
 
-    first = bench.settings.engines[0]
-    options = bench.options(first)
+    options = bench.options()
     with AsyncSaver(mode="thread") as threads, AsyncSaver(mode="process") as processes:
         contenders = [
             Contender(name="floor: one memcpy", run=copy),
             contender(
-                our_name(first, "thread"),
+                our_name("thread"),
                 lambda folder: threads.save(state, folder.target, **options).result,
             ),
             contender(
-                our_name(first, "process"),
+                our_name("process"),
                 lambda folder: processes.save(state, folder.target, **options).result,
             ),
         ]

@@ -38,7 +38,7 @@ class BenchSettings:
     url: a folder on the storage to measure; the bench works in a new folder below it.
     gib: size of the whole state, in GiB; run_count: measured runs of each contender, after one
     that warms up. pause_s: seconds to wait before each run, so that all of them find the machine
-    alike. engines: data planes of ours to compare. peers: measure stock torch and the
+    alike. peers: measure stock torch and the
     AWS connector too, where they can reach the storage. latency_s: seconds that the bench's own
     S3 server waits before it serves a request. bandwidth_bytes_s: what that server's link carries
     each way, None where nothing bounds it. memory_curves: look at the memory of a
@@ -53,7 +53,6 @@ class BenchSettings:
     small_count: int = 5_500
     run_count: int = 5
     pause_s: float = 0.0
-    engines: Sequence[Literal["auto", "fsspec", "obstore"]] = ("auto",)
     sharding: Literal["rows", "columns"] = "rows"
     peers: bool = False
     memory_limit_bytes: int | None = None

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage.loading import load
-from ckpt_storage.options import Engine
 from ckpt_storage.reader import CheckpointStorageReader
 from ckpt_storage.saving import save
 from ckpt_storage.writer import CheckpointStorageWriter
@@ -71,12 +70,11 @@ def measure_small_save(bench: Bench) -> Comparison:
         bench.clear("small")
 
     at = bench.root.join("small")
-    engines = bench.settings.engines
     floor = bench.floor(bench.plain.put_name)
     clock = bench.meter.plugins
 
-    def by_dcp(engine: Engine) -> None:
-        writer = CheckpointStorageWriter(at.target, **bench.options(engine))
+    def by_dcp() -> None:
+        writer = CheckpointStorageWriter(at.target, **bench.options())
         dcp.save(dict(state), storage_writer=clock.of(writer))
 
     contenders = [
@@ -87,21 +85,11 @@ def measure_small_save(bench: Bench) -> Comparison:
             run=functools.partial(put_own, bench, state, "small"),
             after=clear,
         ),
-        *(
-            Contender(
-                name=our_name(engine, "dcp.save"),
-                run=functools.partial(by_dcp, engine),
-                after=clear,
-            )
-            for engine in engines
-        ),
-        *(
-            Contender(
-                name=our_name(engine, "save"),
-                run=functools.partial(save, state, at.target, **bench.options(engine)),
-                after=clear,
-            )
-            for engine in engines
+        Contender(name=our_name("dcp.save"), run=by_dcp, after=clear),
+        Contender(
+            name=our_name("save"),
+            run=functools.partial(save, state, at.target, **bench.options()),
+            after=clear,
         ),
         *(
             Contender(
@@ -116,7 +104,7 @@ def measure_small_save(bench: Bench) -> Comparison:
         contenders,
         floor=floor,
         deducted=PLANNER,
-        whole=frozenset(our_name(engine, "save") for engine in engines),
+        whole=frozenset({our_name("save")}),
         idle=frozenset({PLANNER, _NOTHING}),
     )
 
@@ -126,8 +114,7 @@ def measure_small_load(bench: Bench) -> Comparison:
     state = small_state(bench.settings.small_count, filled=True)
     target = small_state(bench.settings.small_count, filled=False)
     at = bench.root.join("small-ours")
-    engines = bench.settings.engines
-    options = bench.options(engines[0])
+    options = bench.options()
     save(state, at.target, **options)
     put_own(bench, state, "small-floor")
     peers = bench.peers
@@ -145,8 +132,8 @@ def measure_small_load(bench: Bench) -> Comparison:
     def contender(name: str, run: Callable[[], object]) -> Contender:
         return Contender(name=name, run=run, after=functools.partial(checked, name))
 
-    def by_dcp(engine: Engine) -> None:
-        reader = CheckpointStorageReader(at.target, **bench.options(engine))
+    def by_dcp() -> None:
+        reader = CheckpointStorageReader(at.target, **bench.options())
         dcp.load(dict(target), storage_reader=clock.of(reader))
 
     floor = bench.floor("read into place")
@@ -157,17 +144,8 @@ def measure_small_load(bench: Bench) -> Comparison:
             run=lambda: dcp.load(dict(target), storage_reader=NullReader(metadata)),
         ),
         contender(floor, functools.partial(get_own, bench, target, "small-floor")),
-        *(
-            contender(our_name(engine, "dcp.load"), functools.partial(by_dcp, engine))
-            for engine in engines
-        ),
-        *(
-            contender(
-                our_name(engine, "load"),
-                functools.partial(load, target, at.target, **bench.options(engine)),
-            )
-            for engine in engines
-        ),
+        contender(our_name("dcp.load"), by_dcp),
+        contender(our_name("load"), functools.partial(load, target, at.target, **options)),
         *(
             contender(
                 peer.name,
@@ -182,7 +160,7 @@ def measure_small_load(bench: Bench) -> Comparison:
         contenders,
         floor=floor,
         deducted=PLANNER,
-        whole=frozenset(our_name(engine, "load") for engine in engines),
+        whole=frozenset({our_name("load")}),
         idle=frozenset({PLANNER, _NOTHING}),
     )
     for folder in ("small-ours", "small-floor", *(f"small-{n}" for n in range(len(peers)))):

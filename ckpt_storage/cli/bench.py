@@ -54,13 +54,6 @@ _SCENARIOS = (
 @click.option(
     "--small", "small_count", default=5_500, show_default=True, help="Number of small tensors."
 )
-@click.option(
-    "--engine",
-    "engines",
-    multiple=True,
-    type=click.Choice(["auto", "fsspec", "obstore"]),
-    help="Data plane of ours; may be repeated to compare them.",
-)
 @click.option("--sharding", type=click.Choice(["rows", "columns"]), default="rows")
 @click.option("--peers", is_flag=True, help="Measure stock torch and the AWS connector too.")
 @click.option(
@@ -102,7 +95,6 @@ def bench(  # noqa: PLR0913  # one argument an option
     run_count: int,
     pause_s: float,
     small_count: int,
-    engines: Sequence[Any],
     sharding: Any,  # noqa: ANN401  # click has checked it
     peers: bool,
     serve: bool,
@@ -157,7 +149,6 @@ def bench(  # noqa: PLR0913  # one argument an option
             small_count=small_count,
             run_count=run_count,
             pause_s=pause_s,
-            engines=engines or ("auto",),
             sharding=sharding,
             peers=peers,
             memory_limit_bytes=memory_limit_bytes,

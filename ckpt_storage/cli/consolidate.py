@@ -20,7 +20,6 @@ from .exits import SOUND
 from .options import (
     byte_count,
     common,
-    engine_option,
     json_option,
     memory_option,
     page_cache_option,
@@ -30,7 +29,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ckpt_storage.consolidation.report import ConsolidationReport
-    from ckpt_storage.options import Engine, PageCache
+    from ckpt_storage.options import PageCache
 
 __all__ = ["consolidate"]
 
@@ -53,7 +52,6 @@ _MEETING_S = 300.0
     show_default=True,
     help="What happens to aliases of tied tensors.",
 )
-@engine_option
 @memory_option
 @page_cache_option
 @json_option
@@ -70,7 +68,6 @@ def consolidate(  # one parameter for each option
     exclude: tuple[str, ...],
     rename: tuple[str, ...],
     tied: Literal["drop", "keep"],
-    engine: Engine,
     memory_limit_bytes: int | None,
     page_cache: PageCache,
     as_json: bool,
@@ -101,7 +98,6 @@ def consolidate(  # one parameter for each option
             output_storage_options=output_storage_options,
             timeout=timeout,
             progress=output.shows_progress(),
-            engine=engine,
             memory_limit_bytes=memory_limit_bytes,
             page_cache=page_cache,
         )

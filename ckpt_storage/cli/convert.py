@@ -16,7 +16,6 @@ from .exits import SOUND
 from .options import (
     byte_count,
     common,
-    engine_option,
     json_option,
     memory_option,
     page_cache_option,
@@ -26,7 +25,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ckpt_storage.converting import TargetFormat
-    from ckpt_storage.options import Engine, PageCache
+    from ckpt_storage.options import PageCache
 
 __all__ = ["convert"]
 
@@ -53,7 +52,6 @@ _FORMATS = ("ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save
 @click.option(
     "--unsafe-pickle", is_flag=True, help="Unpickle anything: runs code of whoever wrote SRC."
 )
-@engine_option
 @memory_option
 @page_cache_option
 @json_option
@@ -71,7 +69,6 @@ def convert(  # one parameter for each option
     overwrite: bool,
     max_file_bytes: str,
     unsafe_pickle: bool,
-    engine: Engine,
     memory_limit_bytes: int | None,
     page_cache: PageCache,
     as_json: bool,
@@ -100,7 +97,6 @@ def convert(  # one parameter for each option
         destination_storage_options=destination_storage_options,
         timeout=timeout,
         progress=output.shows_progress(),
-        engine=engine,
         memory_limit_bytes=memory_limit_bytes or DEFAULT_MEMORY_LIMIT_BYTES,
         page_cache=page_cache,
     )

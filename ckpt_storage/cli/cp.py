@@ -13,7 +13,6 @@ from . import output
 from .exits import FOUND, SOUND
 from .options import (
     common,
-    engine_option,
     json_option,
     memory_option,
     page_cache_option,
@@ -24,7 +23,7 @@ from .options import (
 if TYPE_CHECKING:
     from ckpt_storage.copying import CopyReport
     from ckpt_storage.filecopies import Copies
-    from ckpt_storage.options import Engine, PageCache
+    from ckpt_storage.options import PageCache
 
 __all__ = ["cp"]
 
@@ -41,7 +40,6 @@ __all__ = ["cp"]
     help="Whether the storage copies by itself what it can.",
 )
 @click.option("--threads", "thread_count", type=click.IntRange(min=1), help="Requests in flight.")
-@engine_option
 @memory_option
 @page_cache_option
 @json_option
@@ -55,7 +53,6 @@ def cp(  # one parameter for each option
     overwrite: bool,
     copies: Copies,
     thread_count: int | None,
-    engine: Engine,
     memory_limit_bytes: int | None,
     page_cache: PageCache,
     as_json: bool,
@@ -78,7 +75,6 @@ def cp(  # one parameter for each option
         overwrite=overwrite,
         copies=copies,
         thread_count=thread_count,
-        engine=engine,
         memory_limit_bytes=memory_limit_bytes,
         page_cache=page_cache,
         timeout=timeout,

@@ -18,7 +18,6 @@ __all__ = [
     "common",
     "complete_fqn",
     "duration_s",
-    "engine_option",
     "fqn_argument",
     "json_option",
     "memory_option",
@@ -98,19 +97,6 @@ def json_option(command: Command) -> Command:
     """Add `--json`; the command gets `as_json`."""
     option = click.option(
         "--json", "as_json", is_flag=True, help="Print one JSON object with documented keys."
-    )
-    decorated: Command = option(command)
-    return decorated
-
-
-def engine_option(command: Command) -> Command:
-    """Add `--engine`."""
-    option = click.option(
-        "--engine",
-        type=click.Choice(["auto", "fsspec", "obstore"]),
-        default="auto",
-        show_default=True,
-        help="Client of remote storages.",
     )
     decorated: Command = option(command)
     return decorated

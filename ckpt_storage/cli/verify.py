@@ -13,7 +13,6 @@ from . import output
 from .exits import FOUND, SOUND
 from .options import (
     common,
-    engine_option,
     json_option,
     memory_option,
     storage_options,
@@ -21,7 +20,6 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ckpt_storage.options import Engine
     from ckpt_storage.verification import VerifyReport
 
 __all__ = ["verify"]
@@ -33,7 +31,6 @@ __all__ = ["verify"]
     "--shallow", is_flag=True, help="Check documents and lengths of files; read no tensor."
 )
 @click.option("--threads", "thread_count", type=click.IntRange(min=1), help="Reads in flight.")
-@engine_option
 @memory_option
 @json_option
 @storage_options()
@@ -43,7 +40,6 @@ def verify(
     *,
     shallow: bool,
     thread_count: int | None,
-    engine: Engine,
     memory_limit_bytes: int | None,
     as_json: bool,
     storage_options: dict[str, Any] | None,
@@ -62,7 +58,6 @@ def verify(
         deep=not shallow,
         storage_options=storage_options,
         thread_count=thread_count,
-        engine=engine,
         memory_limit_bytes=memory_limit_bytes,
         timeout=timeout,
         progress=output.shows_progress(),

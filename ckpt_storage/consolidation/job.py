@@ -19,7 +19,6 @@ from ckpt_storage.options import (
     DEFAULT_MEMORY_LIMIT_BYTES,
     DEFAULT_PART_BYTES,
     MIB,
-    Engine,
     Phase,
     RetryPolicy,
     Timeouts,
@@ -85,7 +84,6 @@ class ConsolidateJob:
     ties: Mapping[str, str] | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
     retry: RetryPolicy = field(default_factory=RetryPolicy)
-    engine: Engine = "auto"
     copies: Copies = "auto"
     thread_count: int | None = None
     slot: int | None = None

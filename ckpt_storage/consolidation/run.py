@@ -87,7 +87,7 @@ def run_consolidate(ranks: Ranks, job: ConsolidateJob) -> ConsolidationReport:
     before anything was written; `IntegrityError`, `StorageError`, `PhaseTimeoutError`,
     `ConsolidationError` if another consolidation took the folder over.
     """
-    opened = partial(open_store, engine=job.engine, timeouts=job.timeouts, retry=job.retry)
+    opened = partial(open_store, timeouts=job.timeouts, retry=job.retry)
     source_store = opened(job.source)
     target = opened(job.output, page_cache=job.options.page_cache or "keep")
     try:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.options import Engine, PageCache, RetryPolicy, Timeouts, check_page_cache
+from ckpt_storage.options import PageCache, RetryPolicy, Timeouts, check_page_cache
 
 from .location import Location, anchored
 
@@ -40,7 +40,6 @@ def open_store(  # all but the first are named
     commit_location: Location | None = None,
     sync_files: bool = True,
     page_cache: PageCache = "keep",
-    engine: Engine = "auto",
     timeouts: Timeouts | None = None,
     retry: RetryPolicy | None = None,
 ) -> Store:
@@ -48,16 +47,10 @@ def open_store(  # all but the first are named
 
     Nothing is asked of the storage yet. Commit objects go to `commit_location` if it is given
     (see `split`). `sync_files=False` leaves out fsync on local paths, `page_cache="drop"` has
-    uploads there leave nothing in the kernel's cache. `engine` is the data
-    plane of remote ones: "auto" takes obstore where it is installed and every option means the same
-    to it, else fsspec, and logs which and why.
+    uploads there leave nothing in the kernel's cache.
     With a `Location`, `storage_options` must not be given again. Raises
     `InvalidInputError`.
     """
-    if engine not in get_args(Engine):
-        raise InvalidInputError(
-            f"engine is {engine!r}.", next_step="Give 'auto', 'fsspec' or 'obstore'."
-        )
     if isinstance(url, Location):
         if storage_options is not None:
             raise InvalidInputError(
@@ -77,8 +70,6 @@ def open_store(  # all but the first are named
             sync_files=sync_files,
             page_cache=page_cache,
             request_timeout_s=request_timeout_s,
-            engine=engine,
-            policy=retry,
         ),
         policy=retry,
         request_timeout_s=request_timeout_s,
@@ -86,9 +77,7 @@ def open_store(  # all but the first are named
     if commit_location is not None:
         from .split import SplitStore  # noqa: PLC0415  # few need it
 
-        commits = open_store(
-            commit_location, sync_files=sync_files, engine=engine, timeouts=timeouts, retry=retry
-        )
+        commits = open_store(commit_location, sync_files=sync_files, timeouts=timeouts, retry=retry)
         store = SplitStore(store, commits)
     return store
 
@@ -99,8 +88,6 @@ def _plain_store(
     sync_files: bool,
     page_cache: PageCache,
     request_timeout_s: float,
-    engine: Engine,
-    policy: RetryPolicy | None,
 ) -> Store:
     if location.is_local:
         from .local import LocalStore  # noqa: PLC0415  # stores load when one is opened
@@ -108,4 +95,4 @@ def _plain_store(
         return LocalStore(location.target, sync_files=sync_files, page_cache=page_cache)
     from .remote import RemoteStore  # noqa: PLC0415  # stores load when one is opened
 
-    return RemoteStore(location, request_timeout_s=request_timeout_s, engine=engine, policy=policy)
+    return RemoteStore(location, request_timeout_s=request_timeout_s)

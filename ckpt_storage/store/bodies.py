@@ -1,7 +1,7 @@
 """The body of a request out of several views, without joining them; and whether to sign it.
 
 Knows how botocore reads a body to sign it and how aiohttp sends one; knows no request. Called by
-`dialect_s3_requests`, `dialect_s3` and `obstore_s3`.
+`dialect_s3_requests` and `dialect_s3`.
 """
 
 from __future__ import annotations

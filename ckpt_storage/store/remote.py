@@ -1,4 +1,4 @@
-"""The store on anything that fsspec or obstore reaches: one thin body over a dialect for each.
+"""The store on anything that fsspec reaches: one thin body over a dialect for each.
 
 Knows paths below a root and which errors mean what to a caller; knows no request of any
 storage. Called by `open_store`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from ckpt_storage.errors import (
     CheckpointError,
@@ -17,7 +17,6 @@ from ckpt_storage.errors import (
     StorageError,
     UnsupportedByStoreError,
 )
-from ckpt_storage.options import Engine, RetryPolicy
 
 from .base import (
     Arrived,
@@ -34,14 +33,9 @@ from .base import (
 from .bounds import TooLongError, too_long
 from .clients import Client
 from .dialect import Dialect, SharedDialect, client_options, dialect_for
-from .engine import obstore_client
 from .location import Location
 from .mapping import Operation, map_error
-from .obstore_client import is_cut_off
 from .remote_upload import RemoteSharedUpload, RemoteUpload
-
-if TYPE_CHECKING:
-    from .dialect_obstore import ObstoreDialect
 
 __all__ = ["RemoteStore"]
 
@@ -49,53 +43,18 @@ T = TypeVar("T")
 
 
 class RemoteStore:
-    """A `Store` over an fsspec file system or a store of obstore's, as `engine` chooses.
+    """A `Store` over an fsspec file system.
 
-    Clients are built per process (see `clients`), so a child of fork may go on using it, by
-    fsspec if need be; it is not pickled: open it again from `Location`. Makes one attempt per
-    call; deadlines of file systems that have none, and retries, are added by `retry`. `policy` is
-    for what obstore repeats inside an upload.
+    Clients are built per process (see `clients`), so a child of fork may go on using it; it is not
+    pickled: open it again from `Location`. Makes one attempt per call; deadlines of file systems
+    that have none, and retries, are added by `retry`.
     """
 
-    def __init__(
-        self,
-        location: Location,
-        *,
-        request_timeout_s: float,
-        engine: Engine = "fsspec",
-        policy: RetryPolicy | None = None,
-    ) -> None:
+    def __init__(self, location: Location, *, request_timeout_s: float) -> None:
         self._location = location
         options = client_options(location, request_timeout_s)
         self._client = Client(location, options, request_timeout_s=request_timeout_s)
-        self._plain: Dialect | None = None
-        self._fast: ObstoreDialect | None = None
-        fast = obstore_client(
-            location, engine=engine, request_timeout_s=request_timeout_s, policy=policy
-        )
-        if fast is None:
-            self._through_fsspec()
-        else:
-            from .dialect_obstore import ObstoreDialect  # noqa: PLC0415  # one plane is loaded
-
-            self._fast = ObstoreDialect(fast, self._through_fsspec)
-
-    @property
-    def _dialect(self) -> Dialect:
-        """The plane that serves this process: obstore's threads do not outlive a fork."""
-        if self._fast is None or is_cut_off():
-            return self._through_fsspec()
-        return self._fast
-
-    def _through_fsspec(self) -> Dialect:
-        if self._plain is None:
-            self._plain = dialect_for(self._client)
-        return self._plain
-
-    @property
-    def engine(self) -> str:
-        """The data plane that serves this process: "fsspec" or "obstore"."""
-        return "obstore" if self._dialect is self._fast else "fsspec"
+        self._dialect: Dialect = dialect_for(self._client)
 
     def __repr__(self) -> str:
         return f"RemoteStore({self.url!r})"
@@ -146,13 +105,15 @@ class RemoteStore:
         Raises `IntegrityError` if the object is not `size_bytes` long or ends early, and a
         retryable `StorageError` if only the answer ended early.
         """
+        del arrived
         wanted = target.nbytes
         if not wanted:
             return
         view = memoryview(target).cast("B")
         try:
+            # File systems fill the view in their one thread, where checks would take turns.
             read_bytes, total_bytes = self._run(
-                "read", path, lambda: self._read_range(path, start, view, size_bytes, arrived)
+                "read", path, lambda: self._dialect.read_range(path, start, view)
             )
         except StorageError as error:
             if error.kind != "range":
@@ -165,48 +126,6 @@ class RemoteStore:
         self._check_length(path, size_bytes, total_bytes)
         if read_bytes < wanted:
             self._raise_short(path, start, wanted, read_bytes, total_bytes)
-
-    def read_lent(
-        self, path: str, start: int, length: int, *, size_bytes: int | None = None
-    ) -> memoryview:
-        """Return bytes in the client's memory, or in fresh one where the client has none.
-
-        Raises as `read_into`.
-        """
-        fast = self._fast
-        if fast is None or self._dialect is not fast:
-            view = memoryview(bytearray(length))
-            self.read_into(path, start, view, size_bytes=size_bytes)
-            return view
-        total_bytes: int | None
-        try:
-            found, total_bytes = self._run(
-                "read", path, lambda: fast.read_lent(path, start, length)
-            )
-        except StorageError as error:
-            if error.kind != "range":
-                raise
-            found, total_bytes = memoryview(b""), self.stat(path).size_bytes
-        if len(found) < length and total_bytes is None:
-            total_bytes = self.stat(path).size_bytes
-        self._check_length(path, size_bytes, total_bytes)
-        if len(found) < length:
-            self._raise_short(path, start, length, len(found), total_bytes)
-        return found[:length]
-
-    def _read_range(
-        self,
-        path: str,
-        start: int,
-        view: memoryview,
-        size_bytes: int | None,
-        arrived: Arrived | None,
-    ) -> tuple[int, int | None]:
-        fast, dialect = self._fast, self._dialect
-        if fast is not None and dialect is fast:
-            return fast.read_range(path, start, view, size_bytes=size_bytes, arrived=arrived)
-        # File systems fill the view in their one thread, where checks would take turns.
-        return dialect.read_range(path, start, view)
 
     def stat(self, path: str) -> Stat:
         """Return size and time of one object."""
@@ -345,8 +264,6 @@ class RemoteStore:
     def refresh(self) -> None:
         """Build this process's client anew, so that credentials are looked up again."""
         self._client.refresh()
-        if self._fast is not None:
-            self._fast.refresh()
 
     def close(self) -> None:
         """Do nothing: clients are shared by all stores of this process with these options."""

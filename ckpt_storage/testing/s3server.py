@@ -1,6 +1,6 @@
 """An in-memory S3 server with faults: for tests, the example and `ckpt-storage bench`.
 
-Speaks enough of S3 for botocore, s3fs and obstore, path style only, and is strict where
+Speaks enough of S3 for botocore and s3fs, path style only, and is strict where
 checkpoints depend on it: preconditions hold atomically, an upload is invisible until
 complete, digests are verified, and what is not implemented is refused with 501. Any credentials
 are accepted and signatures are not verified. Knows threads and lifecycles; HTTP, state and
