@@ -13,18 +13,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import dcp_cases
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from copy_cases import files_below, head_of, load_stock, same, save, saved_stock
-from dcp_cases import raw_bytes, seeded
+from dcp_cases import raw_bytes, seeded, zeros_like
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils import serialization
 
 from ckpt_storage import verify
 from ckpt_storage.converting import FORMATS, TargetFormat, convert
@@ -39,9 +47,13 @@ from ckpt_storage.errors import (
 from ckpt_storage.options import MIB
 from ckpt_storage.store import open_store
 from ckpt_storage.tensorfile import DTYPES
+from ckpt_storage.testing.ranks import RankPool
 from ckpt_storage.testing.s3server import S3Server
 
 Flat = dict[str, torch.Tensor]
+
+torch_config: Any = serialization.config
+"""Its methods are added when it is imported."""
 
 WEIGHTS: tuple[TargetFormat, ...] = ("safetensors", "dcp_safetensors")
 
@@ -328,6 +340,74 @@ def test_a_torch_file_is_a_sound_zip_that_can_be_mapped(tmp_path: Path) -> None:
     assert same(found, state)
     data = (tmp_path / "a.pt").read_bytes()
     assert data.index(raw_bytes(state["big"])) % 64 == 0
+
+
+def save_training(_rank: int, path: Path) -> dict[str, np.ndarray]:
+    """Save an FSDP2 module and its AdamW after a step; return all tensors, whole."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 14), torch.nn.LayerNorm(14))
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    model, optim = get_state_dict(module, optimizer)
+    state = {"model": model, "optim": optim}
+    dcp_cases.save(state, path)
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).numpy()
+        for name, value in flatten_state_dict(state)[0].items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def test_every_way_to_load_a_torch_file_gives_the_values_of_sharded_training(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However torch finds its records: DTensors and replicated steps of two ranks arrive."""
+    expected = ranks.run(save_training, tmp_path / "src", world_size=2)[0]
+    file = tmp_path / "a.pt"
+    convert(tmp_path / "src", file, to="torch_save")
+    for computed, mapped, safe in itertools.product([False, True], repeat=3):
+        with torch_config.patch({"load.calculate_storage_offsets": computed}):
+            found = torch.load(file, mmap=mapped, weights_only=safe)
+        assert_holds(found, expected, f"{computed=} {mapped=} {safe=}")
+    monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")  # torch compares what it computes
+    assert_holds(torch.load(file, weights_only=True), expected, "checked by torch")
+    with FakeTensorMode():
+        places = flatten_state_dict(torch.load(file, weights_only=True))[0]
+    data = file.read_bytes()
+    for name, value in expected.items():
+        start = places[name].untyped_storage()._checkpoint_offset  # noqa: SLF001  # torch's answer
+        assert data[start : start + value.nbytes] == value.tobytes(), name
+    convert(file, tmp_path / "back", to="ckpt_storage")
+    back = zeros_like(found)
+    dcp_cases.load(back, tmp_path / "back")
+    assert_holds(back, expected, "convert back")
+
+
+def test_records_of_a_torch_file_may_lie_in_any_order(tmp_path: Path) -> None:
+    """Values arrive as torch.load gives them where records are not in the pickle's order."""
+    state = {name: seeded(seed, 5, 5) for seed, name in enumerate("abcd")}
+    torch.save(state, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
+        names = old.namelist()
+        at = names.index("a/data/1")
+        names[at : at + 2] = reversed(names[at : at + 2])
+        for name in names:
+            new.writestr(name, old.read(name))
+    assert same(torch.load(tmp_path / "b.pt", weights_only=True), state)
+    convert(tmp_path / "b.pt", tmp_path / "c", to="safetensors")
+    assert same(load_file(tmp_path / "c" / "model.safetensors"), state)
+
+
+def assert_holds(state: dict[str, Any], expected: dict[str, np.ndarray], how: str) -> None:
+    """Assert that a nested state has the tensors `expected`, bit by bit."""
+    flat = flatten_state_dict(state)[0]
+    wrong = [
+        name for name, one in expected.items() if flat[name].numpy().tobytes() != one.tobytes()
+    ]
+    assert not wrong, f"{how}: {len(wrong)} of {len(expected)} tensors are wrong: {wrong}"
 
 
 def test_strided_items_of_stock_checkpoints_are_put_in_order(tmp_path: Path) -> None:

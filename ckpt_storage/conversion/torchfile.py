@@ -40,10 +40,14 @@ Key = tuple[str, tuple[int, ...] | None]
 
 
 class _StoreFile(io.RawIOBase):
-    """A file of a store as Python's file protocol has it, for reading."""
+    """A file of a store as Python's file protocol has it, for reading.
 
-    def __init__(self, store: Store, path: str, size_bytes: int) -> None:
+    `hidden`: the position of a byte that reads as `?`, if any.
+    """
+
+    def __init__(self, store: Store, path: str, size_bytes: int, hidden: int | None) -> None:
         super().__init__()
+        self._hidden = hidden
         self._store = store
         self._path = path
         self._size_bytes = size_bytes
@@ -73,6 +77,8 @@ class _StoreFile(io.RawIOBase):
         count = max(0, min(len(view), self._size_bytes - self._at))
         if count:
             self._store.read_into(self._path, self._at, view[:count], size_bytes=self._size_bytes)
+            if self._hidden is not None and self._at <= self._hidden < self._at + count:
+                view[self._hidden - self._at] = ord("?")
             self._at += count
         return count
 
@@ -142,7 +148,9 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
             next_step="Load it with torch.load and save it anew with torch.save.",
         )
     records = ZipRecords(_buffered(store, path, size_bytes), path)
-    state = _loaded(store, path, size_bytes, shown, unsafe_pickle=unsafe_pickle)
+    # Else torch would compute where records lie, which is wrong for some writers' files.
+    file = _buffered(store, path, size_bytes, records.name_position(".format_version"))
+    state = _loaded(file, path, shown, unsafe_pickle=unsafe_pickle)
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise FormatError(
             f"{shown} holds a {type(state).__name__}, not a state dict with names as keys.",
@@ -160,12 +168,13 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
     return _source_of(store, path, size_bytes, flat, paths, records)
 
 
-def _buffered(store: Store, path: str, size_bytes: int) -> io.BufferedReader:
-    return io.BufferedReader(_StoreFile(store, path, size_bytes), _READ_AHEAD_BYTES)
+def _buffered(
+    store: Store, path: str, size_bytes: int, hidden: int | None = None
+) -> io.BufferedReader:
+    return io.BufferedReader(_StoreFile(store, path, size_bytes, hidden), _READ_AHEAD_BYTES)
 
 
-def _loaded(store: Store, path: str, size_bytes: int, shown: str, *, unsafe_pickle: bool) -> object:
-    file = _buffered(store, path, size_bytes)
+def _loaded(file: io.BufferedReader, path: str, shown: str, *, unsafe_pickle: bool) -> object:
     try:
         return torch.load(file, map_location="meta", weights_only=not unsafe_pickle)
     except CheckpointError:

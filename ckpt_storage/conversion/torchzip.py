@@ -2,7 +2,7 @@
 
 Knows torch's records and the pickle of a state dict; holds no tensor in memory. Lengths are known
 before, so every local header is exact but for the checksum, which follows the bytes as zip allows
-and stands in the directory at the end. Called by `converting`.
+and stands in the directory at the end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import pickle
 import struct
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsafeContentError
 from ckpt_storage.filewriter import ShardFileWriter
 from ckpt_storage.options import TransferOptions
+from ckpt_storage.source import TensorInfo
 from ckpt_storage.store.base import Store
 from ckpt_storage.tensorfile import DTYPES
 
@@ -82,15 +85,11 @@ def write_torch_file(  # one call site, all named
         on_bytes=on_bytes,
     )
     archive = _Zip(writer)
-    small = {
-        ".format_version": b"1",
-        ".storage_alignment": str(_ALIGN_BYTES).encode(),
-        "byteorder": b"little",
-    }
     try:
         archive.record("data.pkl", len(pickled), [memoryview(pickled)])
-        for name, content in small.items():
-            archive.record(name, len(content), [memoryview(content)])
+        # No ".format_version": it would let torch compute where records lie, as its own zip
+        # writer places them. Without it torch looks each one up.
+        archive.record("byteorder", 6, [memoryview(b"little")])
         for key, (length, views) in stored.items():
             archive.record(f"data/{key}", length, views(), is_aligned=True)
             deadline.check(f"Writing {path}")
@@ -173,11 +172,14 @@ def _central(spelt: bytes, crc: int, length: int, start: int) -> bytes:
 Stored = dict[str, tuple[int, Callable[[], Iterable[memoryview]]]]
 
 
+@dataclass(frozen=True, slots=True)
 class _StorageStub:
-    """A storage that is still in the source; `number` is its key in the archive."""
+    """The storage of the tensor `fqn`, still in the source."""
 
-    def __init__(self, number: str, kind: object, count: int) -> None:
-        self.pid = ("storage", kind, number, "cpu", count)
+    fqn: str
+    kind: object
+    count: int
+    length: int
 
 
 class _TensorStub:
@@ -202,32 +204,46 @@ class _TensorStub:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a state dict whose tensors are stubs; storages of small values it keeps."""
+    """Pickles a state dict whose tensors are stubs; storages of small values it keeps.
 
-    def __init__(self, file: io.BytesIO, stored: Stored) -> None:
+    Storages are numbered in the order in which the pickle names them, as in torch's own files.
+    """
+
+    def __init__(self, file: io.BytesIO, values: Values) -> None:
         super().__init__(file, protocol=2)
-        self._stored = stored
-        self._numbers: dict[int, str] = {}
+        self.stored: Stored = {}
+        self.streamed: list[str] = []
+        self._values = values
+        self._numbers: dict[int | str, str] = {}
         self._kept: list[object] = []
 
     def persistent_id(self, obj: Any) -> Any:  # noqa: ANN401  # whatever is in the state dict
         """Return what stands for a storage."""
         if isinstance(obj, _StorageStub):
-            return obj.pid
+            if obj.fqn not in self._numbers:
+                self._number(obj.fqn, obj.length, partial(self._values.whole, obj.fqn))
+                self.streamed.append(obj.fqn)
+            return ("storage", obj.kind, self._numbers[obj.fqn], "cpu", obj.count)
         if not (isinstance(obj, torch.storage.TypedStorage) or torch.is_storage(obj)):
             return None
         typed: Any = obj if isinstance(obj, torch.storage.TypedStorage) else None
         untyped: Any = obj if typed is None else typed._untyped_storage  # noqa: SLF001  # as torch.save
-        number = self._numbers.get(untyped._cdata)  # noqa: SLF001  # as above
-        if number is None:
-            number = self._numbers[untyped._cdata] = str(len(self._stored))  # noqa: SLF001
+        address: int = untyped._cdata  # noqa: SLF001  # as above
+        if address not in self._numbers:
             data = _bytes_of(untyped)
-            self._stored[number] = (len(data), lambda: [memoryview(data)])
+            self._number(address, len(data), lambda: [memoryview(data)])
             self._kept.append(untyped)  # its address must not come again
+        number = self._numbers[address]
         if typed is not None:
             kind: object = getattr(torch, typed._pickle_storage_type())  # noqa: SLF001  # as above
             return ("storage", kind, number, "cpu", typed._size())  # noqa: SLF001  # as above
         return ("storage", torch.UntypedStorage, number, "cpu", untyped.nbytes())
+
+    def _number(
+        self, key: int | str, length: int, views: Callable[[], Iterable[memoryview]]
+    ) -> None:
+        number = self._numbers[key] = str(len(self.stored))
+        self.stored[number] = (length, views)
 
 
 def _bytes_of(storage: Any) -> bytes:  # noqa: ANN401  # torch's storages are half typed
@@ -241,33 +257,31 @@ def _bytes_of(storage: Any) -> bytes:  # noqa: ANN401  # torch's storages are ha
 
 def _pickled(values: Values, *, unsafe_pickle: bool) -> tuple[bytes, Stored]:
     """Return the pickle of the nested state dict, and how to get the bytes of each storage."""
-    stored: Stored = {}
     storages: dict[str, _StorageStub] = {}
     flat: dict[str, object] = {}
     for fqn, info in values.tensors.items():
         target = values.ties.get(fqn, fqn)
         if target not in storages:
-            storages[target] = _storage_of(values, target, stored)
+            storages[target] = _storage_of(target, values.tensors[target])
         flat[fqn] = _TensorStub(storages[target], info.dtype, info.shape)
     values.expect((fqn, None) for fqn in sorted(values.blobs))
     for fqn in sorted(values.blobs):
         flat[fqn] = _value(values, fqn, unsafe_pickle=unsafe_pickle)
     file = io.BytesIO()
-    _Pickler(file, stored).dump(_nested(flat, values))
-    # In the order of `stored`, which the caller writes them in.
-    values.expect((fqn, values.whole_box(fqn)) for fqn in storages)
-    return file.getvalue(), stored
+    pickler = _Pickler(file, values)
+    pickler.dump(_nested(flat, values))
+    # The caller writes them in this order.
+    values.expect((fqn, values.whole_box(fqn)) for fqn in pickler.streamed)
+    return file.getvalue(), pickler.stored
 
 
-def _storage_of(values: Values, fqn: str, stored: Stored) -> _StorageStub:
-    info = values.tensors[fqn]
+def _storage_of(fqn: str, info: TensorInfo) -> _StorageStub:
     length = payload_bytes(info)
-    number = str(len(stored))
-    stored[number] = (length, lambda: values.whole(fqn))
     kind = DTYPES[info.dtype]
     if kind.storage_class is None:
-        return _StorageStub(number, torch.UntypedStorage, length)
-    return _StorageStub(number, getattr(torch, kind.storage_class), length // kind.item_bytes)
+        return _StorageStub(fqn, torch.UntypedStorage, length, length)
+    storage = getattr(torch, kind.storage_class)
+    return _StorageStub(fqn, storage, length // kind.item_bytes, length)
 
 
 def _value(values: Values, fqn: str, *, unsafe_pickle: bool) -> object:

@@ -1,7 +1,7 @@
 """The checksums of a file of `torch.save`, and tensors that are held to them while they stream.
 
 Knows that the file is a zip whose records carry CRC-32; torch itself does not look at them. Imports
-no torch. Called by `torchfile`.
+no torch.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .stream import Readable, TensorStream, payload_bytes
 __all__ = ["Record", "RecordStream", "ZipRecords"]
 
 _TENSORS = "data"
+_CENTRAL_BYTES = 46
 _RESTORE = "Restore the file from a copy."
 
 
@@ -51,6 +52,7 @@ class ZipRecords:
         self._path = path
         try:
             with zipfile.ZipFile(file) as archive:
+                self._names = dict(_name_positions(archive))
                 found = sorted(archive.infolist(), key=lambda info: info.header_offset)
                 for info in found:
                     self._check_stored(info)
@@ -93,6 +95,10 @@ class ZipRecords:
                 next_step=_RESTORE,
             ) from error
 
+    def name_position(self, name: str) -> int | None:
+        """Return where the last byte of a record's name is in the directory; None if absent."""
+        return self._names.get(name)
+
     def at(self, start: int) -> Record | None:
         """Return the record whose bytes begin at `start`; None where there is no checksum."""
         number = bisect.bisect_left(self._offsets, start) - 1
@@ -100,6 +106,15 @@ class ZipRecords:
             return None
         info = self._infos[number]
         return Record(start, info.file_size, info.CRC)
+
+
+def _name_positions(archive: zipfile.ZipFile) -> Iterator[tuple[str, int]]:
+    """Yield each record's name below the archive's root, and where its last byte is."""
+    at = archive.start_dir
+    for info in archive.infolist():
+        stop = at + _CENTRAL_BYTES + len(info.orig_filename.encode())
+        yield info.orig_filename.partition("/")[2], stop - 1
+        at = stop + len(info.extra) + len(info.comment)
 
 
 class RecordStream(TensorStream):
