@@ -23,9 +23,6 @@ from .workers import Workers, bounded, in_one_thread
 
 _READ_GRACE_S = 330.0
 
-_PIECE_BYTES = 256 << 10
-"""Copied out of lent memory and checked while it is in a processor's own cache."""
-
 _BUDGET = Budget()
 """Of this process's reads. Not that of its writes: one that waits for what it is to write holds
 memory already, and nobody may hold some and wait for more."""
@@ -41,9 +38,8 @@ class Fetch:
     With `target`, a writable view of that length, the bytes are read straight into it;
     otherwise into a buffer that is reused after `done` returns. `done` gets the view of the
     bytes, runs in a worker thread, verifies them and copies them out. `size_bytes` is the
-    length the file must have. With `borrow`, which may wait, the buffer is what that returns;
-    it counts for no limit here and belongs to its lender again once `done` was called with it.
-    `looks` says that `done` only looks at the bytes: they may lie in memory of the store's client.
+    length the file must have. `looks` says that `done` only looks at the bytes: they may lie in
+    memory of the store's client.
 
     `check` gets the bytes as they arrive, with their distance from `start`, every byte once an
     attempt; what it gets ends at a multiple of `check_bytes`, or where `edge_before` says that
@@ -55,7 +51,6 @@ class Fetch:
     stop: int
     done: Callable[[memoryview], None] = lambda _: None
     target: memoryview | None = None
-    borrow: Callable[[int], memoryview] | None = None
     size_bytes: int | None = None
     looks: bool = False
     check: Callable[[memoryview, int], None] | None = None
@@ -172,8 +167,7 @@ class _Run:
 
     def _needs_buffer(self, fetch: Fetch) -> bool:
         """Return whether the bytes of a read need memory that is used again."""
-        is_lent = self._lends and fetch.looks
-        return fetch.target is None and fetch.borrow is None and not is_lent
+        return fetch.target is None and not (self._lends and fetch.looks)
 
     def _cost_bytes(self, fetch: Fetch) -> int:
         """Return the memory that a read takes beside its target: a buffer, a client's copy."""
@@ -241,13 +235,11 @@ class _Run:
     def _read(self, fetch: Fetch) -> None:
         length = fetch.stop - fetch.start
         buffer = None
-        if self._lends and length and (fetch.borrow is not None or fetch.looks):
+        if self._lends and length and fetch.looks:
             view = self._read_lent(fetch, length)
         else:
             if fetch.target is not None:
                 view = fetch.target
-            elif fetch.borrow is not None:
-                view = fetch.borrow(length)
             else:
                 buffer = self._buffer()
                 view = buffer[:length]
@@ -284,23 +276,14 @@ class _Run:
         arrivals.finish()
 
     def _read_lent(self, fetch: Fetch, length: int) -> memoryview:
-        """Return checked bytes, in the client's memory or copied into what is borrowed for them.
-
-        Borrowed only now: while a request is under way it needs none.
-        """
+        """Return checked bytes in the client's memory."""
         store = self._store
         assert isinstance(store, LendingStore)  # noqa: S101  # its capabilities said so
         begin_s = time.monotonic()
         lent = store.read_lent(fetch.path, fetch.start, length, size_bytes=fetch.size_bytes)
         self._pacer.succeeded(time.monotonic() - begin_s, length)
-        view = lent if fetch.borrow is None else fetch.borrow(length)
-        arrivals = _Arrivals(fetch, view, self.given_up)
-        for at in range(0, length if fetch.borrow is not None else 0, _PIECE_BYTES):
-            stop = min(at + _PIECE_BYTES, length)
-            view[at:stop] = lent[at:stop]
-            arrivals.arrived(stop)
-        arrivals.finish()
-        return view
+        _Arrivals(fetch, lent, self.given_up).finish()
+        return lent
 
 
 @contextmanager

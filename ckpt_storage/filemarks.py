@@ -8,7 +8,7 @@ mix unnoticed. Knows lengths and times, no content. Called by `session`, `copyin
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -101,7 +101,6 @@ def open_marked(
     *,
     deadline: Deadline,
     options: TransferOptions,
-    known_at: Hashable | None = None,
 ) -> tuple[Source, FileMarks | None]:
     """Open what lies at the root of `store`; return it with marks, None for one of ours.
 
@@ -121,7 +120,6 @@ def open_marked(
         store,
         deadline=deadline,
         options=options,
-        known_at=known_at,
         before_foreign=partial(take, is_deep=False),
     )
     if isinstance(source, CommittedSource):

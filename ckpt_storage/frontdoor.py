@@ -49,13 +49,8 @@ def exchange_plans(
     operation: Operation,
     local: Any,  # noqa: ANN401  # plans are torch's
     decide: Callable[[list[Any]], Sequence[_Plan]],
-    *,
-    meanwhile: Callable[[], object] = lambda: None,
 ) -> _Plan:
-    """Send local plans to the coordinator, let it `decide(plans)`, return what is for this rank.
-
-    Ranks that would only wait for that do what is `meanwhile` to be done.
-    """
+    """Send local plans to the coordinator, let it `decide(plans)`, return what is for this rank."""
     if operation.world_size == 1:
         return decide([local])[0]
     packed = operation.gather(pickle.dumps(local))
@@ -65,7 +60,5 @@ def exchange_plans(
             pickle.dumps(plan)
             for plan in decide([pickle.loads(plan) for plan in packed])  # noqa: S301  # our ranks
         ]
-    else:
-        meanwhile()
     plan: _Plan = pickle.loads(operation.scatter(answers))  # noqa: S301  # as above
     return plan

@@ -1,8 +1,4 @@
-"""`load`: one bounded, collective load; DCP's steps without its collectives.
-
-Knows the order of DCP's load steps and drives a planner and `CheckpointStorageReader` through
-them over an `Operation`. Called by users.
-"""
+"""`load`: one bounded, collective load; DCP's steps without its collectives."""
 
 from __future__ import annotations
 
@@ -20,12 +16,13 @@ from .coordination_torch import coordinator_of
 from .errors import CheckpointError
 from .frontdoor import exchange_plans, is_stateful, plain_state
 from .loadplanner import OwnChunksLoadPlanner
+from .loadreads import Sharing
 from .operation import Operation
 from .options import Progress, RetryPolicy, Timeouts
-from .peers import peers_of
+from .peers import Peers, peers_of
 from .reader import CheckpointStorageReader
 from .reports import as_checkpoint_errors, place_of
-from .sharers import MapLeave, MapWish, OperationSharers, leave_to_map
+from .sharing import ShareOrder
 
 __all__ = ["load"]
 
@@ -105,14 +102,10 @@ def load(  # the public surface, all keyword-only
         )
         operation.what = f"the load from {reader.checkpoint_id}"
         plain = plain_state(dict(sorted(state.items())))
-        sharers = OperationSharers(operation, peers_of(coordinator))
-        reader.attend(operation.phase, sharers)
-        try:
-            _run(operation, reader, planner or OwnChunksLoadPlanner(), plain)
-        finally:
-            reader.forget_ahead()
-        if not sharers.has_ended:
-            operation.all_gather(pickle.dumps(None))
+        reader.attend(operation.phase)
+        planner = planner or OwnChunksLoadPlanner()
+        _run(operation, peers_of(coordinator), reader, planner, plain)
+        operation.all_gather(pickle.dumps(None))
         for key, value in plain.items():
             target = state[key]
             if is_stateful(target):
@@ -130,114 +123,61 @@ class _Proposal:
 
     plan: LoadPlan
     is_own: bool
-    wish: MapWish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What a rank is told: its plan, without items if it is as the rank proposed."""
+    """What a rank is told: its plan, None if it is as the rank proposed, and what it shares."""
 
-    plan: LoadPlan
-    leave: MapLeave | None = None
+    plan: LoadPlan | None
+    order: ShareOrder | None
 
 
 def _run(
     operation: Operation,
+    peers: Peers,
     reader: CheckpointStorageReader,
     planner: LoadPlanner,
     state: dict[str, Any],
 ) -> None:
-    operation.meet(reader.terms())
-    operation.phase("load")
-    plan = _planned(operation, reader, planner, state)
-    reader.read_data(plan, planner).wait()
-
-
-def _planned(
-    operation: Operation,
-    reader: CheckpointStorageReader,
-    planner: LoadPlanner,
-    state: dict[str, Any],
-) -> LoadPlan:
-    """Return this rank's final plan.
+    """Plan and read.
 
     A planner that was given may look at all ranks' plans, as under `dcp.load`. With ours, ranks
-    still agree on what they read, but their plans travel only where reads may be shared, and not
-    where all that share find what they want in their kernel's cache. Where some ranks give a
-    planner and others none, or only some find it there, all send their plans in full, once that is
-    known.
+    still agree on what they read, but their plans travel only where reads may be shared. Where some
+    ranks give a planner and others none, all send their plans in full, once that is known.
     """
+    operation.meet(reader.terms())
+    operation.phase("load")
     is_own = type(planner) is OwnChunksLoadPlanner
     metadata = reader.read_lazily() if is_own else reader.read_metadata()
     planner.set_up_planner(state, metadata, operation.is_coordinator)
     reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
     plan = planner.create_local_plan()
-    return _Exchange(operation, reader, planner, plan, is_own=is_own).run()
+    told = plan
+    if is_own and not reader.may_share(operation.world_size):
+        told = replace(plan, items=[])
+    proposal = _Proposal(plan=reader.prepare_local_plan(told), is_own=is_own)
 
-
-class _Exchange:
-    """How the ranks come to their final plans, on one rank whose planner made `plan`."""
-
-    def __init__(
-        self,
-        operation: Operation,
-        reader: CheckpointStorageReader,
-        planner: LoadPlanner,
-        plan: LoadPlan,
-        *,
-        is_own: bool,
-    ) -> None:
-        self._operation = operation
-        self._reader = reader
-        self._planner = planner
-        self._plan = plan
-        self._is_own = is_own
-        self._proposal = self._proposed()
-
-    def run(self) -> LoadPlan:
-        """Return this rank's final plan; the reader knows what was agreed on besides."""
-        operation, reader, plan = self._operation, self._reader, self._plan
-        answer = exchange_plans(operation, self._proposal, self._decide, meanwhile=self._ahead)
-        reader.may_map(None if answer is None else answer.leave)
-        if answer is None:
-            final = exchange_plans(operation, reader.prepare_local_plan(plan), self._global)
-        elif self._is_own:
-            return plan
-        else:
-            final = answer.plan
-        return self._planner.finish_plan(final)
-
-    def _proposed(self) -> _Proposal:
-        reader, told, world_size = self._reader, self._plan, self._operation.world_size
-        wish = MapWish(host="", maps=None)
-        if self._is_own:
-            if reader.may_share(world_size, told):
-                wish = reader.wish_to_map(told, self._planner, world_size=world_size)
-            if wish.maps is not False:
-                told = replace(told, items=[])
-        return _Proposal(plan=reader.prepare_local_plan(told), is_own=self._is_own, wish=wish)
-
-    def _ahead(self) -> None:
-        if self._is_own:
-            self._reader.plan_ahead(self._plan, self._planner)
-
-    def _global(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return self._reader.prepare_global_plan(self._planner.create_global_plan(plans))
-
-    def _decide(self, proposals: list[_Proposal]) -> Sequence[_Answer | None]:
+    def decide(proposals: list[_Proposal]) -> Sequence[_Answer | None]:
         plans = [proposal.plan for proposal in proposals]
         if len({proposal.is_own for proposal in proposals}) > 1:
             return [None] * len(plans)
-        if not self._is_own:
-            return [_Answer(plan=answer) for answer in self._global(plans)]
-        wishes = [proposal.wish for proposal in proposals]
-        leaves: Sequence[MapLeave | None] | None = leave_to_map(wishes)
-        if leaves is None:
-            if any(wish.maps for wish in wishes):
-                return [None] * len(plans)
-            leaves = [None] * len(plans)
-        # Who reads what for others arrives by itself, and the rest each rank has.
-        return [
-            _Answer(plan=replace(answer, items=[]), leave=leave)
-            for answer, leave in zip(self._reader.prepare_global_plan(plans), leaves, strict=True)
-        ]
+        if not is_own:
+            return decide_in_full(plans)
+        plans = reader.prepare_global_plan(plans)
+        return [_Answer(plan=None, order=order) for order in reader.share_orders(plans)]
+
+    def decide_in_full(plans: list[LoadPlan]) -> list[_Answer]:
+        plans = reader.prepare_global_plan(planner.create_global_plan(plans))
+        orders = reader.share_orders(plans)
+        return [_Answer(plan=plan, order=order) for plan, order in zip(plans, orders, strict=True)]
+
+    answer = exchange_plans(operation, proposal, decide)
+    if answer is None:
+        answer = exchange_plans(operation, reader.prepare_local_plan(plan), decide_in_full)
+    if answer.plan is not None:
+        plan = planner.finish_plan(answer.plan)
+    sharing = None
+    if answer.order is not None:
+        sharing = Sharing(order=answer.order, operation=operation, peers=peers)
+    reader.read(plan, planner, sharing)

@@ -1,35 +1,85 @@
-"""The reads of one load on one rank: each for itself, or shared with other ranks.
-
-Knows requests, the order of who reads what, and stores; knows no DCP plan and no tensor. Called by
-`reader`.
-"""
+"""The reads of one load on one rank: each for itself, or shared with other ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from .costs import costs_for
 from .deadline import Deadline
-from .errors import IntegrityError, StorageError
+from .errors import CheckpointError, IntegrityError, StorageError
 from .fetching import Fetch, run_fetches
 from .loads import LoadJob
-from .mappedreads import MappedReads
+from .operation import Operation
 from .options import Progress, TransferOptions
+from .peers import Peers
 from .progress import reporting
 from .readplan import plan_reads
-from .sharedreads import SharedReads, Sharers, Wish
+from .sharedreads import SharedReads
 from .sharing import ShareOrder
 from .store.base import Store
 from .workers import bounded
 
-__all__ = ["LoadReads"]
+__all__ = ["LoadReads", "Sharing"]
+
+log = logging.getLogger("ckpt_storage")
+
+_JOIN_S = 60.0
+"""Where ranks cannot reach one another within this, each reads for itself."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """What one rank reads for others and they for it, and the ways between them."""
+
+    order: ShareOrder
+    operation: Operation
+    peers: Peers
+
+    @contextmanager
+    def joined(self, deadline: Deadline, *, can_share: bool) -> Iterator[bool]:
+        """Reach one another for the time of a block; False on all ranks if any cannot.
+
+        All ranks, as steps of the operation, whose deadline it is. Raises what that failed with.
+        """
+        is_joined = False
+        if self._all(can_share):
+            is_joined = self._all(self._has_reached(deadline))
+            if not is_joined:
+                self.peers.drop()
+        if not is_joined:
+            yield False
+            return
+        try:
+            yield True
+        except BaseException:
+            # What is under way between these ranks belongs to nobody now.
+            self.peers.drop()
+            raise
+
+    def _all(self, answer: bool) -> bool:  # noqa: FBT001  # a vote
+        return set(self.operation.all_gather(b"yes" if answer else b"no")) == {b"yes"}
+
+    def _has_reached(self, deadline: Deadline) -> bool:
+        try:
+            self.peers.join(self.operation, deadline, limit_s=_JOIN_S)
+        except CheckpointError as error:
+            failure = self.operation.failure()
+            if failure is not None:
+                raise failure from error
+            deadline.check("Joining the ranks that share reads")
+            log.warning("Each rank reads for itself: %s", error)
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReads:
-    """What one rank reads in one load; one of the methods is called, once.
+    """What one rank reads in one load.
 
-    They return when all bytes that `load` wants are verified and in its targets. Raise
+    Both methods return when all bytes that `load` wants are verified and in its targets. Raise
     `IntegrityError`, `StorageError` and what the deadline raises; targets are then undefined.
 
     Args:
@@ -37,175 +87,80 @@ class LoadReads:
         store: of the checkpoint.
         options: of the transfers.
         rank: of the process in the load.
-        verifies: whether this rank holds bytes to the checkpoint's checksums.
         progress: who is told of it, with a bar if `with_bar`.
         save_id: of the save that is read, None where there is none.
 
     """
 
-    def __init__(
-        self,
-        load: LoadJob,
-        store: Store,
-        options: TransferOptions,
-        *,
-        rank: int,
-        verifies: bool,
-        progress: Progress,
-        save_id: str | None,
-        with_bar: bool,
-    ) -> None:
-        self._load = load
-        self._store = store
-        self._options = options
-        self._rank = rank
-        self._verifies = verifies
-        self._progress = progress
-        self._save_id = save_id
-        self._with_bar = with_bar
-        self._is_remote = store.capabilities.is_remote
-        self._costs = costs_for(is_remote=self._is_remote)
+    load: LoadJob
+    store: Store
+    options: TransferOptions
+    rank: int
+    progress: Progress
+    save_id: str | None
+    with_bar: bool
 
     def alone(self, deadline: Deadline) -> None:
         """Read everything here."""
-        self._read(deadline)
+        self._read(deadline, None)
 
-    def mapped(self, mapped: MappedReads, deadline: Deadline) -> None:
-        """Read what `mapped` does, and everything else here.
-
-        What it copied counts once all ranks of this host have told that their reads ended well.
-        """
-        self._read(deadline, mapped=mapped)
-
-    def together(
-        self,
-        order: ShareOrder,
-        sharers: Sharers,
-        deadline: Deadline,
-        *,
-        is_willing: bool,
-        is_last: bool,
-    ) -> None:
+    def together(self, sharing: Sharing, deadline: Deadline, *, is_willing: bool) -> None:
         """Read what the coordinator's order says, and take what others read; all ranks of it.
 
-        If any is not willing, or cannot, each reads alone. `is_last`: nothing of this rank's load
-        can fail after its reads.
+        If any is not willing, or cannot, each reads alone.
         """
-        load, options = self._load, self._options
-        mapped: MappedReads | None = None
-        shared: SharedReads | None = None
-        own: list[Fetch] = []
-        wish = None
-
-        def otherwise() -> Wish | None:
-            """Return the wish of a rank that reads."""
-            nonlocal mapped, shared, own
-            mapped = None
-            tables.close()
-            shared = SharedReads(order, load.shared)
-            own = shared.fetches(self._costs)
-            return shared.wish(
-                own,
-                options,
-                verifies=self._verifies,
-                lends_reads=self._store.capabilities.lends_reads,
-            )
-
-        with ExitStack() as tables:
-            # A unit goes through one buffer, which must not be more than a part may be.
-            if (
-                is_willing
-                and load.can_share(order.unit_bytes)
-                and options.part_bytes >= order.unit_bytes
-            ):
-                mapped = self._mapped(order, deadline)
-                if mapped is None:
-                    wish = otherwise()
-                else:
-                    tables.enter_context(closing(mapped.claims))
-                    wish = _wish_to_map(mapped, order, verifies=self._verifies, is_last=is_last)
-            with sharers.joined(wish, deadline, otherwise=otherwise) as links:
-                if links is None:
-                    mapped = shared = None
-                    load.share_nothing()
-                    self._read(deadline)
-                    return
-                if shared is not None:
-                    shared.link(links)
-                if mapped is not None:
-                    mapped.claims.join(links.claims)
-                watched = links.deadline
-                with watched.governs(f"Loading from {self._store.url}", rank=self._rank):
-                    self._read(watched, shared, own, mapped)
-
-    def _mapped(self, order: ShareOrder, deadline: Deadline) -> MappedReads | None:
-        """Return this rank's part of an order out of mapped files, None if that cannot be."""
-        if order.among != "host":
-            return None
-        return MappedReads.of(
-            bounded(self._store, deadline),
-            order.spans,
-            self._load.shared,
-            unit_bytes=order.unit_bytes,
-            rank=order.rank,
+        load, order = self.load, sharing.order
+        load.share(order.keys)
+        # A unit goes through one buffer, which must not be more than a part may be.
+        can_share = (
+            is_willing
+            and load.can_share(order.unit_bytes)
+            and order.unit_bytes <= self.options.part_bytes
+            and 2 * order.unit_bytes <= self.options.memory_limit_bytes
         )
+        with sharing.joined(deadline, can_share=can_share) as is_joined:
+            if is_joined:
+                self._read(deadline, SharedReads(order, load.shared, sharing.peers, deadline))
+                return
+        load.share_nothing()
+        self._read(deadline, None)
 
-    def _read(
-        self,
-        deadline: Deadline,
-        shared: SharedReads | None = None,
-        own: Sequence[Fetch] = (),
-        mapped: MappedReads | None = None,
-    ) -> None:
-        load, options = self._load, self._options
-        store = bounded(self._store, deadline)
-        fetches = plan_reads(
+    def _read(self, deadline: Deadline, shared: SharedReads | None) -> None:
+        load, options = self.load, self.options
+        is_remote = self.store.capabilities.is_remote
+        costs = costs_for(is_remote=is_remote)
+        store = bounded(self.store, deadline)
+        # First what others wait for.
+        fetches = [] if shared is None else shared.fetches(costs)
+        fetches += plan_reads(
             load.requests,
             part_bytes=options.part_bytes,
-            costs=self._costs,
+            costs=costs,
             stream_count=options.thread_count,
             # A disk likes order; servers like to be asked for several things at a time.
-            turn=self._rank if self._is_remote else None,
+            turn=self.rank if is_remote else None,
         )
-        total_bytes = sum(fetch.stop - fetch.start for fetch in [*own, *fetches])
+        total_bytes = sum(fetch.stop - fetch.start for fetch in fetches)
         total_bytes += 0 if shared is None else shared.awaited_bytes
-        total_bytes += 0 if mapped is None else mapped.total_bytes
         deadline.expect(total_bytes)
         with reporting(
-            self._progress,
+            self.progress,
             phase="load",
-            rank=self._rank,
+            rank=self.rank,
             total_bytes=total_bytes,
-            save_id=self._save_id,
-            with_bar=self._with_bar,
+            save_id=self.save_id,
+            with_bar=self.with_bar,
         ) as on_bytes:
+
+            def run(fetches: list[Fetch]) -> None:
+                run_fetches(store, fetches, options=options, deadline=deadline, on_bytes=on_bytes)
+
             try:
-                if mapped is not None:
-                    mapped.run(store, deadline, on_bytes)
-                if shared is not None:
-                    shared.run(store, own, fetches, options=options, on_bytes=on_bytes)
+                if shared is None:
+                    run(fetches)
                 else:
-                    run_fetches(
-                        store, fetches, options=options, deadline=deadline, on_bytes=on_bytes
-                    )
+                    shared.run(store, fetches, options=options, on_bytes=on_bytes)
                 for request in load.wholes():
-                    fetches = plan_reads([request], part_bytes=options.part_bytes)
-                    run_fetches(
-                        store, fetches, options=options, deadline=deadline, on_bytes=on_bytes
-                    )
+                    run(plan_reads([request], part_bytes=options.part_bytes))
             except (StorageError, IntegrityError) as error:
                 raise load.explain(error) from error
-
-
-def _wish_to_map(mapped: MappedReads, order: ShareOrder, *, verifies: bool, is_last: bool) -> Wish:
-    """Return what a rank needs that maps: partners on its host that do the same."""
-    return Wish(
-        buffer_bytes=0,
-        buffer_count=0,
-        partners=order.partners,
-        among=order.among,
-        verifies=verifies,
-        maps=True,
-        claims=mapped.claims.offer,
-        is_last=is_last,
-    )

@@ -1,7 +1,6 @@
 """One rank's part of a load: targets of its plan, the requests that fill them, the commit to them.
 
-Knows DCP's read items and tensors as targets; where bytes lie it learns from `source`, how they
-are read from `readplan`. Called by `reader` on every rank.
+Where bytes lie it learns from `source`, how they are read from `readplan`.
 """
 
 from __future__ import annotations
@@ -19,18 +18,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from .errors import FormatError, IntegrityError, InvalidInputError, StorageError
 from .hostbytes import is_freed
 from .readplan import Request, bytes_request, no_sink
-from .regions import Box, run_count, run_extent
-from .resolving import ignores_tensors, target_resolver
+from .regions import Box, run_count
+from .resolving import target_resolver
 from .sharedreads import fits_units
 from .sharing import Key
 from .source import Place, Source, concerns
 from .tensorfile import DTYPES
 from .tensorlayout import GridBoxes
-from .tensorsinks import MemoryViews, tensor_puts, tensor_sink
+from .tensorsinks import tensor_sink
 from .torchload import load_whole, scan_blob
-
-_SMALL_COUNT = 1 << 14
-"""Elements of an item that is not looked at when it is asked what sharing would spare."""
 
 
 class LoadJob:
@@ -53,7 +49,6 @@ class LoadJob:
         self._targets: list[torch.Tensor] = []
         self._blobs: list[tuple[ReadItem, bytearray, Place]] = []
         self._sizes: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
-        self._views = MemoryViews()
         self._wholes: dict[tuple[str, int], tuple[Place, list[tuple[ReadItem, torch.Tensor]]]] = {}
 
     def plan(self, items: Sequence[ReadItem]) -> None:
@@ -124,54 +119,6 @@ class LoadJob:
         self.requests = own
         self._keys.clear()
 
-    def cut_spans(self, *, max_gap_bytes: int, unit_bytes: int) -> dict[Key, tuple[int, int]]:
-        """Return the chunks of which pieces are wanted that lie apart; once `plan` is done.
-
-        With each comes where in its payload all that is wanted lies. Not those with pieces further
-        apart than `max_gap_bytes` on average, nor those of which several items want less than half
-        of what lies between the first and the last byte, nor those whose blocks do not fit units.
-        """
-        known: dict[tuple[tuple[int, ...], Box | None, int], tuple[int, int, bool] | None] = {}
-        spans: dict[Key, tuple[int, int]] = {}
-        lengths: dict[Key, int] = {}
-        cut: set[Key] = set()
-        apart: set[Key] = set()
-        for key, request in zip(self._keys, self.requests, strict=True):
-            if key is None:
-                continue
-            like = request.chunk_sizes, request.region, request.item_bytes
-            if like not in known:
-                known[like] = _reach(*like, max_gap_bytes)
-            found = known[like]
-            if found is None or not fits_units(request.place, unit_bytes):
-                apart.add(key)
-                continue
-            start, stop, is_cut = found
-            low, high = spans.get(key, (start, stop))
-            spans[key] = min(low, start), max(high, stop)
-            lengths[key] = lengths.get(key, 0) + stop - start
-            if is_cut:
-                cut.add(key)
-        return {
-            key: (low, high)
-            for key, (low, high) in spans.items()
-            if key in cut and key not in apart and high - low <= 2 * lengths[key]
-        }
-
-    def requests_for(self, chunks: AbstractSet[Key]) -> dict[Key, list[Request]]:
-        """Return the requests for some chunks; once `plan` is done."""
-        found: dict[Key, list[Request]] = {}
-        for key, request in zip(self._keys, self.requests, strict=True):
-            if key in chunks:
-                assert key is not None  # noqa: S101  # a chunk; this is for the type checker
-                found.setdefault(key, []).append(request)
-        return found
-
-    @property
-    def commits(self) -> bool:
-        """Whether the planner does anything with what was read, which may fail."""
-        return bool(self._blobs) or not ignores_tensors(self._planner)
-
     def can_share(self, unit_bytes: int) -> bool:
         """Return whether the shared requests can be cut into units: their blocks must fit."""
         places = [requests[0].place for requests in self.shared.values() if requests]
@@ -218,12 +165,10 @@ class LoadJob:
         region = None
         if any(item.storage_offsets) or tuple(item.lengths) != sizes:
             region = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        memory = puts = None
+        memory = None
         if region is None or run_count(sizes, region) <= 1:
             # Of what lies in pieces nothing is put there as it comes: no need to look.
             memory = _direct_view(target, dtype)
-        else:
-            puts = tensor_puts(target, dtype, sizes, region, self._views)
         self._keys.append(key)
         self.requests.append(
             Request(
@@ -233,7 +178,6 @@ class LoadJob:
                 region=region,
                 sink=no_sink if region is None and memory else tensor_sink(target, dtype),
                 target=memory,
-                puts=puts,
             )
         )
 
@@ -309,46 +253,6 @@ def wanted_regions(plans: Sequence[LoadPlan]) -> dict[Key, list[tuple[int, Box]]
                 region = Box(tuple(item.storage_offsets), tuple(item.lengths))
                 wants.setdefault((item.storage_index.fqn, offsets), []).append((rank, region))
     return wants
-
-
-def cut_bytes(plan: LoadPlan, source: Source, *, enough_bytes: int) -> int:
-    """Return the bytes of chunks of which `plan` wants pieces that do not lie together.
-
-    Stops counting at `enough_bytes`; small items count as nothing.
-    """
-    total = 0
-    for item in plan.items:
-        if math.prod(item.lengths) < _SMALL_COUNT or item.type is LoadItemType.BYTE_IO:
-            continue
-        info = source.tensors[item.storage_index.fqn]
-        chunk = info.chunk_at(_offsets_of(item) or ())
-        region = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        if chunk is None or run_count(chunk.sizes, region) == 1:
-            continue
-        total += math.prod(chunk.sizes) * _dtype(info.dtype)[1]
-        if total >= enough_bytes:
-            break
-    return total
-
-
-def _reach(
-    sizes: tuple[int, ...], region: Box | None, item_bytes: int, max_gap_bytes: int
-) -> tuple[int, int, bool] | None:
-    """Return where in a payload a region begins and ends, and whether it is in pieces.
-
-    None if there is nothing of it, or if its pieces are too far apart.
-    """
-    if region is None:
-        total = math.prod(sizes) * item_bytes
-        return (0, total, False) if total else None
-    if region.is_empty:
-        return None
-    extent = run_extent(sizes, region, item_bytes)
-    count = run_count(sizes, region)
-    gap_bytes = extent.stop - extent.start - region.volume * item_bytes
-    if count > 1 and gap_bytes / (count - 1) > max_gap_bytes:
-        return None
-    return extent.start, extent.stop, count > 1
 
 
 def _contradiction(place: Place, found: str, sizes: tuple[int, ...]) -> FormatError:

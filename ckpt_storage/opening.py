@@ -6,7 +6,7 @@ Knows the order in which to look and what to say when there is nothing to load. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 from . import layout, slotlog, stockfooter
 from .ceilings import MOST_STOCK_BYTES
@@ -19,11 +19,8 @@ from .errors import (
     StorageError,
 )
 from .foreign import is_rank_local, open_safetensors, open_stock
-from .manifest import Manifest
-from .manifestcache import keep_manifest, known_manifest
 from .options import TransferOptions
 from .slotlog import CommitLog
-from .slots import SlotRecord
 from .source import CommittedSource, Source, read_manifest
 from .store.base import Store
 
@@ -33,15 +30,12 @@ def open_source(
     *,
     deadline: Deadline,
     options: TransferOptions,
-    known_at: Hashable | None = None,
     before_foreign: Callable[[], None] | None = None,
 ) -> Source:
     """Return the checkpoint at the root of `store`, whatever wrote it.
 
     Costs two small reads, side by side, and the manifest for one of ours; lists the folder only
     if it is not.
-    `known_at` stands for where `store` is, credentials and all: a manifest that this process has
-    read there before is not read again. Without it, all is read.
     `before_foreign` is called before anything is read that tells of another writer's tensors.
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
     `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
@@ -49,7 +43,7 @@ def open_source(
     is_remote = store.capabilities.is_remote
     found = slotlog.read_log_together(store) if is_remote else slotlog.read_log(store)
     if found.head is not None:
-        manifest = _manifest(store, found.head, known_at)
+        manifest = read_manifest(store, found.head)
         return CommittedSource(store, found.head, manifest, deadline, options)
     current = slotlog.read_stock(store)
     if current is not None:
@@ -74,16 +68,6 @@ def open_source(
     if any(name.endswith(".safetensors") for name in names) and found.last is None:
         return open_safetensors(store, names)
     raise _nothing(store, found, names)
-
-
-def _manifest(store: Store, head: SlotRecord, known_at: Hashable | None) -> Manifest:
-    if known_at is None or head.manifest is None:
-        return read_manifest(store, head)
-    known = known_manifest(known_at, head.manifest)
-    if known is None:
-        known = read_manifest(store, head)
-        keep_manifest(known_at, head.manifest, known)
-    return known
 
 
 def _names(store: Store) -> list[str]:

@@ -1,8 +1,6 @@
 """`CheckpointStorageReader`: DCP's load calls become ranged, verified reads.
 
-Knows DCP's `StorageReader` contract as torch really calls it, and tensors as targets; where
-bytes lie it learns from `source`. Every rank holds one; all methods but `prepare_global_plan`
-run on every rank.
+Every rank holds one; all methods but `prepare_global_plan` and `share_orders` run on every rank.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -31,10 +29,8 @@ from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError
 from .filemarks import FileMarks, open_marked, told_from_damage
 from .lazychunks import lazy_metadata_of, metadata_of
-from .loadreads import LoadReads
-from .loads import LoadJob, cut_bytes, wanted_regions
-from .mappedreads import MappedReads
-from .namelessmemory import host_identity
+from .loadreads import LoadReads, Sharing
+from .loads import LoadJob, wanted_regions
 from .options import (
     LOCAL_READ_BYTES,
     Phase,
@@ -43,21 +39,10 @@ from .options import (
     Timeouts,
     TransferOptions,
 )
-from .sharedreads import Sharers
-from .sharers import DefaultGroupSharers, MapLeave, MapWish, OperationSharers, own_host
-from .sharing import (
-    Key,
-    ShareOrder,
-    SharePolicy,
-    arrived_order,
-    can_plan,
-    forget_orders,
-    plan_shares,
-    share_policy,
-)
+from .sharing import Key, ShareOrder, SharePolicy, can_plan, plan_shares, share_policy
 from .source import Source, SourceFormat
 from .store import Location, endpoint_of, open_store
-from .store.base import MappingStore, Store
+from .store.base import Store
 from .tensorfile import DTYPES
 from .workers import bounded
 
@@ -83,11 +68,10 @@ class CheckpointStorageReader(StorageReader):
         verify: check every byte read against its checksum (checkpoints of ours have them).
         thread_count: parallel reads per rank; default 1 on local disks, up to 16 elsewhere.
         memory_limit_bytes: ceiling of buffers per rank.
-        shared_reads: "auto": what several ranks need (replicated tensors, most of a resharding)
-            is read and checked by one of them and passed to the others, where that spares 64 MiB
-            or more and is not too much to plan; "never": every rank reads for itself. From paths
-            only between ranks of one host, and only what each wants in pieces: the rest is in
-            the kernel's cache. What of those pieces is there, too, is mapped, not read.
+        shared_reads: for `ckpt_storage.load` from remote storage; under `dcp.load`, and from
+            paths, every rank reads for itself. "auto": what several ranks need (replicated
+            tensors, most of a resharding) is read by one of them and passed to the others, where
+            that spares 64 MiB or more and is not too much to plan; "never": it is not.
         unsafe_pickle: hand blobs to the planner without checking that unpickling them runs no
             code. Only for checkpoints from people you trust.
         timeout: seconds, `timedelta` or `Timeouts`; `load` bounds the reads of one rank.
@@ -129,27 +113,19 @@ class CheckpointStorageReader(StorageReader):
         self._retry = retry or RetryPolicy()
         self._progress = progress
         self._begin: Callable[[Phase], Deadline] = partial(Deadline.of, self._timeouts)
-        self._sharers: OperationSharers | None = None
         self._catching_up: threading.Thread | None = None
-        self._own_order: ShareOrder | None = None
         self._rank = 0
         self._is_coordinator = False
         self._store: Store | None = None
         self._source: Source | None = None
         self._marks: FileMarks | None = None
-        self._ahead: tuple[LoadPlan, LoadJob] | None = None
-        self._mapped: MappedReads | None = None
-        self._leave: MapLeave | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._location.url!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         # Clients and phases belong to a process; the other side has its own.
-        dropped = (
-            *("_store", "_source", "_marks", "_ahead", "_mapped", "_leave"),
-            *("_sharers", "_catching_up"),
-        )
+        dropped = ("_store", "_source", "_marks", "_catching_up")
         state = {**self.__dict__, **dict.fromkeys(dropped)}
         del state["_begin"]
         return state
@@ -158,16 +134,12 @@ class CheckpointStorageReader(StorageReader):
         self.__dict__.update(state)
         self._begin = partial(Deadline.of, self._timeouts)
 
-    def attend(
-        self, begin: Callable[[Phase], Deadline], sharers: OperationSharers | None = None
-    ) -> None:
+    def attend(self, begin: Callable[[Phase], Deadline]) -> None:
         """Let `begin` start the phases of the loads to come, in place of our own clock.
 
-        For the front doors, whose deadlines know of other ranks' failures, and whose `sharers`
-        are ranks among which reads may be shared.
+        For the front doors, whose deadlines know of other ranks' failures.
         """
         self._begin = begin
-        self._sharers = sharers
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -204,7 +176,6 @@ class CheckpointStorageReader(StorageReader):
         """Aim the next load at `checkpoint_id`; DCP calls it on all ranks."""
         self._location = self._base.join(checkpoint_id)
         self._store = self._source = self._marks = None
-        self.forget_ahead()
 
     @at_dcp_border
     def read_metadata(self) -> Metadata:
@@ -214,8 +185,7 @@ class CheckpointStorageReader(StorageReader):
         `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
         """
         self._source = None
-        source = self._opened()
-        return metadata_of(source, url=self._location.url)
+        return metadata_of(self._opened(), url=self._location.url)
 
     def read_lazily(self) -> Metadata:
         """Do as `read_metadata` for a planner of ours, which asks for entries one by one."""
@@ -282,8 +252,6 @@ class CheckpointStorageReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Attach what this rank is about to read; all ranks."""
         agreement.clear_inbox()
-        forget_orders()
-        self._own_order = None
         return dataclasses.replace(plan, storage_data=self._hello())
 
     def _hello(self) -> Hello:
@@ -300,24 +268,11 @@ class CheckpointStorageReader(StorageReader):
         # Taken from the inbox: a planner need not keep what the plans carry.
         hellos = {**agreement.inbox().hellos, self._rank: self._hello()}
         agreement.check_agreement([hellos[rank] for rank in sorted(hellos)], phase="load")
-        orders = self._share_orders(plans, hellos)
-        if orders is None:
-            return plans
-        self._own_order = orders[self._rank]
-        return [
-            dataclasses.replace(plan, storage_data=order)
-            for plan, order in zip(plans, orders, strict=True)
-        ]
+        return plans
 
-    def may_share(self, world_size: int, plan: LoadPlan) -> bool:
-        """Return whether this rank may share reads of `plan`; if not, nobody needs to know it."""
-        policy = self._share_policy(world_size)
-        if policy is None:
-            return False
-        if policy.whole == "shared":
-            return True
-        shares = cut_bytes(plan, self._opened(), enough_bytes=policy.min_saved_bytes // world_size)
-        return shares >= policy.min_saved_bytes // world_size
+    def may_share(self, world_size: int) -> bool:
+        """Return whether so many ranks may share reads; if not, plans need not travel."""
+        return self._share_policy(world_size) is not None
 
     def _share_policy(self, world_size: int) -> SharePolicy | None:
         """Return when sharing pays among so many ranks; None: never."""
@@ -326,33 +281,28 @@ class CheckpointStorageReader(StorageReader):
             self._shared_reads == "never"
             or world_size == 1
             or store is None
+            # From the page cache every rank has the bytes.
+            or not store.capabilities.is_remote
             or source.format == "dcp"  # where payloads lie is known only to who reads their heads
         ):
             return None
-        is_remote = store.capabilities.is_remote
-        if not is_remote and not (self._verify and host_identity()):
-            # From the page cache every rank has the bytes; only checking them costs much.
-            return None
-        options = self._transfer_options(is_remote=is_remote)
-        return share_policy(is_remote=is_remote, part_bytes=options.part_bytes)
+        return share_policy(part_bytes=self._transfer_options(is_remote=True).part_bytes)
 
-    def _share_orders(
-        self, plans: list[LoadPlan], hellos: Mapping[int, Hello]
-    ) -> list[ShareOrder] | None:
-        """Return who reads what of that which several ranks need; None: each for itself."""
+    def share_orders(self, plans: list[LoadPlan]) -> Sequence[ShareOrder | None]:
+        """Return who reads what of that which several ranks need; None for all: each for itself.
+
+        Coordinator only.
+        """
         source, policy = self._opened(), self._share_policy(len(plans))
-        if (
-            policy is None
-            or not (self._sharers or DefaultGroupSharers.are(len(plans), self._rank))
-            or not can_plan(sum(len(plan.items) for plan in plans))
-        ):
-            return None
-        return plan_shares(
-            wanted_regions(plans),
-            partial(_shape_of, source),
-            hosts=[hellos[rank].host for rank in range(len(plans))],
-            policy=policy,
-        )
+        orders = None
+        if policy is not None and can_plan(sum(len(plan.items) for plan in plans)):
+            orders = plan_shares(
+                wanted_regions(plans),
+                partial(_shape_of, source),
+                world_size=len(plans),
+                policy=policy,
+            )
+        return orders or [None] * len(plans)
 
     @at_dcp_border
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
@@ -363,142 +313,42 @@ class CheckpointStorageReader(StorageReader):
         saved over its files since they were opened), `UnsafeContentError`,
         `StorageError`, `PhaseTimeoutError`.
         """
+        self.read(plan, planner)
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    def read(self, plan: LoadPlan, planner: LoadPlanner, sharing: Sharing | None = None) -> None:
+        """Do as `read_data`; with `sharing`, which all ranks then give, together with others."""
         source, opened = self._opened(), self._store
         if opened is None:  # pragma: no cover  # _opened sets it
             raise InvalidInputError("The reader is not open.")
         deadline = self._begin("load")
         store = bounded(opened, deadline)
-        options = self._transfer_options(is_remote=store.capabilities.is_remote)
-        order = self._own_order or arrived_order(self._rank)
-        forget_orders()
-        self._own_order = None
         with (
             deadline.governs(f"Loading from {store.url}", rank=self._rank),
             self._unchanged(store),
         ):
-            with self._told_if_it_fails(order):
-                source.renew(store, deadline)
-                load = self._job(plan, planner)
-                load.share(frozenset() if order is None else order.keys)
+            source.renew(store, deadline)
+            load = LoadJob(source, planner, verify=self._verify)
+            load.plan(plan.items)
             reads = LoadReads(
-                load,
-                opened,
-                options,
+                load=load,
+                store=opened,
+                options=self._transfer_options(is_remote=store.capabilities.is_remote),
                 rank=self._rank,
-                verifies=self._verify,
                 progress=self._progress,
                 save_id=source.save_id,
                 with_bar=self._is_coordinator,
             )
-            if self._leave is not None:
-                self._read_by_leave(reads, load, self._leave, deadline)
-            elif order is None:
+            if sharing is None:
                 reads.alone(deadline)
             else:
-                sharers: Sharers = self._sharers or self._default_sharers(order)
-                is_willing = self._shared_reads != "never"
-                is_last = self._is_last(load)
-                reads.together(order, sharers, deadline, is_willing=is_willing, is_last=is_last)
+                reads.together(sharing, deadline, is_willing=self._shared_reads != "never")
         load.commit(unsafe_pickle=self._unsafe_pickle)
         catching_up, self._catching_up = self._catching_up, None
         if catching_up is not None:
             catching_up.join(deadline.remaining_s())
-        future: torch.futures.Future[None] = torch.futures.Future()
-        future.set_result(None)
-        return future
-
-    def plan_ahead(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Work out what `read_data` reads for `plan`, before it is called; reads no payload.
-
-        For a rank that would only wait for others meanwhile. Raises as `read_data`.
-        """
-        if self._ahead is None or self._ahead[0] is not plan:
-            self._plan_by(self._begin("load"), plan, planner)
-
-    def _plan_by(self, deadline: Deadline, plan: LoadPlan, planner: LoadPlanner) -> LoadJob:
-        source, opened = self._opened(), self._store
-        if opened is None:  # pragma: no cover  # _opened sets it
-            raise InvalidInputError("The reader is not open.")
-        with deadline.governs(f"Loading from {opened.url}", rank=self._rank):
-            source.renew(bounded(opened, deadline), deadline)
-            job = self._job(plan, planner)
-        self._ahead = plan, job
-        return job
-
-    def wish_to_map(self, plan: LoadPlan, planner: LoadPlanner, *, world_size: int) -> MapWish:
-        """Plan what `read_data` reads, map what of it is cached, return what the ranks are to know.
-
-        For a front door of ours whose rank `may_share` reads of `plan`. Plans nothing where ranks
-        share in another way. Raises as `read_data`.
-        """
-        wish = MapWish(host=own_host(self._rank), maps=False)
-        policy, opened = self._share_policy(world_size), self._store
-        if policy is None or policy.among != "host" or not isinstance(opened, MappingStore):
-            return wish
-        deadline = self._begin("load")
-        job = self._plan_by(deadline, plan, planner)
-        unit_bytes = policy.unit_bytes
-        spans = job.cut_spans(max_gap_bytes=policy.max_gap_bytes, unit_bytes=unit_bytes)
-        if not spans:
-            return dataclasses.replace(wish, maps=None, is_last=self._is_last(job))
-        self._mapped = MappedReads.of(
-            bounded(opened, deadline),
-            spans,
-            job.requests_for(spans.keys()),
-            unit_bytes=unit_bytes,
-            rank=self._rank,
-        )
-        if self._mapped is None:
-            return wish
-        return dataclasses.replace(
-            wish, maps=True, claims=self._mapped.claims.offer, is_last=self._is_last(job)
-        )
-
-    def may_map(self, leave: MapLeave | None) -> None:
-        """Note the answer to `wish_to_map`, the same for all ranks: also who maps nothing has one.
-
-        With None nobody maps.
-        """
-        self._leave = leave
-        if leave is None:
-            self._forget_mapped()
-
-    def forget_ahead(self) -> None:
-        """Let go of what was planned and mapped for a `read_data` that does not come."""
-        self._ahead = self._leave = None
-        self._forget_mapped()
-
-    def _forget_mapped(self) -> None:
-        mapped, self._mapped = self._mapped, None
-        if mapped is not None:
-            mapped.claims.close()
-
-    def _read_by_leave(
-        self, reads: LoadReads, load: LoadJob, leave: MapLeave, deadline: Deadline
-    ) -> None:
-        """Read where some ranks map, this one perhaps not; all ranks."""
-        mapped = self._mapped
-        if mapped is None:
-            reads.alone(deadline)
-        else:
-            load.share(mapped.keys)
-            mapped.claims.join(leave.claims)
-            reads.mapped(mapped, deadline)
-        if self._sharers is not None:
-            self._sharers.all_have_read(ends_all=leave.ends_all)
-
-    def _is_last(self, load: LoadJob) -> bool:
-        """Return whether nothing of a load can fail once its reads have ended."""
-        return not load.commits and self._marks is None and self._catching_up is None
-
-    def _job(self, plan: LoadPlan, planner: LoadPlanner) -> LoadJob:
-        """Return what is to be read for `plan`."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] is plan:
-            return ahead[1]
-        job = LoadJob(self._opened(), planner, verify=self._verify)
-        job.plan(plan.items)
-        return job
 
     @contextmanager
     def _unchanged(self, store: Store) -> Iterator[None]:
@@ -513,21 +363,6 @@ class CheckpointStorageReader(StorageReader):
         with told_from_damage(partial(marks.check, store)):
             yield
         marks.check(store)
-
-    @contextmanager
-    def _told_if_it_fails(self, order: ShareOrder | None) -> Iterator[None]:
-        """Keep ranks that are to share reads from waiting for this one, if it fails before."""
-        try:
-            yield
-        except Exception as error:
-            if order is not None and self._sharers is None:
-                self._default_sharers(order).absent(error)
-            raise
-
-    def _default_sharers(self, order: ShareOrder) -> DefaultGroupSharers:
-        return DefaultGroupSharers(
-            order.rank, f"the load from {self._location.url}", self._timeouts
-        )
 
 
 def _roll_forward(store: Store, save_id: str) -> None:

@@ -33,9 +33,6 @@ from .source import Place
 
 Sink = Callable[[memoryview, Sequence[WindowCopy]], None]
 
-Put = Callable[[int, int, int], bool]
-"""Gets where bytes lie in a memory, where they begin in their payload, and how many there are."""
-
 GAP_BYTES = LOCAL_COSTS.gap_bytes
 """Bytes one reads over rather than ask anew, where nothing is known of the storage."""
 
@@ -58,7 +55,6 @@ class Request:
     region: Box | None
     sink: Sink
     target: memoryview | None = None
-    puts: Callable[[memoryview], Put] | None = None
 
 
 def no_sink(window: memoryview, copies: Sequence[WindowCopy]) -> None:

@@ -25,17 +25,16 @@ from torch.distributed.tensor import DTensor, Partial
 
 from .localparts import parts_of
 
-__all__ = ["data_resolver", "gives_own_tensors", "ignores_tensors", "target_resolver"]
+__all__ = ["data_resolver", "gives_own_tensors", "target_resolver"]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _OWNERS = _PLAIN | {DTensor, ShardedTensor}
 
 _SAVE_METHODS = ("resolve_data", "lookup_object", "transform_object")
 _LOAD_METHODS = ("resolve_tensor", "lookup_tensor", "transform_tensor")
-_COMMIT_METHODS = ("commit_tensor",)
 _KNOWN = {
     **{name: getattr(DefaultSavePlanner, name) for name in _SAVE_METHODS},
-    **{name: getattr(DefaultLoadPlanner, name) for name in (*_LOAD_METHODS, *_COMMIT_METHODS)},
+    **{name: getattr(DefaultLoadPlanner, name) for name in _LOAD_METHODS},
 }
 
 
@@ -78,11 +77,6 @@ def data_resolver(planner: SavePlanner) -> Callable[[WriteItem], Any]:
         return slow(item)
 
     return resolve
-
-
-def ignores_tensors(planner: LoadPlanner) -> bool:
-    """Return whether a planner does nothing when it is told that a tensor was filled."""
-    return _answers_as_torch(planner, _COMMIT_METHODS)
 
 
 def target_resolver(planner: LoadPlanner) -> Callable[[ReadItem], torch.Tensor]:

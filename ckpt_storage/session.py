@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,7 +30,6 @@ from .slots import SlotRecord
 from .source import CommittedSource, Place, Source, SourceFormat, concerns
 from .store import Location, open_store
 from .store.base import Store
-from .store.clients import endpoint_of
 from .tensorfile import DTYPES
 from .workers import Workers, bounded
 
@@ -98,9 +97,7 @@ class Session:
         self._shardings: dict[str, Sharding] = {}
         store, deadline = self.begin()
         with deadline.governs(f"Opening {location.url}"):
-            opened = open_marked(
-                store, deadline=deadline, options=self.options, known_at=_place(location)
-            )
+            opened = open_marked(store, deadline=deadline, options=self.options)
             self.source: Source = opened[0]
             self._marks = opened[1]
 
@@ -253,13 +250,6 @@ class Session:
                     workers.submit(partial(look, slot))
                 workers.drain()
         return [record for slot in wanted if (record := found.get(slot)) is not None]
-
-
-def _place(location: Location) -> Hashable:
-    """Return what tells a checkpoint from its namesakes on other storages; asks no storage."""
-    if location.is_local:
-        return location.url
-    return location.url, location.scope(), endpoint_of(location, location.storage_options)
 
 
 def open_session(location: Location, settings: Settings) -> Session:

@@ -1,12 +1,9 @@
-"""Who reads what several ranks need, so that the storage sends it once: pure planning.
+"""Who reads what several ranks need, so that remote storage sends it once: pure planning.
 
-Knows chunks, regions and ranks; knows no storage, no tensor and no process group. The coordinator
-of a load calls `plan_shares`; each rank's part of the answer is executed by `sharedreads`.
-
-The unit is a run of bytes of one chunk's payload. What only one rank wants is left to it. A unit
-that several want, whole or in part, is read and verified by one of them, the one with the fewest
-bytes so far, and sent on as it lies in the file. When that pays depends on the storage and says a
-`SharePolicy`.
+The coordinator of a load calls `plan_shares`; `sharedreads` executes each rank's part of the
+answer. The unit is a run of bytes of one chunk's payload. What only one rank wants is left to it. A
+unit that several want, whole or in part, is read by one of them, the one with the fewest bytes so
+far, and sent on as it lies in the file.
 """
 
 from __future__ import annotations
@@ -14,12 +11,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 from .options import KIB, MIB
 from .regions import Box, run_count, run_extent
@@ -31,9 +26,7 @@ __all__ = [
     "ShareOrder",
     "SharePolicy",
     "Unit",
-    "arrived_order",
     "can_plan",
-    "forget_orders",
     "plan_shares",
     "share_policy",
 ]
@@ -51,52 +44,23 @@ _WORTH = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharePolicy:
-    """When sharing pays on a kind of storage.
+    """When sharing pays.
 
     `unit_bytes` is the longest unit: what a rank holds of another's bytes at a time, and the
     grain of the balance. Units begin at multiples of it, so that blocks of any usual size lie in
     one unit only. Less than `min_saved_bytes` are not worth the making of links between ranks.
     Ranks alone read over gaps up to `max_gap_bytes`; where a region has wider ones, they read
-    what they want only. `whole` says whether runs of bytes that each rank could read straight
-    into its target are worth sharing, `among` which ranks may share with one another.
+    what they want only.
     """
 
-    unit_bytes: int
-    min_saved_bytes: int
-    max_gap_bytes: int
-    whole: Literal["shared", "alone"]
-    among: Literal["all", "host"]
+    unit_bytes: int = 8 * MIB
+    min_saved_bytes: int = 64 * MIB
+    max_gap_bytes: int = 512 * KIB
 
 
-_REMOTE = SharePolicy(
-    unit_bytes=8 * MIB,
-    # Below this, the making of the ranks' group costs more than the reads that it spares.
-    min_saved_bytes=64 * MIB,
-    max_gap_bytes=512 * KIB,
-    whole="shared",
-    among="all",
-)
-
-_LOCAL = SharePolicy(
-    # Two buffers of this length stay in a processor's last-level cache between their reader's
-    # check and the last copy; with 8 MiB a load took a third longer.
-    unit_bytes=4 * MIB,
-    # To read and check as many takes 10 ms; to find one another, a few.
-    min_saved_bytes=128 * MIB,
-    max_gap_bytes=128 * KIB,
-    # The copy from shared memory would cost as much as the read and the check that it spares.
-    whole="alone",
-    among="host",
-)
-
-
-def share_policy(*, is_remote: bool, part_bytes: int) -> SharePolicy | None:
-    """Return the policy for a storage, read in parts of at most `part_bytes`; None: do not share.
-
-    Of ranks that read one page cache each checks blocks of its own, in place of all of them
-    checking all.
-    """
-    policy = _REMOTE if is_remote else _LOCAL
+def share_policy(*, part_bytes: int) -> SharePolicy | None:
+    """Return the policy for reads in parts of at most `part_bytes`; None: do not share."""
+    policy = SharePolicy()
     unit_bytes = policy.unit_bytes
     while unit_bytes > part_bytes:
         unit_bytes //= 2
@@ -157,12 +121,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareOrder:
-    """The units that concern one rank. Takes effect when it is unpickled: see `arrived_order`."""
+    """The units that concern one rank."""
 
     rank: int
     runs: tuple[Run, ...]
     unit_bytes: int
-    among: Literal["all", "host"] = "all"
 
     @property
     def keys(self) -> frozenset[Key]:
@@ -174,21 +137,6 @@ class ShareOrder:
         """All units, in the order of their numbers."""
         return [unit for run in self.runs for unit in run.units(self.unit_bytes)]
 
-    @property
-    def spans(self) -> dict[Key, tuple[int, int]]:
-        """Where in the payload of each chunk its units begin and end: each chunk's lie together."""
-        spans: dict[Key, tuple[int, int]] = {}
-        for run in self.runs:
-            low, high = spans.get(run.key, (run.start, run.stop))
-            spans[run.key] = min(low, run.start), max(high, run.stop)
-        return spans
-
-    @property
-    def partners(self) -> frozenset[int]:
-        """The other ranks that units concern."""
-        groups = {id(run.ranks): run.ranks for run in self.runs}
-        return frozenset(rank for ranks in groups.values() for rank in ranks) - {self.rank}
-
     def __reduce__(self) -> tuple[object, ...]:
         # By identity: they are few objects, and long to hash.
         groups = {id(run.ranks): run.ranks for run in self.runs}
@@ -198,7 +146,7 @@ class ShareOrder:
             (run.number, run.key, run.start, run.stop, group_at[id(run.ranks)], run.owners)
             for run in self.runs
         ]
-        return (_receive, (self.rank, packed, rows, self.unit_bytes, self.among))
+        return (_unpacked, (self.rank, packed, rows, self.unit_bytes))
 
 
 def _packed(ranks: tuple[int, ...]) -> range | array[int]:
@@ -206,69 +154,42 @@ def _packed(ranks: tuple[int, ...]) -> range | array[int]:
     return whole if len(whole) == len(ranks) else array("i", ranks)
 
 
-_local = threading.local()
-
-
-def _receive(
+def _unpacked(
     rank: int,
     packed: Sequence[range | array[int]],
     rows: Iterable[tuple[int, Key, int, int, int, array[int]]],
     unit_bytes: int,
-    among: Literal["all", "host"],
 ) -> ShareOrder:
     groups = [tuple(group) for group in packed]
     runs = tuple(
-        Run(
-            number=number,
-            key=key,
-            start=start,
-            stop=stop,
-            ranks=groups[group],
-            owners=owners,
-        )
+        Run(number=number, key=key, start=start, stop=stop, ranks=groups[group], owners=owners)
         for number, key, start, stop, group, owners in rows
     )
-    order = _local.order = ShareOrder(rank=rank, runs=runs, unit_bytes=unit_bytes, among=among)
-    return order
-
-
-def arrived_order(rank: int) -> ShareOrder | None:
-    """Return the order for `rank` that was unpickled in this thread since `forget_orders`.
-
-    So it arrives even when a planner drops what the plan carried.
-    """
-    order: ShareOrder | None = getattr(_local, "order", None)
-    return order if order is not None and order.rank == rank else None
-
-
-def forget_orders() -> None:
-    """Forget what arrived in this thread; called before a load's first collective."""
-    _local.order = None
+    return ShareOrder(rank=rank, runs=runs, unit_bytes=unit_bytes)
 
 
 def plan_shares(
     wants: Mapping[Key, Sequence[tuple[int, Box]]],
     shape_of: Callable[[Key], tuple[tuple[int, ...], int]],
     *,
-    hosts: Sequence[str],
+    world_size: int,
     policy: SharePolicy,
     max_members: int = MAX_MEMBERS,
 ) -> list[ShareOrder] | None:
     """Return each rank's order, None if sharing would not pay.
 
     `wants` has for each chunk the ranks and the regions (from the chunk's first element) they
-    want; `shape_of` returns a chunk's sizes and the bytes of an element; `hosts` says where each
-    rank runs. A chunk is shared as a whole or not at all by the ranks that may share it. None,
-    too, where the units and their ranks were more than `max_members`.
+    want; `shape_of` returns a chunk's sizes and the bytes of an element. A chunk is shared as a
+    whole or not at all. None, too, where the units and their ranks were more than `max_members`.
     """
-    common = {key: users for key, users in wants.items() if len(users) > 1}
+    common = {key: users for key, users in wants.items() if len({rank for rank, _ in users}) > 1}
     if not can_plan(sum(map(len, common.values())), max_members=max_members):
         return None
     drafts: list[_Draft] = []
     saved_bytes = member_count = 0
     groups: dict[tuple[int, ...], tuple[int, ...]] = {}
     known: dict[_Like, list[tuple[int, int, tuple[int, ...]]]] = {}
-    for key, users in _circles(common, hosts, policy):
+    for key, users in common.items():
         # Tensors that are cut alike, as most of a model's are, are looked at once.
         like = (*shape_of(key), tuple(users))
         if like not in known:
@@ -285,29 +206,14 @@ def plan_shares(
         return None
     if saved_bytes < policy.min_saved_bytes:
         return None
-    mine: list[list[Run]] = [[] for _ in hosts]
-    for run in _assigned(drafts, len(hosts), policy.unit_bytes):
+    mine: list[list[Run]] = [[] for _ in range(world_size)]
+    for run in _assigned(drafts, world_size, policy.unit_bytes):
         for rank in run.ranks:
             mine[rank].append(run)
     return [
-        ShareOrder(rank=rank, runs=tuple(runs), unit_bytes=policy.unit_bytes, among=policy.among)
+        ShareOrder(rank=rank, runs=tuple(runs), unit_bytes=policy.unit_bytes)
         for rank, runs in enumerate(mine)
     ]
-
-
-def _circles(
-    common: Mapping[Key, Sequence[tuple[int, Box]]], hosts: Sequence[str], policy: SharePolicy
-) -> Iterator[tuple[Key, Sequence[tuple[int, Box]]]]:
-    """Yield each chunk with its users; where hosts share nothing, once for each host's."""
-    for key, users in common.items():
-        circles: dict[str, list[tuple[int, Box]]] = {}
-        for rank, region in users:
-            circles.setdefault(hosts[rank] if policy.among == "host" else "", []).append(
-                (rank, region)
-            )
-        for circle in circles.values():
-            if len({rank for rank, _ in circle}) > 1:
-                yield key, circle
 
 
 def can_plan(member_count: int, *, max_members: int = MAX_MEMBERS) -> bool:
@@ -341,7 +247,6 @@ def _runs(
     first = users[0][1]
     is_same = all(region == first for _, region in users)
     extent = None
-    is_cut = False
     for rank, region in users:
         if region.is_empty:
             continue
@@ -349,12 +254,11 @@ def _runs(
             extent = run_extent(sizes, region, item_bytes)
             count = run_count(sizes, region)
             gap_bytes = extent.stop - extent.start - region.volume * item_bytes
-            is_cut = is_cut or count > 1
             if count > 1 and not is_same and gap_bytes / (count - 1) > policy.max_gap_bytes:
                 return []
         low, high = reach.get(rank, (extent.start, extent.stop))
         reach[rank] = min(low, extent.start), max(high, extent.stop)
-    if len(reach) < 2 or not (is_cut or policy.whole == "shared"):  # noqa: PLR2004  # nobody else
+    if len(reach) < 2:  # noqa: PLR2004  # nobody else
         return []
     low, high = min(start for start, _ in reach.values()), max(stop for _, stop in reach.values())
     if sum(stop - start for start, stop in reach.values()) < _WORTH * (high - low):

@@ -368,8 +368,7 @@ class CommittedSource:
     def _place(self, key: Key, box: Box | None, rank: int) -> Place:
         index = self._indexes.get(rank)
         if index is None:
-            manifest = self.rank_manifest(rank)
-            index = self._indexes[rank] = _RankIndex.of(manifest)
+            index = self._indexes[rank] = _RankIndex.of(self.rank_manifest(rank))
         at = index.items.get(key)
         if at is None:
             raise FormatError(

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 import ckpt_storage
-from ckpt_storage import CheckpointGoneError, IntegrityError, manifestcache
+from ckpt_storage import CheckpointGoneError, IntegrityError
 from ckpt_storage.checkpoint import open_checkpoint
 from ckpt_storage.store import clients
 from ckpt_storage.testing.s3server import S3Server
@@ -79,12 +79,6 @@ def save(server: S3Server, url: str, state: dict[str, Any], **options: Any) -> N
     ckpt_storage.save(state, url, storage_options=server.storage_options, **options)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_process() -> None:
-    """No manifest is known from another test."""
-    manifestcache.KEPT.clear()
-
-
 @pytest.fixture
 def inlined(server: S3Server) -> Watched:
     """The checkpoint whose manifest says all."""
@@ -111,28 +105,11 @@ def test_opening_and_listing_take_three_requests(inlined: Watched, apart: Watche
         assert watched.asked() == []
 
 
-def test_a_slice_in_a_process_that_has_read_here_takes_three_requests(server: S3Server) -> None:
-    """Opened again: slot 1, the absence of slot 2, the bytes; the manifest is known by content."""
-    Watched(server, INLINED)
-    again = Watched(server, INLINED)
-    assert [op for op, _ in again.opening] == ["get", "get"]
-    assert [op for op, _ in again.read("rows", np.s_[256:512])] == ["get"]
-
-
-def test_a_known_manifest_is_not_that_of_a_later_save(server: S3Server) -> None:
-    """What replaced a checkpoint is seen by the next open: the commit record names other bytes."""
-    url = "s3://bucket/replaced"
-    save(server, url, {"a": STATE["rows"]})
-    Watched(server, url)
-    save(server, url, {"b": STATE["rows"]}, overwrite=True)
-    assert list(Watched(server, url).checkpoint) == ["b"]
-
-
 def test_opening_again_costs_no_more(server: S3Server) -> None:
-    """A second open shares the client of the first, and asks for the manifest no more."""
+    """A second open shares the client of the first."""
     first = Watched(server, INLINED)
     known = clients.known_client_count()
-    assert len(Watched(server, INLINED).opening) == len(first.opening) - 1
+    assert len(Watched(server, INLINED).opening) == len(first.opening)
     assert clients.known_client_count() == known
 
 

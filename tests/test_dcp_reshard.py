@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+import ckpt_storage
 from ckpt_storage import CheckpointStorageReader, ProgressEvent
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.testing.ranks import RankPool
@@ -127,6 +128,26 @@ def test_a_load_with_another_sharding_equals_slicing(
     """Every rank of one, two or three holds exactly its slice, cut along rows or columns."""
     for counted, _, told in ranks.run(load_sharded, saved, dim, list(SHAPES), world_size=size):
         assert counted == told
+
+
+def load_by_our_door(rank: int, path: Path, names: list[str]) -> None:
+    """Load tensors by columns with `ckpt_storage.load` and compare with slices."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    state: dict[str, Any] = {
+        name: distribute_tensor(torch.zeros_like(whole(name)), mesh, [Shard(1)]) for name in names
+    }
+    ckpt_storage.load(state, path)
+    for name in names:
+        expected = torch.chunk(whole(name), size, 1)[rank].contiguous()
+        assert same(state[name].to_local(), expected), name
+
+
+def test_ranks_of_one_host_that_cut_a_local_file_into_columns_load_right(
+    ranks: RankPool, saved: Path
+) -> None:
+    """Each holds exactly its columns of what several files have as blocks and rows."""
+    ranks.run(load_by_our_door, saved, ["wide", "odd", "narrow"], world_size=3)
 
 
 def cut(length: int, count: int) -> list[Interval]:

@@ -224,35 +224,6 @@ def test_who_changes_what_it_gets_has_a_buffer(tmp_path: Path) -> None:
     assert store.buffers
 
 
-def test_memory_is_borrowed_only_for_an_answer_that_has_come(tmp_path: Path) -> None:
-    """While a request is under way it needs none; what is borrowed is filled, checked, given."""
-    (tmp_path / "f").write_bytes(content(1))
-    store = LendingLocalStore(str(tmp_path))
-    borrowed = bytearray(PART_BYTES)
-    seen: list[tuple[str, int]] = []
-
-    def borrow(length: int) -> memoryview:
-        seen.append(("borrowed", store.lent_count))
-        return memoryview(borrowed)[:length]
-
-    def check(view: memoryview, offset: int) -> None:
-        assert view == content(1)[offset : offset + len(view)]
-        seen.append(("checked", len(view)))
-
-    fetch = Fetch(
-        path="f",
-        start=0,
-        stop=PART_BYTES,
-        borrow=borrow,
-        check=check,
-        check_bytes=KIB,
-        done=lambda view: seen.append(("done", len(view))),
-    )
-    run_fetches(store, [fetch], options=options_for(2), deadline=Deadline("load", 60))
-    assert seen == [("borrowed", 1), ("checked", PART_BYTES), ("done", PART_BYTES)]
-    assert borrowed == content(1)
-
-
 def test_damage_in_lent_memory_is_found_before_it_is_given_away(tmp_path: Path) -> None:
     """The check comes first, wherever the bytes lie."""
     (tmp_path / "f").write_bytes(content(1))

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import ckpt_storage
-from ckpt_storage import FormatError, InvalidInputError, integrity, manifestcache
-from ckpt_storage.columns import MOST_INFLATED_BYTES, Columns
+from ckpt_storage import FormatError, InvalidInputError, integrity
+from ckpt_storage.columns import Columns
 from ckpt_storage.conversion.torchzip import lists_are_plausible
-from ckpt_storage.documents import FileRef
-from ckpt_storage.manifest import InlineRanks, Manifest
+from ckpt_storage.manifest import InlineRanks
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -158,31 +157,6 @@ def test_lists_of_many_values_are_plausible_and_many_long_ones_are_not() -> None
     assert lists_are_plausible([("a", n, "b") for n in range(100_000)])
     assert lists_are_plausible([("a", 3, n) for n in range(0, 100_000, 5)])
     assert not lists_are_plausible([("a", str(n), 50_000) for n in range(1000)])
-
-
-def test_remembered_manifests_are_bounded_by_what_they_take(tmp_path: Path) -> None:
-    """A short document may inflate to a gigabyte: what it takes is counted, not its length."""
-    ckpt_storage.save({"a": torch.ones(2)}, tmp_path)
-    manifest = Manifest.from_body(body_of(manifest_of(tmp_path)), where="here")
-    assert manifest.inflated_bytes > 0
-    reference = FileRef(path="x", size_bytes=1000, crc32c=0)
-    ranks = manifest.inline_ranks
-    assert ranks is not None
-    small = manifestcache.held_bytes(reference, manifest)
-    manifestcache.KEPT.clear()
-    manifestcache.keep_manifest("here", reference, manifest)
-    assert manifestcache.known_manifest("here", reference) is manifest
-    assert manifestcache.known_manifest("there", reference) is None
-    # As if a rank had been decoded since, whose columns inflate to a gigabyte.
-    ranks._columns.left_bytes = 0  # noqa: SLF001
-    assert manifestcache.held_bytes(reference, manifest) > small + MOST_INFLATED_BYTES
-    manifestcache.keep_manifest("there", reference, manifest)
-    assert manifestcache.known_manifest("there", reference) is None
-    again = Manifest.from_body(body_of(manifest_of(tmp_path)), where="here")
-    manifestcache.keep_manifest("elsewhere", reference, again)
-    assert manifestcache.known_manifest("here", reference) is None
-    assert manifestcache.known_manifest("elsewhere", reference) is again
-    manifestcache.KEPT.clear()
 
 
 def test_a_damaged_rank_that_is_asked_for_again_and_again_takes_nothing(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ The oracle makes tensors from their seeds; bytes and requests are the S3 server'
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib
 import os
 import signal
@@ -19,40 +17,18 @@ import dcp_cases
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded, zeros_like
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt_storage
-from ckpt_storage import CheckpointStorageReader, RankFailedError, Timeouts
+from ckpt_storage import RankFailedError, Timeouts
 from ckpt_storage.testing.ranks import RankPool
 from ckpt_storage.testing.s3server import S3Server
 
 MIB = 1 << 20
 URL = "s3://bucket/model"
 BIG_ROWS = 10_240
-
-
-@contextlib.contextmanager
-def placed(rank: int, hosts: str) -> Iterator[None]:
-    """Let this rank take itself to be on a host of its own, where `hosts` is "apart".
-
-    With "pairs" two neighbours are on one host, with "one" all are, as they really are.
-    """
-    from ckpt_storage import sharers  # noqa: PLC0415  # in the rank
-
-    original = vars(sharers)["host_identity"]
-    if hosts != "one":
-        name = f"host {rank if hosts == 'apart' else rank // 2}"
-        vars(sharers)["host_identity"] = lambda: name
-    try:
-        yield
-    finally:
-        vars(sharers)["host_identity"] = original
 
 
 def model() -> dict[str, Any]:
@@ -88,21 +64,19 @@ def sent_bytes(server: S3Server) -> int:
 
 
 def load_replicated(
-    rank: int,
+    _rank: int,
     options: dict[str, Any],
     shared: str = "auto",
     door: str = "load",
-    hosts: str = "one",
     **more: Any,
 ) -> None:
     """Load the whole model on this rank and compare it with the original."""
     target = zeros_like(model())
     more = {"storage_options": options, "shared_reads": shared, **more}
-    with placed(rank, hosts):
-        if door == "load":
-            ckpt_storage.load(target, URL, **more)
-        else:
-            dcp_cases.load(target, URL, **more)
+    if door == "load":
+        ckpt_storage.load(target, URL, **more)
+    else:
+        dcp_cases.load(target, URL, **more)
     expected = model()
     for name, value in expected.items():
         if isinstance(value, torch.Tensor):
@@ -111,30 +85,19 @@ def load_replicated(
             assert target[name] == value, name
 
 
-@pytest.mark.parametrize(
-    ("size", "door", "hosts"),
-    [
-        (3, "load", "one"),
-        (3, "load", "apart"),
-        (4, "load", "pairs"),
-        (3, "dcp.load", "one"),
-        (3, "dcp.load", "apart"),
-    ],
-)
-def test_replicated_state_is_read_once_from_the_storage(
-    ranks: RankPool, server: S3Server, size: int, door: str, hosts: str
-) -> None:
+def test_replicated_state_is_read_once_from_the_storage(ranks: RankPool, server: S3Server) -> None:
     """Ranks that all load the whole model fetch together little more than it has bytes."""
     server.reset_counters()
-    ranks.run(load_replicated, server.storage_options, "auto", door, hosts, world_size=size)
+    ranks.run(load_replicated, server.storage_options, world_size=3)
     assert model_bytes() > 40 * MIB
     assert model_bytes() <= sent_bytes(server) <= 1.05 * model_bytes()
 
 
-def test_never_is_never(ranks: RankPool, server: S3Server) -> None:
-    """With shared_reads='never' every rank fetches everything for itself."""
+@pytest.mark.parametrize(("shared", "door"), [("never", "load"), ("auto", "dcp.load")])
+def test_never_is_never(ranks: RankPool, server: S3Server, shared: str, door: str) -> None:
+    """With shared_reads='never', and under `dcp.load`, every rank fetches all for itself."""
     server.reset_counters()
-    ranks.run(load_replicated, server.storage_options, "never", world_size=3)
+    ranks.run(load_replicated, server.storage_options, shared, door, world_size=3)
     assert sent_bytes(server) >= 3 * model_bytes()
 
 
@@ -145,7 +108,7 @@ def test_little_is_not_shared(ranks: RankPool, server: S3Server) -> None:
     assert sent_bytes(server) >= 2 * model_bytes()
 
 
-def load_columns(rank: int, options: dict[str, Any], hosts: str) -> None:
+def load_columns(rank: int, options: dict[str, Any]) -> None:
     """Load the large tensor by columns, and the others whole, twice, over one group."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     expected = model()
@@ -155,8 +118,7 @@ def load_columns(rank: int, options: dict[str, Any], hosts: str) -> None:
         target["big"] = distribute_tensor(whole, mesh, [Shard(1)], src_data_rank=None)
         if rank == 1:
             del target["odd"]
-        with placed(rank, hosts):
-            ckpt_storage.load(target, URL, storage_options=options)
+        ckpt_storage.load(target, URL, storage_options=options)
         local = target["big"].to_local()
         wanted = torch.chunk(expected["big"], dist.get_world_size(), 1)
         assert same(local, wanted[rank].contiguous())
@@ -164,42 +126,13 @@ def load_columns(rank: int, options: dict[str, Any], hosts: str) -> None:
         assert rank == 1 or same(target["odd"], expected["odd"])
 
 
-@pytest.mark.parametrize(("size", "hosts"), [(3, "one"), (3, "apart"), (4, "pairs")])
 def test_ranks_of_unequal_needs_share_what_they_have_in_common(
-    ranks: RankPool, server: S3Server, size: int, hosts: str
+    ranks: RankPool, server: S3Server
 ) -> None:
     """Columns of a tensor need all its blocks: fetched once, they give each rank its own."""
     server.reset_counters()
-    ranks.run(load_columns, server.storage_options, hosts, world_size=size)
+    ranks.run(load_columns, server.storage_options, world_size=3)
     assert sent_bytes(server) <= 2 * 1.05 * model_bytes()
-
-
-def load_where_one_does_not_verify(rank: int, options: dict[str, Any]) -> int:
-    """Load, on rank 1 without checks; return how often this rank took what lay in memory."""
-    from ckpt_storage.sharedreads import SharedReads  # noqa: PLC0415  # in the rank
-
-    original, taken = SharedReads._found, []  # noqa: SLF001
-
-    def found(*args: Any) -> None:
-        taken.append(args)
-        original(*args)
-
-    SharedReads._found = found  # type: ignore[method-assign,assignment]  # noqa: SLF001
-    try:
-        load_replicated(rank, options, verify=rank != 1)
-    finally:
-        SharedReads._found = original  # type: ignore[method-assign]  # noqa: SLF001
-    return len(taken)
-
-
-def test_what_one_rank_did_not_check_no_other_takes_unchecked(
-    ranks: RankPool, server: S3Server
-) -> None:
-    """Where one does not verify the others get what it reads by messages, and check those."""
-    server.reset_counters()
-    taken = ranks.run(load_where_one_does_not_verify, server.storage_options, world_size=3)
-    assert taken == [0, 0, 0]
-    assert sent_bytes(server) <= 1.05 * model_bytes()
 
 
 def load_without_transport(rank: int, options: dict[str, Any]) -> None:
@@ -216,7 +149,7 @@ def load_without_transport(rank: int, options: dict[str, Any]) -> None:
 
     Peers.join = join  # type: ignore[method-assign]
     try:
-        load_replicated(rank, options, "auto", hosts="apart")
+        load_replicated(rank, options)
     finally:
         Peers.join = original  # type: ignore[method-assign]
 
@@ -231,7 +164,7 @@ def test_ranks_that_cannot_reach_one_another_read_for_themselves(
 
 
 def load_with_a_wire_that_lies(rank: int, options: dict[str, Any]) -> str:
-    """Load where one bit of what rank 0 sends is turned; return what the error says."""
+    """Load where rank 0 checks nothing and turns a bit of what it sends; return the error."""
     from ckpt_storage.peers import Peers  # noqa: PLC0415  # in the rank
 
     original = Peers.send
@@ -245,8 +178,8 @@ def load_with_a_wire_that_lies(rank: int, options: dict[str, Any]) -> str:
     Peers.send = send  # type: ignore[method-assign]
     target = zeros_like(model())
     try:
-        with placed(rank, "apart"):
-            ckpt_storage.load(target, URL, storage_options=options, timeout=Timeouts.of(20))
+        timeout = Timeouts.of(20)
+        ckpt_storage.load(target, URL, storage_options=options, timeout=timeout, verify=rank != 0)
     except ckpt_storage.CheckpointError as error:
         return str(error)
     finally:
@@ -268,17 +201,11 @@ def killed(*_args: Any, **_kw: Any) -> Any:
 DEATHS = {
     "sends": ("peers", "Peers", "send"),
     "receives": ("peers", "Peers", "receive"),
-    "announces": ("hostmemory", "HostMemory", "announce"),
-    "takes": ("sharedreads", "SharedReads", "_found"),
-    "makes memory": ("hostmemory", "HostMemory", "_made"),
-    "reaches others": ("hostmemory", "HostMemory", "reach"),
 }
 """When a rank is killed: by what it calls then."""
 
 
-def load_beside_one_that_dies(
-    rank: int, options: dict[str, Any], when: str, hosts: str
-) -> tuple[str, float]:
+def load_beside_one_that_dies(rank: int, options: dict[str, Any], when: str) -> tuple[str, float]:
     """Load; rank 1 is killed in a step of it. Return what the others raise, and when."""
     if rank == 1:
         module, name, method = DEATHS[when]
@@ -287,33 +214,20 @@ def load_beside_one_that_dies(
     target = zeros_like(model())
     begin = time.monotonic()
     try:
-        with placed(rank, hosts):
-            ckpt_storage.load(
-                target, URL, storage_options=options, timeout=Timeouts(load=60, silence=4)
-            )
+        timeouts = Timeouts(load=60, silence=4)
+        ckpt_storage.load(target, URL, storage_options=options, timeout=timeouts)
     except RankFailedError as error:
         return str(error), time.monotonic() - begin
     return "", 0.0
 
 
-@pytest.mark.parametrize(
-    ("when", "hosts"),
-    [
-        ("sends", "apart"),
-        ("receives", "apart"),
-        ("announces", "one"),
-        ("takes", "one"),
-        ("makes memory", "one"),
-        ("reaches others", "one"),
-    ],
-)
+@pytest.mark.parametrize("when", DEATHS)
 def test_a_rank_that_dies_ends_the_load_of_all(
-    ranks: RankPool, server: S3Server, when: str, hosts: str
+    ranks: RankPool, server: S3Server, when: str
 ) -> None:
     """The live ranks raise an error that names the dead one, long before the deadline."""
-    outcomes = ranks.outcomes(
-        load_beside_one_that_dies, server.storage_options, when, hosts, world_size=3
-    )
+    options = server.storage_options
+    outcomes = ranks.outcomes(load_beside_one_that_dies, options, when, world_size=3)
     assert outcomes[1].failure is not None
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.value is not None, outcome.failure
@@ -343,9 +257,7 @@ def test_two_ranks_share_what_spares_64_mib(ranks: RankPool, server: S3Server) -
     assert 72 * MIB <= sent_bytes(server) <= 1.05 * 72 * MIB
 
 
-def load_with_a_sink_that_breaks(
-    rank: int, options: dict[str, Any], *, where: str, hosts: str
-) -> str:
+def load_with_a_sink_that_breaks(rank: int, options: dict[str, Any], where: str) -> str:
     """Load where rank 1 cannot deliver; return what is raised, or what is left behind."""
     from ckpt_storage import readplan, sharedreads  # noqa: PLC0415  # in the rank
 
@@ -360,10 +272,8 @@ def load_with_a_sink_that_breaks(
     vars(sharedreads)["deliver"] = deliver
     begin = time.monotonic()
     try:
-        with placed(rank, hosts):
-            ckpt_storage.load(
-                zeros_like(model()), URL, storage_options=options, timeout=Timeouts(load=60)
-            )
+        target = zeros_like(model())
+        ckpt_storage.load(target, URL, storage_options=options, timeout=Timeouts(load=60))
     except ckpt_storage.CheckpointError as error:
         left = [t.name for t in threading.enumerate() if t.name.startswith("shared reads")]
         return f"{left} {time.monotonic() - begin < 20} {error}"
@@ -372,115 +282,12 @@ def load_with_a_sink_that_breaks(
     return "loaded"
 
 
-@pytest.mark.parametrize("hosts", ["one", "apart"])
 @pytest.mark.parametrize("where", ["reads", "receiver"])
 def test_whatever_a_sink_raises_all_ranks_hear_of_it(
-    ranks: RankPool, server: S3Server, where: str, hosts: str
+    ranks: RankPool, server: S3Server, where: str
 ) -> None:
     """Every rank raises what one's sink raised, soon, and none leaves a thread that receives."""
-    task = functools.partial(load_with_a_sink_that_breaks, where=where, hosts=hosts)
-    for text in ranks.run(task, server.storage_options, world_size=3):
+    options = server.storage_options
+    for text in ranks.run(load_with_a_sink_that_breaks, options, where, world_size=3):
         assert text.startswith("[] True"), text
         assert "the sink broke" in text
-
-
-class FailingPlanner(DefaultLoadPlanner):
-    """Fails on one rank, in one step after the coordinator's."""
-
-    def __init__(self, step: str) -> None:
-        super().__init__()
-        self.step = step
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Fail, if it is this step."""
-        if self.step == "finish_plan":
-            raise ValueError("no finish")
-        return super().finish_plan(new_plan)
-
-    def resolve_tensor(self, read_item: ReadItem) -> Any:
-        """Fail, if it is this step."""
-        if self.step == "resolve_tensor":
-            raise ValueError("no target")
-        return super().resolve_tensor(read_item)
-
-
-def load_where_one_plans_badly(rank: int, options: dict[str, Any], step: str) -> float:
-    """Load by `dcp.load`, where rank 1's planner fails; return how long the reader waited."""
-    from ckpt_storage import sharers  # noqa: PLC0415  # in the rank
-
-    original = sharers._MEET_S  # noqa: SLF001  # 20 s are long in a test
-    if step == "finish_plan":
-        sharers._MEET_S = 2.0  # noqa: SLF001
-    seconds: list[float] = []
-
-    class Reader(CheckpointStorageReader):
-        def read_data(self, plan: LoadPlan, planner: Any) -> torch.futures.Future[None]:
-            begin = time.monotonic()
-            try:
-                return super().read_data(plan, planner)
-            finally:
-                seconds.append(time.monotonic() - begin)
-
-    target = zeros_like(model())
-    planner = FailingPlanner(step if rank == 1 else "")
-    try:
-        with pytest.raises(CheckpointException, match=r"no (finish|target)"):
-            dcp.load(target, storage_reader=Reader(URL, storage_options=options), planner=planner)
-    finally:
-        sharers._MEET_S = original  # noqa: SLF001
-    if rank != 1:
-        assert same(target["big"], model()["big"])
-    return seconds[0] if seconds else 0.0
-
-
-@pytest.mark.parametrize("step", ["resolve_tensor", "finish_plan"])
-def test_one_that_fails_before_it_reads_keeps_nobody_waiting(
-    ranks: RankPool, server: S3Server, step: str
-) -> None:
-    """The others read for themselves: told at once, or, where torch lets nobody know, soon."""
-    waited = ranks.run(load_where_one_plans_badly, server.storage_options, step, world_size=3)
-    assert max(waited) < 15
-    server.reset_counters()
-    ranks.run(load_replicated, server.storage_options, "auto", "dcp.load", world_size=3)
-    assert sent_bytes(server) <= 1.05 * model_bytes()
-
-
-def dcp_load_beside_one_that_dies(rank: int, options: dict[str, Any]) -> tuple[str, float]:
-    """Load by `dcp.load`; rank 1 is killed as it sends. Return what the others' reader raises."""
-    from ckpt_storage.peers import Peers  # noqa: PLC0415  # in the rank
-
-    def send(_peers: Peers, *_args: Any, **_kw: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if rank == 1:
-        Peers.send = send  # type: ignore[method-assign,assignment]
-    begin = time.monotonic()
-    found: list[tuple[str, float]] = []
-
-    class Reader(CheckpointStorageReader):
-        def read_data(self, plan: LoadPlan, planner: Any) -> torch.futures.Future[None]:
-            try:
-                return super().read_data(plan, planner)
-            except ckpt_storage.CheckpointError as error:
-                found.append((type(error).__name__, time.monotonic() - begin))
-                raise
-
-    timeouts = Timeouts(load=6, silence=60)
-    reader = Reader(URL, storage_options=options, timeout=timeouts)
-    # Torch's collective after it raises, too: whose the rank is that is gone.
-    with contextlib.suppress(CheckpointException, RuntimeError), placed(rank, "apart"):
-        dcp.load(zeros_like(model()), storage_reader=reader)
-    return found[0]
-
-
-def test_one_that_dies_under_dcp_load_is_waited_for_no_longer_than_the_readers_timeout(
-    ranks: RankPool, server: S3Server
-) -> None:
-    """The reads of the others end by `Timeouts.load`, though nobody noted the silence by then."""
-    outcomes = ranks.outcomes(dcp_load_beside_one_that_dies, server.storage_options, world_size=3)
-    for rank in (0, 2):
-        value = outcomes[rank].value
-        assert value is not None, outcomes[rank].failure
-        assert value[0] in {"RankFailedError", "PhaseTimeoutError"}
-        assert value[1] < 6 + 10
-    ranks.run(load_replicated, server.storage_options, "auto", "dcp.load", world_size=3)

@@ -16,7 +16,7 @@ from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.readplan import Request
 from ckpt_storage.regions import Box, WindowCopy
-from ckpt_storage.sharedreads import Links, SharedReads
+from ckpt_storage.sharedreads import SharedReads
 from ckpt_storage.sharing import Key, ShareOrder, SharePolicy, plan_shares
 from ckpt_storage.source import Place
 from ckpt_storage.store.local import LocalStore
@@ -35,9 +35,7 @@ OPTIONS = TransferOptions.for_storage(
 )
 
 
-POLICY = SharePolicy(
-    unit_bytes=8 * MIB, min_saved_bytes=1, max_gap_bytes=MIB, whole="shared", among="all"
-)
+POLICY = SharePolicy(unit_bytes=8 * MIB, min_saved_bytes=1, max_gap_bytes=MIB)
 
 
 class Operation:
@@ -96,7 +94,7 @@ def orders() -> list[ShareOrder]:
     found = plan_shares(
         {KEY: [(0, whole), (1, whole)]},
         lambda _: ((CHUNK_BYTES,), 1),
-        hosts=["a", "b"],
+        world_size=2,
         policy=POLICY,
     )
     assert found is not None
@@ -133,14 +131,13 @@ class Case:
         self.operation = Operation()
         self.wire = Wire(messages_of(order))
         self.deadline = Deadline("load", 20, watch=self.operation)
-        self.shared = SharedReads(order, {KEY: [request]})
-        self.shared.link(Links(transport=self.wire, memory=None, deadline=self.deadline))
+        self.shared = SharedReads(order, {KEY: [request]}, self.wire, self.deadline)
         self.store = LocalStore(str(folder))
 
     def run(self) -> None:
         """Read and receive."""
         fetches = self.shared.fetches(LOCAL_COSTS)
-        self.shared.run(self.store, fetches, [], options=OPTIONS, on_bytes=lambda _: None)
+        self.shared.run(self.store, fetches, options=OPTIONS, on_bytes=lambda _: None)
 
 
 def is_receiver() -> bool:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
-import threading
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +15,6 @@ from ckpt_storage.sharing import (
     Key,
     ShareOrder,
     SharePolicy,
-    arrived_order,
-    forget_orders,
     plan_shares,
     share_policy,
 )
@@ -29,14 +24,7 @@ UNIT_BYTES = 8 * MIB
 Wants = dict[Key, list[tuple[int, Box]]]
 
 
-def policy(kind: str = "remote", **changes: Any) -> SharePolicy:
-    """Return the policy of a kind of storage, with `changes`."""
-    found = share_policy(is_remote=kind == "remote", part_bytes=UNIT_BYTES)
-    assert found is not None
-    return dataclasses.replace(found, **changes)
-
-
-EAGER = policy(min_saved_bytes=1)
+EAGER = SharePolicy(min_saved_bytes=1)
 """Sharing anything at all is enough."""
 
 
@@ -47,9 +35,7 @@ def whole(*sizes: int) -> Box:
 
 def plan(wants: Wants, shapes: Mapping[Key, tuple[int, ...]], world_size: int) -> list[ShareOrder]:
     """Return the orders for chunks of 2-byte elements; sharing anything at all is enough."""
-    orders = plan_shares(
-        wants, lambda key: (shapes[key], 2), hosts=["a"] * world_size, policy=EAGER
-    )
+    orders = plan_shares(wants, lambda key: (shapes[key], 2), world_size=world_size, policy=EAGER)
     assert orders is not None
     return orders
 
@@ -80,9 +66,7 @@ def test_members_of_a_unit_all_know_it(
 ) -> None:
     """The owner and all others of a unit hold it in their orders; units lie in their chunk."""
     world_size, shapes, wants = needs
-    orders = plan_shares(
-        wants, lambda key: (shapes[key], 2), hosts=["a"] * world_size, policy=EAGER
-    )
+    orders = plan_shares(wants, lambda key: (shapes[key], 2), world_size=world_size, policy=EAGER)
     for rank, order in enumerate(orders or ()):
         assert order.rank == rank
         for unit in order.units:
@@ -99,9 +83,7 @@ def test_what_a_rank_wants_of_a_shared_chunk_is_in_its_units(
 ) -> None:
     """Each byte that a rank wants of a chunk that is shared lies in a unit of that rank."""
     world_size, shapes, wants = needs
-    orders = plan_shares(
-        wants, lambda key: (shapes[key], 2), hosts=["a"] * world_size, policy=EAGER
-    )
+    orders = plan_shares(wants, lambda key: (shapes[key], 2), world_size=world_size, policy=EAGER)
     shared = {unit.key for order in orders or () for unit in order.units}
     for key in shared:
         for rank, region in wants[key]:
@@ -136,7 +118,7 @@ def test_disjoint_needs_are_not_shared() -> None:
     """Ranks that want different rows of a chunk read their own."""
     key: Key = ("w", (0, 0))
     wants = {key: [(rank, Box((rank * 1000, 0), (1000, 4000))) for rank in range(4)]}
-    assert plan_shares(wants, lambda _: ((4000, 4000), 2), hosts=["a"] * 4, policy=EAGER) is None
+    assert plan_shares(wants, lambda _: ((4000, 4000), 2), world_size=4, policy=EAGER) is None
 
 
 def test_columns_of_short_rows_are_shared() -> None:
@@ -152,7 +134,7 @@ def test_columns_of_long_rows_are_not_shared() -> None:
     key: Key = ("w", (0, 0))
     wants = {key: [(rank, Box((0, rank * MIB), (4, MIB))) for rank in range(4)]}
     shape = (4, 4 * MIB)
-    assert plan_shares(wants, lambda _: (shape, 2), hosts=["a"] * 4, policy=EAGER) is None
+    assert plan_shares(wants, lambda _: (shape, 2), world_size=4, policy=EAGER) is None
 
 
 def test_little_is_not_shared() -> None:
@@ -160,27 +142,8 @@ def test_little_is_not_shared() -> None:
     key: Key = ("w", (0,))
     for count, is_shared in ((32 * MIB - 1, False), (32 * MIB, True)):
         wants = {key: [(0, whole(count)), (1, whole(count))]}
-        found = plan_shares(wants, lambda _: ((count,), 2), hosts=["a"] * 2, policy=policy())  # noqa: B023  # called at once
+        found = plan_shares(wants, lambda _: ((count,), 2), world_size=2, policy=SharePolicy())  # noqa: B023  # called at once
         assert (found is not None) == is_shared
-
-
-def test_an_order_arrives_by_being_unpickled() -> None:
-    """It is found in the thread that unpickled it, by its rank, until it is forgotten."""
-    key: Key = ("w", (0,))
-    shapes = {key: (9 * MIB,)}
-    orders = plan({key: [(0, whole(9 * MIB)), (1, whole(9 * MIB))]}, shapes, 2)
-    forget_orders()
-    assert arrived_order(1) is None
-    assert pickle.loads(pickle.dumps(orders[1])) == orders[1]
-    assert arrived_order(1) == orders[1]
-    assert arrived_order(0) is None
-    seen: list[object] = []
-    thread = threading.Thread(target=lambda: seen.append(arrived_order(1)))
-    thread.start()
-    thread.join(10)
-    assert seen == [None]
-    forget_orders()
-    assert arrived_order(1) is None
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -188,7 +151,7 @@ def test_one_rank_shares_with_nobody(count: int) -> None:
     """A chunk that one rank wants twice, or only empty regions of, is its own business."""
     key: Key = ("w", (0,))
     wants = {key: [(0, whole(100)), (0, whole(100)), (1, Box((0,), (0,)))][: 2 + count]}
-    assert plan_shares(wants, lambda _: ((100,), 2), hosts=["a"] * 2, policy=EAGER) is None
+    assert plan_shares(wants, lambda _: ((100,), 2), world_size=2, policy=EAGER) is None
 
 
 def test_ranks_of_equal_needs_are_one_object() -> None:
@@ -218,7 +181,9 @@ def test_more_than_a_million_memberships_are_refused_with_a_word(
     shape = (5000 * UNIT_BYTES,)
     wants = {key: [(rank, whole(*shape)) for rank in range(rank_count)]}
     with caplog.at_level("INFO", logger="ckpt_storage"):
-        found = plan_shares(wants, lambda _: (shape, 2), hosts=["a"] * rank_count, policy=policy())
+        found = plan_shares(
+            wants, lambda _: (shape, 2), world_size=rank_count, policy=SharePolicy()
+        )
     assert (found is None) == (rank_count > 100)
     assert ("Each rank reads for itself" in caplog.text) == (rank_count > 100)
 
@@ -231,7 +196,7 @@ def test_many_chunks_are_refused_before_they_are_looked_at() -> None:
     def shape_of(_key: Key) -> tuple[tuple[int, ...], int]:
         raise AssertionError
 
-    assert plan_shares(wants, shape_of, hosts=["a"] * 2048, policy=EAGER) is None
+    assert plan_shares(wants, shape_of, world_size=2048, policy=EAGER) is None
 
 
 def test_the_bound_counts_what_is_shared_only() -> None:
@@ -239,7 +204,7 @@ def test_the_bound_counts_what_is_shared_only() -> None:
     wants: Wants = {(f"w{i}", (0,)): [(i % 3, whole(4))] for i in range(1000)}
     key: Key = ("both", (0,))
     wants[key] = [(0, whole(4)), (1, whole(4))]
-    found = plan_shares(wants, lambda _: ((4,), 2), hosts=["a"] * 3, policy=EAGER, max_members=2)
+    found = plan_shares(wants, lambda _: ((4,), 2), world_size=3, policy=EAGER, max_members=2)
     assert found is not None
     assert [len(order.units) for order in found] == [1, 1, 0]
 
@@ -264,69 +229,12 @@ def test_ranks_with_gaps_survive_pickling() -> None:
     assert [unit.ranks for unit in order.units] == [(0, 1, 2), (0, 2, 5)]
     found = pickle.loads(pickle.dumps(order))
     assert [unit.ranks for unit in found.units] == [(0, 1, 2), (0, 2, 5)]
-    forget_orders()
-
-
-LOCAL = policy("local", min_saved_bytes=1)
-
-
-def columns(count: int, hosts: int = 1) -> Wants:
-    """Return the wants of `count` ranks a host for columns of one chunk."""
-    key: Key = ("w", (0, 0))
-    return {
-        key: [
-            (host * count + rank, Box((0, rank * 1000), (4000, 1000)))
-            for host in range(hosts)
-            for rank in range(count)
-        ]
-    }
-
-
-def test_ranks_of_one_page_cache_share_what_they_cut() -> None:
-    """Columns of a local file are read and checked once, in units of 4 MiB."""
-    orders = plan_shares(
-        columns(4),
-        lambda _: ((4000, 4000), 2),
-        hosts=["a"] * 4,
-        policy=policy("local", min_saved_bytes=1),
-    )
-    assert orders is not None
-    assert {unit.ranks for unit in orders[0].units} == {(0, 1, 2, 3)}
-    assert max(unit.stop - unit.start for unit in orders[0].units) == 4 * MIB
-    assert {unit.owner for unit in orders[0].units} == {0, 1, 2, 3}
-
-
-def test_what_needs_no_cut_is_not_shared_by_ranks_of_one_page_cache() -> None:
-    """A replicated local file is read straight into each rank's targets, by itself."""
-    key: Key = ("w", (0, 0))
-    wants = {key: [(rank, whole(4000, 4000)) for rank in range(4)]}
-    shape_of = lambda _: ((4000, 4000), 2)  # noqa: E731
-    assert plan_shares(wants, shape_of, hosts=["a"] * 4, policy=LOCAL) is None
-    assert plan_shares(wants, shape_of, hosts=["a"] * 4, policy=EAGER) is not None
-
-
-def test_hosts_share_no_page_cache() -> None:
-    """Each host's ranks read a file once among themselves; units never cross hosts."""
-    hosts = ["a", "a", "b", "b"]
-    orders = plan_shares(
-        columns(2, hosts=2), lambda _: ((4000, 4000), 2), hosts=hosts, policy=LOCAL
-    )
-    assert orders is not None
-    for rank, order in enumerate(orders):
-        assert {unit.ranks for unit in order.units} == {(0, 1) if rank < 2 else (2, 3)}
-        assert order.partners == {rank ^ 1}
-    assert (
-        plan_shares(
-            columns(1, hosts=2), lambda _: ((4000, 4000), 2), hosts=["a", "b"], policy=LOCAL
-        )
-        is None
-    )
 
 
 def test_units_fit_the_parts_that_memory_allows() -> None:
     """A rank that may read parts of 2 MiB gets units of as many; below 1 MiB nobody shares."""
     for part_bytes, expected in ((2 * MIB, 2 * MIB), (3 * MIB, 2 * MIB), (64 * MIB, 8 * MIB)):
-        found = share_policy(is_remote=True, part_bytes=part_bytes)
+        found = share_policy(part_bytes=part_bytes)
         assert found is not None
         assert found.unit_bytes == expected
-    assert share_policy(is_remote=True, part_bytes=MIB - 1) is None
+    assert share_policy(part_bytes=MIB - 1) is None

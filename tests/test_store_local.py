@@ -502,60 +502,6 @@ def test_a_stale_file_is_opened_once_more(root: str, operation: str) -> None:
     assert twice.open_count == 0
 
 
-def test_reads_in_turn_share_a_descriptor(root: str) -> None:
-    """A file is opened once for reads that follow one another, and closed when another comes."""
-    plain = LocalStore(root)
-    plain.prepare(["saves"])
-    for name in ("x", "y"):
-        plain.write(f"saves/{name}", name.encode() * 4)
-    posix = FaultPosix([])
-    target = memoryview(bytearray(2))
-    with LocalStore(root, posix=posix).reading_in_turn() as store:
-        found = []
-        for path, start in (("saves/x", 0), ("saves/x", 2), ("saves/y", 0), ("saves/x", 1)):
-            store.read_into(path, start, target, size_bytes=4)
-            found.append(bytes(target))
-            assert posix.open_count == 1
-        with pytest.raises(IntegrityError):
-            store.read_into("saves/x", 3, target)
-        assert posix.open_count == 0
-        assert error_of(lambda: store.read_into("saves/z", 0, target)).kind == "not-found"
-        store.read_into("saves/y", 2, target)
-    assert found == [b"xx", b"xx", b"yy", b"xx"]
-    assert posix.open_count == 0
-    assert [call.operation for call in posix.script.calls].count("open_read") == 6
-
-
-def test_a_close_that_fails_at_the_end_is_an_error_of_the_storage(root: str) -> None:
-    """Whatever the kernel says when the last file is closed, it comes as ours do."""
-    plain = LocalStore(root)
-    plain.prepare(["saves"])
-    plain.write("saves/x", b"data")
-    posix = FaultPosix([Rule(action="error", operation="close", errno=errno.EIO)])
-
-    def read() -> None:
-        with LocalStore(root, posix=posix).reading_in_turn() as store:
-            store.read_into("saves/x", 0, memoryview(bytearray(4)))
-
-    assert "close" in str(error_of(read))
-
-
-def test_a_file_that_turns_stale_in_turn_is_opened_anew(root: str) -> None:
-    """What a server has replaced is read as it is now, by the same read."""
-    plain = LocalStore(root)
-    plain.prepare(["saves"])
-    plain.write("saves/x", b"old!")
-    stale = Rule(action="error", operation="preadv", errno=errno.ESTALE, skip_count=1)
-    posix = FaultPosix([stale])
-    target = memoryview(bytearray(4))
-    with LocalStore(root, posix=posix).reading_in_turn() as store:
-        store.read_into("saves/x", 0, target)
-        plain.replace("saves/x", b"new!")
-        store.read_into("saves/x", 0, target)
-    assert bytes(target) == b"new!"
-    assert posix.open_count == 0
-
-
 def test_short_reads_and_writes_are_carried_on(root: str) -> None:
     """A system call that does half of what was asked is followed by others for the rest."""
     posix = FaultPosix([Rule(action="short", operation="pwritev|preadv", hit_count=6)])

@@ -11,9 +11,7 @@ Errors: every method raises only `CheckpointError`s, nearly always `StorageError
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -24,15 +22,12 @@ __all__ = [
     "Entry",
     "Existing",
     "LendingStore",
-    "MappedFile",
-    "MappingStore",
     "PartReceipt",
     "PathFilter",
     "SharedUpload",
     "Stat",
     "Stoppable",
     "Store",
-    "TurnStore",
     "Upload",
     "Version",
 ]
@@ -422,43 +417,3 @@ class LendingStore(Protocol):
 
         They live as long as the view. Raises as `Store.read_into`.
         """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MappedFile:
-    """A file as it lies in the kernel's cache; nobody may write to the `memory`.
-
-    `identity` is the same for two processes of a host if they have mapped the same content of the
-    same file.
-    """
-
-    memory: mmap.mmap
-    identity: str
-
-
-@runtime_checkable
-class MappingStore(Protocol):
-    """What a `Store` can besides whose files may lie in the memory of this host's kernel."""
-
-    def map_cached(self, path: str, *, size_bytes: int) -> MappedFile | None:
-        """Return a file as it lies in the kernel's cache.
-
-        None unless the file has `size_bytes` and all of it is cached, on a disk of this host; or
-        where it cannot be. What was read from the disk is not read from it again unless the
-        kernel is short of memory; then, or if somebody cuts the file short, whoever looks may be
-        killed (SIGBUS). Raises as `Store.read_into`.
-        """
-
-    def look(self, path: str, action: Callable[[], None]) -> None:
-        """Run `action`, which looks into what `map_cached` returned: the disk may be asked for it.
-
-        An operation like others: one that is late is left behind, and may still end.
-        """
-
-
-@runtime_checkable
-class TurnStore(Protocol):
-    """What a `Store` can besides whose reads by one thread, one after the other, can be cheaper."""
-
-    def reading_in_turn(self) -> AbstractContextManager[Store]:
-        """Give the store that one thread reads from during a block."""

@@ -9,10 +9,9 @@ and by tests.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -24,7 +23,6 @@ from .base import (
     Capabilities,
     CopySource,
     Entry,
-    MappedFile,
     PathFilter,
     Stat,
     Store,
@@ -36,9 +34,8 @@ from .local_folders import ABSENT, LocalFolders
 from .local_root import LocalRoot, folder_of
 from .local_shared import COPY_SCOPE, TICKET_FIELD, TICKET_KIND, LocalSharedUpload
 from .local_upload import LocalUpload
-from .openfile import KeptFile, Opened, check_is_file, open_file
+from .openfile import check_is_file, open_file
 from .os_errors import map_os_error
-from .pagecache import mapped_if_cached
 from .posix import BLOCK_BYTES, Posix, is_unsupported
 from .tickets import decode_ticket
 
@@ -76,11 +73,10 @@ class LocalStore:
     """A `Store` below one folder.
 
     Holds no descriptor between calls, so it pickles, forks and is shared by threads
-    freely; what `reading_in_turn` gives is for one thread. `sync_files=False` leaves out
-    every fsync and nothing else: a crash of the process then still shows old or new, a
-    power cut may show anything. With `page_cache="drop"` the kernel is to keep no copy of
-    what uploads have written, which changes nothing else; small files that are put whole
-    are read soon and stay.
+    freely. `sync_files=False` leaves out every fsync and nothing else: a crash of the
+    process then still shows old or new, a power cut may show anything. With
+    `page_cache="drop"` the kernel is to keep no copy of what uploads have written, which
+    changes nothing else; small files that are put whole are read soon and stay.
     """
 
     def __init__(
@@ -97,7 +93,6 @@ class LocalStore:
         self._sync = sync_files
         self._page_cache = page_cache
         self._copies_pay: bool | None = None
-        self._kept: KeptFile | None = None
 
     def __repr__(self) -> str:
         return f"LocalStore({self._root.folder!r})"
@@ -196,39 +191,6 @@ class LocalStore:
 
         with self._root.border("read", path):
             self._with_file(path, fill)
-
-    def map_cached(self, path: str, *, size_bytes: int) -> MappedFile | None:
-        """Return a file as it lies in the page cache, None unless nearly all of it does.
-
-        What little is missing is read first. Only where the kernel tells what it caches (Linux
-        6.5), and on disks of this host.
-        """
-        with self._root.border("mapping", path):
-            try:
-                return self._with_file(
-                    path, lambda fd, _: mapped_if_cached(self._posix, fd, size_bytes)
-                )
-            except OSError as error:
-                # Each map has a descriptor of its own.
-                if error.errno not in {errno.EMFILE, errno.ENFILE}:
-                    raise
-                return None
-
-    def look(self, path: str, action: Callable[[], None]) -> None:
-        """Run `action`."""
-        del path
-        action()
-
-    @contextlib.contextmanager
-    def reading_in_turn(self) -> Iterator[LocalStore]:
-        """Give this store for the reads of one thread: it keeps open what it read from last."""
-        view = copy.copy(self)
-        view._kept = kept = KeptFile(self._posix)  # noqa: SLF001  # the same class
-        try:
-            yield view
-        finally:
-            with self._root.border("close", ""):
-                kept.close()
 
     def _read_on(self, fd: int) -> None:
         try:
@@ -403,13 +365,8 @@ class LocalStore:
         """Return what `use` makes of the descriptor and the size (bytes) of an open file."""
         full = self._root.full(path)
 
-        def opened() -> Opened:
-            return open_file(self._posix, full)
-
         def attempt() -> T:
-            if self._kept is not None:
-                return self._kept.use(full, opened, use)
-            fd, size_bytes = opened()
+            fd, size_bytes = open_file(self._posix, full)
             try:
                 return use(fd, size_bytes)
             finally:

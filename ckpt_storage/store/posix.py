@@ -14,7 +14,6 @@ import ctypes
 import errno
 import fcntl
 import functools
-import mmap
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -40,14 +39,7 @@ _RWF_DONTCACHE = 0x80
 _BCACHEFS, _BTRFS, _F2FS = 0xCA451A4E, 0x9123683E, 0xF2F52010
 _XFS, _ZFS = 0x58465342, 0x2FC12FC1
 _SHARING_FILE_SYSTEMS = frozenset({_BCACHEFS, _BTRFS, _XFS})
-_EXT, _TMPFS = 0xEF53, 0x01021994
-# Of this host alone, and with the kernel's own cache, which ZFS has not.
-_OWN_DISKS = frozenset({_BCACHEFS, _BTRFS, _EXT, _F2FS, _TMPFS, _XFS})
 _COMPRESSING_FILE_SYSTEMS = frozenset({_BCACHEFS, _BTRFS, _F2FS, _ZFS})
-
-# One number on all machines that number system calls alike, Linux 6.5; Alpha and MIPS do not.
-_CACHESTAT = 451
-_COMMON_NUMBERS = frozenset({"aarch64", "loongarch64", "ppc64le", "riscv64", "s390x", "x86_64"})
 
 _MOST_INTERRUPTIONS = 10
 """How often a call is begun anew: a timer's signals may come faster than a long one ends."""
@@ -232,29 +224,6 @@ class Posix:
         except NotImplementedError:
             # A C library without the call.
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
-
-    def cached_bytes(self, fd: int, offset: int, length: int) -> int:
-        """Return how many bytes of a range lie in the page cache, of its last page all or none.
-
-        Raises `OSError` with ENOSYS where the kernel does not tell.
-        """
-        if os.uname().machine not in _COMMON_NUMBERS:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        asked = (ctypes.c_uint64 * 2)(offset, length)
-        # Cached, dirty, being written, evicted, evicted a moment ago: all in pages.
-        told = (ctypes.c_uint64 * 5)()
-        number, flags = ctypes.c_long(_CACHESTAT), ctypes.c_uint(0)
-        _checked(_function("syscall"), number, ctypes.c_int(fd), asked, told, flags)
-        return min(length, told[0] * mmap.PAGESIZE)
-
-    def map_private(self, fd: int, length: int) -> mmap.mmap:
-        """Map a file; what is written there stays with this process. Raises `OSError`."""
-        # Writable for torch's sake, which warns of memory that is not.
-        return mmap.mmap(fd, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-
-    def is_own_disk(self, fd: int) -> bool:
-        """Return whether a file lies on a disk of this host whose files the kernel caches."""
-        return _file_system(f"/proc/self/fd/{fd}") in _OWN_DISKS
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read once from `offset` (bytes), perhaps less than all; return the bytes read."""

@@ -28,13 +28,10 @@ from .base import (
     CopySource,
     Entry,
     LendingStore,
-    MappedFile,
-    MappingStore,
     PathFilter,
     SharedUpload,
     Stat,
     Store,
-    TurnStore,
     Upload,
     Version,
 )
@@ -179,17 +176,7 @@ class RetryStore:
         hand-over each. Deadlines hold as ever; one that is given up ends all of it, and is not
         repeated.
         """
-
-        def run() -> T:
-            inner = self._inner
-            if not isinstance(inner, TurnStore):
-                return call(self)
-            view = copy.copy(self)
-            view._is_view = True  # noqa: SLF001  # the same class
-            with inner.reading_in_turn() as view._inner:  # noqa: SLF001  # the same class
-                return call(view)
-
-        return self._pool.hold(run)
+        return self._pool.hold(lambda: call(self))
 
     def cleaning_up(self) -> RetryStore:
         """Return this store with a deadline of its own, near and for discarding what failed."""
@@ -239,17 +226,6 @@ class RetryStore:
         return self.run(
             "read", path, lambda: inner.read_lent(path, start, length, size_bytes=size_bytes)
         )
-
-    def map_cached(self, path: str, *, size_bytes: int) -> MappedFile | None:
-        """Return a file as it lies in the kernel's cache, None where the inner store cannot."""
-        inner = self._inner
-        if not isinstance(inner, MappingStore):
-            return None
-        return self.run("mapping", path, lambda: inner.map_cached(path, size_bytes=size_bytes))
-
-    def look(self, path: str, action: Callable[[], None]) -> None:
-        """Run `action` by the deadline."""
-        self.run("read", path, action, repeat="unless-abandoned")
 
     def stat(self, path: str) -> Stat:
         """Return size and time, repeated if need be."""
