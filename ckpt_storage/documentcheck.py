@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from . import integrity, layout, slotlog, stockfooter
 from .ceilings import MOST_SLOT_BYTES, MOST_STOCK_BYTES
 from .documents import FileRef
-from .errors import CheckpointError, IntegrityError
+from .errors import CheckpointError, FormatError, IntegrityError
 from .findings import Findings, Problem
 from .manifest import Manifest, RankManifest
 from .slots import SlotRecord
@@ -113,6 +113,9 @@ def check_stock(store: Store, head: SlotRecord, manifest: Manifest, findings: Fi
         step = "Load it once with the right to write, or save again: either publishes it."
     elif current.data == expected:
         return
+    elif (newer := _newer(store, head, current.data)) is not None:
+        step = newer.next_step or ""
+        what = str(newer).removesuffix(step).strip()
     elif named is not None and named.save_id != manifest.save_id:
         what = f".metadata shows save {named.save_id}; the head is {manifest.save_id}."
         step = "Load it once with the right to write, or save again: either publishes it."
@@ -123,6 +126,14 @@ def check_stock(store: Store, head: SlotRecord, manifest: Manifest, findings: Fi
     findings.problems.append(
         Problem(message=what, next_step=step, file=layout.STOCK_METADATA, offset=offset)
     )
+
+
+def _newer(store: Store, head: SlotRecord, stock: bytes) -> FormatError | None:
+    try:
+        stockfooter.check_newest(store, head, stock)
+    except FormatError as error:
+        return error
+    return None
 
 
 def _first_difference(found: bytes, expected: bytes) -> int:

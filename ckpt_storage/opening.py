@@ -43,6 +43,9 @@ def open_source(
     is_remote = store.capabilities.is_remote
     found = slotlog.read_log_together(store) if is_remote else slotlog.read_log(store)
     if found.head is not None:
+        if not is_remote:
+            # Elsewhere it would cost a round trip: who publishes, verifies or exports looks there.
+            stockfooter.check_newest(store, found.head)
         manifest = read_manifest(store, found.head)
         return CommittedSource(store, found.head, manifest, deadline, options)
     current = slotlog.read_stock(store)

@@ -20,7 +20,7 @@ from .errors import (
 )
 from .slotlog import CommitLog, check_document, read_log, read_referenced, read_stock, stamp
 from .slots import HeadRef, SlotRecord
-from .stockfooter import read_footer, split_footer, with_footer
+from .stockfooter import check_newest, read_footer, split_footer, with_footer
 from .store.base import Store, Version
 from .workers import side_by_side
 
@@ -63,8 +63,8 @@ def publish(
     Idempotent; any rank or opener with the right to write may call it. A saver passes the
     record of its own commit, the bytes of its `stock.metadata` if it still has them, and what it
     has `seen` of `.metadata`; it also leaves the marker `published.json`, after which it never
-    publishes again. Raises `StorageError`, and `IntegrityError` for a damaged `stock.metadata`;
-    the commit stands all the same.
+    publishes again. Raises `StorageError`, `IntegrityError` for a damaged `stock.metadata`, and
+    without `own` `FormatError` as `check_newest`; the commit stands all the same.
     """
     publisher = _Publisher(store, own, own_stock, seen)
     for _ in range(_PUBLISH_ROUNDS):
@@ -116,6 +116,8 @@ class _Publisher:
             head, last_slot = found.head, found.last_slot
         current = seen.version if seen else read_stock(store)
         named = split_footer(current.data)[1] if current else None
+        if self._own is None and head is not None and current is not None:
+            check_newest(store, head, current.data)
         self._has_head = head is not None
         if head is None or head.stock is None:
             return self._withdraw(named, last_slot)
@@ -258,8 +260,8 @@ def roll_forward(store: Store, save_id: str) -> bool:
     """Publish `.metadata` if it does not name `save_id`, the head; return whether it does now.
 
     Two small requests when there is nothing to do. Raises `StorageError`, of kind "permission"
-    for a reader that may not write. A copy that is damaged is not published; that is no reason
-    to refuse the checkpoint itself.
+    for a reader that may not write, and `FormatError` as `check_newest`. A copy that is damaged is
+    not published; that is no reason to refuse the checkpoint itself.
     """
     named = read_footer(store)
     if named is not None and named.save_id == save_id:

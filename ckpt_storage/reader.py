@@ -26,7 +26,7 @@ from .agreement import Hello
 from .costs import REMOTE_READ_BYTES
 from .dcpborder import at_dcp_border, rank_of_call
 from .deadline import Deadline
-from .errors import CheckpointError, InvalidInputError
+from .errors import CheckpointError, FormatError, InvalidInputError
 from .filemarks import FileMarks, open_marked, told_from_damage
 from .lazychunks import lazy_metadata_of, metadata_of
 from .loadreads import LoadReads, Sharing
@@ -114,6 +114,7 @@ class CheckpointStorageReader(StorageReader):
         self._progress = progress
         self._begin: Callable[[Phase], Deadline] = partial(Deadline.of, self._timeouts)
         self._catching_up: threading.Thread | None = None
+        self._newer: FormatError | None = None
         self._rank = 0
         self._is_coordinator = False
         self._store: Store | None = None
@@ -238,7 +239,7 @@ class CheckpointStorageReader(StorageReader):
         source = self._opened()
         if is_coordinator and source.save_id is not None and self._store is not None:
             store, deadline = self._store, self._begin("plan")
-            catch_up = partial(_roll_forward, bounded(store, deadline), source.save_id)
+            catch_up = partial(self._roll_forward, bounded(store, deadline), source.save_id)
             if store.capabilities.is_remote:
                 # Two round trips at least, which no byte of the load has to wait for.
                 self._catching_up = threading.Thread(
@@ -247,6 +248,7 @@ class CheckpointStorageReader(StorageReader):
                 self._catching_up.start()
             else:
                 catch_up()
+                self._check_newest()
 
     @at_dcp_border
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -349,6 +351,23 @@ class CheckpointStorageReader(StorageReader):
         catching_up, self._catching_up = self._catching_up, None
         if catching_up is not None:
             catching_up.join(deadline.remaining_s())
+            self._check_newest()
+
+    def _roll_forward(self, store: Store, save_id: str) -> None:
+        """Finish what a crashed saver left undone, where that is allowed."""
+        try:
+            publishing.roll_forward(store, save_id)
+        except FormatError as error:
+            self._newer = error
+        except CheckpointError as error:
+            # A reader may lack the right to write; the next saver publishes.
+            log.debug("%s: .metadata was not brought up to date: %s", store.url, error)
+
+    def _check_newest(self) -> None:
+        """Raise what `_roll_forward` found of a newer save."""
+        newer, self._newer = self._newer, None
+        if newer is not None:
+            raise newer
 
     @contextmanager
     def _unchanged(self, store: Store) -> Iterator[None]:
@@ -363,15 +382,6 @@ class CheckpointStorageReader(StorageReader):
         with told_from_damage(partial(marks.check, store)):
             yield
         marks.check(store)
-
-
-def _roll_forward(store: Store, save_id: str) -> None:
-    """Finish what a crashed saver left undone, where that is allowed."""
-    try:
-        publishing.roll_forward(store, save_id)
-    except CheckpointError as error:
-        # A reader may lack the right to write; the next saver publishes.
-        log.debug("%s: .metadata was not brought up to date: %s", store.url, error)
 
 
 def _shape_of(source: Source, key: Key) -> tuple[tuple[int, ...], int]:

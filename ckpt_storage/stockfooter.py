@@ -1,20 +1,17 @@
-"""The footer behind `.metadata`: whose it is, and of which save.
-
-Knows `docs/format.md`, section "`.metadata`"; unpickles nothing. Called by `commit`, `publishing`,
-`cleaning`, `opening`, `catalog`, `copying` and `documentcheck`.
-"""
+"""The footer behind `.metadata`: whose it is, and of which save. Unpickles nothing."""
 
 from __future__ import annotations
 
 import json
 
 from . import layout
-from .errors import IntegrityError, StorageError
-from .slotlog import CommitLog, is_there
-from .slots import HeadRef
+from .errors import FormatError, IntegrityError, StorageError
+from .slotlog import CommitLog, is_there, read_log
+from .slots import HeadRef, SlotRecord
 from .store.base import Store
 
 _FOOTER_MAGIC = b"CKPTSTO1"
+_PICKLE_STOP = b"."
 _FOOTER_TAIL_BYTES = 16
 _FOOTER_MOST_BYTES = 512
 
@@ -48,17 +45,65 @@ def read_footer(store: Store) -> HeadRef | None:
 
     Two small requests, however large the pickle is.
     """
+    return split_footer(_tail(store))[1]
+
+
+def _tail(store: Store) -> bytes:
     try:
         size_bytes = store.stat(layout.STOCK_METADATA).size_bytes
         tail = bytearray(min(size_bytes, _FOOTER_MOST_BYTES))
         store.read_into(layout.STOCK_METADATA, size_bytes - len(tail), memoryview(tail))
     except IntegrityError:
-        return None  # replaced by a shorter one between the two requests
+        return b""  # replaced by a shorter one between the two requests
     except StorageError as error:
         if error.kind == "not-found":
-            return None
+            return b""
         raise
-    return split_footer(bytes(tail))[1]
+    return bytes(tail)
+
+
+def check_newest(store: Store, head: SlotRecord, stock: bytes | None = None) -> None:
+    """Raise `FormatError` if `.metadata` tells of a newer save than `head`.
+
+    That is another tool's save over a head that was published, or a slot behind all that are
+    there. A damaged `.metadata` raises nothing. `stock` is its content, if that was read; else
+    looking takes two small requests.
+    """
+    tail = _tail(store) if stock is None else stock
+    named = split_footer(tail)[1]
+    ours = f"save {head.save_id} of {head.created_at} in {layout.slot_path(head.slot)}"
+    if named is None and tail.endswith(_PICKLE_STOP) and _is_written_after(store, head):
+        raise FormatError(
+            f"{store.url} holds two checkpoints: {ours}, and a newer one that another tool, such "
+            "as torch's own writer, saved over it (.metadata).",
+            path=layout.STOCK_METADATA,
+            phase="load",
+            next_step="To keep the newer one, load it with torch's own reader. To keep the older "
+            "one, delete .metadata. To replace both, save with overwrite=True.",
+        )
+    if (
+        named is not None
+        and named.slot > head.slot
+        and named.slot > read_log(store, known=head).last_slot
+    ):
+        raise FormatError(
+            f"{store.url}: .metadata names save {named.save_id} in slot {named.slot}, but the "
+            f"newest commit that can be found is {ours}.",
+            path=layout.slot_path(named.slot),
+            phase="load",
+            next_step="The folder commits/ lost files; restore it from a copy. torch's own "
+            "readers still load what .metadata names, without checksums.",
+        )
+
+
+def _is_written_after(store: Store, head: SlotRecord) -> bool:
+    """Return whether a `.metadata` that is not ours is newer than `head`."""
+    if is_there(store, layout.published_path(head.save_id or "")):
+        return True
+    # Somebody else than its saver may have published it: those leave no marker.
+    stock_s = store.stat(layout.STOCK_METADATA).modified_s
+    slot_s = store.stat(layout.slot_path(head.slot)).modified_s
+    return stock_s is not None and slot_s is not None and stock_s > slot_s
 
 
 def is_foreign(store: Store, found: CommitLog) -> bool:

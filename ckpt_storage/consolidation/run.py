@@ -27,6 +27,7 @@ from ckpt_storage.options import (
 from ckpt_storage.slotlog import read_slot
 from ckpt_storage.slots import SlotRecord
 from ckpt_storage.source import CommittedSource, Source, read_manifest
+from ckpt_storage.stockfooter import check_newest
 from ckpt_storage.store import open_store
 from ckpt_storage.store.base import Store
 from ckpt_storage.workers import Workers, bounded
@@ -224,6 +225,8 @@ class _Run:
         source, marks = open_marked(
             self._source_store, deadline=self._deadline, options=self._options
         )
+        if isinstance(source, CommittedSource):
+            check_newest(self._source_store, source.record)
         if marks is not None:
             # The export may lie below the source, and be another one by now.
             own = {*source_files(source), layout.STOCK_METADATA, INDEX_NAME}
