@@ -1,7 +1,4 @@
-"""The border to DCP: what its calls tell, and that nothing leaves ours that hangs other ranks.
-
-Knows exceptions, pickle and torch's default group. Called by `writer` and `reader`.
-"""
+"""The border to DCP: what its calls tell, and that nothing leaves ours that hangs other ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +21,16 @@ def at_dcp_border(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Let only exceptions out that pickle both ways.
 
     DCP sends a rank's exception to all others by pickle; one that does not survive it hangs them.
+    It prints the traceback of each rank before its error. Ours say what happened, so they come
+    without the frames inside this package.
     """
 
     @functools.wraps(method)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return method(*args, **kwargs)
-        except CheckpointError:
-            raise
+        except CheckpointError as error:
+            raise error.with_traceback(None)  # noqa: B904  # the same error, so no other cause
         except Exception as error:
             try:
                 pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes

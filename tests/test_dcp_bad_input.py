@@ -256,6 +256,16 @@ def test_a_taken_id_is_refused_whoever_took_it(tmp_path: Path) -> None:
         assert files_below(tmp_path / name) == before
 
 
+def test_a_refusal_comes_without_frames_of_this_package(tmp_path: Path) -> None:
+    """What torch prints of a refused save has the frames of torch, and our error, but not ours."""
+    dcp_cases.save(dict(STATE), tmp_path)
+    with pytest.raises(CheckpointException) as caught:
+        dcp_cases.save(dict(STATE), tmp_path)
+    printed = str(caught.value)
+    assert "pass overwrite=True" in printed
+    assert printed.count("ckpt_storage/") == 1, printed
+
+
 def resealed(path: Path, **changes: object) -> None:
     """Change a sealed document so that it is sealed again, by the rules of docs/format.md."""
     body = json.loads(path.read_bytes())["body"] | changes
