@@ -140,6 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Return what is told of an object."""
         found = self.state.objects[name]
         return {
+            "kind": "storage#object",
             "name": name,
             "size": str(len(found.data)),
             "metadata": found.metadata,
@@ -235,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
                     folders.add(f"{prefix}{child}{cut}")
                 else:
                     items.append(self._described(name))
-        self._answer(200, {"items": items, "prefixes": sorted(folders)})
+        self._answer(200, {"kind": "storage#objects", "items": items, "prefixes": sorted(folders)})
 
 
 def _told_of(found: Stored) -> dict[str, str]:

@@ -133,6 +133,8 @@ def test_ranks_that_reach_different_servers_are_told(monkeypatch: pytest.MonkeyP
     two = Location.of("s3://bucket/x", {"client_kwargs": {"endpoint_url": "http://host-b:9000"}})
     assert one.normalised == two.normalised
     assert (endpoint_of(one), endpoint_of(two)) == ("host-a:9000", "host-b:9000")
+    monkeypatch.setenv("host", "laptop")
+    assert endpoint_of(Location.of("sftp://server/x")) == "server"
     assert endpoint_of(Location.of("/tmp/x")) == ""  # noqa: S108  # nothing is written there
     hellos = [
         Hello(nonce=str(rank), rank=rank, host="h", terms={"the endpoint": endpoint_of(where)})

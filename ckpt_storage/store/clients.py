@@ -38,10 +38,14 @@ _ONE_FOR_ALL = frozenset({"gs", "memory", "s3"})
 """Schemes whose file system does not depend on the bucket."""
 
 _ENDPOINT_NAMES = {
-    "az": ("account_host", "account_name", "AZURE_STORAGE_ACCOUNT_NAME"),
-    "gs": ("endpoint_url", "STORAGE_EMULATOR_HOST"),
-    "s3": ("endpoint_url", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "az": (
+        ("account_host", "BlobEndpoint", "account_name", "AccountName"),
+        ("AZURE_STORAGE_ACCOUNT_NAME",),
+    ),
+    "gs": (("endpoint_url",), ("STORAGE_EMULATOR_HOST",)),
+    "s3": (("endpoint_url",), ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")),
 }
+"""By scheme: the options that name an endpoint, and the variables of the environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +190,15 @@ class Client:
 
 def endpoint_of(location: Location, options: Mapping[str, Any]) -> str:
     """Return host and port that requests go to, as far as options and environment tell."""
-    inner = options.get("client_kwargs")
-    for source in (options, inner if isinstance(inner, Mapping) else {}, os.environ):
-        for name in _ENDPOINT_NAMES.get(location.protocol, ("base_url", "host")):
-            value = source.get(name)
-            if isinstance(value, str) and value:
-                parts = urlsplit(value if "://" in value else f"//{value}")
-                return parts.netloc.rpartition("@")[2]
+    text = str(options.get("connection_string") or "")
+    told = dict(part.partition("=")[::2] for part in text.split(";"))
+    inner = options.get("client_kwargs") or {}
+    names, variables = _ENDPOINT_NAMES.get(location.protocol, (("base_url", "host"), ()))
+    found = [source.get(name) for source in (options, inner, told) for name in names]
+    found += [os.environ.get(name) for name in variables]
+    value = next((value for value in found if isinstance(value, str) and value), None)
+    if value is not None:
+        return urlsplit(value if "://" in value else f"//{value}").netloc.rpartition("@")[2]
     if location.protocol in _ENDPOINT_NAMES or location.protocol == "memory":
         return ""
     return location.path.partition("/")[0]

@@ -19,6 +19,7 @@ from .base import Capabilities, Entry, PathFilter, Stat, Version
 from .clients import Client
 from .dialect_gcs_requests import GcsRequests
 from .dialect_gcs_upload import GcsUpload
+from .mapping import ForeignAnswer
 
 __all__ = ["GcsDialect"]
 
@@ -64,7 +65,9 @@ class GcsDialect:
                 most_bytes=most_bytes,
             )
         )
-        return Version(data=reply.body, token=reply.headers.get("X-Goog-Generation"))
+        if "X-Goog-Generation" not in reply.headers:
+            raise ForeignAnswer("X-Goog-Generation")
+        return Version(data=reply.body, token=reply.headers["X-Goog-Generation"])
 
     def read_range(self, path: str, start: int, view: memoryview) -> tuple[int, int | None]:
         """Objects: get with alt=media and Range, the body copied piece by piece."""
@@ -151,7 +154,7 @@ class GcsDialect:
         query = {
             "prefix": below,
             "maxResults": str(_PAGE_COUNT),
-            "fields": "items(name,size,updated),prefixes,nextPageToken",
+            "fields": "kind,items(name,size,updated),prefixes,nextPageToken",
         }
         if not recursive:
             query["delimiter"] = "/"
@@ -168,7 +171,7 @@ class GcsDialect:
         address = self._requests.objects()
         return self._client.run(
             lambda fs: self._requests.send(fs, "GET", address, query=query)
-        ).document()
+        ).document("objects")
 
     def _delete_names(self, names: Sequence[str]) -> None:
         self._client.run_all(

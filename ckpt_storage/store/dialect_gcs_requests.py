@@ -18,7 +18,7 @@ from ckpt_storage.options import KIB, MIB
 
 from .bounds import taken_whole
 from .clients import Client, ForeignFs
-from .mapping import HttpFailure
+from .mapping import ForeignAnswer, HttpFailure
 
 __all__ = ["WRITE_ID", "GcsRequests", "Reply"]
 
@@ -45,9 +45,11 @@ class Reply:
     headers: Mapping[str, str]
     body: bytes
 
-    def document(self) -> Mapping[str, Any]:
-        """Return the body decoded from JSON."""
+    def document(self, kind: str = "object") -> Mapping[str, Any]:
+        """Return the body decoded from JSON; raises `ForeignAnswer` if it is of another kind."""
         found: Mapping[str, Any] = json.loads(self.body)
+        if not isinstance(found, Mapping) or found.get("kind") != f"storage#{kind}":
+            raise ForeignAnswer(f"kind storage#{kind}")
         return found
 
 

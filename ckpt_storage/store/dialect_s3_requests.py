@@ -1,8 +1,4 @@
-"""One S3 request at a time, through the client that s3fs configures.
-
-Knows how to reach the client, page through answers and refuse to drop an argument; knows no
-checkpoint and no sequence of requests. Called by `dialect_s3` and `dialect_s3_upload`.
-"""
+"""One S3 request at a time, through the client that s3fs configures."""
 
 from __future__ import annotations
 
@@ -13,8 +9,21 @@ from ckpt_storage.errors import UnsupportedByStoreError
 
 from .bodies import ViewsBody
 from .clients import Client, ForeignFs
+from .mapping import ForeignAnswer
 
 __all__ = ["S3Requests", "code_of"]
+
+_TELLING = {
+    "complete_multipart_upload": {"ETag"},
+    "create_multipart_upload": {"UploadId"},
+    "get_object": {"ETag"},
+    "head_object": {"ETag"},
+    "list_multipart_uploads": {"Bucket", "IsTruncated"},
+    "list_objects_v2": {"IsTruncated", "KeyCount", "Name"},
+    "put_object": {"ETag"},
+    "upload_part": {"ETag"},
+}
+"""Fields of which every answer of S3 has one; a page in its place, answered with 200, has none."""
 
 
 class S3Requests:
@@ -60,6 +69,9 @@ class S3Requests:
         answer: Mapping[str, Any] = await getattr(client, method)(
             Bucket=self.bucket, **{**accepted, **arguments}
         )
+        telling = _TELLING.get(method)
+        if telling and telling.isdisjoint(answer):
+            raise ForeignAnswer(" or ".join(sorted(telling)))
         return answer
 
     def pages(self, method: str, cursors: Mapping[str, str], **arguments: object) -> list[Any]:

@@ -20,7 +20,7 @@ from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from .os_errors import map_os_error
 from .redaction import Scrubber
 
-__all__ = ["HttpFailure", "LookupFailure", "Operation", "map_error"]
+__all__ = ["ForeignAnswer", "HttpFailure", "LookupFailure", "Operation", "map_error"]
 
 _CHAIN_LIMIT = 8
 _MESSAGE_LIMIT_CHARS = 600
@@ -34,6 +34,13 @@ class HttpFailure(Exception):  # noqa: N818  # it never leaves this layer
         self.error_code = code
         self.message = message
         super().__init__(message or code or f"HTTP status {status}")
+
+
+class ForeignAnswer(Exception):  # noqa: N818  # it never leaves this layer
+    """A success that this storage does not give: a console or a proxy answers in its place."""
+
+    def __init__(self, missing: str) -> None:
+        super().__init__(f"the answer has no {missing}, so it is not the storage's")
 
 
 class LookupFailure(Exception):  # noqa: N818  # it never leaves this layer
@@ -90,6 +97,7 @@ _TRUST = "Install the authority's certificate or name it (AWS_CA_BUNDLE, SSL_CER
 _OPTIONS = "Check storage_options and the URL."
 _CANNOT = "This storage cannot do that; use another one, or its native API."
 _ABSENT = "Check the spelling of the URL."
+_NOT_IT = "Check endpoint_url: is it the storage's API, and not its console or a proxy?"
 _CHANGED = "Something else changed the object meanwhile; read it again."
 _OTHER = "Check storage_options; if they are right, see the storage's logs for this request."
 _ROOM = "Free space or raise the quota."
@@ -113,6 +121,7 @@ _NO_SPACE = _Judgement("no-space", _ROOM)
 _NO_BUCKET = _Judgement("other", _CREATE_BUCKET)
 _WRONG_REGION = _Judgement("other", _REGION)
 _BAD_OPTIONS = _Judgement("other", _OPTIONS)
+_FOREIGN = _Judgement("other", _NOT_IT)
 _UNKNOWN = _Judgement("other", _OTHER)
 _SERVER = _passing("other", "Try again later; the fault is the storage's.")
 
@@ -211,6 +220,11 @@ _FAILURE_STATUSES = range(300, 600)
 
 # "package.Type", the package being the first part of the module that defines the type.
 _TYPES: Mapping[_Judgement, tuple[str, ...]] = {
+    _FOREIGN: (
+        "azure.DeserializationError",
+        "ckpt_storage.ForeignAnswer",
+        "json.JSONDecodeError",
+    ),
     _CERTIFICATE: (
         "aiohttp.ClientConnectorCertificateError",
         "asyncssh.HostKeyNotVerifiable",
@@ -322,11 +336,8 @@ def map_error(error: BaseException, operation: Operation, scrub: Scrubber) -> St
     judgement = (_judged_answer(answer) if answer else None) or _judged_types(chain)
     text = _described(error, answer, known=judgement is not None)
     verdict = judgement or _UNKNOWN
-    shows_endpoint = operation.endpoint and (
-        verdict.kind in {"connection", "timeout", "credentials"}
-        or verdict in {_NO_BUCKET, _WRONG_REGION}
-    )
-    where = f" at {operation.endpoint}" if shows_endpoint else ""
+    shows_endpoint = verdict.kind in {"connection", "timeout", "credentials", "other"}
+    where = f" at {operation.endpoint}" if operation.endpoint and shows_endpoint else ""
     if verdict.kind == "timeout" and answer is None and operation.timeout_s is not None:
         text = f"no answer within {operation.timeout_s:g} s ({text})"
     message = scrub(f"The {operation.name} of {operation.path} failed{where}: {text}.")
