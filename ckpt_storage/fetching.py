@@ -18,7 +18,7 @@ from .deadline import Deadline
 from .errors import CheckpointError
 from .options import TransferOptions
 from .pacing import Budget, Pacer
-from .store.base import LendingStore, Store
+from .store.base import Store
 from .workers import Workers, bounded, in_one_thread
 
 _READ_GRACE_S = 330.0
@@ -38,8 +38,7 @@ class Fetch:
     With `target`, a writable view of that length, the bytes are read straight into it;
     otherwise into a buffer that is reused after `done` returns. `done` gets the view of the
     bytes, runs in a worker thread, verifies them and copies them out. `size_bytes` is the
-    length the file must have. `looks` says that `done` only looks at the bytes: they may lie in
-    memory of the store's client.
+    length the file must have.
 
     `check` gets the bytes as they arrive, with their distance from `start`, every byte once an
     attempt; what it gets ends at a multiple of `check_bytes`, or where `edge_before` says that
@@ -52,7 +51,6 @@ class Fetch:
     done: Callable[[memoryview], None] = lambda _: None
     target: memoryview | None = None
     size_bytes: int | None = None
-    looks: bool = False
     check: Callable[[memoryview, int], None] | None = None
     check_bytes: int = 1
     edge_before: Callable[[int], int] | None = None
@@ -143,7 +141,6 @@ class _Run:
         self._options = options
         self._deadline = deadline
         self._on_bytes = on_bytes
-        self._lends = store.capabilities.lends_reads
         self._buffer_bytes = max(
             (f.stop - f.start for f in fetches if self._needs_buffer(f)), default=0
         )
@@ -167,7 +164,7 @@ class _Run:
 
     def _needs_buffer(self, fetch: Fetch) -> bool:
         """Return whether the bytes of a read need memory that is used again."""
-        return fetch.target is None and not (self._lends and fetch.looks)
+        return fetch.target is None
 
     def _cost_bytes(self, fetch: Fetch) -> int:
         """Return the memory that a read takes beside its target: a buffer, a client's copy."""
@@ -235,15 +232,12 @@ class _Run:
     def _read(self, fetch: Fetch) -> None:
         length = fetch.stop - fetch.start
         buffer = None
-        if self._lends and length and fetch.looks:
-            view = self._read_lent(fetch, length)
+        if fetch.target is not None:
+            view = fetch.target
         else:
-            if fetch.target is not None:
-                view = fetch.target
-            else:
-                buffer = self._buffer()
-                view = buffer[:length]
-            self._read_into(fetch, view)
+            buffer = self._buffer()
+            view = buffer[:length]
+        self._read_into(fetch, view)
         fetch.done(view)
         # Not after a failure: a request that was left behind may still fill the buffer.
         if buffer is not None:
@@ -274,16 +268,6 @@ class _Run:
                 # Of a disk that is asked for one thing at a time nothing is to be learned.
                 self._pacer.succeeded(time.monotonic() - begin_s, length)
         arrivals.finish()
-
-    def _read_lent(self, fetch: Fetch, length: int) -> memoryview:
-        """Return checked bytes in the client's memory."""
-        store = self._store
-        assert isinstance(store, LendingStore)  # noqa: S101  # its capabilities said so
-        begin_s = time.monotonic()
-        lent = store.read_lent(fetch.path, fetch.start, length, size_bytes=fetch.size_bytes)
-        self._pacer.succeeded(time.monotonic() - begin_s, length)
-        _Arrivals(fetch, lent, self.given_up).finish()
-        return lent
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from .options import TransferOptions
 from .partcopies import CopyRefusedError, OpenFile, PartCopier, Tally
 from .relay import Buffers, Paces, PartWorkers, timed
 from .shardspans import SpanCheck
-from .store.base import Stoppable, Store
+from .store.base import Store
 from .workers import bounded
 
 __all__ = ["Copies", "FileCopier"]
@@ -93,8 +93,6 @@ class FileCopier:
         with (
             self._aborting(),
             self._workers(f"copy to {self._target.url}", part_bytes) as workers,
-            # Before the workers are waited for: they may wait for a part that will not come.
-            self._stopping(),
         ):
             for file in files:
                 self._submit(workers, file)
@@ -284,19 +282,6 @@ class FileCopier:
         one.upload.abort()
         with self._open_lock:
             del self._open[one.file.target]
-
-    @contextlib.contextmanager
-    def _stopping(self) -> Iterator[None]:
-        """Let go whoever waits in an upload when the block is left by an error."""
-        try:
-            yield
-        except BaseException:
-            with self._open_lock:
-                left = list(self._open.values())
-            for one in left:
-                if isinstance(one.upload, Stoppable):
-                    one.upload.stop()
-            raise
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 from . import integrity
 from .deadline import Deadline
 from .errors import InvalidInputError
 from .manifest import ItemTable, ShardFile
-from .options import DEFAULT_PART_BYTES, LOCAL_WRITE_BYTES, MIB, TransferOptions
+from .options import LOCAL_WRITE_BYTES, MIB, TransferOptions
 from .sending import REMOTE_COPIES, PartSender
 from .store.base import Capabilities, Store
 
@@ -32,17 +31,6 @@ _GATHER_BYTES = 1 << 20
 """What small pieces are joined to: one buffer of a system call, well within a processor's cache."""
 
 
-_IN_PLACE_SHARE = 8
-"""Of the memory allowed, a part that is sent from where it lies gets so much: three may be copied,
-and of those that hold copies already five are under way."""
-
-_GROWN_PART_BYTES = 32 << 20
-"""What a part of a large file is then: each costs a request and wakes several threads."""
-
-_IN_PLACE_MOST = 32
-"""Parts that may be under way then; `sending` begins with fewer."""
-
-
 def write_options(
     capabilities: Capabilities | None,
     *,
@@ -54,26 +42,13 @@ def write_options(
 
     Without `capabilities` what suits any remote one. Raises `InvalidInputError` for what cannot be.
     """
-    options = TransferOptions.for_storage(
+    return TransferOptions.for_storage(
         is_remote=capabilities is None or capabilities.is_remote,
         local_threads=1,
         local_part_bytes=LOCAL_WRITE_BYTES,
         thread_count=thread_count,
         part_bytes=part_bytes,
         memory_limit_bytes=memory_limit_bytes,
-    )
-    if capabilities is None or not capabilities.in_place_views:
-        return options
-    # Few parts are copied, however many are under way, and none has a thread of its own.
-    if thread_count is None:
-        options = replace(options, thread_count=_IN_PLACE_MOST)
-    if part_bytes is not None:
-        return options
-    most = max(options.memory_limit_bytes // _IN_PLACE_SHARE, options.block_bytes)
-    return replace(
-        options,
-        part_bytes=min(DEFAULT_PART_BYTES, most),
-        grown_part_bytes=min(_GROWN_PART_BYTES, most),
     )
 
 
@@ -162,10 +137,6 @@ class ShardFileWriter:
         self.chunk_crcs: array[int] = array("I")
         self.block_crcs: array[int] = array("I")
 
-    def open(self) -> None:
-        """Let the storage prepare for a file of several parts; `abort` is due from now on."""
-        self._sender.open()
-
     def frame(self, data: bytes) -> None:
         """Append bytes that belong to no payload."""
         self._frame.append(data)
@@ -187,11 +158,8 @@ class ShardFileWriter:
         if self._gathered_bytes >= _GATHER_BYTES:
             self._hand_on_gathered()
 
-    def payload(self, views: Iterable[memoryview], *, lent: bool = False) -> int:
-        """Append one payload given as consecutive byte views; return its length in bytes.
-
-        `lent` views are of memory that is the state's own and takes none beyond it.
-        """
+    def payload(self, views: Iterable[memoryview]) -> int:
+        """Append one payload given as consecutive byte views; return its length in bytes."""
         self._end_frame()
         self._hand_on_gathered()
         start = self.position
@@ -202,7 +170,7 @@ class ShardFileWriter:
                 piece = view[at : at + self.part_bytes]
                 hasher.update(piece)
                 self.position += len(piece)
-                self._append(piece, lent=lent)
+                self._append(piece)
         blocks = hasher.finish()
         length = self.position - start
         self._payloads.append(
@@ -248,15 +216,15 @@ class ShardFileWriter:
         # A second pass over these bytes costs less than combining the checksums of many pieces.
         self._crcs.append(integrity.crc32c_of(data))
         self._lengths.append(len(data))
-        self._append(memoryview(data), lent=False)
+        self._append(memoryview(data))
 
-    def _append(self, view: memoryview, *, lent: bool) -> None:
+    def _append(self, view: memoryview) -> None:
         while len(view):
             if self._part_size == self.part_bytes:
                 self._send(last=False)
             room = self.part_bytes - self._part_size
             piece, view = view[:room], view[room:]
-            self._sender.fill(len(piece), lent=lent)
+            self._sender.claim()
             self._part.append(piece)
             self._part_size += len(piece)
 
@@ -264,13 +232,6 @@ class ShardFileWriter:
         views, size = self._part, self._part_size
         self._part, self._part_size = [], 0
         self._sender.send(views, size, last=last)
-
-    def hand_over(self) -> None:
-        """Wait until all whole parts so far are with the storage's client; raises what failed.
-
-        Before a wait for something else: none of them is to wait for that.
-        """
-        self._sender.hand_over()
 
     def finish(self) -> tuple[int, int]:
         """Make the file visible and durable; return its length in bytes and its CRC-32C.
@@ -284,8 +245,7 @@ class ShardFileWriter:
     def end(self) -> tuple[int, int]:
         """Hand on the last part; return length in bytes and CRC-32C of the file.
 
-        `complete` waits for what was handed on. Where the storage queues parts the file may become
-        visible from now on. Raises what the store raised so far.
+        `complete` waits for what was handed on. Raises what the store raised so far.
         """
         self._end_frame()
         self._hand_on_gathered()

@@ -25,10 +25,6 @@ _PROBE_ROUNDS = 8
 """Rounds after which one request more is tried again: storages speed up while they are used."""
 
 
-_PAUSE_SHARE = 0.8
-"""How much of a pause must show in the time of an answer, which varies by itself."""
-
-
 class Budget:
     """Bytes of buffers in flight, counted for all transfers of the process together.
 
@@ -113,7 +109,6 @@ class Pacer:
     ) -> None:
         self._lock = threading.Lock()
         self._clock = clock
-        self._hidden_pause_s: float | None = None
         self._most = max(1, most)
         self._limit = min(self._most, max(1, most if start is None else start))
         self._is_doubling = True
@@ -123,14 +118,6 @@ class Pacer:
         self._cut_at_s = float("-inf")
         self._begin_round()
 
-    def guess_refusals(self, pause_s: float) -> None:
-        """Take it from the answers when the storage asks for less: nobody will tell.
-
-        For clients that repeat requests by themselves, `pause_s` seconds later or more. Half a
-        round of answers took about such a pause longer than is typical, and twice as long.
-        """
-        self._hidden_pause_s = pause_s
-
     def limit(self) -> int:
         """Return how many requests may be under way now, 1 or more."""
         return self._limit
@@ -138,24 +125,11 @@ class Pacer:
     def succeeded(self, seconds: float, byte_count: int) -> None:
         """Note a request that moved `byte_count` bytes in `seconds`."""
         with self._lock:
-            if self._is_late(seconds):
-                self._late_count += 1
-            else:
-                self._typical_s += (seconds - self._typical_s) / 4 if self._typical_s else seconds
+            self._typical_s += (seconds - self._typical_s) / 4 if self._typical_s else seconds
             self._answer_count += 1
             self._byte_count += byte_count
-            if self._answer_count < self._limit:
-                return
-            was_refused = 2 * self._late_count >= self._answer_count
-            self._end_round()
-        if was_refused:
-            self.slowed_down()
-
-    def _is_late(self, seconds: float) -> bool:
-        pause_s = self._hidden_pause_s
-        if pause_s is None or not self._typical_s:
-            return False
-        return seconds > max(2 * self._typical_s, self._typical_s + _PAUSE_SHARE * pause_s)
+            if self._answer_count >= self._limit:
+                self._end_round()
 
     def slowed_down(self) -> None:
         """Note that the storage asked for fewer requests (SlowDown, 429, 503).
@@ -174,7 +148,6 @@ class Pacer:
     def _begin_round(self) -> None:
         self._round_start_s = self._clock()
         self._answer_count = 0
-        self._late_count = 0
         self._byte_count = 0
 
     def _end_round(self) -> None:

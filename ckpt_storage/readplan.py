@@ -121,7 +121,6 @@ def plan_reads(
                     stop=extent.stop,
                     done=partial(_deliver, members, extent.start),
                     size_bytes=members[0][2].place.file_bytes,
-                    looks=all(_has_plain_target(member[2]) for member in members),
                 )
             )
         fetches.sort(key=lambda fetch: fetch.start)

@@ -20,7 +20,7 @@ from . import layout
 from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError, StorageError
 from .filewriter import ShardFileWriter, ShardTable
-from .hostbytes import HostCopies, check_plain, dtype_name, host_bytes, is_as_stored
+from .hostbytes import HostCopies, check_plain, dtype_name, host_bytes
 from .manifest import RankManifest, ShardFile
 from .options import Progress, TransferOptions
 from .progress import reporting
@@ -166,12 +166,10 @@ def write_shards(
             )
             what = f"Writing {path}"
             try:
-                file.open()
                 for item in plan.items:
                     shard.write(item)
                     job.deadline.check(what)
                     job.claim.check()
-                file.hand_over()
                 # From here on the file may become visible.
                 job.claim.wait()
                 written = manifest([shard.table.shard_file(file, *file.end())])
@@ -257,7 +255,7 @@ class _Shard:
             file.small_payload(host_bytes(tensor))
         else:
             views = self.copies.views(tensor, file.part_bytes)
-            file.payload(views, lent=self.lasts and is_as_stored(tensor))
+            file.payload(views)
         if file.position - table.payload_start[-1] != length:  # pragma: no cover  # see `_chunk`
             raise CheckpointError(f"{fqn} did not give {length} bytes.")
         file.frame(envelope.tail)

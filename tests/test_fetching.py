@@ -179,66 +179,6 @@ def test_a_buffer_whose_read_failed_is_not_used_again(tmp_path: Path) -> None:
     assert delivered == [0, 1]
 
 
-class LendingLocalStore(CountingStore):
-    """A remote folder whose client holds answers in memory of its own, and counts them."""
-
-    def __init__(self, root: str) -> None:
-        super().__init__(root, together=1)
-        self.lent_count = 0
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Those of a client that lends."""
-        return dataclasses.replace(super().capabilities, lends_reads=True)
-
-    def read_lent(
-        self, path: str, start: int, length: int, *, size_bytes: int | None = None
-    ) -> memoryview:
-        """Return bytes that nobody can write to."""
-        target = bytearray(length)
-        LocalStore.read_into(self, path, start, memoryview(target), size_bytes=size_bytes)
-        self.lent_count += 1
-        return memoryview(bytes(target))
-
-
-def test_who_only_looks_gets_the_clients_memory(tmp_path: Path) -> None:
-    """No buffer is filled, and the memory limit counts none: twice as many may be under way."""
-    (tmp_path / "f").write_bytes(content(8))
-    store = LendingLocalStore(str(tmp_path))
-    got: dict[int, bytes] = {}
-    fetches = [dataclasses.replace(fetch, looks=True) for fetch in fetches_of(8, got)]
-    run_fetches(store, fetches, options=options_for(1), deadline=Deadline("load", 60))
-    assert b"".join(got[number] for number in range(8)) == content(8)
-    assert store.lent_count == 8
-    assert not store.buffers
-
-
-def test_who_changes_what_it_gets_has_a_buffer(tmp_path: Path) -> None:
-    """The client's memory is only for looking at."""
-    (tmp_path / "f").write_bytes(content(4))
-    store = LendingLocalStore(str(tmp_path))
-    got: dict[int, bytes] = {}
-    run_fetches(store, fetches_of(4, got), options=options_for(2), deadline=Deadline("load", 60))
-    assert b"".join(got[number] for number in range(4)) == content(4)
-    assert not store.lent_count
-    assert store.buffers
-
-
-def test_damage_in_lent_memory_is_found_before_it_is_given_away(tmp_path: Path) -> None:
-    """The check comes first, wherever the bytes lie."""
-    (tmp_path / "f").write_bytes(content(1))
-    store = LendingLocalStore(str(tmp_path))
-    given: list[memoryview] = []
-
-    def check(_view: memoryview, _offset: int) -> None:
-        raise IntegrityError("damaged")
-
-    fetch = Fetch(path="f", start=0, stop=PART_BYTES, looks=True, check=check, done=given.append)
-    with pytest.raises(IntegrityError, match="damaged"):
-        run_fetches(store, [fetch], options=options_for(2), deadline=Deadline("load", 60))
-    assert not given
-
-
 def test_a_read_that_hangs_keeps_no_memory_from_others(tmp_path: Path) -> None:
     """A read that was given up delivers nothing, and the next transfer has the whole limit."""
     (tmp_path / "f").write_bytes(content(4))

@@ -5,7 +5,6 @@ The oracle joins the pieces itself and takes their CRCs with the `crc32c` packag
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -333,35 +332,6 @@ def test_a_full_disk_ends_the_file_before_any_part() -> None:
     assert BUDGET.held_bytes == 0
 
 
-def test_what_waits_for_the_end_of_its_upload_is_not_waited_for() -> None:
-    """A part may wait for something that only the end brings: it is let go before the abort."""
-    let_go = threading.Event()
-
-    class Waiting(Remote):
-        """Fails its second part; the first waits until the upload is given up."""
-
-        def stop(self) -> None:
-            self.ended.append("stop")
-            let_go.set()
-
-        def abort(self) -> None:
-            self.ended.append(f"abort with {self.running} running")
-
-    def before(number: int) -> None:
-        if number:
-            raise StorageError("no", kind="permission")
-        assert let_go.wait(60)
-
-    store = Waiting(before=before)
-    options = TransferOptions(part_bytes=PART_BYTES, thread_count=2, block_bytes=BLOCK_BYTES)
-    file = writer(store, options)
-    with pytest.raises(StorageError, match="no"):
-        file.payload([memoryview(bytes(50 * PART_BYTES))])
-    file.abort()
-    assert store.ended == ["stop", "abort with 0 running"]
-    assert BUDGET.held_bytes == 0
-
-
 def test_a_file_that_waits_for_memory_ends_with_its_deadline() -> None:
     """Another transfer holds all of it and does not end."""
     BUDGET.acquire(1, limit_bytes=1, deadline=Deadline("load", 5))
@@ -376,87 +346,3 @@ def test_a_file_that_waits_for_memory_ends_with_its_deadline() -> None:
         assert BUDGET.held_bytes == 1
     finally:
         BUDGET.release(1)
-
-
-IN_PLACE_VIEWS = 4
-IN_PLACE = dataclasses.replace(FAR, in_place_views=IN_PLACE_VIEWS)
-
-
-def assert_opens(gate: threading.Event) -> None:
-    """Wait for a gate."""
-    assert gate.wait(20)
-
-
-def send_in_place(views: list[memoryview], limit_parts: int, *, lent: bool) -> tuple[int, int]:
-    """Write a file through 16 threads; return the most parts under way, and bytes claimed."""
-    gate = threading.Event()
-    store = Remote(capabilities=IN_PLACE, before=lambda _: assert_opens(gate))
-    options = TransferOptions(
-        part_bytes=PART_BYTES,
-        thread_count=8,
-        block_bytes=BLOCK_BYTES,
-        memory_limit_bytes=limit_parts * PART_BYTES,
-    )
-    file = writer(store, options)
-    BUDGET.reset()
-    thread = threading.Thread(target=file.payload, args=(views,), kwargs={"lent": lent})
-    thread.start()
-    # Without a limit eight parts wait for the gate; with one, as many as are allowed.
-    allowed = 8 if lent and len(views) == 1 else limit_parts - 3
-    while store.running < min(8, allowed):
-        assert thread.is_alive()
-    gate.set()
-    thread.join(20)
-    file.finish()
-    assert b"".join(part.data for part in sorted(store.parts, key=lambda p: p.number)) == b"".join(
-        views
-    )
-    assert BUDGET.held_bytes == 0
-    return store.most_running, BUDGET.peak_bytes
-
-
-def test_what_is_sent_from_where_it_lies_takes_no_memory() -> None:
-    """However little is allowed, as many parts go out as there are threads; nothing is claimed."""
-    content = memoryview(bytes(range(256)) * (40 * PART_BYTES // 256))
-    assert send_in_place([content], 4, lent=True) == (8, 0)
-
-
-def test_copies_that_are_sent_in_place_count_once_and_leave_room_for_three_parts() -> None:
-    """Of a limit of eight parts five are claimed: the upload may copy three by itself."""
-    content = memoryview(bytes(range(256)) * (40 * PART_BYTES // 256))
-    assert send_in_place([content], 8, lent=False) == (5, 5 * PART_BYTES)
-
-
-def test_a_part_of_too_many_pieces_counts_as_a_copy() -> None:
-    """An upload joins them, so its memory is claimed for before the part is sent."""
-    piece = memoryview(bytes(PART_BYTES // (2 * IN_PLACE_VIEWS)))
-    most, peak_bytes = send_in_place([piece] * (40 * 2 * IN_PLACE_VIEWS), 8, lent=True)
-    assert (most, peak_bytes) == (5, 5 * PART_BYTES)
-
-
-@pytest.mark.parametrize(("planned_bytes", "opened"), [(PART_BYTES, 0), (PART_BYTES + 1, 1)])
-def test_an_upload_of_several_parts_is_opened_before_the_first_is_there(
-    planned_bytes: int, opened: int
-) -> None:
-    """One that fits a part is a single request, which nothing needs to precede."""
-
-    class Opening(Remote):
-        """A storage that can begin early."""
-
-        opened = 0
-
-        def open(self) -> None:
-            """Count."""
-            self.opened += 1
-
-    store = Opening()
-    file = ShardFileWriter(
-        store,  # type: ignore[arg-type]  # as much of a store as is needed
-        "x",
-        options=OPTIONS,
-        planned_bytes=planned_bytes,
-        deadline=Deadline("write", 20),
-    )
-    file.open()
-    assert (store.opened, store.parts) == (opened, [])
-    file.abort()

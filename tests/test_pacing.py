@@ -230,34 +230,3 @@ def test_the_number_is_one_at_least_and_the_ceiling_at_most() -> None:
     assert Pacer(0).limit() == 1
     assert Pacer(4, start=9).limit() == 4
     assert Pacer(4).limit() == 4
-
-
-def paced(pacer: Pacer, clock: list[float], *answers: float) -> None:
-    """Let answers come that took so many seconds each, a tenth of a second after one another."""
-    for seconds in answers:
-        clock[0] += 0.1
-        pacer.succeeded(seconds, 1000)
-
-
-@pytest.mark.parametrize(
-    ("late_s", "is_refused"), [((1.3,) * 4, True), ((1.3, 0.2, 1.3, 0.2), True), ((1.3,), False)]
-)
-def test_refusals_that_nobody_tells_of_show_in_late_answers(
-    late_s: tuple[float, ...], *, is_refused: bool
-) -> None:
-    """Half a round that came a pause too late is such a word; a single late answer is none."""
-    clock = [0.0]
-    pacer = Pacer(4, clock=lambda: clock[0])
-    pacer.guess_refusals(1.0)
-    paced(pacer, clock, *(0.2,) * 8)
-    assert pacer.limit() == 4
-    paced(pacer, clock, *late_s, *(0.2,) * (4 - len(late_s)))
-    assert pacer.limit() == (2 if is_refused else 4)
-
-
-def test_late_answers_mean_nothing_where_refusals_are_told() -> None:
-    """Without being asked to guess, time alone halves nothing."""
-    clock = [0.0]
-    pacer = Pacer(4, clock=lambda: clock[0])
-    paced(pacer, clock, *(0.2,) * 8, *(5.0,) * 8)
-    assert pacer.limit() == 4

@@ -17,10 +17,9 @@ import pytest
 
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.base import Upload
+from ckpt_storage.store.base import Reserving, Upload
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.posix import Posix
-from ckpt_storage.store.reserving import Reserving
 from ckpt_storage.store.retry import RetryStore, abandoned_thread_count
 from ckpt_storage.store.retry_upload import RetryUpload
 from ckpt_storage.testing.faults import Rule

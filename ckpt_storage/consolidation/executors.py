@@ -24,7 +24,7 @@ from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.options import MIB, TransferOptions
 from ckpt_storage.relay import Buffers, Paces, PartWorkers, timed
 from ckpt_storage.source import Source
-from ckpt_storage.store.base import Capabilities, SharedUpload, Stoppable, Store, Upload
+from ckpt_storage.store.base import Capabilities, SharedUpload, Store, Upload
 from ckpt_storage.workers import bounded
 
 from .plan import ExportPlan, Region
@@ -283,8 +283,6 @@ class _Job:
         with self._turn:
             self._failure = self._failure or error
             self._turn.notify_all()
-        if isinstance(self._upload, Stoppable):
-            self._upload.stop()
 
     def _stream(self, part: StreamPart) -> None:
         means, length = self._means, part.stop - part.start

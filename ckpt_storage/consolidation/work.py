@@ -16,7 +16,7 @@ from ckpt_storage import integrity
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.documents import FileRef
 from ckpt_storage.errors import CheckpointError, StorageError
-from ckpt_storage.store.base import PartReceipt, SharedUpload, Stoppable, Store, Upload
+from ckpt_storage.store.base import PartReceipt, SharedUpload, Store, Upload
 from ckpt_storage.workers import Workers
 
 from .executors import Portion, RegionWriter
@@ -112,9 +112,6 @@ class RankWork:
 
     def __exit__(self, *_: object) -> None:
         left = [*self._open, *self._kept.values()]
-        for upload in left:
-            if isinstance(upload, Stoppable):
-                upload.stop()
         for upload in left:
             # The error that is on its way says more.
             with contextlib.suppress(CheckpointError):

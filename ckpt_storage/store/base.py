@@ -21,12 +21,11 @@ __all__ = [
     "CopySource",
     "Entry",
     "Existing",
-    "LendingStore",
     "PartReceipt",
     "PathFilter",
+    "Reserving",
     "SharedUpload",
     "Stat",
-    "Stoppable",
     "Store",
     "Upload",
     "Version",
@@ -64,9 +63,6 @@ class Capabilities:
     copy_part_max_bytes: largest such part; None where there is no limit.
     copies_pay: copying a part spares more than it costs, were its bytes read for checking too.
     copy_align_bytes: it pays only where the offsets in source and object are alike modulo this.
-    in_place_views: most buffers of one part that an `Upload` sends from where they lie; of parts
-        of more it makes copies, and besides of three parts at a time at most. 0: copies all.
-    lends_reads: it is a `LendingStore`: an answer lies in its client's memory anyway.
     """
 
     kind: Literal["posix", "s3", "gcs", "azure", "memory", "generic"]
@@ -91,8 +87,6 @@ class Capabilities:
     copy_part_max_bytes: int | None = None
     copies_pay: bool = False
     copy_align_bytes: int = 1
-    in_place_views: int = 0
-    lends_reads: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,14 +201,15 @@ class Upload(Protocol):
 
 
 @runtime_checkable
-class Stoppable(Protocol):
-    """An upload whose threads may wait in `write_part` for something that only its end brings."""
+class Reserving(Protocol):
+    """An upload that can take the space for an object before its bytes are sent."""
 
-    def stop(self) -> None:
-        """Give the upload up before `abort`: who waits in `write_part` is let go, with an error.
+    def reserve(self, total_bytes: int) -> None:
+        """Take space for about `total_bytes`; idempotent, and what is not used is given back.
 
-        Sends nothing, waits for nothing and raises nothing; idempotent. Changes nothing once the
-        object is complete.
+        Does nothing where the storage cannot tell. Raises `StorageError` of kind "no-space" if
+        that many bytes do not fit. The upload goes on without, also while a call that was given
+        up still runs; it need not be made again.
         """
 
 
@@ -404,16 +399,3 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release clients owned by this store; idempotent."""
-
-
-@runtime_checkable
-class LendingStore(Protocol):
-    """What a `Store` with `capabilities.lends_reads` can besides: read into memory of its own."""
-
-    def read_lent(
-        self, path: str, start: int, length: int, *, size_bytes: int | None = None
-    ) -> memoryview:
-        """Return the `length` bytes from `start` (bytes) on, only to be looked at.
-
-        They live as long as the view. Raises as `Store.read_into`.
-        """

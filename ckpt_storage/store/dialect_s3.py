@@ -21,7 +21,7 @@ from .bounds import taken_whole
 from .clients import Client, ForeignFs
 from .dialect_s3_requests import S3Requests, code_of
 from .dialect_s3_shared import S3SharedUpload
-from .dialect_s3_upload import S3Upload, abort_one, abort_unseen
+from .dialect_s3_upload import S3Upload, abort_one
 from .mapping import HttpFailure
 from .tickets import decode_ticket
 
@@ -268,10 +268,6 @@ class S3Dialect:
         for key, upload_id in open_uploads:
             abort_one(self._requests, key, upload_id)
         return len(open_uploads)
-
-    def abort_all(self, path: str) -> None:
-        """Abort every open upload of this very object."""
-        abort_unseen(self._requests, self._requests.key(path), None)
 
     def now_s(self, probe_path: str) -> float:
         """PutObject and HeadObject: the time that the server gives, exact to a second."""

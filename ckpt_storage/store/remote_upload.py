@@ -10,9 +10,7 @@ from typing import Protocol, TypeVar
 
 from ckpt_storage.errors import StorageError
 
-from .base import CopySource, Existing, PartReceipt, SharedUpload, Stoppable, Upload
-from .queueing import Queueing
-from .reserving import Opening
+from .base import CopySource, Existing, PartReceipt, SharedUpload, Upload
 
 __all__ = ["Border", "RemoteSharedUpload", "RemoteUpload"]
 
@@ -31,69 +29,22 @@ class RemoteUpload:
 
     def __init__(self, inner: Upload, border: Border) -> None:
         self._inner = inner
-        # Asked once: to look through a protocol takes longer than to queue a part.
-        self._queueing = inner if isinstance(inner, Queueing) else None
         self._border = border
         self.repeatable = bool(getattr(inner, "repeatable", True))
         """Whether a part may be sent again after an error; `retry` asks."""
-
-    def open(self) -> None:
-        """Begin on the storage, where the dialect can do so without waiting."""
-        if isinstance(self._inner, Opening):
-            self._border("start of the upload", self._inner.open)
 
     def write_part(
         self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
     ) -> None:
         """Send one part; nothing reads the buffers after the return."""
-        self._run(
+        self._border(
             f"write of part {number}",
             lambda: self._inner.write_part(number, offset, buffers, last=last),
         )
 
-    @property
-    def pause_s(self) -> float:
-        """For how long (seconds) the upload waits before it repeats a request; see `Queueing`."""
-        return 0.0 if self._queueing is None else self._queueing.pause_s
-
-    def queue_part(
-        self,
-        number: int,
-        offset: int,
-        buffers: Sequence[memoryview],
-        *,
-        last: bool,
-        freed: Callable[[], None],
-    ) -> bool:
-        """Take a part without waiting until it is sent, where the dialect can do so."""
-        inner = self._queueing
-        return inner is not None and self._run(
-            f"write of part {number}",
-            lambda: inner.queue_part(number, offset, buffers, last=last, freed=freed),
-        )
-
-    def check(self) -> None:
-        """Raise what ended the upload while parts were queued."""
-        if self._queueing is not None:
-            self._run("write of the parts", self._queueing.check)
-
     def complete(self, total_bytes: int) -> None:
         """Make the object visible; idempotent, and right about an answer that was lost."""
-        self._run("completion", lambda: self._inner.complete(total_bytes))
-
-    def _run(self, name: str, call: Callable[[], T]) -> T:
-        """Run a step; what fails for good is not worth repeating, whatever it failed of."""
-        try:
-            return self._border(name, call)
-        except StorageError as error:
-            if getattr(self._inner, "is_over", False):
-                error.retryable = False
-            raise
-
-    def stop(self) -> None:
-        """Let go whoever waits to send a part, where the dialect has such waiting."""
-        if isinstance(self._inner, Stoppable):
-            self._inner.stop()
+        self._border("completion", lambda: self._inner.complete(total_bytes))
 
     def abort(self) -> None:
         """Discard everything sent; idempotent."""

@@ -27,7 +27,6 @@ from .base import (
     Capabilities,
     CopySource,
     Entry,
-    LendingStore,
     PathFilter,
     SharedUpload,
     Stat,
@@ -216,16 +215,6 @@ class RetryStore:
             self._inner.read_into(path, start, target, size_bytes=size_bytes, arrived=arrived)
 
         self.run("read", path, attempt, repeat="unless-abandoned")
-
-    def read_lent(
-        self, path: str, start: int, length: int, *, size_bytes: int | None = None
-    ) -> memoryview:
-        """Return bytes in the client's memory, repeated if need be."""
-        inner = self._inner
-        assert isinstance(inner, LendingStore)  # noqa: S101  # its capabilities said so
-        return self.run(
-            "read", path, lambda: inner.read_lent(path, start, length, size_bytes=size_bytes)
-        )
 
     def stat(self, path: str) -> Stat:
         """Return size and time, repeated if need be."""

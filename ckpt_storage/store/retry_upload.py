@@ -11,9 +11,7 @@ from typing import Literal, Protocol, TypeVar
 
 from ckpt_storage.errors import CheckpointError, StorageError
 
-from .base import CopySource, Existing, PartReceipt, SharedUpload, Stoppable, Upload
-from .queueing import Queueing
-from .reserving import Opening, Reserving
+from .base import CopySource, Existing, PartReceipt, Reserving, SharedUpload, Upload
 from .timed import AbandonedError
 
 __all__ = ["SYNC_BYTES_PER_S", "Repeat", "RetrySharedUpload", "RetryUpload", "Runner"]
@@ -67,8 +65,6 @@ class RetryUpload:
     def __init__(self, store: Runner, inner: Upload, path: str) -> None:
         self._store = store
         self._inner = inner
-        # Asked once: to look through a protocol takes longer than to queue a part.
-        self._queueing = inner if isinstance(inner, Queueing) else None
         self._path = path
         self._given_up_part: int | None = None
         self._sent_bytes = 0
@@ -95,11 +91,6 @@ class RetryUpload:
             if error.kind == "no-space":
                 raise
 
-    def open(self) -> None:
-        """Begin on the storage, where the upload can do so without waiting."""
-        if isinstance(self._inner, Opening):
-            self._inner.open()
-
     def write_part(
         self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
     ) -> None:
@@ -110,32 +101,6 @@ class RetryUpload:
             lambda: self._inner.write_part(number, offset, buffers, last=last),
         )
         self._sent_bytes += sum(view.nbytes for view in buffers)
-
-    @property
-    def pause_s(self) -> float:
-        """For how long (seconds) the upload waits before it repeats a request; see `Queueing`."""
-        return 0.0 if self._queueing is None else self._queueing.pause_s
-
-    def queue_part(
-        self,
-        number: int,
-        offset: int,
-        buffers: Sequence[memoryview],
-        *,
-        last: bool,
-        freed: Callable[[], None],
-    ) -> bool:
-        """Take a part without waiting until it is sent, where the upload can; never repeated."""
-        self._check_alive()
-        inner = self._queueing
-        return inner is not None and inner.queue_part(
-            number, offset, buffers, last=last, freed=freed
-        )
-
-    def check(self) -> None:
-        """Raise what ended the upload while parts were queued."""
-        if self._queueing is not None:
-            self._queueing.check()
 
     def _sending(self, number: int, operation: str, call: Callable[[], T]) -> T:
         """Run what sends part `number`; the upload is dead if that may still be going on."""
@@ -164,11 +129,6 @@ class RetryUpload:
             lambda: self._inner.complete(total_bytes),
             extra_s=total_bytes / SYNC_BYTES_PER_S,
         )
-
-    def stop(self) -> None:
-        """Let go whoever waits to send a part, where the upload has such waiting."""
-        if isinstance(self._inner, Stoppable):
-            self._inner.stop()
 
     def abort(self) -> None:
         """Discard what was sent, also after the phase's deadline, within `CLEAN_UP_S` seconds."""

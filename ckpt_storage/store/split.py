@@ -62,7 +62,6 @@ class SplitStore:
             exclusive_create=commits.exclusive_create,
             atomic_replace=commits.atomic_replace,
             replace_if_match=commits.replace_if_match,
-            lends_reads=False,
         )
 
     def with_deadline(

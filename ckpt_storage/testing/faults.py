@@ -10,7 +10,6 @@ examined through another store.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import re
 import threading
@@ -196,8 +195,8 @@ class FaultStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the inner store can do, but for reads into memory of its own."""
-        return dataclasses.replace(self._inner.capabilities, lends_reads=False)
+        """What the inner store can do."""
+        return self._inner.capabilities
 
     def prepare(self, folders: Sequence[str]) -> None:
         """Make folders; torn or short: the first half of them."""
