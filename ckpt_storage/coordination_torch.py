@@ -23,7 +23,7 @@ from .coordination import Coordinator, solo
 from .errors import InvalidInputError, StorageError
 from .store.timed import TimedPool
 
-__all__ = ["StoreAddress", "StoreBoard", "coordinator_of", "drop_lane", "store_of"]
+__all__ = ["SaverChannel", "StoreAddress", "StoreBoard", "coordinator_of", "group_of", "store_of"]
 
 _T = TypeVar("_T")
 
@@ -75,11 +75,12 @@ class StoreBoard:
     def close(self) -> None:
         """Drop the connection, of the first of twins also the threads that wait.
 
-        A call under way ends by itself.
+        A call under way ends by itself; a later one connects anew.
         """
         self._root = None
         if self._owns_pool:
             self._pool.close()
+            self._pool = TimedPool("ckpt-storage board")
 
     def _open(self) -> dist.Store:
         return dist.PrefixStore(self._prefix, self.root())
@@ -203,13 +204,13 @@ _lock = threading.Lock()
 def coordinator_of(process_group: dist.ProcessGroup | None, *, lane: str = "main") -> Coordinator:
     """Return the Coordinator of a group (None: the default group, or this process alone).
 
-    The same one each time for the same group and `lane`; operations in different lanes may run at
-    the same time. Talks to nobody. Raises `InvalidInputError` on a rank outside the group.
+    The same one each time for the same group and `lane`, also after `close`: it counts the
+    operations of that name. Operations in different lanes may run at the same time. Talks to
+    nobody. Raises `InvalidInputError` on a rank outside the group.
     """
+    process_group = group_of(process_group)
     if process_group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return solo()
-        process_group = dist.group.WORLD
+        return solo()
     if not isinstance(process_group, dist.ProcessGroup):  # new_group's mark of a non-member
         raise InvalidInputError(
             "This process is not a member of process_group.",
@@ -228,13 +229,52 @@ def coordinator_of(process_group: dist.ProcessGroup | None, *, lane: str = "main
         return lanes[lane]
 
 
-def drop_lane(process_group: dist.ProcessGroup | None, lane: str) -> None:
-    """Forget the Coordinator of a lane that is used no more, and its connection."""
-    group = dist.group.WORLD if process_group is None and dist.is_initialized() else process_group
-    with _lock:
-        dropped = _coordinators.get(group, {}).pop(lane, None) if group is not None else None
-    if dropped is not None:
-        dropped.close()
+def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group that is meant; None for this process alone."""
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return process_group
+
+
+class SaverChannel:
+    """The name under which the ranks of a group meet for the saves of one `AsyncSaver`.
+
+    One saver of a group has it at a time. Saves are counted per group and name, and the count
+    outlives `close`: what one rank makes alone shifts nothing.
+    """
+
+    def __init__(self, lane: str, coordinator: Coordinator) -> None:
+        self.lane = lane
+        self.coordinator = coordinator
+        self.save_count = 0
+        self.is_open = False
+
+    @classmethod
+    def take(cls, process_group: dist.ProcessGroup | None, name: str) -> SaverChannel:
+        """Return the channel of a name. Raises `InvalidInputError` while another saver has it."""
+        lane = f"async/{name}"
+        coordinator = coordinator_of(process_group, lane=lane)
+        group = group_of(process_group)
+        with _lock:
+            channels = {} if group is None else _channels.setdefault(group, {})
+            channel = channels.setdefault(lane, cls(lane, coordinator))
+            if channel.is_open:
+                raise InvalidInputError(
+                    f"An AsyncSaver named {name!r} is open in this process group.",
+                    next_step="Close it first, or give the second one a name of its own (name=).",
+                )
+            channel.is_open = True
+        return channel
+
+    def close(self) -> None:
+        """Give the name back, and let go of the connection."""
+        self.is_open = False
+        self.coordinator.close()
+
+
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, SaverChannel]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:

@@ -7,6 +7,7 @@ Called by training loops, on every rank.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
@@ -20,12 +21,11 @@ from .cadence import Cadence
 from .census import Census
 from .chaining import Chained
 from .claims import Claims
-from .coordination_torch import coordinator_of, drop_lane
+from .coordination_torch import coordinator_of
 from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError
 from .handle import SaveHandle
 from .info import CheckpointInfo
-from .lanes import give_back_lane, lane_of
 from .loading import load
 from .options import PageCache, Progress, RetryPolicy, StockMetadata, Timeouts
 from .preemption import Notices
@@ -113,6 +113,10 @@ class CheckpointManager:
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry
         self._process_group = process_group
+        # Not a count of managers: one that a rank makes alone, to look, must shift nothing.
+        what = f"{self._location.normalised}\n{names}".encode()
+        self._channel = f"manager/{hashlib.sha256(what).hexdigest()[:16]}"
+        self._has_met = False
         self._census = Census(self._location, self._names, timeouts=self._timeouts, retry=retry)
         self._claims = Claims()
         self._soundness = Soundness()
@@ -144,6 +148,7 @@ class CheckpointManager:
                 timeout=self._timeouts,
                 max_pending=max_pending,
                 on_error=on_error,
+                name=self._channel,
             ),
             damaged=self._soundness.damaged_ids,
             committed=self._upkeep.committed,
@@ -151,11 +156,8 @@ class CheckpointManager:
         )
         self._closed = False
         with contextlib.ExitStack() as undo:
-            self._lane = lane_of(process_group)
-            # A rank that is refused and tries again meets the others where they are.
-            undo.callback(give_back_lane, process_group)
-            self._coordinator = coordinator_of(process_group, lane=self._lane)
-            undo.callback(drop_lane, process_group, self._lane)
+            self._coordinator = coordinator_of(process_group, lane=self._channel)
+            undo.callback(self._coordinator.close)
             self._upkeep.begin(is_coordinator=self._coordinator.is_coordinator)
             self._notices = Notices(signals, preemption)
             undo.callback(self._notices.close)
@@ -224,6 +226,7 @@ class CheckpointManager:
         """
         self._check_open()
         self._names.name_of(step)
+        self._meet()
         return self._cadence.is_due(step)
 
     @property
@@ -360,6 +363,7 @@ class CheckpointManager:
         Rank 0 looks, as `latest` does, and tells the others. What it fails with, all ranks raise.
         """
         self._check_open()
+        self._meet()
         return self._restorer("read").first(self.latest)
 
     def restore(
@@ -403,7 +407,26 @@ class CheckpointManager:
                 retry=self._retry,
             )
 
+        self._meet()
         return self._restorer(check).run(load_one)
+
+    def _meet(self) -> None:
+        """Compare root and names on all ranks, once: managers of other roots would never meet."""
+        if self._has_met or self._coordinator.world_size == 1:
+            return
+        ranks = coordinator_of(self._process_group, lane="manager")
+        what = f"the first use of the manager of {self.url}"
+        try:
+            with ranks.operation(what, timeouts=self._timeouts) as operation:
+                operation.meet(
+                    {
+                        "the root's URL": self._location.normalised,
+                        "the names of steps": self._names.template,
+                    }
+                )
+        finally:
+            ranks.close()
+        self._has_met = True
 
     def _restorer(self, check: Check) -> Restorer:
         return Restorer(
@@ -461,7 +484,7 @@ class CheckpointManager:
                 self._upkeep.close(_CLOSE_S if timeout is None else timeout)
                 self._notices.close()
             finally:
-                drop_lane(self._process_group, self._lane)
+                self._coordinator.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from .chaining import Chained
-from .coordination_torch import coordinator_of, drop_lane
+from .coordination_torch import SaverChannel, group_of
 from .errors import (
     CheckpointError,
     InvalidInputError,
@@ -73,6 +73,8 @@ class AsyncSaver:
             its handle was asked for the outcome. "warn": it is logged. `SaveHandle.result`
             raises in both cases.
         exit_timeout_s: how long an interpreter that ends waits for saves that make progress.
+        name: by which the ranks' savers find each other; the same on every rank. Savers that are
+            open at the same time need different names.
 
     """
 
@@ -85,6 +87,7 @@ class AsyncSaver:
         max_pending: int = 1,
         on_error: OnError = "raise",
         exit_timeout_s: float = EXIT_TIMEOUT_S,
+        name: str = "default",
     ) -> None:
         if mode not in {"process", "thread"}:
             raise InvalidInputError(f"mode is {mode!r}.", next_step="Give 'process' or 'thread'.")
@@ -102,26 +105,28 @@ class AsyncSaver:
         self._timeouts = Timeouts.of(timeout)
         self._on_error = on_error
         self._max_pending = max_pending
-        lane = _lane_of(process_group)
+        self._channel = SaverChannel.take(process_group, name)
+        self._coordinator = self._channel.coordinator
         self._link: WorkerLink | None = None
         if mode == "process":
-            self._link = WorkerLink(process_group, lane, silence_s=self._timeouts.silence)
+            try:
+                self._link = WorkerLink(
+                    process_group, self._channel.lane, silence_s=self._timeouts.silence
+                )
+            except BaseException:
+                self._channel.close()
+                raise
             self._coordinator = self._link.coordinator
-        else:
-            self._coordinator = coordinator_of(process_group, lane=lane)
         self._buffers = HostBuffers(
             "shared" if mode == "process" else "private", max_leases=max_pending
         )
         self._handles: list[SaveHandle] = []
         self._last: SaveTask | None = None
-        self._count = 0
         self._closed = False
         self._lock = threading.Lock()
         self._exit_timeout_s = exit_timeout_s
         # Non-blocking: a saver that is forgotten lets its saves end, and its worker with them.
-        self._finalizer = weakref.finalize(
-            self, _let_go, self._buffers, self._link, process_group, lane
-        )
+        self._finalizer = weakref.finalize(self, _let_go, self._buffers, self._link, self._channel)
         self._finalizer.atexit = False
 
     def __enter__(self) -> Self:
@@ -205,8 +210,15 @@ class AsyncSaver:
         handle = SaveHandle(
             place_of(url), self._coordinator.rank, limit_s=self._limit_s(options.timeouts)
         )
-        self._count += 1
-        task = SaveTask(self._coordinator, self._link, handle, options, url=url, number=self._count)
+        self._channel.save_count += 1
+        task = SaveTask(
+            self._coordinator,
+            self._link,
+            handle,
+            options,
+            url=url,
+            number=self._channel.save_count,
+        )
         try:
             # Each call is one operation of all ranks, also where it raises: a rank that raised
             # what others were told before would leave them alone in this save.
@@ -323,38 +335,16 @@ def _interrupted(handle: SaveHandle, error: BaseException) -> CheckpointError:
     )
 
 
-def _let_go(
-    buffers: HostBuffers,
-    link: WorkerLink | None,
-    process_group: dist.ProcessGroup | None,
-    lane: str,
-) -> None:
+def _let_go(buffers: HostBuffers, link: WorkerLink | None, channel: SaverChannel) -> None:
     buffers.close()
     if link is not None:
         link.close()
-    drop_lane(process_group, lane)
+    channel.close()
 
 
-_lane_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _savers: weakref.WeakKeyDictionary[dist.ProcessGroup, AsyncSaver] = weakref.WeakKeyDictionary()
 _solo_savers: list[AsyncSaver] = []
 _lock = threading.Lock()
-
-
-def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    if process_group is None and dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    return process_group
-
-
-def _lane_of(process_group: dist.ProcessGroup | None) -> str:
-    """Return a lane that no other saver of the group uses; ranks make savers in the same order."""
-    group = _group(process_group)
-    if group is None:
-        return "async"
-    with _lock:
-        number = _lane_counts[group] = _lane_counts.get(group, 0) + 1
-    return f"async-{number}"
 
 
 def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
@@ -405,15 +395,18 @@ def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
 
 
 def _saver_of(process_group: dist.ProcessGroup | None) -> AsyncSaver:
-    group = _group(process_group)
+    group = group_of(process_group)
     with _lock:
         found = _savers.get(group) if group is not None else next(iter(_solo_savers), None)
-    if found is not None:
-        return found
-    saver = AsyncSaver(
-        process_group, mode="thread", max_pending=_PENDING_OF_FUNCTION, on_error="warn"
-    )
-    with _lock:
+        if found is not None:
+            return found
+        saver = AsyncSaver(
+            process_group,
+            mode="thread",
+            max_pending=_PENDING_OF_FUNCTION,
+            on_error="warn",
+            name="save_async",
+        )
         if group is None:
             _solo_savers.append(saver)
         else:

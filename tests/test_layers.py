@@ -167,7 +167,6 @@ LAYERS = (
     "savetask",
     "saver",
     "stepsaving",
-    "lanes",
     "manager",
     "integrations",
     # Shipped for tests of this package and of others.
@@ -188,7 +187,6 @@ MAY_IMPORT = {
         "hostbytes",
         "localparts",
         "resolving",
-        "lanes",
         "loading",
         "loads",
         "lazychunks",

@@ -124,13 +124,9 @@ def test_a_signal_that_is_given_twice_is_taken_once() -> None:
     notices.close()
 
 
-def test_closing_in_another_thread_frees_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No error; the lane is dropped; the handler gives way when the signal comes."""
+def test_closing_in_another_thread_frees_all(tmp_path: Path) -> None:
+    """No error; the handler gives way when the signal comes."""
     taken: list[int] = []
-    dropped: list[str] = []
-    monkeypatch.setattr("ckpt_storage.manager.drop_lane", lambda _group, lane: dropped.append(lane))
     signal.signal(signal.SIGUSR1, lambda number, _frame: taken.append(number))
     mine = signal.getsignal(signal.SIGUSR1)
     manager = CheckpointManager(tmp_path, signals=[signal.SIGUSR1])
@@ -145,7 +141,7 @@ def test_closing_in_another_thread_frees_all(
     thread = threading.Thread(target=close)
     thread.start()
     thread.join()
-    assert (errors, dropped) == ([], ["manager"])
+    assert errors == []
     os.kill(os.getpid(), signal.SIGUSR1)
     assert taken == [signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) is mine

@@ -104,3 +104,46 @@ def test_who_has_not_come_is_logged_while_one_waits(ranks: RankPool, tmp_path: P
 def test_ranks_wait_ten_minutes_for_one_another_by_default() -> None:
     """The default deadline of the plan phase is ten minutes."""
     assert ckpt_storage.Timeouts().plan == pytest.approx(600.0)
+
+
+def look_alone_first(rank: int, root: str) -> list[int | None]:
+    """Let rank 0 alone make managers and a saver that send nothing; then work together."""
+    if rank == 0:
+        for _ in range(2):
+            with CheckpointManager(root, timeout=20.0) as alone:
+                assert alone.latest() is None
+        ckpt_storage.AsyncSaver(mode="thread", timeout=20.0).close()
+    steps = []
+    for step in (1, 2):
+        with CheckpointManager(root, timeout=20.0, mode="thread", every_steps=1) as manager:
+            assert manager.should_save(step)
+            manager.save_async(step, {"step": step}, sync_files=False).result(20.0)
+            info = manager.resume_info()
+            steps.append(None if info is None else info.step)
+        with ckpt_storage.AsyncSaver(mode="thread", timeout=20.0) as saver:
+            saver.save({"step": step}, f"{root}/other-{step}", sync_files=False).result(20.0)
+    return steps
+
+
+def test_what_one_rank_makes_alone_shifts_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """Managers that only look and savers that save nothing may be made on rank 0 alone."""
+    assert ranks.run(look_alone_first, str(tmp_path), world_size=2) == [[1, 2]] * 2
+
+
+def open_one_name_twice(rank: int, folder: str) -> str:
+    """Open two savers of one name, then one of another; return the refusal."""
+    del rank
+    with ckpt_storage.AsyncSaver(mode="thread", timeout=20.0):
+        refusal = cases.caught(ckpt_storage.AsyncSaver, mode="thread", timeout=20.0)
+        with ckpt_storage.AsyncSaver(mode="thread", timeout=20.0, name="other") as other:
+            other.save({"step": 1}, f"{folder}/run", sync_files=False).result(20.0)
+        ckpt_storage.save_async({"step": 1}, f"{folder}/run-2", sync_files=False).result(20.0)
+    assert isinstance(refusal, ckpt_storage.InvalidInputError)
+    return str(refusal)
+
+
+def test_two_open_savers_of_one_name_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    """The second saver of a name is refused on each rank by itself, and names the way out."""
+    for text in ranks.run(open_one_name_twice, str(tmp_path), world_size=2):
+        assert "'default'" in text
+        assert "name=" in text

@@ -439,7 +439,7 @@ def test_save_async_without_ranks(tmp_path: Path) -> None:
 
 
 def _two_savers(rank: int, folder: str, mode: Any) -> None:
-    with quick_saver(mode) as one, quick_saver("thread") as two:
+    with quick_saver(mode) as one, quick_saver("thread", name="two") as two:
         # One is held in the middle: the other does not wait for it.
         hold = Hold(folder, "write", rank)
         first = save_step(one, f"{folder}/one", rank, 0, planner=held(hold))

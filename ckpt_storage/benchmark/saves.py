@@ -80,7 +80,10 @@ def measure_stall(bench: Bench) -> Comparison:
         return start
 
     options = bench.options()
-    with AsyncSaver(mode="thread") as threads, AsyncSaver(mode="process") as processes:
+    with (
+        AsyncSaver(mode="thread") as threads,
+        AsyncSaver(mode="process", name="processes") as processes,
+    ):
         contenders = [
             Contender(name="floor: one memcpy", run=copy),
             contender(
