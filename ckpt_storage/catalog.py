@@ -1,8 +1,4 @@
-"""Which checkpoints are committed below a root.
-
-Knows commit logs and stores; reads no shard file and imports no torch. Called by users,
-the command line and the manager.
-"""
+"""Which checkpoints are committed below a root. Imports no torch."""
 
 from __future__ import annotations
 
@@ -47,8 +43,9 @@ def list_checkpoints(
     numbers (`step-900` before `step-1000`); saves of equal names cannot be. A root that is not
     there holds none. Any rank; not collective.
 
-    A folder that may not be read, or whose commit records are damaged or of a newer format, is left
-    out with a warning in the log; `verify` says what is wrong with it.
+    A folder that may not be read is listed with the format "unreadable" and its `problem`: it may
+    be the newest checkpoint. One whose commit records are damaged or of a newer format is left out
+    with a warning in the log; `verify` says what is wrong with it.
 
     Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
     """
@@ -74,8 +71,13 @@ def list_checkpoints(
         try:
             found[name] = _info(store, child, name)
         except CheckpointError as error:
-            if isinstance(error, StorageError) and error.kind != "permission":
-                raise
+            if isinstance(error, StorageError):
+                if error.kind != "permission":
+                    raise
+                found[name] = CheckpointInfo(
+                    url=child.url, name=name, format="unreadable", problem=str(error)
+                )
+                return
             # One odd folder must not hide all others from a job that wants to resume.
             log.warning("%s is left out of the list: %s", child.url, error)
 

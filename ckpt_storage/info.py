@@ -32,7 +32,8 @@ class CheckpointInfo:
     clock) are None for a checkpoint that stock torch wrote (`format` "dcp"). `export` is the URL of
     the weight files that the same save made, if it was asked to. `step` and `metrics` are what a
     `CheckpointManager` recorded with the save; a metric may be NaN or infinite.
-    `stock_metadata` is whether torch's own readers can load it.
+    `stock_metadata` is whether torch's own readers can load it. `problem` says why a folder of the
+    format "unreadable" could not be read.
     """
 
     url: str
@@ -45,6 +46,7 @@ class CheckpointInfo:
     stock_metadata: bool = True
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    problem: str | None = None
 
     @classmethod
     def of(cls, url: str, record: SlotRecord, *, name: str | None = None) -> Self:

@@ -33,7 +33,7 @@ from ckpt_storage.slots import HeadRef, SlotRecord
 from ckpt_storage.store import Location
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.remote import RemoteStore
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3server import FaultRule, S3Server
 
 SPARSE_BYTES = 4 << 40
 LITTLE_BYTES = 32 << 20
@@ -334,6 +334,28 @@ def test_a_stranger_on_s3_does_not_hide_the_others(
     assert [info.name for info in found] == ["good"]
     assert "s3://bkt/root/odd is left out of the list" in caplog.text
     assert f"{MOST_SLOT_BYTES} at most were to be expected" in caplog.text
+
+
+def test_a_folder_that_may_not_be_read_is_not_hidden(server: S3Server) -> None:
+    """A list calls it unreadable, and who resumes does not take an older one in its place."""
+    root, options = "s3://bkt/mine", server.storage_options
+    for step in (1, 2):
+        ckpt_storage.save(STATE, f"{root}/step-{step:08d}", storage_options=options)
+    rule = FaultRule(
+        key="step-00000002/", times=0, action="status", status=403, code="AccessDenied"
+    )
+    server.faults([rule])
+    try:
+        old, new = ckpt_storage.list_checkpoints(root, storage_options=options)
+        with ckpt_storage.CheckpointManager(root, storage_options=options) as manager:
+            for call in (manager.latest, lambda: manager.restore({})):
+                with pytest.raises(ckpt_storage.StorageError, match=r"step-00000002.*AccessDenied"):
+                    call()
+    finally:
+        server.faults([])
+    assert (old.name, old.format, old.problem) == ("step-00000001", "ckpt_storage", None)
+    assert (new.name, new.format) == ("step-00000002", "unreadable")
+    assert "AccessDenied" in str(new.problem)
 
 
 def test_a_put_beyond_what_the_storage_takes_is_not_sent(

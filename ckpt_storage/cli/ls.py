@@ -1,7 +1,4 @@
-"""`ckpt-storage ls ROOT`: the committed checkpoints below a root.
-
-Called by `app`.
-"""
+"""`ckpt-storage ls ROOT`: the committed checkpoints below a root."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 import click
 
 from . import output
-from .exits import SOUND
+from .exits import COULD_NOT_RUN, SOUND
 from .options import common, json_option, storage_options, url_argument
 from .roots import check_root
 
@@ -28,13 +25,18 @@ def ls(
     """List the committed checkpoints directly below ROOT, oldest first.
 
     What is still being saved, or died half-way, is not listed: it is no checkpoint. A root that
-    does not exist is an error; on object storage that is one below which nothing lies.
+    does not exist is an error; on object storage that is one below which nothing lies. A folder
+    that may not be read is listed as unreadable; the exit code is 2 then.
     """
     from ckpt_storage.catalog import list_checkpoints  # noqa: PLC0415  # called, not imported
 
     infos = list_checkpoints(root, storage_options=storage_options, timeout=timeout)
     if not infos:
         check_root(root, storage_options, timeout)
+    problems = [info.problem for info in infos if info.problem is not None]
+    code = COULD_NOT_RUN if problems else SOUND
+    for problem in problems:
+        click.echo(problem, err=True)
     if as_json:
         output.emit(
             "ls",
@@ -48,11 +50,12 @@ def ls(
                     "save_id": info.save_id,
                     "slot": info.slot,
                     "created_at": info.created_at,
+                    "problem": info.problem,
                 }
                 for info in infos
             ],
         )
-        return SOUND
+        return code
     if not infos:
         click.echo("No committed checkpoint.", err=True)
         return SOUND
@@ -67,4 +70,4 @@ def ls(
         for row, info in zip(rows, infos, strict=True):
             row.append(", ".join(f"{name} {value:g}" for name, value in info.metrics.items()))
     output.table(head, rows, right="step")
-    return SOUND
+    return code

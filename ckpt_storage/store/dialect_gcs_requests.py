@@ -47,10 +47,11 @@ class Reply:
 
     def document(self, kind: str = "object") -> Mapping[str, Any]:
         """Return the body decoded from JSON; raises `ForeignAnswer` if it is of another kind."""
-        found: Mapping[str, Any] = json.loads(self.body)
+        found: Any = json.loads(self.body)
         if not isinstance(found, Mapping) or found.get("kind") != f"storage#{kind}":
             raise ForeignAnswer(f"kind storage#{kind}")
-        return found
+        document: Mapping[str, Any] = found
+        return document
 
 
 class GcsRequests:
