@@ -37,24 +37,13 @@ _ANSWER_LOST = frozenset({"exists", "timeout"})
 class Grant:
     """The coordinator's leave for one save attempt; sent to every rank.
 
-    `last_slot` is the highest slot when the attempt began; the commit aims at the next one. A leave
-    that is only `promised` has but the id: nothing may become visible before it is kept.
+    `last_slot` is the highest slot when the attempt began; the commit aims at the next one.
     """
 
     save_id: str
     last_slot: int
     previous: HeadRef | None
     exclusive: bool
-
-    @property
-    def is_promised(self) -> bool:
-        """Whether the attempt has yet to begin, and may be refused."""
-        return self.last_slot < 0
-
-
-def promised() -> Grant:
-    """Return a leave for an attempt that `begin` will begin by this save id, or refuse."""
-    return Grant(save_id=layout.new_save_id(), last_slot=-1, previous=None, exclusive=False)
 
 
 def begin(
@@ -63,20 +52,19 @@ def begin(
     overwrite: bool,
     probe: Callable[[Store], bool],
     replaces: Collection[str] = (),
-    claims: bool = True,
-    looked: Looked | None = None,
-    save_id: str | None = None,
 ) -> Grant:
     """Open a save attempt: check what is there, draw a save id, make the folders, claim them.
 
     Coordinator only. Raises `CheckpointExistsError` for a committed checkpoint, ours or stock
     torch's, when `overwrite` is False, unless it is a save of ours whose id is in `replaces`. A
     folder that holds anything else is left as it is.
-    `probe` tells whether the storage's exclusive create can be relied on. Without `claims` the
-    caller calls `claim`. `looked` is what `look` returned, if it was called before; `save_id` is
-    the id that was `promised`.
+    `probe` tells whether the storage's exclusive create can be relied on.
     """
-    found, is_shown = looked or look(store, overwrite=overwrite)
+    calls: list[Callable[[], Any]] = [lambda: read_log(store)]
+    if not overwrite:
+        calls.append(lambda: is_there(store, layout.STOCK_METADATA))
+    found: CommitLog
+    found, is_shown = [*side_by_side(store, calls), False][:2]
     if not overwrite:
         if found.head is not None and found.head.save_id not in replaces:
             raise CheckpointExistsError(
@@ -93,11 +81,13 @@ def begin(
                 phase="plan",
                 next_step="Save to another id, or pass overwrite=True to replace it.",
             )
-    save_id = save_id or layout.new_save_id()
+    save_id = layout.new_save_id()
     store.prepare([layout.COMMITS, layout.save_folder(save_id), layout.ranks_folder(save_id)])
     exclusive = probe(store)
-    if claims:
-        claim(store, save_id)
+    # Temporary files and open uploads show in no listing: without this, an attempt that dies before
+    # its first file is complete would never be found and freed.
+    begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
+    store.write(layout.begun_path(save_id), integrity.seal(begun))
     previous = found.head.head if found.head else None
     return Grant(
         save_id=save_id,
@@ -105,29 +95,6 @@ def begin(
         previous=previous,
         exclusive=exclusive,
     )
-
-
-def claim(store: Store, save_id: str) -> None:
-    """Make an attempt known to who looks for leftovers; once, by the coordinator.
-
-    Temporary files and open uploads show in no listing: without this, an attempt that dies before
-    its first file is complete would never be found and freed.
-    """
-    begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
-    store.write(layout.begun_path(save_id), integrity.seal(begun))
-
-
-Looked = tuple[CommitLog, bool]
-"""The slots, and whether a `.metadata` is there; False if that is not asked."""
-
-
-def look(store: Store, *, overwrite: bool) -> Looked:
-    """Return what `begin` has to know of the place; reads only. Raises `CheckpointError`."""
-    calls: list[Callable[[], Any]] = [lambda: read_log(store)]
-    if not overwrite:
-        calls.append(lambda: is_there(store, layout.STOCK_METADATA))
-    found, is_shown = [*side_by_side(store, calls), False][:2]
-    return found, is_shown
 
 
 def commit(

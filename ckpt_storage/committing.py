@@ -1,7 +1,6 @@
 """The coordinator's last part of a save: is it complete, then commit it, publish it, clean up.
 
-Knows reports, manifests and the order of the documents (`docs/invariants.md`, I1 and I8); knows no
-planner and no thread. Called by `saveattempt` on the coordinator.
+The order of the documents is that of `docs/invariants.md`, I1 and I8.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import logging
 import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -33,23 +31,12 @@ from .stockwrite import planned_of, stock_metadata, stock_note
 from .store.base import Store
 from .workers import side_by_side
 
-__all__ = ["Prepared", "commit_prepared", "commit_save", "prepare_commit"]
+__all__ = ["commit_save"]
 
 log = logging.getLogger("ckpt_storage")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A save whose documents are on the storage; nothing leads to them yet."""
-
-    reference: FileRef
-    stock: FileRef
-    stock_bytes: bytes
-    stock_entries: int | None
-    seen: publishing.Seen | None
-
-
-def prepare_commit(
+def commit_save(
     store: Store,
     grant: Grant,
     *,
@@ -58,12 +45,16 @@ def prepare_commit(
     results: Sequence[Sequence[WriteResult]],
     storage_meta: StorageMeta,
     settled_ties: Mapping[str, str],
-) -> Prepared:
-    """Check that all ranks write all of it, and put down the documents of the save.
+    user: Mapping[str, Any],
+    deadline: Deadline,
+    retry: RetryPolicy,
+) -> SlotRecord:
+    """Check that all ranks wrote all of it, put down the documents, commit; return the record.
 
-    `results[i]` is what rank i's `write_data` returns; `settled_ties` as for `assemble`. What they
-    tell of need not be durable yet, unless looking at a file costs no request: then it must be
-    there. Raises `IntegrityError`, `RankFailedError`, `StorageError`; nothing is committed.
+    `results[i]` is what rank i's `write_data` returned; `settled_ties` as for `assemble`, `user` as
+    for `commit.commit`. Raises `IntegrityError`, `RankFailedError`, `StorageError`,
+    `CommitConflictError` (all: not committed), `CommitUnknownError`. What follows the commit cannot
+    fail the save: it is logged, and repeated by the next save or load.
     """
     save_id = grant.save_id
     reports = check_reports(
@@ -106,69 +97,20 @@ def prepare_commit(
         lambda: store.write(manifest_path, document),
         lambda: publishing.look(store),
     ]
-    return Prepared(
-        reference=_reference(manifest_path, document),
-        stock=stock,
-        stock_bytes=stock_bytes,
-        stock_entries=stock_entries,
-        seen=side_by_side(store, calls)[-1],
-    )
-
-
-def commit_prepared(
-    store: Store,
-    grant: Grant,
-    prepared: Prepared,
-    *,
-    user: Mapping[str, Any],
-    deadline: Deadline,
-    retry: RetryPolicy,
-) -> SlotRecord:
-    """Commit what all ranks have made durable, publish `.metadata`; return the record.
-
-    `user` as for `commit.commit`. Raises `IntegrityError` (not committed), `CommitConflictError`
-    (not committed), `CommitUnknownError`. What follows the commit cannot fail the save: it is
-    logged, and repeated by the next save or load.
-    """
+    seen = side_by_side(store, calls)[-1]
     record = commit.commit(
         store,
         grant,
-        manifest=prepared.reference,
-        stock=prepared.stock,
-        stock_entries=prepared.stock_entries,
+        manifest=_reference(manifest_path, document),
+        stock=stock,
+        stock_entries=stock_entries,
         deadline=deadline,
         retry=retry,
         user=user,
     )
     log.info("save %s to %s committed in slot %d", grant.save_id, store.url, record.slot)
-    _after_commit(store, grant, record, prepared.stock_bytes, prepared.seen, deadline, retry)
+    _after_commit(store, grant, record, stock_bytes, seen, deadline, retry)
     return record
-
-
-def commit_save(
-    store: Store,
-    grant: Grant,
-    *,
-    world_size: int,
-    metadata: Metadata,
-    results: Sequence[Sequence[WriteResult]],
-    storage_meta: StorageMeta,
-    settled_ties: Mapping[str, str],
-    user: Mapping[str, Any],
-    deadline: Deadline,
-    retry: RetryPolicy,
-) -> SlotRecord:
-    """Do both once all ranks' files are durable: `prepare_commit`, then `commit_prepared`."""
-    prepared = prepare_commit(
-        store,
-        grant,
-        world_size=world_size,
-        metadata=metadata,
-        results=results,
-        storage_meta=storage_meta,
-        settled_ties=settled_ties,
-    )
-    return commit_prepared(store, grant, prepared, user=user, deadline=deadline, retry=retry)
 
 
 def _after_commit(

@@ -299,14 +299,6 @@ class Operation:
         together: list[bytes] = pickle.loads(packed)  # noqa: S301  # our own ranks
         return together
 
-    def say(self, name: str) -> None:
-        """Leave the word `name` for all ranks, who may `hear` it beside their steps; any thread."""
-        self._put(f"{self._prefix}/said-{name}", b"said")
-
-    def hear(self, name: str) -> None:
-        """Wait until the coordinator has said `name`. Raises as `gather`."""
-        self._await({COORDINATOR: f"{self._prefix}/said-{name}"})
-
     def announce(self, outcome: bytes) -> None:
         """Tell all ranks how the operation ended; the coordinator's last word, also after errors.
 

@@ -1,14 +1,11 @@
-"""One save attempt on one rank: what it was granted, what it writes, how it is committed.
-
-Knows the order of a rank's work, what is told before its turn and which deadline governs what;
-knows no call of DCP and no state of a thread. Called by `writer`, which holds one for each save.
-"""
+"""One save attempt on one rank: how it begins, what it was granted and writes, how it commits."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -17,12 +14,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from . import agreement, integrity, layout
 from .agreement import Granted, Refused
-from .commit import Grant
-from .committing import Prepared, commit_prepared, prepare_commit
+from .commit import Grant, begin
+from .committing import commit_save
 from .deadline import Deadline
 from .documents import FileRef
 from .errors import InvalidInputError
-from .headstart import EarlyWord, HeadStart, Opened, Place, is_told_early
 from .manifest import RankManifest
 from .rankreport import RankReport
 from .savesettings import SaveSettings
@@ -30,9 +26,12 @@ from .shards import ShardJob, write_shards
 from .slots import SlotRecord
 from .store import Location
 from .store.base import Store
+from .store.probe import probe_exclusive_create
 from .workers import bounded
 
 __all__ = ["SaveAttempt"]
+
+log = logging.getLogger("ckpt_storage")
 
 
 class SaveAttempt:
@@ -50,9 +49,8 @@ class SaveAttempt:
         *,
         is_coordinator: bool,
         rank: int,
-        replaces: frozenset[str],
     ) -> None:
-        """Begin it at `location`, which `checkpoint_id` has led to; `replaces` as for `Place`."""
+        """Take up a save to `location`, which `checkpoint_id` has led to."""
         self.location = location
         self.is_coordinator = is_coordinator
         self.rank = rank
@@ -62,17 +60,54 @@ class SaveAttempt:
         self.candidates: Sequence[str] = ()
         self.settled_ties: Mapping[str, str] = {}
         self._settings = settings
-        self._opened = Opened(partial(settings.open, location, checkpoint_id))
-        self._write_deadline: Deadline | None = None
-        place = Place(
-            url=location.url,
-            rank=rank,
-            open=self._opened,
-            scope=(settings.commit_base or location).scope,
-            overwrite=settings.overwrite,
-            replaces=replaces,
-        )
-        self.head_start = HeadStart(place)
+        self._checkpoint_id = checkpoint_id
+
+    @cached_property
+    def _store(self) -> Store:
+        return self._settings.open(self.location, self._checkpoint_id)
+
+    def begin(self, rank_count: int, *, replaces: frozenset[str], deadline: Deadline) -> Grant:
+        """Open the attempt on the storage and return the leave to save; coordinator only.
+
+        `replaces` are ids of saves that may be replaced in any case. Raises as `commit.begin`.
+        """
+        with deadline.governs(f"Beginning a save to {self.location.url}", rank=self.rank):
+            store = bounded(self._store, deadline)
+            if rank_count > 1 and not store.capabilities.shared:
+                raise InvalidInputError(
+                    f"{store.url} is seen by one process only; this save runs on {rank_count} "
+                    "ranks.",
+                    phase="plan",
+                    next_step="Save to a storage that all ranks share.",
+                )
+            grant = begin(
+                store,
+                overwrite=self._settings.overwrite,
+                probe=self._probe,
+                replaces=replaces,
+            )
+        previous = grant.previous
+        if previous is not None and previous.save_id in replaces:
+            log.warning(
+                "%s: save %s is damaged, and save %s is to replace it",
+                store.url,
+                previous.save_id,
+                grant.save_id,
+            )
+        log.info("save %s to %s begins on %d ranks", grant.save_id, store.url, rank_count)
+        return grant
+
+    def _probe(self, store: Store) -> bool:
+        location = self._settings.commit_base or self.location
+        result = probe_exclusive_create(store, key=location.scope())
+        if not result.exclusive:
+            log.warning(
+                "%s is single-writer: %s. Two jobs that save to one id at the same time are "
+                "not told apart there.",
+                store.url,
+                result.reason,
+            )
+        return result.exclusive
 
     def granted(self) -> Granted:
         """Return the coordinator's leave. Raises what it refused the save for."""
@@ -91,32 +126,21 @@ class SaveAttempt:
         return answer
 
     def write(
-        self,
-        plan: SavePlan,
-        planner: SavePlanner,
-        *,
-        deadline: Deadline,
-        word: EarlyWord | None,
+        self, plan: SavePlan, planner: SavePlanner, *, deadline: Deadline
     ) -> list[WriteResult]:
         """Write this rank's shard file and rank manifest; durable on return.
 
-        What is returned, `word` tells before, where that spares a wait. Raises as `write_data`.
+        Raises as `write_data`.
         """
         granted = self.granted()
-        self._write_deadline = deadline
-        store = bounded(self._opened(), deadline)
+        store = bounded(self._store, deadline)
         results: list[WriteResult] = []
-        if word is not None and granted.grant.is_promised and not self.is_coordinator:
-            self.head_start.await_coordinator(word)
 
-        def record(manifest: RankManifest) -> list[Callable[[], object]]:
+        def record(manifest: RankManifest) -> None:
             document = integrity.seal(manifest.to_body())
             path = layout.rank_manifest_path(manifest.save_id, self.rank)
             results.append(self._result(granted, manifest, path, document))
-            calls: list[Callable[[], object]] = [lambda: store.write(path, document)]
-            if word is not None and is_told_early(store.capabilities):
-                calls.append(partial(word.told, results))
-            return calls
+            store.write(path, document)
 
         with deadline.governs(f"Writing to {store.url}", rank=self.rank):
             write_shards(
@@ -131,23 +155,10 @@ class SaveAttempt:
                     deadline=deadline,
                     progress=self._settings.progress,
                     with_bar=self.is_coordinator,
-                    claim=self.head_start.claim,
                 ),
                 record=record,
             )
         return results
-
-    def prepare(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Put down the save's documents, for the `commit` to come; coordinator only."""
-        granted = self.granted()
-        deadline = self._write_deadline or Deadline.of(self._settings.timeouts, "write")
-        self.head_start.prepared = self._prepared(
-            bounded(self._opened(), deadline),
-            self._grant(granted),
-            granted.world_size,
-            metadata,
-            results,
-        )
 
     def commit(
         self,
@@ -163,41 +174,18 @@ class SaveAttempt:
         """
         granted = self.granted()
         with deadline.governs(f"Committing to {self.location.url}", rank=self.rank):
-            store = bounded(self._opened(), deadline)
-            grant = self._grant(granted)
-            prepared = self.head_start.prepared or self._prepared(
-                store, grant, granted.world_size, metadata, results
-            )
-            return commit_prepared(
-                store,
-                grant,
-                prepared,
+            return commit_save(
+                bounded(self._store, deadline),
+                granted.grant,
+                world_size=granted.world_size,
+                metadata=metadata,
+                results=results,
+                storage_meta=StorageMeta(checkpoint_id=self.location.url),
+                settled_ties=self.settled_ties,
                 user=user,
                 deadline=deadline,
                 retry=self._settings.retry,
             )
-
-    def _grant(self, granted: Granted) -> Grant:
-        # What all ranks were answered may only have been promised.
-        return self.head_start.grant or granted.grant
-
-    def _prepared(
-        self,
-        store: Store,
-        grant: Grant,
-        world_size: int,
-        metadata: Metadata,
-        results: list[list[WriteResult]],
-    ) -> Prepared:
-        return prepare_commit(
-            store,
-            grant,
-            world_size=world_size,
-            metadata=metadata,
-            results=results,
-            storage_meta=StorageMeta(checkpoint_id=self.location.url),
-            settled_ties=self.settled_ties,
-        )
 
     def _result(
         self, granted: Granted, manifest: RankManifest, path: str, document: bytes

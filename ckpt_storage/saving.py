@@ -1,7 +1,7 @@
-"""`save`: one bounded, collective save; DCP's steps without its collectives.
+"""`save`: one bounded, collective save.
 
-Knows the order of DCP's save steps and drives a planner and `CheckpointStorageWriter` through
-them over an `Operation`. Called by users and by `saver`.
+Takes a planner and `CheckpointStorageWriter` through DCP's steps over an `Operation`, without
+torch's collectives.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 
 from .board import BoardError
 from .chaining import Chained, chained_job, consolidate_committed
@@ -32,7 +30,6 @@ from .errors import (
     RankFailedError,
 )
 from .frontdoor import plain_state, takes
-from .headstart import EarlyWord
 from .info import CheckpointInfo
 from .operation import Operation
 from .options import PageCache, Phase, Progress, RetryPolicy, StockMetadata, Timeouts
@@ -49,8 +46,6 @@ log = logging.getLogger("ckpt_storage")
 
 _RESOLVE_S = 1.5
 """How long a rank whose coordinator died looks for the outcome."""
-
-_GRANTED = "granted"
 
 _LOOK = (
     "Load, or list the checkpoints, once that rank has ended: the save is committed if and only "
@@ -262,16 +257,7 @@ class _Save:
         self._timeouts = options.timeouts
         self._plans = PlanExchange(operation, writer, self._planner, keeps=options.planner is None)
         self._write = operation.phase("plan")
-        self._is_told = False
-        self._objections: Callable[[], object] = tuple
         writer.attend(self._begin)
-        writer.tell_early(
-            EarlyWord(
-                told=self._tell,
-                granted=lambda: operation.say(_GRANTED),
-                await_grant=lambda: operation.hear(_GRANTED),
-            )
-        )
 
     def _begin(self, phase: Phase) -> Deadline:
         if phase == "write":
@@ -288,7 +274,6 @@ class _Save:
         Else the state that was saved stays in memory until Python looks for cycles.
         """
         self._writer.attend(self._operation.phase)
-        self._writer.tell_early(None)
 
     def run(self, state: dict[str, Any], terms: Mapping[str, str]) -> CheckpointInfo:
         operation = self._operation
@@ -362,24 +347,8 @@ class _Save:
         memory = StateMemory(state)
         plan, tied = self._plans.run(memory.ties())
         writer.note_candidates([name for group in tied for name in group])
-        self._objections = lambda: memory.objections(tied)
         results = writer.write_data(plan, planner).wait()
-        # What was told before is now known to be durable.
-        return b"" if self._is_told else self._packed(results)
-
-    def _packed(self, results: list[WriteResult]) -> bytes:
-        return pickle.dumps((results, self._objections()))
-
-    def _tell(self, results: list[WriteResult]) -> None:
-        """Send what this rank is about to have written; the coordinator puts down the documents."""
-        operation = self._operation
-        self._is_told = True
-        try:
-            gathered = operation.gather(self._packed(results))
-        except BoardError as error:
-            raise operation.lost(error) from error
-        if operation.is_coordinator:
-            self._writer.prepare_finish(*self._settle(gathered))
+        return pickle.dumps((results, memory.objections(tied)))
 
     def _set_up(self, state: dict[str, Any]) -> None:
         writer, planner, operation = self._writer, self._planner, self._operation
@@ -392,20 +361,11 @@ class _Save:
             planner.set_up_planner(state, operation.is_coordinator)  # type: ignore[arg-type]  # old
         writer.set_up_storage_writer(operation.is_coordinator, rank=operation.rank)
 
-    def _settle(self, gathered: list[bytes]) -> tuple[Metadata, list[list[WriteResult]]]:
-        """Return what a `finish` takes of what all ranks told, and note what they tie."""
+    def _commit(self, gathered: list[bytes]) -> CheckpointInfo:
         assert self._plans.metadata is not None  # noqa: S101  # the planning step set it
         written = [pickle.loads(packed) for packed in gathered]  # noqa: S301  # our own ranks
         self._writer.note_ties(settled_ties(self._plans.tied, [against for _, against in written]))
-        return self._plans.metadata, [result for result, _ in written]
-
-    def _commit(self, gathered: list[bytes]) -> CheckpointInfo:
-        if self._is_told:
-            # It has put down the documents; all that it waits for now is that word.
-            self._writer.finish(metadata=Metadata({}), results=[])
-        else:
-            metadata, results = self._settle(gathered)
-            self._writer.finish(metadata=metadata, results=results)
+        self._writer.finish(self._plans.metadata, [result for result, _ in written])
         info = self._writer.committed
         assert info is not None  # noqa: S101  # finish sets it or raises
         return info

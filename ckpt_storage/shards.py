@@ -9,9 +9,8 @@ from __future__ import annotations
 import io
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -33,22 +32,9 @@ from .workers import side_by_side
 _ZEROS = tuple(bytes(length) for length in range(PAYLOAD_ALIGN_BYTES))
 
 
-class Claim(Protocol):
-    """What makes an attempt known on the storage, perhaps still under way."""
-
-    def check(self) -> None:
-        """Raise why it failed, if it has."""
-
-    def wait(self) -> None:
-        """Wait for its end; raise why it failed."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardJob:
-    """What a rank needs to know to write its shards.
-
-    Nothing of this rank becomes visible before `claim` has ended.
-    """
+    """What a rank needs to know to write its shards."""
 
     save_id: str
     rank: int
@@ -57,7 +43,6 @@ class ShardJob:
     deadline: Deadline
     progress: Progress
     with_bar: bool
-    claim: Claim
 
 
 @dataclass(slots=True)
@@ -115,14 +100,13 @@ def write_shards(
     planner: SavePlanner,
     job: ShardJob,
     *,
-    record: Callable[[RankManifest], Sequence[Callable[[], object]]],
+    record: Callable[[RankManifest], object],
 ) -> RankManifest:
     """Write the items of `plan` and return what was written; durable on return.
 
-    `record` takes what will have been written and returns what is to be done of it besides: after
-    the shard file, or beside its completion where a request costs a round trip. A plan without
-    items writes no file. After any error no upload stays open; before `job.claim` has ended no
-    shard file is visible. Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
+    `record` takes what will have been written and makes it durable: after the shard file, or beside
+    its completion where a request costs a round trip. A plan without items writes no file. After
+    any error no upload stays open. Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
     """
     vocabulary = _Vocabulary()
     memory = WrittenMemory()
@@ -169,12 +153,9 @@ def write_shards(
                 for item in plan.items:
                     shard.write(item)
                     job.deadline.check(what)
-                    job.claim.check()
-                # From here on the file may become visible.
-                job.claim.wait()
                 written = manifest([shard.table.shard_file(file, *file.end())])
                 # Who reads one finds it by the manifest alone, which comes when both are durable.
-                side_by_side(store, [file.complete, *record(written)])
+                side_by_side(store, [file.complete, lambda: record(written)])
             except BaseException as error:
                 try:
                     file.abort()
@@ -183,8 +164,7 @@ def write_shards(
                 raise
     else:
         written = manifest([])
-        job.claim.wait()
-        side_by_side(store, record(written))
+        record(written)
     return written
 
 

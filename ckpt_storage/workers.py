@@ -156,48 +156,6 @@ class Workers:
             )
 
 
-class Aside:
-    """One call that is made now, in a thread of its own where `is_remote`, and ends later.
-
-    What it raises, `check` or `wait` raises, once. It ends by itself, as all calls to stores do.
-    """
-
-    def __init__(self, call: Callable[[], object], *, is_remote: bool) -> None:
-        self._failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if is_remote:
-            # The thread lets go of the call when it has ended: that may lead back here.
-            self._thread = threading.Thread(
-                target=self._run, args=(call,), name="ckpt-storage aside", daemon=True
-            )
-            self._thread.start()
-        else:
-            call()
-
-    def _run(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except BaseException as error:  # noqa: BLE001  # raised again by whoever waits
-            self._failure = error
-
-    def check(self) -> None:
-        """Raise why the call failed, if it has."""
-        # Kept here, it would keep what its traceback leads to: all that is being saved.
-        failure, self._failure = self._failure, None
-        if failure is None:
-            return
-        try:
-            raise failure
-        finally:
-            del failure
-
-    def wait(self) -> None:
-        """Wait for the end of the call; raise why it failed."""
-        if self._thread is not None:
-            self._thread.join()
-        self.check()
-
-
 def side_by_side(store: Store, calls: Sequence[Callable[[], T]]) -> list[T]:
     """Return what `calls` to `store` return; made at one time where each costs a round trip.
 

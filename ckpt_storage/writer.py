@@ -1,9 +1,8 @@
 """`CheckpointStorageWriter`: DCP's save calls become one save attempt.
 
-Knows DCP's `StorageWriter` contract as torch really calls it, what the ranks agree on, and which
-thread runs which save; the work of a save is `saveattempt`'s. Every rank holds one; which methods
-run where is said at each. All state of a save belongs to the thread that runs it, so one writer may
-serve overlapping saves (`dcp.async_save` runs each in a thread of its own).
+Every rank holds one; which methods run where is said at each. All state of a save belongs to the
+thread that runs it, so one writer may serve overlapping saves (`dcp.async_save` runs each in a
+thread of its own).
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from .dcpborder import at_dcp_border, rank_of_call
 from .deadline import Deadline
 from .errors import CheckpointError, InvalidInputError
 from .filewriter import write_options
-from .headstart import EarlyWord
 from .info import CheckpointInfo
 from .options import (
     STOCK_ENTRY_LIMIT,
@@ -129,7 +127,6 @@ class CheckpointStorageWriter(StorageWriter):
         self._process_group = process_group
         self._threads = threading.local()
         self._begin_phase: Callable[[Phase], Deadline] = partial(Deadline.of, timeouts)
-        self._word: EarlyWord | None = None
         self._user: Mapping[str, Any] = {}
         self._replaces: frozenset[str] = frozenset()
 
@@ -139,10 +136,6 @@ class CheckpointStorageWriter(StorageWriter):
         For the front doors, whose deadlines know of other ranks' failures.
         """
         self._begin_phase = begin
-
-    def tell_early(self, word: EarlyWord | None) -> None:
-        """Let the ranks speak of the saves to come before their turn; for the front doors."""
-        self._word = word
 
     def annotate(self, user: Mapping[str, Any]) -> None:
         """Put `user` into the commit records of the saves to come; plain JSON.
@@ -164,7 +157,7 @@ class CheckpointStorageWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         # Neither can travel; a child process has its own default group and its own threads.
-        del state["_process_group"], state["_threads"], state["_begin_phase"], state["_word"]
+        del state["_process_group"], state["_threads"], state["_begin_phase"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -172,7 +165,6 @@ class CheckpointStorageWriter(StorageWriter):
         self._process_group = None
         self._threads = threading.local()
         self._begin_phase = partial(Deadline.of, self._settings.timeouts)
-        self._word = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -227,17 +219,9 @@ class CheckpointStorageWriter(StorageWriter):
         self._threads.pending = None
         self._threads.asked = False
         location = self._base.join(checkpoint_id)
-        save = SaveAttempt(
-            self._settings,
-            location,
-            checkpoint_id,
-            is_coordinator=is_coordinator,
-            rank=rank,
-            replaces=self._replaces,
+        self._threads.save = SaveAttempt(
+            self._settings, location, checkpoint_id, is_coordinator=is_coordinator, rank=rank
         )
-        self._threads.save = save
-        if is_coordinator and not location.is_local:
-            save.head_start.look(Deadline.of(self._settings.timeouts, "plan"))
 
     @at_dcp_border
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -288,7 +272,8 @@ class CheckpointStorageWriter(StorageWriter):
     def _grant(self, save: SaveAttempt, hellos: Sequence[Hello]) -> commit.Grant:
         self._check_world(len(hellos))
         agreement.check_agreement(hellos, phase="plan")
-        return save.head_start.begin(len(hellos), self._begin_phase("plan"), self._word)
+        deadline = self._begin_phase("plan")
+        return save.begin(len(hellos), replaces=self._replaces, deadline=deadline)
 
     def _check_world(self, world_size: int) -> None:
         if self._process_group is not None:
@@ -326,26 +311,12 @@ class CheckpointStorageWriter(StorageWriter):
         """
         save = self._save()
         self._check_granted(save)
-        results = save.write(
-            plan, planner, deadline=self._begin_phase("write"), word=self._word_of(save)
-        )
+        results = save.write(plan, planner, deadline=self._begin_phase("write"))
         if not save.is_coordinator:
             self._threads.save = None  # its `finish` is on the coordinator
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result(results)
         return future
-
-    def _word_of(self, save: SaveAttempt) -> EarlyWord | None:
-        """Return the word, told as if in the thread of the save, which waits meanwhile."""
-        word = self._word
-        if word is None:
-            return None
-
-        def told(results: list[WriteResult]) -> object:
-            self._threads.save = save
-            return word.told(results)
-
-        return dataclasses.replace(word, told=told)
 
     def note_item_count(self, item_count: int) -> None:
         """Take how many items all ranks write, for the `prepare_global_plan` to come.
@@ -368,16 +339,6 @@ class CheckpointStorageWriter(StorageWriter):
         itself. Without it, ties are what every rank wrote from the same memory.
         """
         self._save().settled_ties = settled
-
-    def prepare_finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Put down the save's documents, for the `finish` to come; coordinator only.
-
-        For the front doors, with what all ranks told early. Raises as `finish`, but nothing is
-        committed whatever is raised.
-        """
-        save = self._save()
-        self._check_granted(save)
-        save.prepare(metadata, results)
 
     @at_dcp_border
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

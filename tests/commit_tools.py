@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import crc32c
 import pytest
 
-from ckpt_storage import cleaning, commit, headstart, publishing, slotlog, stockfooter, workers
+from ckpt_storage import cleaning, commit, publishing, slotlog, stockfooter, workers
 from ckpt_storage.commit import Grant
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.documents import FileRef
@@ -51,34 +51,14 @@ IN_TURN = ("as listed", "backwards")
 
 
 def take_in_turn(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
-    """Let requests that go side by side go one after the other, in one of the orders `IN_TURN`.
-
-    What goes aside comes first, or as late as it may.
-    """
+    """Let requests that go side by side go one after the other, in one of the orders `IN_TURN`."""
 
     def in_turn(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         numbers = range(len(calls))
         found = {i: calls[i]() for i in (numbers if order == IN_TURN[0] else reversed(numbers))}
         return [found[i] for i in numbers]
 
-    class InTurn:
-        """A call aside, made when it is asked for or when it is waited for."""
-
-        def __init__(self, call: Callable[[], object], *, is_remote: bool) -> None:
-            self._calls = [call]
-            if order == IN_TURN[0] or not is_remote:
-                self.wait()
-
-        def check(self) -> None:
-            """Do nothing: what failed was raised."""
-
-        def wait(self) -> None:
-            """Make the call unless it was made."""
-            while self._calls:
-                self._calls.pop()()
-
     monkeypatch.setattr(workers, "_at_once", in_turn)
-    monkeypatch.setattr(headstart, "Aside", InTurn)
 
 
 def ungated(operation: str, path: str) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -17,14 +16,14 @@ from commit_tools import IN_TURN, take_in_turn
 from remote_tools import options_of
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckpt_storage import CheckpointStorageWriter, RetryPolicy, headstart, sending, verify
+from ckpt_storage import CheckpointStorageWriter, RetryPolicy, sending, verify
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.filewriter import ShardFileWriter
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.pacing import BUDGET, Pacer
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.s3server import FaultRule, S3Server
-from ckpt_storage.workers import Aside, side_by_side
+from ckpt_storage.workers import side_by_side
 
 MIB = 1 << 20
 PART_BYTES = 5 * MIB
@@ -147,41 +146,6 @@ def test_a_save_keeps_to_its_memory_limit(server: S3Server) -> None:
     assert BUDGET.held_bytes == 0
 
 
-def test_parts_do_not_wait_for_the_claim_and_completion_does(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`begun.json` may come as late as the last part; that one, and what completes, wait for it."""
-    names = []
-
-    class Late(Aside):
-        """A call that is made once all parts but the last are on the storage.
-
-        That which looks at the place is not: no part is sent before it has ended.
-        """
-
-        def __init__(self, call: Callable[[], object], *, is_remote: bool) -> None:
-            def late() -> None:
-                give_up_s = time.monotonic() + 30
-                while server.stats().count.get("part", 0) < 4 and time.monotonic() < give_up_s:
-                    time.sleep(0.01)
-                call()
-
-            names.append(call.__name__)
-            super().__init__(call if call.__name__ == "look" else late, is_remote=is_remote)
-
-    monkeypatch.setattr(headstart, "Aside", Late)
-    save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)})
-    assert len(names) == 2
-    assert names[0] == "look"
-    asked = [(request.op, request.key.rpartition("/")[2]) for request in server.requests]
-    begun = asked.index(("put", "begun.json"))
-    ended = [asked.index(("complete", "__0_0.distcp")), asked.index(("put", "rank-00000.json"))]
-    *parts, last = [at for at, (op, _) in enumerate(asked) if op == "part"]
-    assert len(parts) == 4
-    assert max(parts) < begun < min(last, *ended)
-    assert is_sound(server)
-
-
 def test_an_attempt_that_cannot_be_claimed_leaves_nothing(server: S3Server) -> None:
     """The save fails with the storage's own error, and neither a file nor an upload is left."""
     save(server, {"t": torch.ones(3)}, "before")
@@ -248,19 +212,3 @@ def test_of_calls_side_by_side_the_first_failure_in_the_list_is_raised(server: S
         gc.enable()
     assert side_by_side(store, [lambda: 1, lambda: 2]) == [1, 2]
     store.close()
-
-
-def test_what_failed_aside_is_told_once_asked_for() -> None:
-    """Not where it was begun, and by whichever asks first."""
-    begun = threading.Event()
-
-    def call() -> None:
-        begun.set()
-        raise ValueError("aside")
-
-    aside = Aside(call, is_remote=True)
-    assert begun.wait(20)
-    with pytest.raises(ValueError, match="aside"):
-        aside.wait()
-    with pytest.raises(ValueError, match="aside"):
-        Aside(call, is_remote=False)
