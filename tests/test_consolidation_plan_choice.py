@@ -26,7 +26,7 @@ from ckpt_storage.consolidation.options import (
     parse_bytes,
 )
 from ckpt_storage.consolidation.plan import ExportPlan, WriteRules, plan_export
-from ckpt_storage.consolidation.ties import check_ties, tie_candidates
+from ckpt_storage.consolidation.ties import check_ties
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.opening import open_source
@@ -202,14 +202,6 @@ def tied_state() -> MemorySource:
         "tail": (np.concatenate([data[:4], data[:4]]), "float32", boxes),
     }
     return array_source(arrays)
-
-
-def test_candidates_for_ties_are_equal_in_shape_cut_and_checksums() -> None:
-    """Equal bytes cut alike are listed; other bytes, another cut or no checksums are not."""
-    source = tied_state()
-    assert tie_candidates(source, source.tensors) == (("embed", "head"),)
-    source.format = "dcp"
-    assert tie_candidates(source, source.tensors) == ()
 
 
 def test_recorded_ties_are_dropped_or_kept() -> None:
@@ -388,7 +380,7 @@ def test_an_existing_index_gives_the_same_grouping() -> None:
 
 
 def test_a_real_checkpoint_tells_containers_from_modules(tmp_path: Path) -> None:
-    """What DCP and our writer record of the nesting is enough; tied weights are recognised."""
+    """What DCP and our writer record of the nesting is enough."""
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -411,10 +403,6 @@ def test_a_real_checkpoint_tells_containers_from_modules(tmp_path: Path) -> None
         prefix = "model." if name == "nested" else ""
         assert names == ["lm_head.weight", "model.weight"]
         assert plan.stripped == prefix
-        sent = [t.fqn for file in plan.files for t in file.tensors]
-        assert tie_candidates(source, sent) == (
-            (f"{prefix}lm_head.weight", f"{prefix}model.weight"),
-        )
         reasons = {skip.reason for skip in plan.skipped}
         assert reasons == ({"optimizer", "blob"} if name == "nested" else set())
         store.close()

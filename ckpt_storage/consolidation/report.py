@@ -41,8 +41,6 @@ class ConsolidationReport:
         copied_bytes: the storage copied by itself. All three of this run, all ranks together.
     rank_bytes: bytes of weight files that each rank was responsible for, this run.
     skipped: what is in no weight file, and why. ties: alias to target, FQNs, of dropped aliases.
-    tie_candidates: groups of FQNs that hold the same bytes but are not recorded as tied; pass
-        `tied={alias: target}` to leave all but one of a group out.
     removed: files of earlier exports and of runs that died that were deleted.
     stale_exports: folders directly below the checkpoint whose export is of another save.
     seconds: from the meeting of the ranks to the end.
@@ -63,7 +61,6 @@ class ConsolidationReport:
     rank_bytes: Sequence[int]
     skipped: Sequence[Skipped]
     ties: Mapping[str, str]
-    tie_candidates: Sequence[tuple[str, ...]]
     removed: Sequence[str]
     stale_exports: Sequence[str]
     seconds: float

@@ -41,7 +41,7 @@ from .locality import Marks, Seen, check_seen, look, place_marks, remove_marks, 
 from .plan import ExportPlan, plan_export, with_suffix
 from .records import DOCUMENTS, INDEX_NAME
 from .report import ConsolidatedFile, ConsolidationReport
-from .ties import check_ties, tie_candidates
+from .ties import check_ties
 from .work import Completion, RankResult, RankWork, completions, keepers
 
 __all__ = ["run_consolidate"]
@@ -110,7 +110,6 @@ class _Run:
         self._options = transfer_options(job, source_store, target)
         self._paces = paces_for(self._options)
         self._start_s = time.monotonic()
-        self._candidates: tuple[tuple[str, ...], ...] = ()
         self._marks: FileMarks | None = None
         self._folder: ExportFolder | None = None
         self._begin("plan")
@@ -318,8 +317,6 @@ class _Run:
                 next_step="Give all ranks the same options; functions must answer alike on all.",
             )
         check_ties(source, plan.ties)
-        out = {tensor.fqn for file in plan.files for tensor in file.tensors}
-        self._candidates = tie_candidates(source, out - self._ties(source).keys())
         self._folder = ExportFolder(self._target, plan, self._deadline)
         suffix = self._folder.take()
         complete = self._folder.complete_files(with_suffix(plan, suffix))
@@ -448,7 +445,6 @@ class _Run:
             rank_bytes=tuple(rank_bytes),
             skipped=plan.skipped,
             ties=plan.ties,
-            tie_candidates=self._candidates,
             removed=tuple(removed),
             stale_exports=tuple(stale),
             seconds=time.monotonic() - self._start_s,

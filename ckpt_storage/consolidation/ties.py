@@ -1,11 +1,8 @@
-"""Tensors that share their bytes: recorded ties, those a caller confirms, and what looks like one.
-
-Knows FQNs, dtypes, shapes and checksums; not what goes out. Called by `choice` and `plan`.
-"""
+"""Tensors that share their bytes: recorded ties, and those that a caller confirms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.source import Source
@@ -86,41 +83,6 @@ def have_same_bytes(source: Source, left: str, right: str) -> bool | None:
         if crcs[0] != crcs[1]:
             return False
     return True
-
-
-def tie_candidates(source: Source, fqns: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """Return groups of those `fqns` that may be one tensor saved several times.
-
-    They have one dtype, shape and sharding, and the same checksums. Of our checkpoints only,
-    because others have no checksums, and of tensors with two dimensions or more, because many a
-    bias is equal to another one. Looks at first chunks first: fetches the rank manifests of
-    these, and of all chunks of tensors that agree so far; so one rank should do it for all.
-    """
-    if source.format != "ckpt_storage":
-        return ()
-    infos = {fqn: source.tensors[fqn] for fqn in sorted(set(fqns))}
-    wide = [fqn for fqn, info in infos.items() if len(info.shape) > 1 and 0 not in info.shape]
-    rough = _groups(wide, lambda fqn: (infos[fqn].dtype, infos[fqn].shape, len(infos[fqn].boxes)))
-    source.require((fqn, infos[fqn].boxes[0].offsets) for group in rough for fqn in group)
-    found: list[tuple[str, ...]] = []
-    for group in rough:
-        first = _groups(group, lambda fqn: _checksums(source, fqn, infos[fqn].boxes[0].offsets))
-        for members in first:
-            rest = members
-            while rest:
-                same = [fqn for fqn in rest[1:] if have_same_bytes(source, rest[0], fqn)]
-                if same:
-                    found.append((rest[0], *same))
-                rest = [fqn for fqn in rest[1:] if fqn not in same]
-    return tuple(sorted(found))
-
-
-def _groups(fqns: Sequence[str], key: Callable[[str], object]) -> list[list[str]]:
-    """Return the FQNs that share a key with another one."""
-    groups: dict[object, list[str]] = {}
-    for fqn in fqns:
-        groups.setdefault(key(fqn), []).append(fqn)
-    return [group for group in groups.values() if len(group) > 1]
 
 
 def _checksums(
