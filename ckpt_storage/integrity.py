@@ -341,30 +341,24 @@ def encode_format(kind: str, major: int) -> str:
 
 def check_format(
     body: Mapping[str, object], kind: str, major: int, *, path: str | None = None
-) -> int:
-    """Return the major version of `body`, which must be a `kind` that this release reads.
-
-    `major` is the highest version known; all lower ones are read for ever. Raises `FormatError`
-    with the `path` of the document: for a newer version naming both, and for another kind.
-    """
+) -> None:
+    """Raise `FormatError` unless `body` is of this kind and major version; `path` is its file's."""
     name = path or "A document"
     found = body.get("format")
     match = _FORMAT.fullmatch(found) if isinstance(found, str) else None
-    if match is None or match.group(1) != kind:
+    if match is None or match.group(1) != kind or int(match.group(2)) < major:
         raise FormatError(
             f"{name} has the format {found!r}; {encode_format(kind, major)!r} belongs there.",
             path=path,
             next_step=_WRONG_FILE,
         )
-    version = int(match.group(2))
-    if version > major:
+    if int(match.group(2)) > major:
         raise FormatError(
             f"{name} has the format {found!r}; the highest version that this release of "
             f"ckpt_storage reads is {major}.",
             path=path,
             next_step="Install a newer ckpt_storage.",
         )
-    return version
 
 
 def _multiply(a: int, b: int) -> int:

@@ -1,7 +1,6 @@
 """Manifest and rank manifests as values, with strict codecs to and from sealed JSON.
 
-Knows `docs/format.md`, sections "Rank manifest" and "Manifest"; does no I/O and
-knows no storage. Called by `commit`, `source`, `catalog`, `writer`. Writes version 2, reads both.
+`docs/format.md`, sections "Rank manifest" and "Manifest", specifies both.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from .shardtable import (
     Vocabulary,
     boxes_from_json,
     decode_file,
-    decode_file_1,
     encode_file,
 )
 from .tensorfile import DTYPES
-from .tensorlayout import TensorRecord, decode_tensor_1, decode_tensors, encode_tensors
+from .tensorlayout import TensorRecord, decode_tensors, encode_tensors
 
 __all__ = [
     "INLINE_LIMIT_BYTES",
@@ -95,7 +93,7 @@ class RankManifest:
         Raises `FormatError` for anything that contradicts itself, `UnsafeContentError` for a path
         that leaves the checkpoint.
         """
-        version = integrity.check_format(body, "rank", _MAJOR, path=where)
+        integrity.check_format(body, "rank", _MAJOR, path=where)
         get, columns = Getter(body, where), columns or Columns(where)
         fqns = columns.names(body, "fqns")
         dtypes = get.strings("dtypes")
@@ -108,9 +106,8 @@ class RankManifest:
             )
         if len(set(dtypes)) != len(dtypes):
             get.fail("names a dtype twice")
-        boxes = boxes_from_json(body.get("boxes"), columns) if version > 1 else []
+        boxes = boxes_from_json(body.get("boxes"), columns)
         vocabulary = Vocabulary(fqns, dtypes, boxes)
-        decode = decode_file if version > 1 else decode_file_1
         manifest = cls(
             save_id=get.string("save_id"),
             rank=get.count("rank"),
@@ -119,7 +116,7 @@ class RankManifest:
             pid=get.count("pid") if "pid" in body else 0,
             fqns=fqns,
             dtypes=dtypes,
-            files=[decode(entry, vocabulary, columns) for entry in get.items("files")],
+            files=[decode_file(entry, vocabulary, columns) for entry in get.items("files")],
             ties=_ties_from_json(get, fqns),
         )
         for file in manifest.files:
@@ -190,8 +187,8 @@ class Manifest:
     `planner_data` maps an FQN to its path in the nested state dict, or is None. `ties` maps alias
     to target, which was the same memory; what is stored of them is equal. `stock_entries` is how
     many items stock readers find, 0 if `stock` is a note that says they find none; None if there
-    are none to find, and in a manifest that is older than such notes. `inflated_bytes` is what its
-    columns took when it was decoded, those of `inline_ranks` not counted.
+    are none to find. `inflated_bytes` is what its columns took when it was decoded, those of
+    `inline_ranks` not counted.
     """
 
     save_id: str
@@ -252,10 +249,10 @@ class Manifest:
     @classmethod
     def from_body(cls, body: Mapping[str, Any], *, where: str) -> Manifest:
         """Return the manifest that `body` describes. Raises as `RankManifest.from_body`."""
-        version = integrity.check_format(body, "manifest", _MAJOR, path=where)
+        integrity.check_format(body, "manifest", _MAJOR, path=where)
         get, columns = Getter(body, where), Columns(where)
         save_id, world_size = get.string("save_id"), get.count("world_size")
-        parts = _parts_2(body, columns, save_id, world_size) if version > 1 else _parts_1(get)
+        parts = _parts(body, columns, save_id, world_size)
         inline = None
         if body.get("inline_ranks") is not None:
             inline = [entry.body for entry in get.objects("inline_ranks")]
@@ -298,7 +295,7 @@ _PATH_KEYS = frozenset({str, int})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """What the two versions of the manifest spell differently."""
+    """What a manifest packs in columns."""
 
     tensors: Sequence[TensorRecord]
     blobs: dict[str, int]
@@ -308,26 +305,7 @@ class _Parts:
     ranks: Sequence[FileRef]
 
 
-def _parts_1(get: Getter) -> _Parts:
-    where, world_size = get.where, get.count("world_size")
-    blobs = [
-        (entry.string("fqn"), entry.count("rank", below=world_size))
-        for entry in get.objects("blobs")
-    ]
-    return _Parts(
-        tensors=[decode_tensor_1(entry, world_size, where) for entry in get.items("tensors")],
-        blobs=dict(blobs),
-        blob_count=len(blobs),
-        planner_data=_planner_data(get.body.get("planner_data"), get),
-        files=[
-            (ref_from_json(entry.body, where), entry.count("rank", below=world_size))
-            for entry in get.objects("files")
-        ],
-        ranks=[ref_from_json(entry, where) for entry in get.items("ranks")],
-    )
-
-
-def _parts_2(body: Mapping[str, Any], columns: Columns, save_id: str, world_size: int) -> _Parts:
+def _parts(body: Mapping[str, Any], columns: Columns, save_id: str, world_size: int) -> _Parts:
     get = Getter(body, columns.where)
     blobs = get.mapping("blobs")
     blob_fqns = columns.names(blobs, "fqns")
@@ -349,7 +327,7 @@ def _parts_2(body: Mapping[str, Any], columns: Columns, save_id: str, world_size
         tensors=decode_tensors(body, columns, world_size),
         blobs=dict(zip(blob_fqns, blob_ranks.tolist(), strict=True)),
         blob_count=len(blob_fqns),
-        planner_data=_planner_data_2(body, columns, get),
+        planner_data=_planner_data_of(body, columns, get),
         files=list(zip(_refs_from_json(files, paths, columns), ranks, strict=True)),
         ranks=_refs_from_json(documents, list(document_paths), columns),
     )
@@ -413,7 +391,7 @@ def _spelt(fqn: str, path: tuple[str | int, ...]) -> str:
 _quoted: Callable[[str], str] = json.encoder.encode_basestring
 
 
-def _planner_data_2(body: Mapping[str, Any], columns: Columns, get: Getter) -> PlannerData | None:
+def _planner_data_of(body: Mapping[str, Any], columns: Columns, get: Getter) -> PlannerData | None:
     value = body.get("planner_data")
     if isinstance(value, Mapping):
         entries = columns.names(body, "planner_data")
@@ -458,7 +436,7 @@ def _planner_data(value: object, get: Getter) -> PlannerData | None:
 
 
 def _ties_from_json(get: Getter, fqns: Iterable[str]) -> dict[str, str]:
-    """Return alias -> target; {} where the document has none, as all did before there were ties."""
+    """Return alias -> target; {} where the document has none."""
     if "ties" not in get.body:
         return {}
     ties = get.mapping("ties")

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from . import integrity
 from .columns import Columns, Counts, pack_column
-from .documents import FileRef, Getter, are_counts, ref_from_json
+from .documents import FileRef, Getter, ref_from_json
 from .options import MIN_BLOCK_BYTES
 from .tensorfile import DTYPES
 
@@ -34,7 +34,6 @@ __all__ = [
     "boxes_from_json",
     "boxes_to_json",
     "decode_file",
-    "decode_file_1",
     "encode_file",
 ]
 
@@ -147,7 +146,7 @@ def boxes_from_json(value: object, columns: Columns) -> list[BoxKey]:
 
 
 def encode_file(file: ShardFile, boxes: BoxTable) -> dict[str, Any]:
-    """Return the JSON object of a file, version 2; its boxes enter the table."""
+    """Return the JSON object of a file; its boxes enter the table."""
     items = file.items
     return {
         **file.ref().as_json(),
@@ -196,7 +195,7 @@ class Vocabulary:
 
 
 def decode_file(value: object, vocabulary: Vocabulary, columns: Columns) -> ShardFile:
-    """Return the file that a JSON object of version 2 spells.
+    """Return the file that a JSON object spells.
 
     Raises `FormatError` for items that overlap, leave the file, or do not hold what they say.
     """
@@ -253,35 +252,6 @@ def decode_file(value: object, vocabulary: Vocabulary, columns: Columns) -> Shar
             frame_crcs=integrity.decode_crcs(get.string("frame_crcs"), count + 1, path=where),
         ),
     )
-
-
-def decode_file_1(value: object, vocabulary: Vocabulary, columns: Columns) -> ShardFile:
-    """Return the file that a JSON object of version 1 spells. Raises as `decode_file`."""
-    get = Getter(value, columns.where)
-    items = dict(get.mapping("items"))
-    held = Getter(items, columns.where)
-    offsets, sizes = _boxes_1(held, "offsets"), _boxes_1(held, "sizes")
-    if len(offsets) != len(sizes):
-        get.fail("has columns 'offsets' and 'sizes' of different lengths")
-    at: dict[BoxKey, int] = {}
-    column = []
-    for start, size in zip(offsets, sizes, strict=True):
-        if start is None and size is None:
-            column.append(-1)
-        elif start is None or size is None or len(start) != len(size):
-            get.fail(f"describes item {len(column)} in a way that cannot be")
-        else:
-            column.append(at.setdefault((start, size), len(at)))
-    known = Vocabulary(vocabulary.fqns, vocabulary.dtypes, list(at))
-    # A list spells a column in both versions.
-    return decode_file({**get.body, "items": {**items, "box": column}}, known, columns)
-
-
-def _boxes_1(get: Getter, key: str) -> list[tuple[int, ...] | None]:
-    values = get.items(key)
-    if not all(value is None or are_counts(value) for value in values):
-        get.fail(f"has a column {key!r} that does not hold boxes")
-    return [None if value is None else tuple(value) for value in values]
 
 
 def _block_bytes(get: Getter, ref: FileRef) -> int:

@@ -7,7 +7,6 @@ as in the document.
 
 from __future__ import annotations
 
-import itertools
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, overload
 import numpy as np
 
 from .columns import Columns, Counts, pack_column, pack_names
-from .documents import Getter, are_counts
+from .documents import Getter
 from .errors import FormatError
 from .regions import Box
 from .shardtable import boxes_from_json, boxes_to_json
@@ -29,7 +28,6 @@ __all__ = [
     "GridBoxes",
     "TensorRecord",
     "compact",
-    "decode_tensor_1",
     "decode_tensors",
     "encode_tensors",
     "find_flaw",
@@ -193,7 +191,7 @@ def _cut_to_json(cuts: Sequence[int]) -> object:
 def decode_tensors(
     body: Mapping[str, Any], columns: Columns, world_size: int
 ) -> list[TensorRecord]:
-    """Return the tensors of a manifest of version 2. Raises `FormatError`."""
+    """Return the tensors of a manifest. Raises `FormatError`."""
     get = Getter(body, columns.where)
     dtypes, shapes = get.strings("dtypes"), get.lists_of_counts("shapes")
     layouts = [
@@ -391,44 +389,3 @@ def _overlap(boxes: Sequence[Box]) -> bool:
         start, stop = starts[:, dim], stops[:, dim]
         met &= np.maximum(start[:, None], start) < np.minimum(stop[:, None], stop)
     return bool(met.any())
-
-
-def decode_tensor_1(value: object, world_size: int, where: str) -> TensorRecord:
-    """Return the tensor that a JSON object of version 1 spells. Raises `FormatError`."""
-    get = Getter(value, where)
-    fqn, dtype = get.string("fqn"), get.string("dtype")
-    shape: tuple[int, ...] = tuple(get.counts("shape"))
-    _check_dtype(fqn, dtype, where)
-    if "grid" in get.body:
-        grid_get = Getter(get.body["grid"], where)
-        cuts = tuple(tuple(cut) for cut in grid_get.lists_of_counts("cuts"))
-        owners: tuple[int, ...] = tuple(grid_get.counts("ranks"))
-        ascending = all(
-            cut and cut[0] == 0 and all(a < b for a, b in itertools.pairwise(cut)) for cut in cuts
-        )
-        grid = Grid(cuts, owners)
-        if math.prod(map(len, cuts)) != len(owners) or not ascending or not fits(shape, grid):
-            get.fail(f"describes a grid for {fqn} that cannot be")
-        if any(owner >= world_size for owner in owners):
-            get.fail(f"names an owner of {fqn} outside the world of {world_size} ranks")
-        return TensorRecord(fqn=fqn, dtype=dtype, shape=shape, grid=grid)
-    chunks = []
-    for entry in get.items("chunks"):
-        box, rank = _chunk_from_json(entry)
-        if box is None or not 0 <= rank < world_size:
-            get.fail(f"describes a chunk of {fqn} that cannot be")
-        chunks.append((box, rank))
-    if not fits(shape, chunks) or _has_flaw(shape, chunks):
-        get.fail(f"describes chunks of {fqn} that do not hold each of its elements once")
-    return TensorRecord(fqn=fqn, dtype=dtype, shape=shape, chunks=chunks)
-
-
-def _chunk_from_json(entry: object) -> tuple[Box | None, int]:
-    """Return the box that `entry` spells, None if it spells none, and its rank."""
-    match entry:
-        case [list(offsets), list(sizes), int(rank)] if are_counts(
-            [*offsets, *sizes, rank]
-        ) and len(offsets) == len(sizes):
-            return Box(tuple(offsets), tuple(sizes)), rank
-        case _:
-            return None, -1

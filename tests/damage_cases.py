@@ -139,13 +139,10 @@ class Checkpoint:
             self.reseal(self.slot, above)
         else:
             number = self.ranks.index(path)
-            if isinstance(above["ranks"], list):
-                above["ranks"][number] = reference
-            else:
-                crcs = unpacked(above["ranks"]["crc32c"])
-                crcs[number] = crc32c(data)
-                above["ranks"]["bytes"][number] = len(data)
-                above["ranks"]["crc32c"] = packed(crcs)
+            crcs = unpacked(above["ranks"]["crc32c"])
+            crcs[number] = crc32c(data)
+            above["ranks"]["bytes"][number] = len(data)
+            above["ranks"]["crc32c"] = packed(crcs)
             if "inline_ranks" in above:
                 above["inline_ranks"][number] = body
             self.reseal(self.manifest, above)
@@ -155,80 +152,6 @@ class Checkpoint:
         body = body_of(path)
         change(body)
         self.reseal(path, body)
-
-
-def to_version_1(checkpoint: Checkpoint) -> None:
-    """Write the manifests of a small checkpoint anew as docs/format.md has them in version 1."""
-    for path in checkpoint.ranks:
-        checkpoint.change(path, _rank_to_version_1)
-    checkpoint.change(checkpoint.manifest, _manifest_to_version_1)
-
-
-def _rank_to_version_1(body: Any) -> None:
-    boxes = body.pop("boxes")
-    offsets, sizes = iter(boxes["offsets"]), iter(boxes["sizes"])
-    pairs = [
-        ([next(offsets) for _ in range(ndim)], [next(sizes) for _ in range(ndim)])
-        for ndim in boxes["ndim"]
-    ]
-    for file in body["files"]:
-        at = file["items"].pop("box")
-        for key, which in (("offsets", 0), ("sizes", 1)):
-            file["items"][key] = [list(pairs[i][which]) if i >= 0 else None for i in at]
-    body["format"] = "ckpt_storage.rank/1"
-
-
-def _manifest_to_version_1(body: Any) -> None:
-    save_id, count = body["save_id"], body["world_size"]
-    table, layouts = body["tensors"], body.pop("layouts")
-    dtypes, shapes = body.pop("dtypes"), body.pop("shapes")
-    body["tensors"] = [
-        {"fqn": fqn, "dtype": dtypes[dtype], "shape": shapes[shape], **_cut(layouts[layout])}
-        for fqn, dtype, shape, layout in zip(
-            table["fqns"], table["dtype"], table["shape"], table["layout"], strict=True
-        )
-    ]
-    blobs, files, ranks = body["blobs"], body["files"], body["ranks"]
-    body["blobs"] = [
-        {"fqn": fqn, "rank": rank} for fqn, rank in zip(blobs["fqns"], blobs["rank"], strict=True)
-    ]
-    body["files"] = [
-        {**reference, "rank": rank}
-        for reference, rank in zip(
-            _references(files, [f"saves/{save_id}/__{rank}_0.distcp" for rank in files["rank"]]),
-            files["rank"],
-            strict=True,
-        )
-    ]
-    names = [f"saves/{save_id}/ranks/rank-{rank:05d}.json" for rank in range(count)]
-    body["ranks"] = _references(ranks, names)
-    del body["stock_entries"]
-    body["format"] = "ckpt_storage.manifest/1"
-
-
-def _references(columns: Any, paths: list[str]) -> list[dict[str, Any]]:
-    crcs = unpacked(columns["crc32c"])
-    return [
-        {"path": path, "bytes": size, "crc32c": f"{crc:08x}"}
-        for path, size, crc in zip(paths, columns["bytes"], crcs, strict=True)
-    ]
-
-
-def _cut(layout: Any) -> dict[str, Any]:
-    ranks = layout["ranks"]
-    if "cuts" in layout:
-        cuts = [
-            [i * cut["step"] for i in range(cut["count"])] if isinstance(cut, dict) else cut
-            for cut in layout["cuts"]
-        ]
-        return {"grid": {"cuts": cuts, "ranks": ranks}}
-    offsets, sizes = iter(layout["offsets"]), iter(layout["sizes"])
-    return {
-        "chunks": [
-            [[next(offsets) for _ in range(n)], [next(sizes) for _ in range(n)], rank]
-            for n, rank in zip(layout["ndim"], ranks, strict=True)
-        ]
-    }
 
 
 class Spy(dcp.DefaultLoadPlanner):

@@ -1,4 +1,4 @@
-"""Documents of version 1 that somebody crafted: sound by their checksums, wrong in what they say.
+"""Documents that somebody crafted: sound by their checksums, wrong in what they say.
 
 Every change is sealed again, and the checksums in the documents above it are made to fit, so that
 only what is said can be judged. Nothing outside the checkpoint is opened, and nothing but the
@@ -19,7 +19,7 @@ import dcp_cases
 import pytest
 import torch
 from crc32c import crc32c
-from damage_cases import Checkpoint, body_of, load_failure, save_uninlined, to_version_1
+from damage_cases import Checkpoint, body_of, load_failure, save_uninlined
 from dcp_cases import same, zeros_like
 
 from ckpt_storage import (
@@ -47,8 +47,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("crafted")
     dcp_cases.save(STATE, folder / "inlined")
     save_uninlined(STATE, folder / "fetched")
-    for path in folder.iterdir():
-        to_version_1(Checkpoint(path))
     return {path.name: path for path in folder.iterdir()}
 
 
@@ -118,7 +116,6 @@ def test_an_unknown_major_version_is_refused_by_name(
     """The error of each document names its file and the version, and says what to install."""
     path = document(checkpoint, kind)
     name = f"ckpt_storage.{'commit' if kind == 'slot' else kind}"
-    assert body_of(path)["format"] == f"{name}/1"
     checkpoint.change(path, lambda body: body.update(format=f"{name}/{version}"))
     error = refusal(checkpoint)
     assert isinstance(error, FormatError)
@@ -127,7 +124,7 @@ def test_an_unknown_major_version_is_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("format_", ["ckpt_storage.other/1", "ckpt_storage.rank/0", "x", None, 1])
+@pytest.mark.parametrize("format_", ["ckpt_storage.other/1", "ckpt_storage.rank/1", "x", None, 1])
 def test_a_document_of_another_kind_is_refused(
     checkpoint: Checkpoint, kind: str, format_: object
 ) -> None:
@@ -190,16 +187,13 @@ def point_elsewhere(checkpoint: Checkpoint, what: str, name: str) -> None:
         entry = reference_to(checkpoint.stock, name)
         checkpoint.change(checkpoint.manifest, lambda body: body.update(stock=entry))
         checkpoint.change(checkpoint.slot, lambda body: body.update(stock=entry))
-    elif what == "rank":
-        entry = reference_to(checkpoint.ranks[0], name)
-        checkpoint.change(checkpoint.manifest, lambda body: body.update(ranks=[entry]))
     else:
         checkpoint.change(checkpoint.ranks[0], lambda body: body["files"][0].update(path=name))
         if what == "shard":
-            checkpoint.change(checkpoint.manifest, lambda body: body["files"][0].update(path=name))
+            checkpoint.change(checkpoint.manifest, lambda body: body["files"].update(paths=[name]))
 
 
-@pytest.mark.parametrize("what", ["manifest", "stock", "rank", "shard", "shard-of-rank"])
+@pytest.mark.parametrize("what", ["manifest", "stock", "shard", "shard-of-rank"])
 @pytest.mark.parametrize(
     "spelling",
     [
@@ -230,11 +224,7 @@ def test_no_reference_leads_out_of_the_checkpoint(
     name = spelling.replace("{outside}", str(outside))
     bait = outside / "elsewhere" / "file"
     bait.parent.mkdir()
-    fitting = {
-        "manifest": checkpoint.manifest,
-        "stock": checkpoint.stock,
-        "rank": checkpoint.ranks[0],
-    }
+    fitting = {"manifest": checkpoint.manifest, "stock": checkpoint.stock}
     shutil.copy(fitting.get(what, checkpoint.shards[0]), bait)
     point_elsewhere(checkpoint, what, name)
     opened.clear()
@@ -310,13 +300,12 @@ TABLES: dict[str, Change] = {
     "file-too-short": file_with(bytes=100),
     "payload-too-long": by_one("payload_bytes", 0),
     "payload-too-short": by_one("payload_bytes", 0, -1),
-    "volume": set_to("sizes", 0, [2, 4]),
-    "dimensions": set_to("sizes", 0, [6]),
-    "no-box": set_to("sizes", 0, None),
-    "no-place": set_to("offsets", 0, None),
-    "negative-size": set_to("sizes", 0, [-2, -3]),
-    "negative-place": set_to("offsets", 0, [-1, 0]),
-    "box-no-list": set_to("sizes", 0, 6),
+    "volume": lambda body: body["boxes"]["sizes"].__setitem__(0, 5),
+    "dimensions": lambda body: body["boxes"]["ndim"].__setitem__(0, 3),
+    "no-box": set_to("box", 0, -1),
+    "negative-size": lambda body: body["boxes"]["sizes"].__setitem__(0, -1),
+    "negative-place": lambda body: body["boxes"]["offsets"].__setitem__(0, -1),
+    "boxes-no-list": lambda body: body["boxes"].update(sizes=6),
     "name-unknown": set_to("fqn", 0, 99),
     "name-negative": set_to("fqn", 0, -1),
     "dtype-unknown": set_to("dtype", 0, 99),
@@ -332,7 +321,7 @@ TABLES: dict[str, Change] = {
     **{
         f"short-{column}": shorter(column)
         for column in (
-            *("fqn", "dtype", "offsets", "sizes"),
+            *("fqn", "dtype", "box"),
             *("item_start", "item_bytes", "payload_start", "payload_bytes"),
         )
     },
@@ -346,64 +335,78 @@ def test_a_table_that_cannot_be_is_refused(checkpoint: Checkpoint, change: Chang
     assert isinstance(refusal(checkpoint), FormatError)
 
 
+LISTS = {"dtype": "dtypes", "shape": "shapes", "layout": "layouts"}
+
+
 def tensor(name: str, **changes: object) -> Change:
     """Return a change of the description of a tensor in the manifest."""
 
     def change(body: Any) -> None:
-        (entry,) = [entry for entry in body["tensors"] if entry["fqn"] == name]
-        entry.update(changes)
+        table = body["tensors"]
+        at = table["fqns"].index(name)
+        for key, value in changes.items():
+            if key == "fqn":
+                table["fqns"][at] = value
+            else:
+                table[key][at] = len(body[LISTS[key]])
+                body[LISTS[key]].append(value)
 
     return change
 
 
-def chunks_of_w(*chunks: object) -> Change:
-    """Return a change that describes `w` by chunks instead of a grid."""
+def grid(cuts: object, ranks: list[int]) -> dict[str, Any]:
+    """Return a layout of a regular cut."""
+    return {"cuts": cuts, "ranks": ranks}
+
+
+def chunks_of_w(*chunks: Any) -> Change:
+    """Return a change that describes `w` by chunks (offsets, sizes, rank) instead of a grid."""
+    layout = {
+        "ndim": [len(offsets) for offsets, _, _ in chunks],
+        "offsets": [n for offsets, _, _ in chunks for n in offsets],
+        "sizes": [n for _, sizes, _ in chunks for n in sizes],
+        "ranks": [rank for _, _, rank in chunks],
+    }
+    return tensor("w", layout=layout)
+
+
+def blob(fqn: str) -> Change:
+    """Return a change that adds a blob to the manifest."""
 
     def change(body: Any) -> None:
-        (entry,) = [entry for entry in body["tensors"] if entry["fqn"] == "w"]
-        del entry["grid"]
-        entry["chunks"] = list(chunks)
+        body["blobs"]["fqns"].append(fqn)
+        body["blobs"]["rank"].append(0)
 
     return change
-
-
-def twice(key: str) -> Change:
-    """Return a change that gives the first entry of a list again."""
-    return lambda body: body[key].append(body[key][0])
 
 
 MANIFESTS: dict[str, Change] = {
-    "grid-descends": tensor("w", grid={"cuts": [[0, 1], [0]], "ranks": [0]}),
-    "grid-begins-late": tensor("w", grid={"cuts": [[1], [0]], "ranks": [0]}),
-    "grid-behind": tensor("w", grid={"cuts": [[0, 2], [0]], "ranks": [0, 0]}),
-    "grid-flat": tensor("w", grid={"cuts": [[0]], "ranks": [0]}),
-    "grid-empty": tensor("w", grid={"cuts": [[], []], "ranks": []}),
-    "grid-strings": tensor("w", grid={"cuts": ["0", "0"], "ranks": [0]}),
-    "grid-no-object": tensor("w", grid=7),
-    "owner-unknown": tensor("w", grid={"cuts": [[0], [0]], "ranks": [1]}),
-    "chunk-behind": chunks_of_w([[0, 0], [3, 3], 0]),
-    "chunk-negative": chunks_of_w([[-1, 0], [2, 3], 0]),
-    "chunk-flat": chunks_of_w([[0], [6], 0]),
-    "chunk-short": chunks_of_w([[0, 0], [2, 3]]),
-    "chunk-owner": chunks_of_w([[0, 0], [2, 3], 1]),
-    "chunk-owner-true": chunks_of_w([[0, 0], [2, 3], True]),
-    "gap": chunks_of_w([[0, 0], [1, 3], 0]),
-    "twice": chunks_of_w([[0, 0], [2, 3], 0], [[0, 0], [2, 3], 0]),
+    "grid-descends": tensor("w", layout=grid([[0, 1], [0]], [0])),
+    "grid-begins-late": tensor("w", layout=grid([[1], [0]], [0])),
+    "grid-behind": tensor("w", layout=grid([[0, 2], [0]], [0, 0])),
+    "grid-flat": tensor("w", layout=grid([[0]], [0])),
+    "grid-empty": tensor("w", layout=grid([[], []], [])),
+    "grid-strings": tensor("w", layout=grid(["0", "0"], [0])),
+    "grid-no-object": tensor("w", layout=7),
+    "owner-unknown": tensor("w", layout=grid([[0], [0]], [1])),
+    "owner-true": tensor("w", layout=grid([[0], [0]], [True])),
+    "chunk-behind": chunks_of_w(([0, 0], [3, 3], 0)),
+    "chunk-negative": chunks_of_w(([-1, 0], [2, 3], 0)),
+    "chunk-flat": chunks_of_w(([0], [6], 0)),
+    "chunk-owner": chunks_of_w(([0, 0], [2, 3], 1)),
+    "gap": chunks_of_w(([0, 0], [1, 3], 0)),
+    "twice": chunks_of_w(([0, 0], [2, 3], 0), ([0, 0], [2, 3], 0)),
     "no-chunks": chunks_of_w(),
     "dtype": tensor("w", dtype="float33"),
     "shape-negative": tensor("w", shape=[-2, -3]),
     "shape-huge": tensor("w", shape=[1 << 64, 3]),
-    "two-tensors": twice("tensors"),
-    "two-blobs": twice("blobs"),
-    "blob-and-tensor": lambda body: body["blobs"].append({"fqn": "w", "rank": 0}),
-    "blob-owner": lambda body: body["blobs"][0].update(rank=1),
-    "too-few-ranks": lambda body: body.update(ranks=[]),
-    "too-many-ranks": twice("ranks"),
+    "two-tensors": tensor("b", fqn="w"),
+    "two-blobs": blob("step"),
+    "blob-and-tensor": blob("w"),
+    "too-few-ranks": lambda body: body.update(ranks={"bytes": [], "crc32c": ""}),
     "world": lambda body: body.update(world_size=2),
     "no-files": lambda body: body.update(files=None),
-    "file-owner": lambda body: body["files"][0].update(rank=1),
     "planner-data": lambda body: body.update(planner_data=[["w", 5]]),
-    "checksum": lambda body: body["files"][0].update(crc32c="0x123456789"),
 }
 
 
@@ -420,7 +423,7 @@ def test_a_manifest_that_cannot_be_is_refused(checkpoint: Checkpoint, change: Ch
         tensor("w", dtype="int32"),
         tensor("b", shape=[5]),
         tensor("b", fqn="c"),
-        lambda body: body["blobs"].append({"fqn": "absent", "rank": 0}),
+        blob("absent"),
     ],
     ids=["dtype", "shape", "name", "blob"],
 )
@@ -434,7 +437,7 @@ def test_documents_that_contradict_each_other_are_found(
 
 def test_chunks_that_overlap_and_leave_a_gap_are_found(checkpoint: Checkpoint) -> None:
     """Verify finds a cover that has the right number of elements, but not each of them once."""
-    change = chunks_of_w([[0, 0], [1, 3], 0], [[0, 1], [1, 2], 0], [[1, 0], [1, 1], 0])
+    change = chunks_of_w(([0, 0], [1, 3], 0), ([0, 1], [1, 2], 0), ([1, 0], [1, 1], 0))
     checkpoint.change(checkpoint.manifest, change)
     problems = verify(checkpoint.root, deep=False).problems
     assert any("chunks of w " in p.message for p in problems), problems

@@ -427,22 +427,6 @@ def test_what_no_reader_takes_is_not_committed(
     assert not list_checkpoints(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["manifest", "rank"])
-@pytest.mark.parametrize("version", [3, 999_999_999])
-def test_an_unknown_major_version_is_refused_by_name(
-    checkpoint: Checkpoint, kind: str, version: int
-) -> None:
-    """The error names the version and says what to install."""
-    path = checkpoint.manifest if kind == "manifest" else checkpoint.ranks[0]
-    assert body_of(path)["format"] == f"ckpt_storage.{kind}/2"
-    name = f"ckpt_storage.{kind}/{version}"
-    checkpoint.change(path, lambda body: body.update(format=name))
-    error = load_failure(checkpoint.root, zeros_like(STATE))
-    assert isinstance(error, FormatError)
-    assert f"'{name}'" in str(error)
-    assert error.next_step == "Install a newer ckpt_storage."
-
-
 def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every value, of long lists only the first ones."""
     yield path
