@@ -440,7 +440,7 @@ def test_chunks_that_overlap_and_leave_a_gap_are_found(checkpoint: Checkpoint) -
     change = chunks_of_w(([0, 0], [1, 3], 0), ([0, 1], [1, 2], 0), ([1, 0], [1, 1], 0))
     checkpoint.change(checkpoint.manifest, change)
     problems = verify(checkpoint.root, deep=False).problems
-    assert any("chunks of w " in p.message for p in problems), problems
+    assert any("chunks of 'w' " in p.message for p in problems), problems
 
 
 def test_an_inlined_copy_that_differs_is_found(saved: dict[str, Path], tmp_path: Path) -> None:

@@ -107,12 +107,10 @@ def test_ranks_may_differ_in_what_is_their_own_affair(ranks: RankPool, tmp_path:
 
 def save_with_other_version(rank: int, path: Path) -> None:
     """Save while rank 1 has another release of the package."""
-    original = ckpt_storage.__version__
-    ckpt_storage.__version__ = "9.9" if rank == 1 else original
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            patched.setattr("ckpt_storage.savesettings.__version__", "9.9")
         dcp_cases.save(state_of(0), path)
-    finally:
-        ckpt_storage.__version__ = original
 
 
 def test_ranks_with_different_releases_all_raise(ranks: RankPool, tmp_path: Path) -> None:
