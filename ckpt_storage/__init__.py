@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .catalog import list_checkpoints
+    from .catalog import list_checkpoints, publish
     from .checkpoint import Checkpoint, diff, open_checkpoint
     from .comparing import CheckpointDiff, ValueDiff
     from .consolidating import consolidate
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         FormatError,
         IntegrityError,
         InvalidInputError,
+        NotPublishedError,
         PhaseTimeoutError,
         RankFailedError,
         RankMismatchError,
@@ -88,6 +89,7 @@ __all__ = [
     "KeepLatest",
     "KeepNewerThan",
     "LazyTensor",
+    "NotPublishedError",
     "PhaseTimeoutError",
     "ProgressEvent",
     "PrunePlan",
@@ -115,6 +117,7 @@ __all__ = [
     "list_checkpoints",
     "load",
     "open_checkpoint",
+    "publish",
     "save",
     "save_async",
     "verify",
@@ -144,6 +147,7 @@ _DEFINED_IN = {
     "FormatError": "errors",
     "IntegrityError": "errors",
     "InvalidInputError": "errors",
+    "NotPublishedError": "errors",
     "KeepBest": "retention",
     "KeepEvery": "retention",
     "KeepLatest": "retention",
@@ -174,6 +178,7 @@ _DEFINED_IN = {
     "diagnose": "doctor",
     "diff": "checkpoint",
     "list_checkpoints": "catalog",
+    "publish": "catalog",
     "load": "loading",
     "open_checkpoint": "checkpoint",
     "save": "saving",

@@ -1,4 +1,4 @@
-"""Which checkpoints are committed below a root. Imports no torch."""
+"""Which checkpoints are committed below a root, and publishing one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from . import slotlog
+from . import publishing, slotlog
 from .deadline import Deadline
 from .errors import (
     CheckpointError,
+    CheckpointNotFoundError,
     StorageError,
 )
 from .info import CheckpointInfo
@@ -88,6 +89,37 @@ def list_checkpoints(
                 workers.submit(partial(look, name))
             workers.drain()
     return [info for name in names if (info := found.get(name)) is not None]
+
+
+def publish(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    timeout: float | Timeouts | Any = None,  # noqa: ANN401  # timedelta too; Timeouts.of checks
+    retry: RetryPolicy | None = None,
+) -> None:
+    """Bring `.metadata`, by which torch's own readers load, up to the newest commit at `url`.
+
+    For a save that raised `NotPublishedError`, once the cause is gone. Does nothing where
+    `.metadata` is up to date. Any rank; not collective.
+
+    Raises `StorageError` if it still cannot be replaced, `CheckpointNotFoundError` if there is no
+    checkpoint of ours, `FormatError` if another tool saved a newer one there, `IntegrityError` if
+    the copy that is to be published is damaged, `PhaseTimeoutError`, `InvalidInputError`.
+    """
+    location = Location.of(url, storage_options)
+    timeouts = Timeouts.of(timeout)
+    deadline = Deadline("commit", timeouts.commit)
+    store = bounded(open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()), deadline)
+    with deadline.governs(f"Publishing {location.url}"):
+        if slotlog.read_log(store).head is None:
+            raise CheckpointNotFoundError(
+                f"{location.url} holds no checkpoint of this package.",
+                path=location.url,
+                phase="commit",
+                next_step="Check the path; list_checkpoints(root) shows what is there.",
+            )
+        publishing.publish(store)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

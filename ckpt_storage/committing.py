@@ -23,7 +23,8 @@ from .assemble import assemble, check_files, check_reports, read_report
 from .commit import Grant
 from .deadline import Deadline
 from .documents import FileRef
-from .errors import CheckpointError, IntegrityError
+from .errors import CheckpointError, IntegrityError, NotPublishedError
+from .info import CheckpointInfo
 from .manifest import Manifest
 from .options import RetryPolicy
 from .slots import SlotRecord
@@ -48,13 +49,15 @@ def commit_save(
     user: Mapping[str, Any],
     deadline: Deadline,
     retry: RetryPolicy,
+    must_publish: bool = True,
 ) -> SlotRecord:
     """Check that all ranks wrote all of it, put down the documents, commit; return the record.
 
     `results[i]` is what rank i's `write_data` returned; `settled_ties` as for `assemble`, `user` as
     for `commit.commit`. Raises `IntegrityError`, `RankFailedError`, `StorageError`,
-    `CommitConflictError` (all: not committed), `CommitUnknownError`. What follows the commit cannot
-    fail the save: it is logged, and repeated by the next save or load.
+    `CommitConflictError` (all: not committed), `CommitUnknownError`, and unless `must_publish` is
+    False `NotPublishedError` (committed). If superseded files cannot be deleted that is logged; the
+    next save deletes them.
     """
     save_id = grant.save_id
     reports = check_reports(
@@ -109,21 +112,33 @@ def commit_save(
         user=user,
     )
     log.info("save %s to %s committed in slot %d", grant.save_id, store.url, record.slot)
-    _after_commit(store, grant, record, stock_bytes, seen, deadline, retry)
+    try:
+        publishing.publish(store, own=record, own_stock=stock_bytes, seen=seen)
+    except Exception as error:
+        if must_publish:
+            raise _not_published(store, record, error) from error
+        log.warning("save %s is committed; its note in .metadata is not: %s", grant.save_id, error)
+    else:
+        _clean_up(store, grant, record, deadline, retry)
     return record
 
 
-def _after_commit(
-    store: Store,
-    grant: Grant,
-    record: SlotRecord,
-    stock_bytes: bytes,
-    seen: publishing.Seen | None,
-    deadline: Deadline,
-    retry: RetryPolicy,
+def _not_published(store: Store, record: SlotRecord, error: Exception) -> NotPublishedError:
+    return NotPublishedError(
+        f"Save {record.save_id} to {store.url} is committed and ckpt_storage loads it, but torch's "
+        f"own readers may not find it, because replacing .metadata failed: {error}",
+        info=CheckpointInfo.of(store.url, record),
+        path=layout.STOCK_METADATA,
+        phase="commit",
+        next_step="Do not save it again. Once the cause is gone, call "
+        f"ckpt_storage.publish({store.url!r}); the next save publishes, too.",
+    )
+
+
+def _clean_up(
+    store: Store, grant: Grant, record: SlotRecord, deadline: Deadline, retry: RetryPolicy
 ) -> None:
     try:
-        publishing.publish(store, own=record, own_stock=stock_bytes, seen=seen)
         if grant.previous is not None:
             cleaning.free_superseded(store, known=record)
         # Looking for what crashed savers left takes a listing: free on a local disk only.
@@ -137,7 +152,7 @@ def _after_commit(
             )
     except Exception as error:  # the save is committed, whatever this is
         log.warning(
-            "save %s is committed; what follows the commit failed and will be repeated: %s",
+            "save %s is committed; freeing what it superseded failed and will be repeated: %s",
             grant.save_id,
             error,
             exc_info=not isinstance(error, CheckpointError),

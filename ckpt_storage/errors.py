@@ -22,6 +22,7 @@ __all__ = [
     "FormatError",
     "IntegrityError",
     "InvalidInputError",
+    "NotPublishedError",
     "PhaseTimeoutError",
     "RankFailedError",
     "RankMismatchError",
@@ -157,6 +158,20 @@ class CommitUnknownError(CheckpointError):
     ) -> None:
         self.save_id = save_id
         self.slot = slot
+        super().__init__(message, **kw)
+
+
+class NotPublishedError(CheckpointError):
+    """The save is committed (`info`), but `.metadata` could not be replaced after it.
+
+    Readers of this package load it. torch's own readers find what they found before, until
+    `publish`, or the next save or load that may write, brings `.metadata` up to date.
+    """
+
+    code = "not-published"
+
+    def __init__(self, message: str, *, info: Any = None, **kw: Any) -> None:
+        self.info = info
         super().__init__(message, **kw)
 
 

@@ -71,7 +71,10 @@ def publish(
         names_head = publisher.go_on()
         if names_head is None:
             continue
-        publisher.end()
+        try:
+            publisher.end()
+        except StorageError as error:
+            log.warning("%s: what it supersedes is kept a day longer: %s", store.url, error)
         return names_head
     raise StorageError(
         f"{store.url}: .metadata was changed by others {_PUBLISH_ROUNDS} times while being "

@@ -21,6 +21,7 @@ from .errors import (
     CommitConflictError,
     CommitUnknownError,
     FormatError,
+    NotPublishedError,
     PhaseTimeoutError,
     RankFailedError,
     RankMismatchError,
@@ -54,6 +55,7 @@ _OF_THE_CHECKPOINT = (
     CommitConflictError,
     CommitUnknownError,
     FormatError,
+    NotPublishedError,
     RankMismatchError,
     SaveCancelledError,
 )

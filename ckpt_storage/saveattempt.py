@@ -185,6 +185,7 @@ class SaveAttempt:
                 user=user,
                 deadline=deadline,
                 retry=self._settings.retry,
+                must_publish=self._settings.stock_metadata != "never",
             )
 
     def _result(

@@ -166,8 +166,9 @@ def save(  # the public surface, all keyword-only
             do: `RankMismatchError` before anything was written, `CheckpointExistsError` before
             anything can be seen, `PhaseTimeoutError`, `RankFailedError`, `StorageError`,
             `CommitConflictError` (not committed), `CommitUnknownError` (it cannot be told). The
-            checkpoint that was there before stays readable. `ConsolidationError`: the checkpoint is
-            committed (`info`), and only its consolidation failed.
+            checkpoint that was there before stays readable. The checkpoint is committed (`info`)
+            with `NotPublishedError`: torch's own readers do not find it, and no consolidation was
+            begun; and with `ConsolidationError`: only its consolidation failed.
 
     """
     coordinator = coordinator_of(process_group)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from .census import Census
 from .claims import Claims
 from .coordination_torch import coordinator_of
+from .errors import CheckpointError
 from .frontdoor import plain_state
 from .handle import SaveHandle, SaveState
 from .info import CheckpointInfo, user_record
@@ -85,6 +86,12 @@ class StepSaver:
             finally:
                 self._census.forget(job.name)
             self._committed(job.name, info.save_id)
+        except CheckpointError as error:
+            # The checkpoint counts, whatever went wrong after its commit.
+            committed: CheckpointInfo | None = getattr(error, "info", None)
+            if committed is not None:
+                self._committed(job.name, committed.save_id)
+            raise
         finally:
             job.release()
         self._ended()

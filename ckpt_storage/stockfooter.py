@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 
 from . import layout
 from .errors import FormatError, IntegrityError, StorageError
 from .slotlog import CommitLog, is_there, read_log
 from .slots import HeadRef, SlotRecord
 from .store.base import Store
+
+log = logging.getLogger("ckpt_storage")
 
 _FOOTER_MAGIC = b"CKPTSTO1"
 _PICKLE_STOP = b"."
@@ -66,10 +69,14 @@ def check_newest(store: Store, head: SlotRecord, stock: bytes | None = None) -> 
     """Raise `FormatError` if `.metadata` tells of a newer save than `head`.
 
     That is another tool's save over a head that was published, or a slot behind all that are
-    there. A damaged `.metadata` raises nothing. `stock` is its content, if that was read; else
-    looking takes two small requests.
+    there. One that is damaged or cannot be read raises nothing. `stock` is its content, if that was
+    read; else looking takes two small requests.
     """
-    tail = _tail(store) if stock is None else stock
+    try:
+        tail = _tail(store) if stock is None else stock
+    except StorageError as error:
+        log.info("%s: .metadata cannot be read, and so is not looked at: %s", store.url, error)
+        return
     named = split_footer(tail)[1]
     ours = f"save {head.save_id} of {head.created_at} in {layout.slot_path(head.slot)}"
     if named is None and tail.endswith(_PICKLE_STOP) and _is_written_after(store, head):

@@ -345,8 +345,8 @@ class CheckpointStorageWriter(StorageWriter):
         """Check that the save is complete, commit it, publish `.metadata`; coordinator only.
 
         `results[i]` is rank i's list. Raises `IntegrityError`, `RankFailedError` (not
-        committed), `CommitConflictError` (not committed), `CommitUnknownError`. What follows
-        the commit cannot fail the save: it is logged, and repeated by the next save or load.
+        committed), `CommitConflictError` (not committed), `CommitUnknownError`,
+        `NotPublishedError` (committed).
         """
         save = self._save()
         self._check_granted(save)

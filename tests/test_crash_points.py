@@ -38,6 +38,7 @@ from ckpt_storage.errors import (
     CheckpointInProgressError,
     CheckpointNotFoundError,
     CommitUnknownError,
+    NotPublishedError,
 )
 from ckpt_storage.store import Location, dialect_s3, probe
 from ckpt_storage.store.base import Store
@@ -146,7 +147,9 @@ def check_views(kind: str, outcome: Outcome, ours: int | None, stock: int | None
     assert isinstance(outcome.error, CheckpointError), f"{at}: {outcome.error!r}"
     assert outcome.error.next_step, f"{at}: {outcome.error}"
     assert outcome.error.path, f"{at}: {outcome.error!r}"
-    if not isinstance(outcome.error, CommitUnknownError):
+    if isinstance(outcome.error, NotPublishedError):
+        assert ours == 2, f"{at}: reported as committed, but it is not"
+    elif not isinstance(outcome.error, CommitUnknownError):
         assert ours == old, f"{at}: reported as failed, but it is committed"
 
 

@@ -19,6 +19,7 @@ from ckpt_storage.errors import (
     CheckpointExistsError,
     CommitUnknownError,
     InvalidInputError,
+    NotPublishedError,
 )
 from ckpt_storage.foreignfolder import NOTE, ForeignFolder
 from ckpt_storage.manifest import RankManifest
@@ -155,7 +156,7 @@ def _write_ours(values: Values, target: Target) -> str:
         )
     except CheckpointError as error:
         # Any other says that the save is not committed, and never will be: nobody tries again.
-        if not isinstance(error, CommitUnknownError):
+        if not isinstance(error, CommitUnknownError | NotPublishedError):
             _remove(store, grant.save_id, error)
         raise
     return grant.save_id
