@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from . import integrity
 from .deadline import Deadline
 from .errors import InvalidInputError
 from .manifest import ItemTable, ShardFile
-from .options import LOCAL_WRITE_BYTES, MIB, TransferOptions
-from .sending import REMOTE_COPIES, PartSender
+from .options import DEFAULT_PART_BYTES, LOCAL_WRITE_BYTES, MIB, TransferOptions
+from .sending import PartSender, copies_of
 from .store.base import Capabilities, Store
 
 _MAX_UPLOAD_PARTS = 9_000
@@ -31,6 +32,10 @@ _GATHER_BYTES = 1 << 20
 """What small pieces are joined to: one buffer of a system call, well within a processor's cache."""
 
 
+_GROWN_PART_BYTES = 32 << 20
+"""What a part of a large file is where it is sent without a copy: each costs a request."""
+
+
 def write_options(
     capabilities: Capabilities | None,
     *,
@@ -42,13 +47,21 @@ def write_options(
 
     Without `capabilities` what suits any remote one. Raises `InvalidInputError` for what cannot be.
     """
-    return TransferOptions.for_storage(
+    options = TransferOptions.for_storage(
         is_remote=capabilities is None or capabilities.is_remote,
         local_threads=1,
         local_part_bytes=LOCAL_WRITE_BYTES,
         thread_count=thread_count,
         part_bytes=part_bytes,
         memory_limit_bytes=memory_limit_bytes,
+    )
+    if part_bytes is not None or capabilities is None or not capabilities.streams_parts:
+        return options
+    most = max(options.memory_limit_bytes // options.thread_count, options.block_bytes)
+    return replace(
+        options,
+        part_bytes=min(DEFAULT_PART_BYTES, most),
+        grown_part_bytes=min(_GROWN_PART_BYTES, most),
     )
 
 
@@ -73,11 +86,12 @@ def part_bytes_for(capabilities: Capabilities, options: TransferOptions, planned
             if options.part_bytes > most
             else "Save from more ranks, so that each writes less.",
         )
-    if capabilities.is_remote and REMOTE_COPIES * size > limit:
+    needed = copies_of(capabilities) * size
+    if capabilities.is_remote and needed > limit:
         raise InvalidInputError(
-            f"A file of {planned_bytes} bytes needs parts of {size} bytes on this storage, two of "
-            f"them in memory; memory_limit_bytes is {limit}.",
-            next_step=f"Raise memory_limit_bytes to {REMOTE_COPIES * size} or more.",
+            f"A file of {planned_bytes} bytes needs parts of {size} bytes on this storage, which "
+            f"take {needed} bytes of memory each; memory_limit_bytes is {limit}.",
+            next_step=f"Raise memory_limit_bytes to {needed} or more.",
         )
     return size
 

@@ -11,17 +11,19 @@ from collections.abc import Callable
 from .deadline import Deadline
 from .options import TransferOptions
 from .pacing import BUDGET, Pacer
-from .store.base import Reserving, Store, Upload
+from .store.base import Capabilities, Reserving, Store, Upload
 from .workers import Workers, bounded
 
-__all__ = ["REMOTE_COPIES", "PartSender"]
-
-REMOTE_COPIES = 2
-"""What a part takes on its way to a server: clients join its views, and sockets keep a copy."""
+__all__ = ["PartSender", "copies_of"]
 
 _FIRST_REQUESTS = 8
 """How many go out before anything is known of the storage: 128 MiB in parts of 16 MiB, which is
 what 4 GB/s carry in a round trip of 30 ms."""
+
+
+def copies_of(capabilities: Capabilities) -> int:
+    """Return how many times a part is in memory on its way: most remote clients join its views."""
+    return 2 if capabilities.is_remote and not capabilities.streams_parts else 1
 
 
 class PartSender:
@@ -50,7 +52,7 @@ class PartSender:
         self._part_bytes = part_bytes
         self._planned_bytes = planned_bytes
         self._limit_bytes = options.memory_limit_bytes
-        self._cost_bytes = part_bytes * (REMOTE_COPIES if capabilities.is_remote else 1)
+        self._cost_bytes = part_bytes * copies_of(capabilities)
         self._deadline = deadline
         self._on_bytes = on_bytes
         self._upload: Upload | None = None

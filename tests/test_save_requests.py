@@ -182,6 +182,16 @@ def test_documents_of_the_commit_and_what_follows_go_side_by_side(
     assert groups[IN_TURN[1]] == [name for group in turned for name in group]
 
 
+def test_a_part_is_as_large_as_its_share_of_the_memory(server: S3Server) -> None:
+    """Of 64 MiB each of eight parts at a time gets 8 MiB: S3's are sent without a copy."""
+    writer = CheckpointStorageWriter(
+        "s3://bkt/run", storage_options=options_of(server), memory_limit_bytes=64 * MIB
+    )
+    state = {"w": torch.ones(39 * MIB, dtype=torch.uint8)}
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert server.stats().count["part"] == 5
+
+
 def test_of_calls_side_by_side_the_first_failure_in_the_list_is_raised(server: S3Server) -> None:
     """Whichever fails first by the clock; and what a failure leads to is not kept alive by it."""
     store = open_store("s3://bkt/run", storage_options=options_of(server))

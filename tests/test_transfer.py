@@ -30,7 +30,7 @@ from ckpt_storage.consolidation.options import ConsolidateOptions
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.errors import RankMismatchError
 from ckpt_storage.fetching import Fetch, run_fetches
-from ckpt_storage.filewriter import part_bytes_for
+from ckpt_storage.filewriter import part_bytes_for, write_options
 from ckpt_storage.options import MIB, TransferOptions, default_memory_limit_bytes
 from ckpt_storage.store import Location, endpoint_of
 from ckpt_storage.store.base import Capabilities
@@ -235,6 +235,15 @@ def test_a_part_that_no_storage_takes_is_refused_before_it_is_sent() -> None:
     with pytest.raises(InvalidInputError, match="at most") as caught:
         part_bytes_for(capabilities, options, 48 << 40)
     assert "more ranks" in (caught.value.next_step or "")
+
+
+@pytest.mark.parametrize(("file_mib", "part_mib"), [(100, 16), (400, 25), (630, 32), (9000, 32)])
+def test_parts_for_s3_grow_with_their_file(file_mib: int, part_mib: int) -> None:
+    """Parts that are sent without a copy reach twice the default; eight fit into the limit."""
+    options = write_options(
+        S3_CAPABILITIES, thread_count=None, part_bytes=None, memory_limit_bytes=256 * MIB
+    )
+    assert part_bytes_for(S3_CAPABILITIES, options, file_mib * MIB) == part_mib * MIB
 
 
 @pytest.mark.parametrize(

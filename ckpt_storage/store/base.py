@@ -62,6 +62,7 @@ class Capabilities:
         not the last; None where it cannot copy.
     copy_part_max_bytes: largest such part; None where there is no limit.
     copies_pay: copying a part spares more than it costs, were its bytes read for checking too.
+    streams_parts: an `Upload` sends a part from where it lies, without a copy of it.
     copy_align_bytes: it pays only where the offsets in source and object are alike modulo this.
     """
 
@@ -86,6 +87,7 @@ class Capabilities:
     copy_part_min_bytes: int | None = None
     copy_part_max_bytes: int | None = None
     copies_pay: bool = False
+    streams_parts: bool = False
     copy_align_bytes: int = 1
 
 

@@ -44,6 +44,7 @@ CAPABILITIES = Capabilities(
     copy_part_min_bytes=5 * MIB,
     copy_part_max_bytes=5 * 1024 * MIB,
     copies_pay=True,
+    streams_parts=True,
 )
 
 _CONNECT_TIMEOUT_S = 10.0
