@@ -207,11 +207,11 @@ def _explained(session: Session, places: Sequence[Place], store: Store) -> Itera
         raise session.explain(error, places) from error
     except (IntegrityError, FormatError) as error:
         # Damage, unless another writer has replaced files since.
-        session.check_unchanged(store)
+        session.check_unchanged(store, places)
         if isinstance(error, IntegrityError) and error.fqn is None:
             raise _named(error, places) from error
         raise
-    session.check_unchanged(store)
+    session.check_unchanged(store, places)
 
 
 def _named(error: IntegrityError, places: Sequence[Place]) -> IntegrityError:

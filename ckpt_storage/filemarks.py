@@ -7,26 +7,27 @@ mix unnoticed. Knows lengths and times, no content. Called by `session`, `copyin
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from . import layout
 from .deadline import Deadline
 from .errors import CheckpointGoneError, FormatError, IntegrityError, StorageError
 from .foreign import StockSource
 from .layout import INDEX_NAME
-from .opening import open_source
+from .opening import find_source, list_or_describe
 from .options import TransferOptions
 from .source import CommittedSource, Source
 from .store.base import Entry, Store
 
-log = logging.getLogger("ckpt_storage")
-
 _MARKED = (layout.STOCK_METADATA, INDEX_NAME, ".distcp", ".safetensors")
 """How the names of files end that another writer's checkpoint consists of."""
+
+_DESCRIBING = frozenset({layout.STOCK_METADATA, INDEX_NAME})
+
+_MOST_ASKED = 8
+"""Files that are asked for one by one; more of them are listed."""
 
 Mark = tuple[int, float | None]
 """Length in bytes and time of the last change in seconds since the epoch, if the storage tells."""
@@ -40,14 +41,33 @@ class FileMarks:
     of: Mapping[str, Mark]
     is_deep: bool
 
-    def check(self, store: Store) -> None:
-        """Raise `CheckpointGoneError` if one of the files is gone or was written again."""
-        now = _marks(store, is_deep=self.is_deep)
-        for path, mark in self.of.items():
+    def check(self, store: Store, paths: Collection[str] | None = None) -> None:
+        """Raise `CheckpointGoneError` if one of the files is gone or was written again.
+
+        With `paths` only they count, and the files that describe the checkpoint.
+        """
+        wanted = self.of.keys()
+        if paths is not None:
+            wanted = {path for path in self.of if path in paths or path in _DESCRIBING}
+            if len(wanted) <= _MOST_ASKED and all(self._is_as_it_was(store, p) for p in wanted):
+                return
+        # By a listing: an object's time may be told in other digits when asked for alone.
+        now = _marks_of(list_or_describe(store, recursive=self.is_deep)[0])
+        for path in wanted:
             if path not in now:
                 raise self.gone(path, "is gone")
-            if now[path] != mark:
+            if now[path] != self.of[path]:
                 raise self.gone(path, "was written again")
+
+    def _is_as_it_was(self, store: Store, path: str) -> bool:
+        """Return whether a file is told alike when asked for alone; if not, a listing decides."""
+        try:
+            found = store.stat(path)
+        except StorageError as error:
+            if error.kind not in {"not-found", "permission"}:
+                raise
+            return False
+        return (found.size_bytes, found.modified_s) == self.of[path]
 
     def gone(self, path: str, what: str) -> CheckpointGoneError:
         """Return the error that says what became of a file."""
@@ -97,10 +117,7 @@ def watch_file(store: Store, path: str) -> Callable[[], None]:
 
 
 def open_marked(
-    store: Store,
-    *,
-    deadline: Deadline,
-    options: TransferOptions,
+    store: Store, *, deadline: Deadline, options: TransferOptions
 ) -> tuple[Source, FileMarks | None]:
     """Open what lies at the root of `store`; return it with marks, None for one of ours.
 
@@ -108,29 +125,14 @@ def open_marked(
     Costs one listing for another writer's checkpoint, two if files of it lie in folders. Raises
     as `opening.open_source`.
     """
-    taken: list[Mapping[str, Mark]] = []
-
-    def take(*, is_deep: bool) -> None:
-        taken.append(_marks(store, is_deep=is_deep))
-
-    again = partial(
-        open_source, store, deadline=deadline, options=options, before_foreign=lambda: None
-    )
-    source = open_source(
-        store,
-        deadline=deadline,
-        options=options,
-        before_foreign=partial(take, is_deep=False),
-    )
-    if isinstance(source, CommittedSource):
-        return source, None
+    source, entries = find_source(store, deadline=deadline, options=options)
     is_deep = _lies_in_folders(source)
     if is_deep:
-        take(is_deep=True)
-        source = again()
-        if isinstance(source, CommittedSource):
-            return source, None
-    return source, FileMarks(url=store.url, of=taken[-1], is_deep=is_deep)
+        entries, _ = list_or_describe(store, recursive=True)
+        source, entries = find_source(store, deadline=deadline, options=options, entries=entries)
+    if isinstance(source, CommittedSource):
+        return source, None
+    return source, FileMarks(url=store.url, of=_marks_of(entries), is_deep=is_deep)
 
 
 def _lies_in_folders(source: Source) -> bool:
@@ -139,34 +141,10 @@ def _lies_in_folders(source: Source) -> bool:
     )
 
 
-def _marks(store: Store, *, is_deep: bool) -> dict[str, Mark]:
-    """Return the marks of the files that values or their description lie in.
-
-    By a listing each time: an object's time may be told in other digits when asked for alone.
-    Who may read but not list is told of the description only, which a save writes last.
-    """
-    try:
-        entries: list[Entry] = list(store.list("", recursive=is_deep))
-    except StorageError as error:
-        if error.kind == "not-found":
-            return {}
-        if error.kind != "permission":
-            raise
-        log.info("%s: cannot be listed; only its metadata is watched: %s", store.url, error)
-        entries = [*_told(store, layout.STOCK_METADATA), *_told(store, INDEX_NAME)]
+def _marks_of(entries: Iterable[Entry]) -> dict[str, Mark]:
+    """Return the marks of the files that values or their description lie in."""
     return {
         entry.path: (entry.size_bytes, entry.modified_s)
         for entry in entries
         if entry.path.endswith(_MARKED)
     }
-
-
-def _told(store: Store, path: str) -> list[Entry]:
-    """Return what the storage tells of one file; nothing if it is not there, or kept secret."""
-    try:
-        found = store.stat(path)
-    except StorageError as error:
-        if error.kind not in {"not-found", "permission"}:
-            raise
-        return []
-    return [Entry(path=path, size_bytes=found.size_bytes, modified_s=found.modified_s)]

@@ -12,13 +12,14 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from . import layout
 from .ceilings import MOST_DOCUMENT_BYTES
 from .costs import costs_for
 from .deadline import Deadline
 from .errors import CheckpointError, FormatError, IntegrityError, StorageError
-from .fetching import run_fetches
+from .fetching import Fetch, run_fetches
 from .layout import INDEX_NAME
 from .options import TransferOptions
 from .pacing import Pacer
@@ -26,7 +27,7 @@ from .readplan import bytes_request, plan_reads
 from .regions import Box
 from .source import Place, SourceFormat, TensorInfo, concerns
 from .stockmeta import StockMetadata, StockTensor, decode_stock_metadata
-from .store.base import Store
+from .store.base import Entry, Store
 from .tensorfile import (
     DTYPES,
     NeedMoreBytes,
@@ -275,14 +276,17 @@ class SafetensorsSource:
         return _missing(self.store, place)
 
 
-def open_safetensors(store: Store, names: Sequence[str]) -> SafetensorsSource:
-    """Return the source that the safetensors files `names`, and an index if it is there, make.
+def open_safetensors(
+    store: Store, entries: Iterable[Entry], *, options: TransferOptions, deadline: Deadline
+) -> SafetensorsSource:
+    """Return the source that the safetensors files among `entries`, and an index if any, make.
 
     With an index only the files that it names count, and each must hold what it says. Raises
     `FormatError`, `IntegrityError`.
     """
-    weight_map = _read_index(store) if INDEX_NAME in names else None
-    weights = sorted(name for name in names if name.endswith(".safetensors"))
+    sizes = {entry.path: entry.size_bytes for entry in entries}
+    weight_map = _read_index(store) if INDEX_NAME in sizes else None
+    weights = sorted(name for name in sizes if name.endswith(".safetensors"))
     if weight_map is not None:
         listed = sorted(set(weight_map.values()))
         missing = [name for name in listed if name not in weights]
@@ -298,8 +302,10 @@ def open_safetensors(store: Store, names: Sequence[str]) -> SafetensorsSource:
     dtypes: dict[str, str] = {}
     places: dict[Key, Place] = {}
     sharded = False
-    for name in weights:
-        header, file_bytes = _read_header(store, name)
+    sizes = {name: sizes[name] for name in weights}
+    headers = _read_headers(store, sizes, options=options, deadline=deadline)
+    for name, file_bytes in sizes.items():
+        header = headers[name]
         sharded = sharded or header.saved_offsets is not None
         for fqn, entry in header.entries.items():
             if weight_map is not None and weight_map.get(fqn) != name:
@@ -374,16 +380,28 @@ def _read_index(store: Store) -> dict[str, str]:
     return {fqn: layout.checked_path(name, where=INDEX_NAME) for fqn, name in weight_map.items()}
 
 
-def _read_header(store: Store, name: str) -> tuple[SafetensorsHeader, int]:
-    file_bytes = store.stat(name).size_bytes
-    size = min(_HEADER_GUESS_BYTES, file_bytes)
-    while True:
-        buffer = bytearray(size)
-        if size:
-            store.read_into(name, 0, memoryview(buffer), size_bytes=file_bytes)
-        parsed = parse_safetensors_header(bytes(buffer), file_bytes=file_bytes, path=name)
+def _read_headers(
+    store: Store, sizes: Mapping[str, int], *, options: TransferOptions, deadline: Deadline
+) -> dict[str, SafetensorsHeader]:
+    """Return the headers of files of these lengths in bytes, read side by side."""
+    headers: dict[str, SafetensorsHeader] = {}
+    wanted = {name: min(_HEADER_GUESS_BYTES, size) for name, size in sizes.items()}
+
+    def parse(name: str, view: memoryview) -> None:
+        parsed = parse_safetensors_header(bytes(view), file_bytes=sizes[name], path=name)
         if not isinstance(parsed, NeedMoreBytes):
-            return parsed, file_bytes
-        if parsed.total_bytes <= size:  # pragma: no cover  # the parser asks for more or ends
+            headers[name] = parsed
+            return
+        if parsed.total_bytes <= len(view):  # pragma: no cover  # the parser asks for more or ends
             raise CheckpointError(f"{name} cannot be parsed.")
-        size = min(parsed.total_bytes, file_bytes)
+        again[name] = min(parsed.total_bytes, sizes[name])
+
+    while wanted:
+        again: dict[str, int] = {}
+        fetches = [
+            Fetch(path=name, start=0, stop=stop, done=partial(parse, name), size_bytes=sizes[name])
+            for name, stop in wanted.items()
+        ]
+        run_fetches(store, fetches, options=options, deadline=deadline)
+        wanted = again
+    return headers

@@ -1,17 +1,16 @@
 """The load planner of the front doors: torch's default, at the cost of a rank's own chunks.
 
-Knows DCP's planners and our lazy metadata; knows no storage. Called by `loading`. Torch's
-`DefaultLoadPlanner` looks at every chunk that any rank saved of every tensor, on every rank; this
-one finds those that a rank needs by bisection of the grid, and plans the same reads.
+Torch's `DefaultLoadPlanner` looks at every chunk that any rank saved of every tensor, on every
+rank; this one finds those that a rank needs by bisection of the grid, and plans the same reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import _version
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import traverse_state_dict_v_2_3
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -78,12 +77,17 @@ class OwnChunksLoadPlanner(DefaultLoadPlanner):
         strange = metadata.state_dict_metadata.keys() - self.state_dict.keys()
         if not strange:
             return
-        # Torch has no other way to ask its own function for the old names.
-        _version._derived_version = "2_3"  # noqa: SLF001
-        try:
-            state, mappings = flatten_state_dict(self.original_state_dict)
-        finally:
-            _version._derived_version = None  # noqa: SLF001
+        state: dict[str, Any] = {}
+        mappings: dict[str, tuple[str | int, ...]] = {}
+
+        def visit(path: tuple[str | int, ...], value: object) -> None:
+            name = ".".join(map(str, path))
+            if name in state:
+                raise ValueError(f"duplicated flatten key {name}")
+            state[name], mappings[name] = value, path
+
+        # Not by flatten_state_dict, which a global of torch's, of all threads, tells to do so.
+        traverse_state_dict_v_2_3(self.original_state_dict, visit)
         if strange & state.keys():
             self.state_dict, self.mappings = state, mappings
 

@@ -119,6 +119,11 @@ class LoadJob:
         self.requests = own
         self._keys.clear()
 
+    @property
+    def paths(self) -> AbstractSet[str]:
+        """The files that are read, once `plan` is done."""
+        return self._places.keys()
+
     def can_share(self, unit_bytes: int) -> bool:
         """Return whether the shared requests can be cut into units: their blocks must fit."""
         places = [requests[0].place for requests in self.shared.values() if requests]

@@ -1,15 +1,11 @@
-"""Finding out what lies at a URL, and opening it: ours first, by its head; then what others write.
-
-Knows the order in which to look and what to say when there is nothing to load. Called by
-`catalog` and `reader`.
-"""
+"""Finding out what lies at a URL and opening it: ours by its head, then what others write."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Sequence
 
 from . import layout, slotlog, stockfooter
-from .ceilings import MOST_STOCK_BYTES
 from .deadline import Deadline
 from .errors import (
     CheckpointGoneError,
@@ -19,24 +15,33 @@ from .errors import (
     StorageError,
 )
 from .foreign import is_rank_local, open_safetensors, open_stock
+from .layout import INDEX_NAME
 from .options import TransferOptions
 from .slotlog import CommitLog
 from .source import CommittedSource, Source, read_manifest
-from .store.base import Store
+from .store.base import Entry, Store
+
+log = logging.getLogger("ckpt_storage")
 
 
-def open_source(
+def open_source(store: Store, *, deadline: Deadline, options: TransferOptions) -> Source:
+    """Return the checkpoint at the root of `store`, whatever wrote it. Raises as `find_source`."""
+    return find_source(store, deadline=deadline, options=options)[0]
+
+
+def find_source(
     store: Store,
     *,
     deadline: Deadline,
     options: TransferOptions,
-    before_foreign: Callable[[], None] | None = None,
-) -> Source:
-    """Return the checkpoint at the root of `store`, whatever wrote it.
+    entries: Sequence[Entry] | None = None,
+) -> tuple[Source, Sequence[Entry]]:
+    """Return the checkpoint at the root of `store`, and its files if another writer wrote it.
 
-    Costs two small reads, side by side, and the manifest for one of ours; lists the folder only
-    if it is not.
-    `before_foreign` is called before anything is read that tells of another writer's tensors.
+    Costs two small reads, side by side, and the manifest for one of ours. Else the folder is listed
+    before anything is read that tells of another writer's tensors, unless `entries` are given. Who
+    may read but not list gets the files that describe the others.
+
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
     `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
     """
@@ -47,17 +52,16 @@ def open_source(
             # Elsewhere it would cost a round trip: who publishes, verifies or exports looks there.
             stockfooter.check_newest(store, found.head)
         manifest = read_manifest(store, found.head)
-        return CommittedSource(store, found.head, manifest, deadline, options)
+        return CommittedSource(store, found.head, manifest, deadline, options), ()
+    refusal = None
+    if entries is None:
+        entries, refusal = list_or_describe(store, recursive=False)
     current = slotlog.read_stock(store)
     if current is not None:
         named = stockfooter.split_footer(current.data)[1]
         if named is None:
             # Perhaps under the name of one of ours that was deleted: its slots stay.
-            data = current.data
-            if before_foreign is not None:
-                before_foreign()
-                data = store.read(layout.STOCK_METADATA, most_bytes=MOST_STOCK_BYTES)
-            return open_stock(store, data, options=options, deadline=deadline)
+            return open_stock(store, current.data, options=options, deadline=deadline), entries
         if found.last is None:
             raise FormatError(
                 f"{store.url} has .metadata of save {named.save_id} but no commits/ folder.",
@@ -65,21 +69,41 @@ def open_source(
                 next_step="Copy the whole checkpoint, commits/ included; torch's own readers "
                 "can load it as it is, without checksums.",
             )
-    if before_foreign is not None:
-        before_foreign()
-    names = _names(store)
+    if refusal is not None:
+        raise refusal
+    names = [entry.path for entry in entries]
     if any(name.endswith(".safetensors") for name in names) and found.last is None:
-        return open_safetensors(store, names)
+        return open_safetensors(store, entries, options=options, deadline=deadline), entries
     raise _nothing(store, found, names)
 
 
-def _names(store: Store) -> list[str]:
+def list_or_describe(
+    store: Store, *, recursive: bool
+) -> tuple[Sequence[Entry], StorageError | None]:
+    """Return what lies below the root; nothing if that is not there.
+
+    Who may read but not list gets the files that tell of others, which a save writes last, and the
+    refusal.
+    """
     try:
-        return [entry.path for entry in store.list("", recursive=False)]
+        return list(store.list("", recursive=recursive)), None
     except StorageError as error:
         if error.kind == "not-found":
-            return []
-        raise
+            return (), None
+        if error.kind != "permission":
+            raise
+        refusal = error
+    log.info("%s: cannot be listed; only its metadata is watched: %s", store.url, refusal)
+    told = []
+    for path in (layout.STOCK_METADATA, INDEX_NAME):
+        try:
+            found = store.stat(path)
+        except StorageError as error:
+            if error.kind not in {"not-found", "permission"}:
+                raise
+        else:
+            told.append(Entry(path=path, size_bytes=found.size_bytes, modified_s=found.modified_s))
+    return told, refusal
 
 
 def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:

@@ -329,11 +329,12 @@ class CheckpointStorageReader(StorageReader):
         store = bounded(opened, deadline)
         with (
             deadline.governs(f"Loading from {store.url}", rank=self._rank),
-            self._unchanged(store),
+            self._unchanged(store) as paths,
         ):
             source.renew(store, deadline)
             load = LoadJob(source, planner, verify=self._verify)
             load.plan(plan.items)
+            paths.update(load.paths)
             reads = LoadReads(
                 load=load,
                 store=opened,
@@ -370,18 +371,19 @@ class CheckpointStorageReader(StorageReader):
             raise newer
 
     @contextmanager
-    def _unchanged(self, store: Store) -> Iterator[None]:
+    def _unchanged(self, store: Store) -> Iterator[set[str]]:
         """Raise `CheckpointGoneError` if another save touched another writer's files meanwhile.
 
+        Gives a set for the paths that are read.
         Ours are written once, and have checksums: nothing is asked of the storage then.
         """
-        marks = self._marks
+        marks, paths = self._marks, set[str]()
         if marks is None:
-            yield
+            yield paths
             return
         with told_from_damage(partial(marks.check, store)):
-            yield
-        marks.check(store)
+            yield paths
+        marks.check(store, paths)
 
 
 def _shape_of(source: Source, key: Key) -> tuple[tuple[int, ...], int]:

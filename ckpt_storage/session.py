@@ -195,13 +195,13 @@ class Session:
             return self._marks.gone(missing.path, "is gone")
         return self.source.explain_missing(missing)
 
-    def check_unchanged(self, store: Store) -> None:
-        """Raise `CheckpointGoneError` if another writer has touched files since they were opened.
+    def check_unchanged(self, store: Store, places: Iterable[Place]) -> None:
+        """Raise `CheckpointGoneError` if another writer has touched their files since the opening.
 
         Ours are write-once, and their bytes have checksums: nothing is asked of the storage then.
         """
         if self._marks is not None:
-            self._marks.check(store)
+            self._marks.check(store, {place.path for place in places})
 
     def files(self) -> list[StoredFile]:
         """Return the files that hold values, in order of their names."""

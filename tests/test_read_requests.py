@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import dcp_cases
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded, zeros_like
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+import ckpt_storage
 from ckpt_storage import CheckpointStorageReader
 from ckpt_storage.testing.s3server import S3Server
 
@@ -90,3 +94,43 @@ def test_a_slice_takes_one_request_of_its_size(server: S3Server) -> None:
         r.key for r in server.requests if not r.key.endswith((".distcp", ".metadata"))
     )
     assert sum(documents.values()) == 3  # two slots and the manifest
+
+
+def put_folder(server: S3Server, folder: Path) -> None:
+    """Copy the files of a folder to the server, below `URL`."""
+    files = fsspec.filesystem("s3", **server.storage_options)
+    for path in folder.iterdir():
+        files.pipe_file(f"{URL}/{path.name}", path.read_bytes())
+    server.reset_counters()
+
+
+def listings(server: S3Server) -> int:
+    """Return how many listings the server has seen."""
+    return sum(request.op == "list" for request in server.requests)
+
+
+def test_stock_metadata_is_read_once_and_the_folder_listed_once(
+    server: S3Server, tmp_path: Path
+) -> None:
+    """An open checkpoint of stock DCP reads `.metadata` once and lists for no row it reads."""
+    state = {"w": seeded(1, 64, 64)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    put_folder(server, tmp_path)
+    with ckpt_storage.open_checkpoint(URL, storage_options=server.storage_options) as opened:
+        for row in range(10):
+            assert opened["w"][row].tolist() == state["w"][row].tolist()
+    assert listings(server) == 1
+    reads = [r for r in server.requests if r.key == "run/.metadata" and r.op == "get"]
+    assert len(reads) == 1
+
+
+def test_the_header_of_a_weight_file_costs_one_request(server: S3Server, tmp_path: Path) -> None:
+    """Forty weight files cost one read each, and no question for their length."""
+    for number in range(40):
+        save_file({f"w{number}": seeded(number, 8)}, tmp_path / f"model-{number:02}.safetensors")
+    put_folder(server, tmp_path)
+    with ckpt_storage.open_checkpoint(URL, storage_options=server.storage_options) as opened:
+        assert len(opened) == 40
+    of_files = [r for r in server.requests if r.key.endswith(".safetensors")]
+    assert [r.op for r in of_files] == ["get"] * 40
+    assert len({r.key for r in of_files}) == 40
