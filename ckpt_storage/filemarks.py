@@ -46,7 +46,7 @@ class FileMarks:
 
         With `paths` only they count, and the files that describe the checkpoint.
         """
-        wanted = self.of.keys()
+        wanted: Collection[str] = self.of
         if paths is not None:
             wanted = {path for path in self.of if path in paths or path in _DESCRIBING}
             if len(wanted) <= _MOST_ASKED and all(self._is_as_it_was(store, p) for p in wanted):

@@ -26,7 +26,7 @@ from .agreement import Hello
 from .costs import REMOTE_READ_BYTES
 from .dcpborder import at_dcp_border, rank_of_call
 from .deadline import Deadline
-from .errors import CheckpointError, FormatError, InvalidInputError
+from .errors import CheckpointError, FormatError, InvalidInputError, StorageError
 from .filemarks import FileMarks, open_marked, told_from_damage
 from .lazychunks import lazy_metadata_of, metadata_of
 from .loadreads import LoadReads, Sharing
@@ -49,6 +49,9 @@ from .workers import bounded
 log = logging.getLogger("ckpt_storage")
 
 _LOCAL_THREADS = 1
+
+_PUBLISH_S = 10.0
+"""So long a load looks at most whether stock readers find what it reads."""
 
 _REMOTE_THREADS = 16
 """At most: how many requests are under way follows what the storage bears."""
@@ -238,8 +241,10 @@ class CheckpointStorageReader(StorageReader):
         self._rank = rank_of_call(kwargs)
         source = self._opened()
         if is_coordinator and source.save_id is not None and self._store is not None:
-            store, deadline = self._store, self._begin("plan")
-            catch_up = partial(self._roll_forward, bounded(store, deadline), source.save_id)
+            # No step of the load: its phases and their time are left alone.
+            store, limit_s = self._store, min(_PUBLISH_S, self._timeouts.load / 2)
+            narrowed = bounded(store, Deadline("load", limit_s))
+            catch_up = partial(self._roll_forward, narrowed, source.save_id)
             if store.capabilities.is_remote:
                 # Two round trips at least, which no byte of the load has to wait for.
                 self._catching_up = threading.Thread(
@@ -351,7 +356,9 @@ class CheckpointStorageReader(StorageReader):
         load.commit(unsafe_pickle=self._unsafe_pickle)
         catching_up, self._catching_up = self._catching_up, None
         if catching_up is not None:
-            catching_up.join(deadline.remaining_s())
+            catching_up.join(min(_PUBLISH_S + 1, deadline.remaining_s()))
+            if catching_up.is_alive():
+                log.warning("%s: .metadata may not be up to date: no answer in time.", opened.url)
             self._check_newest()
 
     def _roll_forward(self, store: Store, save_id: str) -> None:
@@ -361,8 +368,10 @@ class CheckpointStorageReader(StorageReader):
         except FormatError as error:
             self._newer = error
         except CheckpointError as error:
-            # A reader may lack the right to write; the next saver publishes.
-            log.debug("%s: .metadata was not brought up to date: %s", store.url, error)
+            # The next saver publishes.
+            is_denied = isinstance(error, StorageError) and error.kind == "permission"
+            level = logging.DEBUG if is_denied else logging.WARNING
+            log.log(level, "%s: .metadata was not brought up to date: %s", store.url, error)
 
     def _check_newest(self) -> None:
         """Raise what `_roll_forward` found of a newer save."""

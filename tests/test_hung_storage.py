@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import ckpt_storage
 from ckpt_storage.testing._s3faults import FaultRule
 from ckpt_storage.testing.s3server import S3Server
 
@@ -177,3 +179,19 @@ def test_a_stopped_server_process_ends_at_the_deadline(tmp_path: Path) -> None:
         server.kill()
         server.communicate()
     assert_gave_up(told, phase="plan")
+
+
+def test_a_look_at_metadata_that_hangs_is_told_and_fails_no_load(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A load waits a bounded time for what only stock readers need, and the log says so."""
+    url, target = "s3://bucket/run", {"w": torch.zeros(3)}
+    with S3Server() as server:
+        server.create_bucket("bucket")
+        options = server.storage_options
+        ckpt_storage.save({"w": torch.ones(3)}, url, storage_options=options)
+        server.faults([FaultRule(key=r"run/\.metadata", times=0, action="hang")])
+        timeout = ckpt_storage.Timeouts(load=4)
+        ckpt_storage.load(target, url, storage_options=options, timeout=timeout)
+    assert target["w"].tolist() == [1.0] * 3
+    assert ".metadata" in caplog.text
