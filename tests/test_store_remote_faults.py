@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -178,6 +179,22 @@ def test_a_small_object_that_may_be_there_is_removed_by_abort(server: S3Server) 
     assert len(server.dump()) == 1
     upload.abort()
     assert server.dump() == {}
+
+
+def test_an_abort_does_not_delete_what_another_put_meanwhile(server: S3Server) -> None:
+    """The deletion holds for the object that was looked at, and for no later one of the name."""
+    upload = plain(server).start_upload("saves/a/x", part_bytes=PART_BYTES)
+    send(upload, [b"small"])
+    server.faults([FaultRule(op="put", times=2, action="lost")])
+    with pytest.raises(StorageError):
+        upload.complete(5)
+    server.faults([FaultRule(op="delete", action="delay", delay_s=1.0)])
+    with ThreadPoolExecutor(1) as pool:
+        aborting = pool.submit(upload.abort)
+        server.wait_for(lambda seen: any(one.op == "delete" for one in seen))
+        plain(server).write("saves/a/x", b"another's")
+        aborting.result()
+    assert server.dump() == {"run/saves/a/x": b"another's"}
 
 
 def test_a_lost_create_is_an_error_and_not_repeated_by_us(server: S3Server) -> None:

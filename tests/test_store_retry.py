@@ -15,11 +15,11 @@ import pytest
 
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.base import Capabilities, Store
+from ckpt_storage.store.base import Capabilities, Entry, Store
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.retry import RetryStore, abandoned_thread_count
-from ckpt_storage.store.timed import AbandonedError, TimedPool
+from ckpt_storage.store.timed import AbandonedError, TimedPool, moved
 from ckpt_storage.testing.faults import Action, FaultStore, Rule, SimulatedCrash
 
 SHORT_S = 0.2
@@ -390,27 +390,50 @@ def test_what_may_take_effect_late_is_not_repeated(bench: Bench, operation: str)
     assert bench.calls == [operation]
 
 
-def test_a_store_that_keeps_time_itself_needs_no_threads(bench: Bench) -> None:
-    """Its operations run in the caller's thread, unless a phase deadline is nearer."""
-    threads: list[threading.Thread] = []
+def test_a_hanging_disk_is_not_waited_for_by_what_is_asked_of_a_store(bench: Bench) -> None:
+    """What a store can do, and whether it can copy, is told by the deadline like all else."""
+    ended = threading.Event()
 
-    class SelfTimed(LocalStore):
-        """Declares that it ends by itself."""
+    class Hanging(LocalStore):
+        """Lies on a mount whose server is gone."""
 
         @property
         def capabilities(self) -> Capabilities:
-            return dataclasses.replace(super().capabilities, self_timed=True)
+            ended.wait(60)
+            return super().capabilities
 
-        def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
-            threads.append(threading.current_thread())
-            return super().read(path, most_bytes=most_bytes)
+        def can_copy_from(self, other: Store) -> bool:
+            ended.wait(60)
+            return super().can_copy_from(other)
 
-    store = RetryStore(SelfTimed(str(bench.folder)), request_timeout_s=100, clock=lambda: 0.0)
-    store.read("x")
-    store.with_deadline(200).read("x")
-    assert threads == [threading.current_thread()] * 2
-    store.with_deadline(50).read("x")
-    assert threads[2] is not threading.current_thread()
+    store = RetryStore(
+        Hanging(str(bench.folder)), request_timeout_s=0.2, policy=RetryPolicy(attempt_count=1)
+    )
+    try:
+        for call in (lambda: store.capabilities, lambda: store.can_copy_from(store)):
+            assert isinstance(error_of(call), AbandonedError)
+    finally:
+        ended.set()
+    store.close()
+
+
+def test_a_call_that_comes_further_has_its_time_anew(bench: Bench) -> None:
+    """Each page of a listing has the time of a request; the phase's deadline bounds them all."""
+
+    class Paged(LocalStore):
+        """Takes a request for each page."""
+
+        def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
+            for _ in range(8):
+                time.sleep(0.2)
+                moved()
+            return super().list(prefix, recursive=recursive)
+
+    once = RetryPolicy(attempt_count=1)
+    store = RetryStore(Paged(str(bench.folder)), request_timeout_s=1.0, policy=once)
+    assert [entry.path for entry in store.list("")] == ["x"]
+    near = store.with_deadline(time.monotonic() + 0.5)
+    assert isinstance(error_of(lambda: near.list("")), AbandonedError)
     store.close()
 
 

@@ -51,8 +51,6 @@ class Capabilities:
     cheap_stat: `stat` costs no network request of its own.
     shared: other processes see what this one writes (False for `memory://`).
     is_remote: a request costs a network round trip.
-    self_timed: operations end by themselves at the request deadline; otherwise a
-        wrapper runs them in a thread that can be abandoned.
     can_list_uploads: open multipart uploads below a prefix can be found and aborted.
     shared_uploads: `start_shared_upload` and `join_upload` work: several processes (threads
         only, where `shared` is False) may write parts of one object.
@@ -80,7 +78,6 @@ class Capabilities:
     cheap_stat: bool = False
     shared: bool = True
     is_remote: bool = True
-    self_timed: bool = False
     can_list_uploads: bool = False
     shared_uploads: bool = False
     shared_align_bytes: int = 1

@@ -21,6 +21,7 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError
 
 from .location import Location, missing_backend
 from .redaction import Scrubber
+from .timed import moved
 
 __all__ = ["Client", "ForeignFs", "endpoint_of", "frozen", "known_client_count"]
 
@@ -155,6 +156,7 @@ class Client:
 
         for start in range(0, len(items), _AT_ONCE):
             self.run(partial(run_some, some=items[start : start + _AT_ONCE]))
+            moved()
 
     def _keep(self, key: tuple[int, Hashable]) -> _Built:
         built = _BUILT[key] = _Built(self._build(), self._options)

@@ -20,6 +20,7 @@ from .dialect_azure_requests import AzureRequests
 from .dialect_azure_shared import AzureSharedUpload
 from .dialect_azure_upload import AzureUpload
 from .tickets import decode_ticket
+from .timed import moved
 
 __all__ = ["AzureDialect"]
 
@@ -34,7 +35,6 @@ CAPABILITIES = Capabilities(
     max_part_bytes=4000 << 20,
     max_put_bytes=5000 << 20,
     reads_total_size=True,
-    self_timed=True,
     shared_uploads=True,
     # Put Block From URL wants a signed URL of the source, and Azurite answers 501 to it.
 )
@@ -210,6 +210,7 @@ class AzureDialect:
         pages = self._client.run(begin)
         found: list[Any] = []
         while (page := self._client.run(lambda _: more(pages))) is not None:
+            moved()
             found += page
         return found
 

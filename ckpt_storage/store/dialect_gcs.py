@@ -8,7 +8,7 @@ kinds; zonal ones (Rapid Storage) take no such uploads. Called by `remote`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -20,6 +20,7 @@ from .clients import Client
 from .dialect_gcs_requests import GcsRequests
 from .dialect_gcs_upload import GcsUpload
 from .mapping import ForeignAnswer
+from .timed import moved
 
 __all__ = ["GcsDialect"]
 
@@ -31,7 +32,6 @@ CAPABILITIES = Capabilities(
     parallel_parts=False,
     part_multiple_bytes=256 * KIB,
     reads_total_size=True,
-    self_timed=True,
 )
 
 _PAGE_COUNT = 1000
@@ -150,7 +150,7 @@ class GcsDialect:
         """Return the name prefix of everything below a folder; "" is the whole bucket."""
         return self._requests.name(f"{prefix}/" if prefix else "")
 
-    def _pages(self, below: str, *, recursive: bool) -> Sequence[Mapping[str, Any]]:
+    def _pages(self, below: str, *, recursive: bool) -> Iterator[Mapping[str, Any]]:
         query = {
             "prefix": below,
             "maxResults": str(_PAGE_COUNT),
@@ -158,13 +158,13 @@ class GcsDialect:
         }
         if not recursive:
             query["delimiter"] = "/"
-        pages: list[Mapping[str, Any]] = []
         while True:
             page = self._page(query)
-            pages.append(page)
+            moved()
+            yield page
             token = page.get("nextPageToken")
             if not token:
-                return pages
+                return
             query = {**query, "pageToken": token}
 
     def _page(self, query: Mapping[str, str]) -> Mapping[str, Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import KIB
@@ -24,6 +25,7 @@ _MULTIPLE_BYTES = 256 * KIB
 _GOES_ON = 308
 _CANCELLED = 499
 _GONE = frozenset({404, 410})
+_CHANGED = 412
 _DONE = frozenset({200, 201})
 
 
@@ -98,10 +100,16 @@ class GcsUpload:
                     fs, "DELETE", session, data=b"", accepts={*_GONE, _CANCELLED}
                 )
             )
-        if self._may_be_visible and self._found_bytes() is not None:
+        found = self._found() if self._may_be_visible else None
+        if found is not None:
+            same = {"ifGenerationMatch": str(found["generation"])}
             self._client.run(
                 lambda fs: self._requests.send(
-                    fs, "DELETE", self._requests.object(self._path), accepts=_GONE
+                    fs,
+                    "DELETE",
+                    self._requests.object(self._path),
+                    query=same,
+                    accepts={*_GONE, _CHANGED},
                 )
             )
 
@@ -163,7 +171,8 @@ class GcsUpload:
         if reply.status in _DONE:
             found_bytes = int(reply.document()["size"])
         else:
-            found_bytes = self._found_bytes()
+            found = self._found()
+            found_bytes = None if found is None else int(found["size"])
         if found_bytes != total_bytes:
             raise StorageError(
                 f"The upload of {self._shown} ended with {found_bytes} bytes instead of "
@@ -172,8 +181,8 @@ class GcsUpload:
                 next_step="Save again.",
             )
 
-    def _found_bytes(self) -> int | None:
-        """Return the length of the object if it is the one that this upload wrote."""
+    def _found(self) -> Mapping[str, Any] | None:
+        """Return what is known of the object if it is the one that this upload wrote."""
         reply = self._client.run(
             lambda fs: self._requests.send(
                 fs, "GET", self._requests.object(self._path), accepts=_GONE
@@ -183,7 +192,7 @@ class GcsUpload:
             return None
         found = reply.document()
         ours = found.get("metadata", {}).get(WRITE_ID) == self._write_id
-        return int(found["size"]) if ours else None
+        return found if ours else None
 
     def _begun(self) -> str:
         if self._session is None:

@@ -49,7 +49,6 @@ CAPABILITIES = Capabilities(
     cheap_stat=True,
     shared=False,
     is_remote=False,
-    self_timed=True,
     shared_uploads=True,
     copy_part_min_bytes=1,
     copies_pay=True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
@@ -38,7 +38,6 @@ CAPABILITIES = Capabilities(
     max_part_bytes=5 << 30,
     max_put_bytes=5 << 30,
     reads_total_size=True,
-    self_timed=True,
     can_list_uploads=True,
     shared_uploads=True,
     copy_part_min_bytes=5 * MIB,
@@ -285,7 +284,7 @@ class S3Dialect:
         key = self._requests.key(prefix).rstrip("/") if prefix else self._requests.prefix
         return f"{key}/" if key else ""
 
-    def _object_pages(self, below: str, *, recursive: bool) -> Sequence[Any]:
+    def _object_pages(self, below: str, *, recursive: bool) -> Iterator[Any]:
         arguments = {} if recursive else {"Delimiter": "/"}
         return self._requests.pages(
             "list_objects_v2",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpt_storage.errors import UnsupportedByStoreError
@@ -10,6 +10,7 @@ from ckpt_storage.errors import UnsupportedByStoreError
 from .bodies import ViewsBody
 from .clients import Client, ForeignFs
 from .mapping import ForeignAnswer
+from .timed import moved
 
 __all__ = ["S3Requests", "code_of"]
 
@@ -74,16 +75,16 @@ class S3Requests:
             raise ForeignAnswer(" or ".join(sorted(telling)))
         return answer
 
-    def pages(self, method: str, cursors: Mapping[str, str], **arguments: object) -> list[Any]:
-        """Return all pages of a listing; `cursors` maps an answer's field to the argument."""
-        found = []
+    def pages(self, method: str, cursors: Mapping[str, str], **arguments: object) -> Iterator[Any]:
+        """Yield the pages of a listing; `cursors` maps an answer's field to the argument."""
         position: dict[str, object] = {}
         while True:
             page = self.send(method, **arguments, **position)
-            found.append(page)
+            moved()
+            yield page
             position = {to: page[of] for of, to in cursors.items() if page.get(of)}
             if not page.get("IsTruncated") or not position:
-                return found
+                return
 
 
 def code_of(error: Exception) -> str:

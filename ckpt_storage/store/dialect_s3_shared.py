@@ -18,7 +18,7 @@ from ckpt_storage.errors import IntegrityError, StorageError, UnsupportedByStore
 
 from .base import CopySource, Existing, PartReceipt
 from .dialect_s3_requests import S3Requests, code_of
-from .dialect_s3_upload import WRITE_ID, abort_one, abort_unseen, confirm, found_bytes
+from .dialect_s3_upload import WRITE_ID, abort_one, abort_unseen, confirm, delete_ours, found_bytes
 from .parts import SharedParts, ended, joined, not_the_owner, whole_object
 from .tickets import encode_ticket
 
@@ -186,8 +186,8 @@ class S3SharedUpload:
             abort_one(self._requests, self._key, upload_id)
         if self._was_begun_unseen:
             abort_unseen(self._requests, self._key, upload_id)
-        if self._may_be_visible and self._is_there() is not None:
-            self._requests.send("delete_object", Key=self._key)
+        if self._may_be_visible:
+            delete_ours(self._requests, self._key, self._write_id)
 
     @contextlib.contextmanager
     def _aborted_if_late(self, upload_id: str) -> Iterator[None]:

@@ -9,18 +9,31 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt_storage.errors import UnsupportedByStoreError
 
 from .bodies import ViewsBody
 from .dialect_s3_requests import S3Requests, code_of
 from .parts import PartList, SentPart, ended, gone, joined, wrong_length
 
-__all__ = ["WRITE_ID", "S3Upload", "abort_one", "abort_unseen", "confirm", "found_bytes"]
+__all__ = [
+    "WRITE_ID",
+    "S3Upload",
+    "abort_one",
+    "abort_unseen",
+    "confirm",
+    "delete_ours",
+    "found_bytes",
+]
 
 WRITE_ID = "ckpt-write-id"
 """Metadata that tells one attempt to write a key from another."""
 
 _GONE = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
+_CHANGED = _GONE | {"409", "412", "ConditionalRequestConflict", "PreconditionFailed"}
+_NO_CONDITION = frozenset({"501", "InvalidArgument", "InvalidRequest", "NotImplemented"})
 
 
 class S3Upload:
@@ -99,12 +112,8 @@ class S3Upload:
             abort_one(self._requests, self._key, upload_id)
         if self._was_begun_unseen:
             abort_unseen(self._requests, self._key, self._upload_id)
-        # What bears no mark may be what another copy of the same save has put there meanwhile.
-        if self._may_be_visible and (
-            found_bytes(self._requests, self._key, self._write_id, unmarked_is_ours=False)
-            is not None
-        ):
-            self._requests.send("delete_object", Key=self._key)
+        if self._may_be_visible:
+            delete_ours(self._requests, self._key, self._write_id)
 
     def _begun(self) -> str:
         with self._lock:
@@ -184,16 +193,41 @@ def found_bytes(
 
     Some servers keep no metadata: an unmarked object is ours where nobody else writes the name.
     """
-    try:
-        answer = requests.send("head_object", Key=key)
-    except Exception as error:
-        if code_of(error) not in _GONE:
-            raise
+    answer = _head(requests, key)
+    if answer is None:
         return None
     unmarked = write_id if unmarked_is_ours else None
     if answer.get("Metadata", {}).get(WRITE_ID, unmarked) != write_id:
         return None
     return int(answer["ContentLength"])
+
+
+def _head(requests: S3Requests, key: str) -> Mapping[str, Any] | None:
+    try:
+        return requests.send("head_object", Key=key)
+    except Exception as error:
+        if code_of(error) not in _GONE:
+            raise
+        return None
+
+
+def delete_ours(requests: S3Requests, key: str, write_id: str) -> None:
+    """Delete the object if it is, and stays until then, the one that `write_id` stands for.
+
+    One without a mark may be what another copy of the same save has put there meanwhile. Where a
+    server takes no condition with a deletion, it is deleted as it was found.
+    """
+    answer = _head(requests, key)
+    if answer is None or answer.get("Metadata", {}).get(WRITE_ID) != write_id:
+        return
+    try:
+        requests.send("delete_object", Key=key, IfMatch=answer["ETag"])
+    except Exception as error:
+        if code_of(error) in _CHANGED:
+            return
+        if code_of(error) not in _NO_CONDITION and not isinstance(error, UnsupportedByStoreError):
+            raise
+        requests.send("delete_object", Key=key)
 
 
 def abort_unseen(requests: S3Requests, key: str, known_id: str | None) -> None:

@@ -13,6 +13,7 @@ neither operation is repeated, and an upload so hit can only be aborted.
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -126,6 +127,7 @@ class RetryStore:
         self._deadline_s: float | None = None
         self._pool = TimedPool("ckpt-storage io")
         self._refreshes = _Refreshes()
+        self._known: list[Capabilities] = []
         self._is_view = False
         self._cancelled: Callable[[], bool] = _never
         self._given_up: Callable[[], bool] = _never
@@ -141,8 +143,11 @@ class RetryStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the inner store can do."""
-        return self._inner.capabilities
+        """What the inner store can do; it is asked once, by the deadline, as a disk may hang."""
+        if not self._known:
+            found = self.run("look at the storage", "", lambda: self._inner.capabilities)
+            self._known.append(found)
+        return self._known[0]
 
     def with_deadline(
         self,
@@ -276,8 +281,8 @@ class RetryStore:
         return self._inner.copy_source(path)
 
     def can_copy_from(self, other: Store) -> bool:
-        """Return what the inner store says; at most a local disk is asked."""
-        return self._inner.can_copy_from(other)
+        """Return what the inner store says; at most a local disk is asked, by the deadline."""
+        return self.run("look at the storage", "", lambda: self._inner.can_copy_from(other))
 
     def _shared(
         self, operation: str, path: str, call: Callable[[], SharedUpload]
@@ -388,12 +393,10 @@ class RetryStore:
                 kind="timeout",
                 next_step="Raise the timeout of the phase, or find out what was slow.",
             )
-        is_watched = self._given_up is not _never
-        if self.capabilities.self_timed and timeout_s >= self._request_timeout_s and not is_watched:
-            return call()
         return self._pool.run(
             call,
             timeout_s=timeout_s,
+            most_s=self._time_left_s(math.inf),
             what=what,
             repeatable=repeat == "always",
             late=late,

@@ -9,6 +9,7 @@ most calls. Called by `retry`.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import queue
 import threading
@@ -20,7 +21,14 @@ from typing import Any, TypeVar
 
 from ckpt_storage.errors import StorageError
 
-__all__ = ["AbandonedError", "TimedPool", "abandoned_thread_count", "halt_threads", "halted"]
+__all__ = [
+    "AbandonedError",
+    "TimedPool",
+    "abandoned_thread_count",
+    "halt_threads",
+    "halted",
+    "moved",
+]
 
 T = TypeVar("T")
 
@@ -82,10 +90,13 @@ def abandoned_thread_count() -> int:
     return _ABANDONED.value
 
 
+_serving = threading.local()
+
+
 class _Worker:
     """One daemon thread and the two queues to talk to it; one call at a time."""
 
-    __slots__ = ("_abandoned", "_inbox", "_late", "_lock", "_outbox", "thread")
+    __slots__ = ("_abandoned", "_inbox", "_late", "_lock", "_outbox", "moved_s", "thread")
 
     def __init__(self, name: str) -> None:
         self._inbox: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
@@ -93,10 +104,12 @@ class _Worker:
         self._lock = threading.Lock()
         self._abandoned = False
         self._late: Callable[[Any], None] | None = None
+        self.moved_s = 0.0
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self.thread.start()
 
     def _serve(self) -> None:
+        _serving.worker = self
         while (call := self._inbox.get()) is not None:
             value, error = None, None
             try:
@@ -145,19 +158,29 @@ class _Worker:
 
 
 def _result(
-    worker: _Worker, timeout_s: float, cancelled: Callable[[], bool]
+    worker: _Worker, timeout_s: float, most_s: float, cancelled: Callable[[], bool]
 ) -> tuple[Any, BaseException | None]:
     """Return what the call gave; raise `queue.Empty` when time is up or it is not wanted."""
-    if cancelled is _never:
-        return worker.result(timeout_s)
-    end = time.monotonic() + timeout_s
+    start = time.monotonic()
+    worker.moved_s = start
     while True:
+        end = min(worker.moved_s + timeout_s, start + most_s)
         left_s = max(0.0, end - time.monotonic())
         try:
-            return worker.result(min(_LOOK_S, left_s))
+            return worker.result(left_s if cancelled is _never else min(_LOOK_S, left_s))
         except queue.Empty:
-            if left_s <= _LOOK_S or cancelled():
+            if cancelled() or time.monotonic() >= min(worker.moved_s + timeout_s, start + most_s):
                 raise
+
+
+def moved() -> None:
+    """Say that the call of this thread has come further: its time begins anew.
+
+    For calls of many requests, such as a listing of many pages: each has the time of one.
+    """
+    worker: _Worker | None = getattr(_serving, "worker", None)
+    if worker is not None:
+        worker.moved_s = time.monotonic()
 
 
 _local = threading.local()
@@ -279,12 +302,15 @@ class TimedPool:
         call: Callable[[], T],
         *,
         timeout_s: float,
+        most_s: float = math.inf,
         what: str,
         repeatable: bool,
         late: Callable[[T], None] | None = None,
         cancelled: Callable[[], bool] = _never,
     ) -> T:
         """Return what `call` returns, or raise what it raises, within `timeout_s` seconds.
+
+        They count from the last `moved`, but `most_s` (seconds) is the limit of it all.
 
         Raises `AbandonedError` naming `what` when time is up, retryable if `repeatable`, or soon
         after `cancelled` returned True. If the call returns after all, `late` gets its value, in
@@ -300,7 +326,7 @@ class TimedPool:
         worker = self._take()
         worker.call(call)
         try:
-            value, error = _result(worker, timeout_s, cancelled)
+            value, error = _result(worker, timeout_s, most_s, cancelled)
         except queue.Empty:
             if worker.abandon(request.left_name, late):
                 raise request.error() from None

@@ -219,10 +219,11 @@ class S3State:
             payload = Payload.of_bytes(bytes(change(found.payload.to_bytes())))
             self._bucket(bucket).objects[key] = dataclasses.replace(found, payload=payload)
 
-    def delete(self, bucket: str, key: str) -> None:
-        """Delete an object; nothing happens if there is none."""
+    def delete(self, bucket: str, key: str, condition: Condition = None) -> None:
+        """Delete an object; without a condition nothing happens if there is none."""
         with self._lock:
             home = self._bucket(bucket)
+            _check(condition, home.objects.get(key))
             if home.objects.pop(key, None) is not None:
                 del home.keys[bisect_left(home.keys, key)]
 

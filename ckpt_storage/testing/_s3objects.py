@@ -240,7 +240,8 @@ class ObjectOperations:
         return Response(headers=headers, payload=stored.payload)
 
     def _delete(self, request: Request) -> Response:
-        self._state.delete(request.bucket, request.key)
+        condition = write_condition(request, self._settings)
+        self._state.delete(request.bucket, request.key, condition)
         return Response(status=HTTPStatus.NO_CONTENT)
 
 

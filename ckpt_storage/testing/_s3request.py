@@ -72,6 +72,7 @@ _CONDITIONS_BY_OP: Mapping[str, frozenset[str]] = {
     "get": frozenset({"if-match", "if-none-match"}),
     "head": frozenset({"if-match", "if-none-match"}),
     "put": frozenset({"if-match", "if-none-match"}),
+    "delete": frozenset({"if-match"}),
     "complete": frozenset({"if-match", "if-none-match"}),
     "copy": frozenset(
         {
