@@ -252,27 +252,12 @@ class ShardFileWriter:
 
         Raises what the store raised; then nothing is visible, and `abort` leaves nothing behind.
         """
-        found = self.end()
-        self.complete()
-        return found
-
-    def end(self) -> tuple[int, int]:
-        """Hand on the last part; return length in bytes and CRC-32C of the file.
-
-        `complete` waits for what was handed on. Raises what the store raised so far.
-        """
         self._end_frame()
         self._hand_on_gathered()
         self._send(last=True)
         self._combine_payloads()
-        return self.position, integrity.combine_many(self._crcs, self._lengths)
-
-    def complete(self) -> None:
-        """Wait for all parts, make the file visible and durable; after `end`, in any thread.
-
-        Raises what the store raised.
-        """
         self._sender.complete(self.position)
+        return self.position, integrity.combine_many(self._crcs, self._lengths)
 
     def abort(self) -> None:
         """Discard everything; idempotent; never raises in place of the error being handled."""

@@ -134,31 +134,21 @@ class SaveAttempt:
         """
         granted = self.granted()
         store = bounded(self._store, deadline)
-        results: list[WriteResult] = []
-
-        def record(manifest: RankManifest) -> None:
+        with deadline.governs(f"Writing to {store.url}", rank=self.rank):
+            job = ShardJob(
+                save_id=granted.grant.save_id,
+                rank=self.rank,
+                world_size=granted.world_size,
+                options=self._settings.transfer_options(store.capabilities),
+                deadline=deadline,
+                progress=self._settings.progress,
+                with_bar=self.is_coordinator,
+            )
+            manifest = write_shards(store, plan, planner, job)
             document = integrity.seal(manifest.to_body())
             path = layout.rank_manifest_path(manifest.save_id, self.rank)
-            results.append(self._result(granted, manifest, path, document))
             store.write(path, document)
-
-        with deadline.governs(f"Writing to {store.url}", rank=self.rank):
-            write_shards(
-                store,
-                plan,
-                planner,
-                ShardJob(
-                    save_id=granted.grant.save_id,
-                    rank=self.rank,
-                    world_size=granted.world_size,
-                    options=self._settings.transfer_options(store.capabilities),
-                    deadline=deadline,
-                    progress=self._settings.progress,
-                    with_bar=self.is_coordinator,
-                ),
-                record=record,
-            )
-        return results
+        return [self._result(granted, manifest, path, document)]
 
     def commit(
         self,

@@ -27,7 +27,6 @@ from .resolving import data_resolver, gives_own_tensors
 from .store.base import Store
 from .tensorfile import DTYPES, PAYLOAD_ALIGN_BYTES, tensor_envelope
 from .tiedmemory import WrittenMemory
-from .workers import side_by_side
 
 _ZEROS = tuple(bytes(length) for length in range(PAYLOAD_ALIGN_BYTES))
 
@@ -94,78 +93,70 @@ def _chunk(item: WriteItem, data: object) -> tuple[torch.Tensor, torch.Size, tor
     return data, offsets, sizes
 
 
-def write_shards(
+def write_shards(store: Store, plan: SavePlan, planner: SavePlanner, job: ShardJob) -> RankManifest:
+    """Write the items of `plan` to a shard file; return what is durable then.
+
+    A plan without items writes no file. After any error no upload stays open. Raises
+    `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
+    """
+    vocabulary = _Vocabulary()
+    memory = WrittenMemory()
+    files = [_write_file(store, plan, planner, job, vocabulary, memory)] if plan.items else []
+    return RankManifest(
+        save_id=job.save_id,
+        rank=job.rank,
+        world_size=job.world_size,
+        fqns=list(vocabulary.fqns),
+        dtypes=list(vocabulary.dtypes),
+        files=files,
+        ties=memory.ties(),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
+
+
+def _write_file(
     store: Store,
     plan: SavePlan,
     planner: SavePlanner,
     job: ShardJob,
-    *,
-    record: Callable[[RankManifest], object],
-) -> RankManifest:
-    """Write the items of `plan` and return what was written; durable on return.
-
-    `record` takes what will have been written and makes it durable: after the shard file, or beside
-    its completion where a request costs a round trip. A plan without items writes no file. After
-    any error no upload stays open. Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
-    """
-    vocabulary = _Vocabulary()
-    memory = WrittenMemory()
-
-    def manifest(files: list[ShardFile]) -> RankManifest:
-        return RankManifest(
-            save_id=job.save_id,
-            rank=job.rank,
-            world_size=job.world_size,
-            fqns=list(vocabulary.fqns),
-            dtypes=list(vocabulary.dtypes),
-            files=files,
-            ties=memory.ties(),
-            host=socket.gethostname(),
-            pid=os.getpid(),
+    vocabulary: _Vocabulary,
+    memory: WrittenMemory,
+) -> ShardFile:
+    path = layout.shard_path(job.save_id, job.rank, 0)
+    planned_bytes = sum(_planned_bytes(item) for item in plan.items)
+    job.deadline.expect(planned_bytes)
+    with reporting(
+        job.progress,
+        phase="write",
+        rank=job.rank,
+        total_bytes=planned_bytes,
+        save_id=job.save_id,
+        with_bar=job.with_bar,
+    ) as on_bytes:
+        file = ShardFileWriter(
+            store,
+            path,
+            options=job.options,
+            planned_bytes=planned_bytes,
+            deadline=job.deadline,
+            on_bytes=on_bytes,
         )
-
-    if plan.items:
-        path = layout.shard_path(job.save_id, job.rank, 0)
-        planned_bytes = sum(_planned_bytes(item) for item in plan.items)
-        job.deadline.expect(planned_bytes)
-        with reporting(
-            job.progress,
-            phase="write",
-            rank=job.rank,
-            total_bytes=planned_bytes,
-            save_id=job.save_id,
-            with_bar=job.with_bar,
-        ) as on_bytes:
-            file = ShardFileWriter(
-                store,
-                path,
-                options=job.options,
-                planned_bytes=planned_bytes,
-                deadline=job.deadline,
-                on_bytes=on_bytes,
-            )
-            shard = _Shard(
-                *(file, ShardTable(), vocabulary, memory, data_resolver(planner)),
-                lasts=gives_own_tensors(planner),
-            )
-            what = f"Writing {path}"
+        shard = _Shard(
+            *(file, ShardTable(), vocabulary, memory, data_resolver(planner)),
+            lasts=gives_own_tensors(planner),
+        )
+        try:
+            for item in plan.items:
+                shard.write(item)
+                job.deadline.check(f"Writing {path}")
+            return shard.table.shard_file(file, *file.finish())
+        except BaseException as error:
             try:
-                for item in plan.items:
-                    shard.write(item)
-                    job.deadline.check(what)
-                written = manifest([shard.table.shard_file(file, *file.end())])
-                # Who reads one finds it by the manifest alone, which comes when both are durable.
-                side_by_side(store, [file.complete, lambda: record(written)])
-            except BaseException as error:
-                try:
-                    file.abort()
-                except StorageError as failure:
-                    error.add_note(f"Discarding the upload failed too: {failure}")
-                raise
-    else:
-        written = manifest([])
-        record(written)
-    return written
+                file.abort()
+            except StorageError as failure:
+                error.add_note(f"Discarding the upload failed too: {failure}")
+            raise
 
 
 @dataclass(slots=True)

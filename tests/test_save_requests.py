@@ -178,7 +178,7 @@ def test_documents_of_the_commit_and_what_follows_go_side_by_side(
     after = ["00000002.json", "published.json"]
     begun = ["begun.json"]
     assert groups[IN_TURN[0]] == [*look, *begun, *files, *documents, *slot, *shown, *after]
-    turned = [look[::-1], begun, files[::-1], documents[::-1], slot, shown, after[::-1]]
+    turned = [look[::-1], begun, files, documents[::-1], slot, shown, after[::-1]]
     assert groups[IN_TURN[1]] == [name for group in turned for name in group]
 
 
