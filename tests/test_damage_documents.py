@@ -283,6 +283,18 @@ def shorter(column: str) -> Change:
     return lambda body: items(body)[column].pop()
 
 
+def put(path: str, value: object) -> Change:
+    """Return a change of the value at a path of keys and positions."""
+
+    def change(body: Any) -> None:
+        *way, last = [int(key) if key.isdigit() else key for key in path.split("/")]
+        for key in way:
+            body = body[key]
+        body[last] = value
+
+    return change
+
+
 def exchange_items(body: Any) -> None:
     """Describe two items in the wrong order."""
     for column in items(body).values():
@@ -300,12 +312,21 @@ TABLES: dict[str, Change] = {
     "file-too-short": file_with(bytes=100),
     "payload-too-long": by_one("payload_bytes", 0),
     "payload-too-short": by_one("payload_bytes", 0, -1),
-    "volume": lambda body: body["boxes"]["sizes"].__setitem__(0, 5),
-    "dimensions": lambda body: body["boxes"]["ndim"].__setitem__(0, 3),
+    "volume": put("boxes/sizes/0", 5),
+    "dimensions": put("boxes/ndim/0", 3),
+    "dimensions-huge": put("boxes/ndim/0", 1 << 40),
     "no-box": set_to("box", 0, -1),
-    "negative-size": lambda body: body["boxes"]["sizes"].__setitem__(0, -1),
-    "negative-place": lambda body: body["boxes"]["offsets"].__setitem__(0, -1),
-    "boxes-no-list": lambda body: body["boxes"].update(sizes=6),
+    "box-unknown": set_to("box", 0, 999),
+    "blob-with-box": put("files/0/items/box", [0] * len(STATE)),
+    "blob-everywhere": put("files/0/items/dtype", [-1] * len(STATE)),
+    "negative-size": put("boxes/sizes/0", -1),
+    "negative-place": put("boxes/offsets/0", -1),
+    "boxes-no-list": put("boxes/sizes", 6),
+    "boxes-short": put("boxes/sizes", []),
+    "boxes-none": lambda body: body.pop("boxes"),
+    "names-short": put("fqns", ["w"]),
+    "dtype-twice": lambda body: body["dtypes"].append(body["dtypes"][0]),
+    "elsewhere": put("files/0/path", "saves/other/file"),
     "name-unknown": set_to("fqn", 0, 99),
     "name-negative": set_to("fqn", 0, -1),
     "dtype-unknown": set_to("dtype", 0, 99),
@@ -388,6 +409,10 @@ MANIFESTS: dict[str, Change] = {
     "grid-empty": tensor("w", layout=grid([[], []], [])),
     "grid-strings": tensor("w", layout=grid(["0", "0"], [0])),
     "grid-no-object": tensor("w", layout=7),
+    "cut-behind": tensor("w", layout=grid([{"step": 2, "count": 2}, [0]], [0, 0])),
+    "cut-no-step": tensor("w", layout=grid([{"step": 0, "count": 1}, [0]], [0])),
+    "cut-huge": tensor("w", layout=grid([{"step": 1 << 62, "count": 1 << 62}, [0]], [0])),
+    "owner-missing": tensor("w", layout=grid([[0], [0]], [])),
     "owner-unknown": tensor("w", layout=grid([[0], [0]], [1])),
     "owner-true": tensor("w", layout=grid([[0], [0]], [True])),
     "chunk-behind": chunks_of_w(([0, 0], [3, 3], 0)),
@@ -397,6 +422,17 @@ MANIFESTS: dict[str, Change] = {
     "gap": chunks_of_w(([0, 0], [1, 3], 0)),
     "twice": chunks_of_w(([0, 0], [2, 3], 0), ([0, 0], [2, 3], 0)),
     "no-chunks": chunks_of_w(),
+    "chunks-ndim": tensor(
+        "w", layout={"ndim": [3], "offsets": [0, 0], "sizes": [2, 3], "ranks": [0]}
+    ),
+    "more-chunks-than-ranks": tensor(
+        "w", layout={"ndim": [2, 2], "offsets": [0] * 4, "sizes": [2, 3] * 2, "ranks": [0]}
+    ),
+    "layout-unknown": put("tensors/layout/0", 99),
+    "shape-unknown": put("tensors/shape/0", 99),
+    "dtype-unknown": put("tensors/dtype/0", 99),
+    "short-column": put("tensors/dtype", [0]),
+    "short-names": put("tensors/fqns", ["w"]),
     "dtype": tensor("w", dtype="float33"),
     "shape-negative": tensor("w", shape=[-2, -3]),
     "shape-huge": tensor("w", shape=[1 << 64, 3]),
@@ -404,9 +440,19 @@ MANIFESTS: dict[str, Change] = {
     "two-blobs": blob("step"),
     "blob-and-tensor": blob("w"),
     "too-few-ranks": lambda body: body.update(ranks={"bytes": [], "crc32c": ""}),
-    "world": lambda body: body.update(world_size=2),
-    "no-files": lambda body: body.update(files=None),
-    "planner-data": lambda body: body.update(planner_data=[["w", 5]]),
+    "too-many-ranks": put("ranks/bytes", [1, 2]),
+    "rank-checksums": put("ranks/crc32c", "AAAA"),
+    "world": put("world_size", 2),
+    "no-files": put("files", None),
+    "file-owner": put("files/rank", [1]),
+    "file-checksums": put("files/crc32c", ""),
+    "paths-short": put("files/paths", []),
+    "blob-owner": put("blobs/rank", [1]),
+    "planner-data": put("planner_data", [["w", 5]]),
+    "planner-data-short": put("planner_data", ["[1"] * 3),
+    "planner-data-nan": put("planner_data", [["w", [float("inf")]]]),
+    "planner-data-twice": put("planner_data", [["w", ["a"]], ["w", ["b"]]]),
+    "stock-entries": put("stock_entries", -1),
 }
 
 
