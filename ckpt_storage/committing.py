@@ -95,12 +95,11 @@ def commit_save(
     _check_readable(body, manifest_path)
     document = integrity.seal(body)
     # Nothing leads to them before the commit, which comes when both are durable.
-    calls: list[Callable[[], publishing.Seen | None]] = [
+    calls: list[Callable[[], None]] = [
         lambda: store.write(stock.path, stock_bytes),
         lambda: store.write(manifest_path, document),
-        lambda: publishing.look(store),
     ]
-    seen = side_by_side(store, calls)[-1]
+    side_by_side(store, calls)
     record = commit.commit(
         store,
         grant,
@@ -113,7 +112,7 @@ def commit_save(
     )
     log.info("save %s to %s committed in slot %d", grant.save_id, store.url, record.slot)
     try:
-        publishing.publish(store, own=record, own_stock=stock_bytes, seen=seen)
+        publishing.publish(store, own=record, own_stock=stock_bytes)
     except Exception as error:
         if must_publish:
             raise _not_published(store, record, error) from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from . import integrity, layout
 from .ceilings import MOST_STOCK_BYTES
@@ -30,43 +29,21 @@ _PUBLISH_ROUNDS = 20
 _PUBLISH_DOUBTS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What `.metadata` was when a saver looked, before its commit; `version` None: not there."""
-
-    version: Version | None
-
-
-def look(store: Store) -> Seen | None:
-    """Return what `.metadata` is, for a `publish` to come; None where that helps nothing.
-
-    Where replacing is conditional on it, it may be read at any time before. Raises nothing of the
-    storage's: a commit does not depend on it, and `publish` will ask again.
-    """
-    if not store.capabilities.replace_if_match:
-        return None
-    try:
-        return Seen(version=read_stock(store))
-    except (IntegrityError, StorageError):
-        return None
-
-
 def publish(
     store: Store,
     *,
     own: SlotRecord | None = None,
     own_stock: bytes | None = None,
-    seen: Seen | None = None,
 ) -> bool:
     """Bring `.metadata` up to the head; return whether it names the head now (invariant I13).
 
-    Idempotent; any rank or opener with the right to write may call it. A saver passes the
-    record of its own commit, the bytes of its `stock.metadata` if it still has them, and what it
-    has `seen` of `.metadata`; it also leaves the marker `published.json`, after which it never
-    publishes again. Raises `StorageError`, `IntegrityError` for a damaged `stock.metadata`, and
-    without `own` `FormatError` as `check_newest`; the commit stands all the same.
+    Idempotent; any rank or opener with the right to write may call it. A saver passes the record of
+    its own commit, and the bytes of its `stock.metadata` if it still has them; it also leaves the
+    marker `published.json`, after which it never publishes again. Raises `StorageError`,
+    `IntegrityError` for a damaged `stock.metadata`, and without `own` `FormatError` as
+    `check_newest`; the commit stands all the same.
     """
-    publisher = _Publisher(store, own, own_stock, seen)
+    publisher = _Publisher(store, own, own_stock)
     for _ in range(_PUBLISH_ROUNDS):
         names_head = publisher.go_on()
         if names_head is None:
@@ -86,19 +63,17 @@ def publish(
 
 
 class _Publisher:
-    """One run of `publish`: what was seen, done and announced so far."""
+    """One run of `publish`: what was done and announced so far."""
 
     def __init__(
         self,
         store: Store,
         own: SlotRecord | None,
         own_stock: bytes | None,
-        seen: Seen | None,
     ) -> None:
         self._store = store
         self._own = own
         self._own_stock = own_stock
-        self._seen = seen
         self._conditional = store.capabilities.replace_if_match
         # A compare-and-swap on the footer keeps the order by itself, whatever the head is by now.
         self._head = own if self._conditional else None
@@ -112,12 +87,11 @@ class _Publisher:
         """Look and act once; return whether `.metadata` names the head, None: look again."""
         store = self._store
         head, self._head = self._head, None
-        seen, self._seen = self._seen, None
         last_slot = 0
         if head is None:
             found = read_log(store, known=self._own)
             head, last_slot = found.head, found.last_slot
-        current = seen.version if seen else read_stock(store)
+        current = read_stock(store)
         named = split_footer(current.data)[1] if current else None
         if self._own is None and head is not None and current is not None:
             check_newest(store, head, current.data)
