@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _cr
 from torch.distributed.tensor import DTensor
 
 from .lazychunks import ChunkList
-from .localparts import Parts, parts_of
-from .planmemory import Placements, placements_key
+from .localparts import Parts, Placements, parts_of, placements_key
 from .regions import Box
 from .tensorlayout import GridBoxes
 

@@ -1,18 +1,23 @@
-"""Plain tensors that say of themselves which parts of a global tensor they hold.
+"""Which parts of a global tensor a local one holds, as plain tensors and placements say it.
 
 What torch's `CheckpointableTensor` (`torch.distributed.checkpoint.protocol`, torch 2.15) asks for:
 attributes on any tensor. A copy without them would be saved as the whole tensor, once for all
-ranks. Knows these attributes; knows no state. Called by whatever copies tensors or plans for them.
+ranks.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Replicate, Shard
 
-__all__ = ["Parts", "mark_parts", "parts_of"]
+__all__ = ["Parts", "Placements", "mark_parts", "parts_of", "placements_key"]
+
+Placements = tuple[object, ...]
+"""What tells placements apart: class and parameters of each."""
 
 _NAMES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
@@ -36,3 +41,21 @@ def mark_parts(tensor: torch.Tensor, parts: Parts) -> torch.Tensor:
     for name, value in zip(_NAMES, parts, strict=True):
         setattr(tensor, name, value)
     return tensor
+
+
+def placements_key(placements: Iterable[object]) -> Placements:
+    """Return what tells placements apart.
+
+    They themselves do not on all releases of torch: some take a strided shard for a plain one.
+    """
+    # By type, because they themselves compare by what they are subclasses of; spelling takes 1 us.
+    return tuple(
+        [
+            (kind, one.dim)  # type: ignore[attr-defined]  # the kind tells
+            if (kind := type(one)) is Shard
+            else kind
+            if kind is Replicate
+            else (kind.__qualname__, repr(one))
+            for one in placements
+        ]
+    )

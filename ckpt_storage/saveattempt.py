@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from . import agreement, integrity, layout
+from ._version import __version__
 from .agreement import Granted, Refused
 from .commit import Grant, begin
 from .committing import commit_save
@@ -20,18 +22,66 @@ from .deadline import Deadline
 from .documents import FileRef
 from .errors import InvalidInputError
 from .manifest import RankManifest
+from .options import (
+    PageCache,
+    Progress,
+    RetryPolicy,
+    StockMetadata,
+    Timeouts,
+    TransferOptions,
+)
 from .rankreport import RankReport
-from .savesettings import SaveSettings
 from .shards import ShardJob, write_shards
 from .slots import SlotRecord
-from .store import Location
-from .store.base import Store
+from .store import Location, endpoint_of, open_store
+from .store.base import Capabilities, Store
 from .store.probe import probe_exclusive_create
 from .workers import bounded
 
-__all__ = ["SaveAttempt"]
+__all__ = ["SaveAttempt", "SaveSettings"]
 
 log = logging.getLogger("ckpt_storage")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSettings:
+    """The arguments of a `CheckpointStorageWriter`, checked.
+
+    `commit_base` is where `commit_url` leads to. `transfer_options` says how bytes go to a storage.
+    """
+
+    commit_base: Location | None
+    overwrite: bool
+    page_cache: PageCache
+    sync_files: bool
+    stock_metadata: StockMetadata
+    transfer_options: Callable[[Capabilities], TransferOptions]
+    timeouts: Timeouts
+    retry: RetryPolicy
+    progress: Progress
+
+    def open(self, location: Location, checkpoint_id: str | os.PathLike[str] | None) -> Store:
+        """Open the store at `location`, which `checkpoint_id` has led to. Raises `StorageError`."""
+        return open_store(
+            location,
+            commit_location=self.commit_base.join(checkpoint_id) if self.commit_base else None,
+            page_cache=self.page_cache,
+            sync_files=self.sync_files,
+            timeouts=self.timeouts,
+            retry=self.retry,
+        )
+
+    def terms(self, location: Location) -> dict[str, str]:
+        """Return what all ranks must have in common for a save to `location`."""
+        return {
+            "the checkpoint's URL": location.normalised,
+            "overwrite": str(self.overwrite),
+            "sync_files": str(self.sync_files),
+            "the storage's endpoint": endpoint_of(location),
+            "stock_metadata": self.stock_metadata,
+            "commit_url": self.commit_base.normalised if self.commit_base else "None",
+            "the version of ckpt_storage": __version__,
+        }
 
 
 class SaveAttempt:

@@ -37,8 +37,7 @@ from .options import (
     StockMetadata,
     Timeouts,
 )
-from .saveattempt import SaveAttempt
-from .savesettings import SaveSettings
+from .saveattempt import SaveAttempt, SaveSettings
 from .slotlog import read_log
 from .slots import SlotRecord
 from .store import Location

@@ -26,7 +26,7 @@ from commit_tools import IN_TURN, take_in_turn
 from s3clients import ask
 from torch.distributed.checkpoint.api import CheckpointException
 
-import ckpt_storage.savesettings
+import ckpt_storage.saveattempt
 from ckpt_storage import (
     CheckpointStorageReader,
     CheckpointStorageWriter,
@@ -245,7 +245,7 @@ class Disks:
         save(0, self._before, overwrite=False)
         save(1, self._before, overwrite=True)
         self.before = files_below(self._before)
-        monkeypatch.setattr(ckpt_storage.savesettings, "open_store", self._open)
+        monkeypatch.setattr(ckpt_storage.saveattempt, "open_store", self._open)
 
     def _open(self, location: Location, **options: Any) -> Store:
         local = LocalStore(location.target, posix=self._posix, sync_files=options["sync_files"])

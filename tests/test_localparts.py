@@ -14,7 +14,7 @@ import ckpt_storage
 from ckpt_storage import localparts
 from ckpt_storage.hostbuffers import HostBuffers, map_shared
 from ckpt_storage.localparts import mark_parts, parts_of
-from ckpt_storage.planmemory import structure_of
+from ckpt_storage.planexchange import structure_of
 from ckpt_storage.stagewire import pack, unpack
 from ckpt_storage.staging import stage
 from ckpt_storage.testing.ranks import RankPool

@@ -21,8 +21,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt_storage
-from ckpt_storage.planexchange import planned_alike
-from ckpt_storage.planmemory import Kept, PlanMemory, Structure, structure_of
+from ckpt_storage.planexchange import (
+    Kept,
+    PlanMemory,
+    Structure,
+    planned_alike,
+    structure_of,
+)
 from ckpt_storage.testing.ranks import RankPool
 
 
