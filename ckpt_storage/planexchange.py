@@ -248,7 +248,7 @@ class PlanExchange:
         else:
             again = _Answer(plan=None, plan_id="", item_count=0, candidates=())
             return [again for _ in proposals]
-        self._writer.note_item_count(item_count)
+        self._writer.attempt.item_count = item_count
         return [
             _Answer(plan=plan, plan_id=plan_id, item_count=item_count, candidates=candidates)
             for plan in self._writer.prepare_global_plan(plans)

@@ -87,8 +87,10 @@ class SaveSettings:
 class SaveAttempt:
     """One save as this rank sees it; belongs to one thread.
 
-    `answer` is what the coordinator said, once it is known; `item_count`, `candidates` and
-    `settled_ties` are what a front door knows besides.
+    `answer` is what the coordinator said, once it is known. A front door knows besides, and puts
+    here: `item_count`, of all ranks' plans, before `prepare_global_plan`; `candidates`, names that
+    the ranks' states may tie, before `write_data`; and before `finish` `settled_ties`, which maps
+    each of these to what it is tied to, or to itself.
     """
 
     def __init__(

@@ -347,7 +347,7 @@ class _Save:
         self._set_up(state)
         memory = StateMemory(state)
         plan, tied = self._plans.run(memory.ties())
-        writer.note_candidates([name for group in tied for name in group])
+        writer.attempt.candidates = [name for group in tied for name in group]
         results = writer.write_data(plan, planner).wait()
         return pickle.dumps((results, memory.objections(tied)))
 
@@ -365,7 +365,8 @@ class _Save:
     def _commit(self, gathered: list[bytes]) -> CheckpointInfo:
         assert self._plans.metadata is not None  # noqa: S101  # the planning step set it
         written = [pickle.loads(packed) for packed in gathered]  # noqa: S301  # our own ranks
-        self._writer.note_ties(settled_ties(self._plans.tied, [against for _, against in written]))
+        objections = [against for _, against in written]
+        self._writer.attempt.settled_ties = settled_ties(self._plans.tied, objections)
         self._writer.finish(self._plans.metadata, [result for result, _ in written])
         info = self._writer.committed
         assert info is not None  # noqa: S101  # finish sets it or raises

@@ -129,25 +129,18 @@ class CheckpointStorageWriter(StorageWriter):
         self._user: Mapping[str, Any] = {}
         self._replaces: frozenset[str] = frozenset()
 
-    def attend(self, begin: Callable[[Phase], Deadline]) -> None:
-        """Let `begin` start the phases of the saves to come, in place of our own clock.
+    # For the front doors; of what they say, the coordinator's counts.
 
-        For the front doors, whose deadlines know of other ranks' failures.
-        """
+    def attend(self, begin: Callable[[Phase], Deadline]) -> None:
+        """Let `begin` start the phases of the saves to come, in place of our own clock."""
         self._begin_phase = begin
 
     def annotate(self, user: Mapping[str, Any]) -> None:
-        """Put `user` into the commit records of the saves to come; plain JSON.
-
-        For the front doors; what counts is what the coordinator says.
-        """
+        """Put `user` into the commit records of the saves to come; plain JSON."""
         self._user = user
 
     def let_replace(self, save_ids: frozenset[str]) -> None:
-        """Let the saves to come replace these saves, known to be damaged, without `overwrite`.
-
-        For the manager; what counts is what the coordinator says.
-        """
+        """Let the saves to come replace these saves, known to be damaged, without `overwrite`."""
         self._replaces = save_ids
 
     def __repr__(self) -> str:
@@ -225,7 +218,7 @@ class CheckpointStorageWriter(StorageWriter):
     @at_dcp_border
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Attach this rank's hello to its plan; all ranks."""
-        save = self._save()
+        save = self.attempt
         agreement.clear_inbox()
         return dataclasses.replace(plan, storage_data=self._hello(save))
 
@@ -245,7 +238,7 @@ class CheckpointStorageWriter(StorageWriter):
         (`RankMismatchError`, `CheckpointExistsError`, `InvalidInputError`, `StorageError`) is
         answered to all ranks and raised by their `write_data`; no byte was written then.
         """
-        save = self._save()
+        save = self.attempt
         hellos = agreement.hellos_of_all(self._hello(save), len(plans))
         answers: Sequence[Granted | Refused]
         try:
@@ -285,7 +278,9 @@ class CheckpointStorageWriter(StorageWriter):
                     next_step="Pass the same process_group to dcp.save and to the writer.",
                 )
 
-    def _save(self) -> SaveAttempt:
+    @property
+    def attempt(self) -> SaveAttempt:
+        """The save that is under way in the calling thread. Raises `InvalidInputError`."""
         save: SaveAttempt | None = getattr(self._threads, "save", None)
         if save is None:
             raise InvalidInputError(
@@ -308,7 +303,7 @@ class CheckpointStorageWriter(StorageWriter):
         will be committed. Raises what the coordinator refused the save for, `StorageError`,
         `PhaseTimeoutError`, `InvalidInputError` (a value that cannot be stored, naming its FQN).
         """
-        save = self._save()
+        save = self.attempt
         self._check_granted(save)
         results = save.write(plan, planner, deadline=self._begin_phase("write"))
         if not save.is_coordinator:
@@ -316,28 +311,6 @@ class CheckpointStorageWriter(StorageWriter):
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         future.set_result(results)
         return future
-
-    def note_item_count(self, item_count: int) -> None:
-        """Take how many items all ranks write, for the `prepare_global_plan` to come.
-
-        For the front doors, whose plans may be known from the save before; coordinator only.
-        """
-        self._save().item_count = item_count
-
-    def note_candidates(self, names: Sequence[str]) -> None:
-        """Take the names that the ranks' states may tie, for the `write_data` to come; all ranks.
-
-        For the front doors: of these the coordinator gets the checksums of chunks.
-        """
-        self._save().candidates = names
-
-    def note_ties(self, settled: Mapping[str, str]) -> None:
-        """Take what the ranks' states say of ties, for the `finish` to come; coordinator only.
-
-        For the front doors: maps every name that some rank ties to what it is tied to, or to
-        itself. Without it, ties are what every rank wrote from the same memory.
-        """
-        self._save().settled_ties = settled
 
     @at_dcp_border
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -347,7 +320,7 @@ class CheckpointStorageWriter(StorageWriter):
         committed), `CommitConflictError` (not committed), `CommitUnknownError`,
         `NotPublishedError` (committed).
         """
-        save = self._save()
+        save = self.attempt
         self._check_granted(save)
         deadline = self._begin_phase("commit")
         record = save.commit(metadata, results, user=self._user, deadline=deadline)
