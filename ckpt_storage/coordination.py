@@ -7,16 +7,18 @@ Called by the front doors. The protocol is design note 4 (docs/design/0004-coord
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .board import Board, BoardError, LocalBoard
-from .errors import InvalidInputError, PhaseTimeoutError, StorageError
+from .errors import CheckpointError, InvalidInputError, PhaseTimeoutError, StorageError
 from .meeting import GivenUp
 from .operation import Operation
 from .options import Timeouts
-from .reports import COORDINATOR
+from .reports import COORDINATOR, locate
+from .siblings import RankProcess
 
 __all__ = ["Coordinator", "solo"]
 
@@ -31,13 +33,20 @@ class Coordinator:
         board: memory that all ranks share.
         rank: of this process in the group.
         world_size: number of ranks in the group.
+        pid: of the process that speaks for this rank, if it is not this one.
         look_s: longest pause in seconds between two looks for failures of others; by default it
             grows with the world, so that thousands of ranks do not flood the board's server.
 
     """
 
     def __init__(
-        self, board: Board, *, rank: int, world_size: int, look_s: float | None = None
+        self,
+        board: Board,
+        *,
+        rank: int,
+        world_size: int,
+        pid: int | None = None,
+        look_s: float | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise InvalidInputError(
@@ -54,7 +63,13 @@ class Coordinator:
         self.number = 0
         self.given_up: GivenUp | None = None
         self.has_met = False
+        self._pid = pid
         self._lock = threading.Lock()
+
+    @property
+    def process(self) -> RankProcess | None:
+        """The process whose end means that nobody speaks for this rank any more."""
+        return None if self.world_size == 1 else RankProcess.of(self._pid or os.getpid())
 
     @property
     def is_coordinator(self) -> bool:
@@ -73,7 +88,9 @@ class Coordinator:
         """
         if not self._lock.acquire(timeout=timeouts.plan):
             raise PhaseTimeoutError(
-                f"Another operation of this process kept {what} waiting for {timeouts.plan:g} s.",
+                f"Another operation of rank {self.rank} kept {what} waiting for "
+                f"{timeouts.plan:g} s in the plan phase.",
+                rank=self.rank,
                 phase="plan",
                 timeout_s=timeouts.plan,
                 next_step="Wait for the other to end, or raise Timeouts.plan.",
@@ -82,20 +99,29 @@ class Coordinator:
         try:
             operation = Operation(self, what, timeouts)
             try:
-                with operation:
+                with self._told_by_the_board(operation), operation:
                     yield operation
-            except BoardError as error:
-                # What broke the one connection has perhaps broken the other.
-                self._close_spare()
-                raise operation.failure() or operation.lost(error) from error
-            except StorageError as error:
-                # Requests that were given up say so; what matters is why.
-                failure = operation.failure()
-                if failure is None or failure is error:
-                    raise
-                raise failure from error
+            except CheckpointError as error:
+                if self.world_size > 1:
+                    locate(error, operation.what, rank=self.rank, phase=operation.current_phase)
+                raise
         finally:
             self._lock.release()
+
+    @contextmanager
+    def _told_by_the_board(self, operation: Operation) -> Iterator[None]:
+        """Let a failed request say why it was given up, and a lost store whose store it was."""
+        try:
+            yield
+        except BoardError as error:
+            # What broke the one connection has perhaps broken the other.
+            self._close_spare()
+            raise operation.failure() or operation.lost(error) from error
+        except StorageError as error:
+            failure = operation.failure()
+            if failure is None or failure is error:
+                raise
+            raise failure from error
 
     def close(self) -> None:
         """Let go of the connections to the board; called after the last operation, idempotent."""

@@ -20,14 +20,14 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .agreement import Hello, check_agreement
 from .board import BoardError
 from .errors import CheckpointError, PhaseTimeoutError
 from .reports import COORDINATOR, name_ranks, of_rank
+from .siblings import RankProcess, start_ticks
 from .waits import Waits
 
 __all__ = ["Arrival", "GivenUp", "Meeting"]
@@ -36,18 +36,18 @@ log = logging.getLogger("ckpt_storage")
 
 _WITHDRAW_S = 1.0
 
+_STAY_S = 3.0
+"""How long rank 0, which may host the store, stays for those that have not read an error."""
+
 _LOG_S = 60.0
 """How often who waits for ranks that have not come says so."""
-
-_START_FIELD = 19
-"""Of `/proc/self/stat` behind the name: clock ticks from boot to the start of the process."""
 
 _IMPORTED_S = time.time()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """What a rank says when it comes: its terms, or why it failed before it came.
+    """What a rank says when it comes: its terms, or why it failed before it came; its process.
 
     `is_waiting` is whether it then waits for an answer; `said_s` when it said so (Unix seconds, by
     its own clock).
@@ -59,19 +59,22 @@ class Arrival:
     error: CheckpointError | None = None
     is_waiting: bool = True
     said_s: float = field(default_factory=time.time)
+    process: RankProcess | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
     """What the coordinator answers an arrival: the operation's id, or why there is none.
 
-    `is_question`: neither yet. Who waits removes it, and shows by that that it lives.
+    `is_question`: neither yet. Who waits removes it, and shows by that that it lives. `siblings`
+    are the processes of all ranks of the host of who came.
     """
 
     number: int
     operation_id: str = ""
     error: CheckpointError | None = None
     is_question: bool = False
+    siblings: Mapping[int, RankProcess] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +87,11 @@ class GivenUp:
 
 def process_start_s() -> float:
     """Return when this process began (Unix seconds), or imported this where that is not told."""
-    try:
-        fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-        began_s = int(fields[_START_FIELD]) / os.sysconf("SC_CLK_TCK")
-        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + began_s
-    except (OSError, AttributeError):
+    ticks = start_ticks("self")
+    if ticks is None:
         return _IMPORTED_S
+    began_s = ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + began_s
 
 
 class Meeting:
@@ -111,6 +113,7 @@ class Meeting:
         number: int,
         given_up: GivenUp | None = None,
         has_met: bool = False,
+        process: RankProcess | None = None,
     ) -> None:
         self.number = number
         self.given_up = given_up
@@ -119,6 +122,8 @@ class Meeting:
         self.keys: list[str] = []
         self.is_over = False
         self.late_id = ""
+        self.siblings: Mapping[int, RankProcess] = {}
+        self._process = process
         self._waits = waits
         self._rank = rank
         self._world_size = world_size
@@ -134,12 +139,15 @@ class Meeting:
 
         Raises `RankMismatchError`, `RankFailedError`, `PhaseTimeoutError`; on all ranks.
         """
-        arrival = Arrival(number=self.number, nonce=self.nonce, hello=hello, error=error)
+        arrival = Arrival(
+            number=self.number, nonce=self.nonce, hello=hello, error=error, process=self._process
+        )
         answer = self._welcome(arrival) if self._rank == COORDINATOR else self._greet(arrival)
         self.is_over = True
         self.number = answer.number
         if answer.error is not None:
             raise answer.error
+        self.siblings = answer.siblings
         self.has_met = True
         return answer.operation_id
 
@@ -266,7 +274,20 @@ class Meeting:
             self.has_met = True
         answer = self._judge(came, late)
         self._reply(came, answer)
-        return answer
+        if answer.error is not None:
+            self._stay(came)
+        return replace(answer, siblings=_of_host(came, own))
+
+    def _stay(self, came: Mapping[int, Arrival]) -> None:
+        """Wait a moment until all that came have read the error: this rank may host the store."""
+        others = [one for rank, one in came.items() if rank != self._rank and one.is_waiting]
+        unread = [f"answer/{one.nonce}" for one in others]
+        end_s = time.monotonic() + _STAY_S
+        with contextlib.suppress(BoardError):
+            while unread and time.monotonic() < end_s:
+                time.sleep(self._waits.look_s)
+                # Who has read it removes it.
+                unread = [key for key in unread if self._waits.get(key) is not None]
 
     def _await_others(self, came: Mapping[int, Arrival], late: list[PhaseTimeoutError]) -> None:
         waits = self._waits
@@ -338,12 +359,16 @@ class Meeting:
         return "on"
 
     def _reply(self, came: Mapping[int, Arrival], answer: _Answer) -> None:
-        packed = pickle.dumps(answer)
+        packed: dict[object, bytes] = {}
         for rank, arrival in came.items():
             if rank != self._rank:
+                kernel = arrival.process and arrival.process.kernel
+                if kernel not in packed:
+                    told = replace(answer, siblings=_of_host(came, arrival))
+                    packed[kernel] = pickle.dumps(told)
                 key = f"answer/{arrival.nonce}"
                 self.keys.append(key)
-                self._waits.set(key, packed)
+                self._waits.set(key, packed[kernel])
 
     def _judge(self, came: Mapping[int, Arrival], late: Sequence[PhaseTimeoutError]) -> _Answer:
         number = max(arrival.number for arrival in came.values())
@@ -405,6 +430,13 @@ class Meeting:
             phase="plan",
             next_step="See why this rank was late; if it was only slow, raise Timeouts.plan.",
         )
+
+
+def _of_host(came: Mapping[int, Arrival], arrival: Arrival) -> Mapping[int, RankProcess]:
+    """Return the processes of the ranks on the host of who came."""
+    own = arrival.process
+    found = {rank: one.process for rank, one in came.items() if one.process is not None}
+    return {rank: one for rank, one in found.items() if own and one.kernel == own.kernel}
 
 
 def _order(

@@ -15,19 +15,21 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Protocol, Self
 
 from .agreement import Hello
 from .board import Board, BoardError
 from .deadline import Deadline
-from .errors import CheckpointError, PhaseTimeoutError, RankFailedError, SaveCancelledError
+from .errors import CheckpointError, RankFailedError, SaveCancelledError
 from .info import CheckpointInfo
 from .lifesigns import LifeSigns, Sign
 from .meeting import GivenUp, Meeting
 from .options import Phase, Timeouts
 from .reports import COORDINATOR, Report, name_ranks, told_by, travelling
+from .siblings import RankProcess, Siblings
+from .steps import Steps
 from .waits import Waits
 from .watching import Watcher, lost_board
 
@@ -69,6 +71,10 @@ class Group(Protocol):
     has_met: bool
 
     @property
+    def process(self) -> RankProcess | None:
+        """The process that speaks for this rank."""
+
+    @property
     def is_coordinator(self) -> bool:
         """Whether this rank decides."""
 
@@ -76,7 +82,7 @@ class Group(Protocol):
         """Remove one thing that earlier operations left on the board; False if none is."""
 
 
-class Operation:
+class Operation(Steps):
     """One save, load or consolidation; a `Watch` for its transfers; a context manager.
 
     All ranks call `meet` first, and then the same steps (`gather`, `scatter`, `broadcast`,
@@ -113,6 +119,7 @@ class Operation:
             number=group.number,
             given_up=group.given_up,
             has_met=group.has_met,
+            process=group.process,
         )
         self._signs = LifeSigns(group.rank, group.world_size)
         self._watcher: Watcher | None = None
@@ -255,49 +262,10 @@ class Operation:
                 on_failure=lambda error: self._set_failure(error, self.rank),
                 silence_s=self.timeouts.silence,
                 look_s=self._group.look_s,
+                siblings=Siblings(self._group.process, self._meeting.siblings),
             )
             self._keys += self._watcher.keys
             self._watcher.start()
-
-    def gather(self, payload: bytes) -> list[bytes]:
-        """Send `payload` to the coordinator; it gets all in order of rank, others an empty list.
-
-        Others return at once. Raises `RankFailedError`, `PhaseTimeoutError` naming the missing.
-        """
-        step = self._next_step("gather")
-        if not self.is_coordinator:
-            self._put(f"{step}/{self.rank}", payload)
-            return []
-        keys = {rank: f"{step}/{rank}" for rank in self._others()}
-        self._await(keys)
-        got = {rank: self._take(key) for rank, key in keys.items()}
-        return [got.get(rank, payload) for rank in range(self.world_size)]
-
-    def scatter(self, payloads: Sequence[bytes]) -> bytes:
-        """Give each rank its own of the coordinator's `payloads` (others pass none)."""
-        step = self._next_step("scatter")
-        if self.is_coordinator:
-            for rank in self._others():
-                self._put(f"{step}/{rank}", payloads[rank])
-            return payloads[self.rank]
-        key = f"{step}/{self.rank}"
-        self._await({COORDINATOR: key})
-        return self._take(key)
-
-    def broadcast(self, payload: bytes) -> bytes:
-        """Return the coordinator's `payload` on every rank (others pass anything)."""
-        step = self._next_step("broadcast")
-        if self.is_coordinator:
-            self._put(step, payload)
-            return payload
-        self._await({COORDINATOR: step})
-        return self._read(step)
-
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Return the payloads of all ranks, in order of rank, on every rank."""
-        packed = self.broadcast(pickle.dumps(self.gather(payload)))
-        together: list[bytes] = pickle.loads(packed)  # noqa: S301  # our own ranks
-        return together
 
     def announce(self, outcome: bytes) -> None:
         """Tell all ranks how the operation ended; the coordinator's last word, also after errors.
@@ -314,6 +282,8 @@ class Operation:
         """
         try:
             self._await({COORDINATOR: self._outcome_key})
+        except BoardError:
+            raise  # it would not answer the next look either
         except CheckpointError as error:
             # Who cancels asks a coordinator that lives, and may be in the middle of the commit.
             is_wish = isinstance(error, SaveCancelledError)
@@ -333,63 +303,12 @@ class Operation:
         return self._reporter == COORDINATOR and not is_silence and not is_wish
 
     @property
-    def _prefix(self) -> str:
-        return f"op/{self.id}"
-
-    @property
     def _outcome_key(self) -> str:
         return f"{self._prefix}/outcome"
 
     @property
     def _failed_key(self) -> str:
         return f"{self._prefix}/failed"
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank != self.rank]
-
-    def _next_step(self, name: str) -> str:
-        self._step += 1
-        return f"{self._prefix}/{self._step}-{name}"
-
-    def _put(self, key: str, payload: bytes) -> None:
-        self._keys.append(key)
-        self._waits.set(key, payload)
-
-    def _read(self, key: str) -> bytes:
-        data = self._waits.get(key)
-        if data is None:
-            raise CheckpointError(
-                f"{self.what}: a message between ranks is gone ({key}).",
-                next_step="Make sure that all ranks call the same operations in the same order.",
-            )
-        return data
-
-    def _take(self, key: str) -> bytes:
-        data = self._read(key)
-        self._waits.delete(key)
-        return data
-
-    def _await(self, keys: Mapping[int, str]) -> None:
-        """Wait until something lies under each key, put there by the rank it is listed for."""
-        names = list(keys.values())
-        self._waits.until(
-            lambda: self._board.has_all(names, self._waits.patience_s()) or None,
-            lambda: self._late(self._waits.missing(keys)),
-        )
-
-    def _late(self, ranks: Sequence[int]) -> PhaseTimeoutError:
-        deadline = self._waits.deadline
-        known = "; ".join(self._signs.describe(rank) for rank in ranks[:8])
-        verb = "has" if len(ranks) == 1 else "have"
-        return PhaseTimeoutError(
-            f"{name_ranks(ranks)} of {self.world_size} {verb} not ended it within "
-            f"{deadline.timeout_s:g} s in the {deadline.phase} phase of {self.what}: {known}.",
-            timeout_s=deadline.timeout_s,
-            rank=ranks[0] if ranks else None,
-            phase=deadline.phase,
-            next_step="Look at what those ranks are doing; if they are only slow, raise "
-            f"Timeouts.{deadline.phase}.",
-        )
 
     def _tidy(self, timeout_s: float) -> bool:
         """Remove a little of what earlier operations left: all ranks have gone on from there."""
@@ -441,8 +360,8 @@ class Operation:
         return lost_board(error, self._waits.deadline, self.what)
 
     def told_by(self, rank: int, error: CheckpointError) -> CheckpointError:
-        """Return what this rank raises when `rank` told of `error`."""
-        return told_by(rank, error, self.what)
+        """Return what this rank raises when `rank` decided on `error`, for all."""
+        return told_by(Report(rank=rank, error=error, decides=True), self.what)
 
     def _report(self, error: BaseException) -> None:
         """Tell all ranks why this one leaves, unless they told it."""
@@ -469,7 +388,9 @@ class Operation:
 
     def _tell(self, error: CheckpointError) -> None:
         self._keys.append(self._failed_key)
-        report = pickle.dumps(Report(rank=self.rank, error=error))
+        # Before its first step a coordinator plans for itself.
+        decides = self.is_coordinator and self._step > 0 and error.phase in {"plan", "commit"}
+        report = pickle.dumps(Report(rank=self.rank, error=error, decides=decides))
         self._board.set_first(self._failed_key, report, _REPORT_S)
 
     def _come_failed(self, error: CheckpointError) -> str:
@@ -493,11 +414,12 @@ class Operation:
         if self.world_size == 1 or not self.id:
             return
         key = f"{self._prefix}/left"
-        if not self.is_coordinator:
-            self._keys.append(f"{key}/{self.rank}")
-            self._board.set(f"{key}/{self.rank}", b"left", timeout_s)
-            return
-        keys = {rank: f"{key}/{rank}" for rank in self._others()}
+        if self.is_coordinator:
+            self._await_left({rank: f"{key}/{rank}" for rank in self._others()}, timeout_s)
+        self._keys.append(f"{key}/{self.rank}")
+        self._board.set(f"{key}/{self.rank}", b"left", timeout_s)
+
+    def _await_left(self, keys: Mapping[int, str], timeout_s: float) -> None:
         self._keys += keys.values()
         end = time.monotonic() + timeout_s
         while not self._waits.within(self._group.look_s, list(keys.values())):
@@ -517,4 +439,4 @@ class Operation:
 
     def _take_report(self, report: Report) -> None:
         if report.rank != self.rank:
-            self._set_failure(self.told_by(report.rank, report.error), report.rank)
+            self._set_failure(told_by(report, self.what), report.rank)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from .errors import (
     CommitUnknownError,
     FormatError,
     NotPublishedError,
-    PhaseTimeoutError,
     RankFailedError,
     RankMismatchError,
     SaveCancelledError,
@@ -33,6 +33,7 @@ __all__ = [
     "COORDINATOR",
     "Report",
     "as_checkpoint_errors",
+    "locate",
     "name_ranks",
     "of_rank",
     "place_of",
@@ -64,24 +65,42 @@ _OF_THE_CHECKPOINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Why an operation ended, as the first rank that failed tells it."""
+    """Why an operation ended, as the first rank that failed tells it.
+
+    `decides`: the coordinator found it when it decided for all.
+    """
 
     rank: int
     error: CheckpointError
+    decides: bool = False
 
 
-def told_by(rank: int, error: CheckpointError, what: str) -> CheckpointError:
-    """Return what the other ranks raise when `rank` told of `error` in the operation `what`.
+def told_by(report: Report, what: str) -> CheckpointError:
+    """Return what the other ranks raise on a report in the operation `what`.
 
     The error itself where it is every rank's: what the coordinator found when it decided for all,
     what is wrong with the checkpoint, and failures that name a rank already.
     """
-    decides = rank == COORDINATOR and error.phase in {"plan", "commit"}
-    if not (decides or isinstance(error, (*_OF_THE_CHECKPOINT, RankFailedError))):
-        return of_rank(rank, error, what)
-    if not isinstance(error, RankFailedError | PhaseTimeoutError):
-        error.add_note(f"Rank {rank} found this in the {error.phase or 'plan'} phase of {what}.")
-    return error
+    error = report.error
+    # What is of no kind of ours came from a planner or a state: that rank failed.
+    is_verdict = report.decides and type(error) is not CheckpointError
+    if is_verdict or isinstance(error, (*_OF_THE_CHECKPOINT, RankFailedError)):
+        return error
+    return of_rank(report.rank, error, what)
+
+
+def locate(error: CheckpointError, what: str, *, rank: int, phase: str) -> None:
+    """Make an error that leaves an operation say rank, phase and place, where it does not yet."""
+    error.phase = error.phase or phase
+    text, failed = str(error), error.rank
+    where = re.compile(rf"\branks? {'[0-9]' if failed is None else failed}\b", re.IGNORECASE)
+    place = what.split(" ", 3)[-1]
+    if where.search(text) and f"{error.phase} phase" in text and place in text:
+        return
+    at = f"on rank {failed}" if failed is not None else f"as rank {rank} was told"
+    # Not "failed": what is in doubt, or committed but not published, has not.
+    text = text.removeprefix(f"{what[:1].upper()}{what[1:]} failed on rank {failed}: ")
+    error.args = (f"In the {error.phase} phase of {what}, {at}: {text}",)
 
 
 def of_rank(rank: int, error: CheckpointError, what: str) -> RankFailedError:

@@ -17,6 +17,7 @@ from .deadline import Deadline
 from .errors import CheckpointError, RankFailedError
 from .lifesigns import LifeSigns
 from .reports import COORDINATOR, Report, name_ranks
+from .siblings import Siblings
 
 __all__ = ["Watcher", "lost_board"]
 
@@ -41,6 +42,7 @@ class Watcher:
         on_failure: takes an error and the rank that reported it; called once, from the thread.
         silence_s: how long a rank may give no sign of life.
         look_s: longest pause between two looks; `nudge` shortens one.
+        siblings: the ranks of this host; closed when the thread ends.
 
     """
 
@@ -58,6 +60,7 @@ class Watcher:
         on_failure: Callable[[CheckpointError], None],
         silence_s: float,
         look_s: float,
+        siblings: Siblings,
     ) -> None:
         self._board = board
         self._prefix = prefix
@@ -70,6 +73,7 @@ class Watcher:
         self._on_failure = on_failure
         self._silence_s = silence_s
         self._look_s = look_s
+        self._siblings = siblings
         self._is_sound = True
         self._has_ended = threading.Event()
         self._has_news = threading.Event()
@@ -105,6 +109,7 @@ class Watcher:
         self._has_news.set()
         if self._thread.ident is None:
             # It could not be started: a process may have no more threads.
+            self._siblings.close()
             return self._board
         self._thread.join(_STOP_S)
         if self._thread.is_alive():
@@ -125,15 +130,21 @@ class Watcher:
             self._is_sound = False
             log.exception("The watch over %s failed.", self._what)
             self._on_failure(CheckpointError(f"{type(error).__name__}: {error}"))
+        finally:
+            self._siblings.close()
 
     def _watch(self) -> None:
         board, limit_s = self._board, self._silence_s
         next_beat_s = 0.0
         told: Deadline | None = None
         while not self._pause():
+            # Before the look for reports: who reports and then ends has told its reason.
+            ended = self._siblings.ended()
             data = board.get(f"{self._prefix}/failed", limit_s)
             if data is not None:
                 self._on_report(pickle.loads(data))  # noqa: S301  # our own ranks
+                return
+            if any(self._gave_up_on(rank) for rank in ended):
                 return
             # A new phase is told soon: a rank that dies in it is named with it.
             phase = self._phase()
@@ -145,11 +156,38 @@ class Watcher:
                 self._signs.heard(rank, board.get(f"{self._prefix}/life/{rank}", limit_s))
             silent = self._signs.silent(self._watched, limit_s)
             if silent:
-                error = self._silent(silent)
-                report = pickle.dumps(Report(rank=self._rank, error=error))
-                board.set_first(f"{self._prefix}/failed", report, limit_s)
-                self._on_failure(error)
+                self._report(self._silent(silent))
                 return
+
+    def _report(self, error: RankFailedError) -> None:
+        report = pickle.dumps(Report(rank=self._rank, error=error))
+        self._board.set_first(f"{self._prefix}/failed", report, self._silence_s)
+        self._on_failure(error)
+
+    def _gave_up_on(self, rank: int) -> bool:
+        """Report a rank of this host whose process has ended, unless its part was done."""
+        board, limit_s = self._board, self._silence_s
+        if board.has_all([f"{self._prefix}/left/{rank}"], limit_s):
+            return False
+        self._signs.heard(rank, board.get(f"{self._prefix}/life/{rank}", limit_s))
+        sign = self._signs.known().get(rank)
+        phase = self._phase().phase if sign is None else sign.phase
+        if rank != COORDINATOR and phase == "commit":
+            # The commit needs it no more; whether it takes place is rank 0's to tell.
+            return False
+        known = self._signs.describe(rank)
+        self._report(
+            RankFailedError(
+                f"Rank {rank} of {self._world_size} died in the {phase} phase of {self._what}: its "
+                f"process has ended without a word. {known[:1].upper()}{known[1:]}.",
+                failures={rank: known},
+                is_silent=True,
+                rank=rank,
+                phase=phase,
+                next_step="See what ended that process (a crash, a signal, out of memory).",
+            )
+        )
+        return True
 
     def _pause(self) -> bool:
         """Wait until the next look; return whether there is none."""

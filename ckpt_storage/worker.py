@@ -102,7 +102,10 @@ class _Worker:
             self._coordinator = solo()
         else:
             board = StoreBoard(setup.address.connect, setup.lane)
-            self._coordinator = Coordinator(board, rank=setup.rank, world_size=setup.world_size)
+            # The trainer speaks for a worker that dies, not for itself.
+            self._coordinator = Coordinator(
+                board, rank=setup.rank, world_size=setup.world_size, pid=self._trainer_pid
+            )
 
     def serve(self) -> None:
         """Serve until the trainer closes the pipe."""

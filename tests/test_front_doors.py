@@ -101,12 +101,17 @@ def test_a_planner_of_the_old_form_is_obeyed(tmp_path: Path) -> None:
 KINDS = ("ValueError", "OSError", "CheckpointException", "unpicklable")
 
 
-def assert_told(results: list[tuple[str, str, int]], who: int, world_size: int) -> None:
-    """Assert that every rank raised an error with the cause and the rank that failed."""
+def assert_told(results: list[tuple[str, str, int]], who: int, world_size: int, path: Path) -> None:
+    """Assert that every rank raised an error with cause, rank, phase and URL of what failed."""
     assert len(results) == world_size
-    for rank, (_, text, named) in enumerate(results):
+    for rank, (name, text, named) in enumerate(results):
         assert "boom" in text, (rank, text)
         assert named == who, (rank, text)
+        assert f"rank {who}" in text.lower(), (rank, text)
+        assert " phase" in text, (rank, text)
+        assert str(path) in text, (rank, text)
+        if rank != who:
+            assert name == "RankFailedError", (rank, text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,7 +120,7 @@ def assert_told(results: list[tuple[str, str, int]], who: int, world_size: int) 
     [
         (1, "state_dict"),
         (0, "state_dict"),
-        (1, "create_local_plan"),
+        (0, "create_local_plan"),
         (0, "create_global_plan"),
         (2, "finish_plan"),
         (1, "resolve_data"),
@@ -127,7 +132,7 @@ def test_a_failure_of_a_save_on_one_rank_reaches_all(
     """Whatever a planner or a state raises, all ranks raise an error of ours that says so."""
     path = tmp_path / "run"
     results = ranks.run(cases.save_failing, str(path), who, where, kind, world_size=3)
-    assert_told(results, who, 3)
+    assert_told(results, who, 3, path)
     with pytest.raises(ckpt_storage.CheckpointError):
         ckpt_storage.load({"step": 0}, path)
 
@@ -144,7 +149,7 @@ def test_a_failure_of_a_load_on_one_rank_reaches_all(
     path = tmp_path / "run"
     ranks.run(cases.save, path, 1, world_size=2)
     results = ranks.run(cases.load_failing, str(path), who, where, kind, world_size=3)
-    assert_told(results, who, 3)
+    assert_told(results, who, 3, path)
 
 
 def save_on_full_disk(rank: int, path: str, who: int) -> tuple[str, str, int]:
@@ -166,6 +171,9 @@ def test_a_full_disk_on_one_rank_is_told_to_all(ranks: RankPool, tmp_path: Path,
         assert name == ("StorageError" if who in {0, rank} else "RankFailedError"), text
         assert "space" in text.lower()
         assert named == who
+        assert f"rank {who}" in text.lower(), text
+        assert " phase" in text, text
+        assert str(path) in text, text
     target = cases.state_of(2, zeros=True)
     dcp_cases.load_stock(target, path)
     cases.assert_state(target, 2)

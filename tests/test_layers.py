@@ -94,6 +94,8 @@ LAYERS = (
     "lifesigns",
     "reports",
     "waits",
+    "siblings",
+    "steps",
     "meeting",
     "watching",
     "operation",

@@ -5,17 +5,28 @@ Each rank is a process. What it must be told follows from what the test lets go 
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import front_door_cases as cases
 import manager_cases
 import pytest
+import torch
+from saver_cases import until
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 import ckpt_storage
 from ckpt_storage import CheckpointManager
 from ckpt_storage.testing.ranks import RankPool
+
+WITHIN_S = 10.0
+"""What is promised where another rank of the host lives."""
 
 
 def told(error: ckpt_storage.CheckpointError) -> dict[str, Any]:
@@ -147,3 +158,79 @@ def test_two_open_savers_of_one_name_are_refused(ranks: RankPool, tmp_path: Path
     for text in ranks.run(open_one_name_twice, str(tmp_path), world_size=2):
         assert "'default'" in text
         assert "name=" in text
+
+
+def die_while_saving(rank: int, folder: str, victim: int, kind: str) -> dict[str, Any]:
+    """Let one rank be killed in the middle of its write; return what another is told, and when."""
+    with cases.default_group(rank, 3, folder, kind=kind):
+        ckpt_storage.save({"step": 0}, f"{folder}/first", sync_files=False)
+        planner = KilledInWrite(f"{folder}/killed") if rank == victim else None
+        error = cases.caught(
+            ckpt_storage.save, {f"of {rank}": torch.zeros(9)}, f"{folder}/run", planner=planner
+        )
+        seconds = time.time() - float(Path(f"{folder}/killed").read_text(encoding="ascii"))
+        Path(f"{folder}/told-{rank}").write_text(
+            json.dumps({**told(error), "seconds": seconds}), encoding="utf-8"
+        )
+        # To take the group down would ask the store that may be gone.
+        os._exit(0)
+
+
+class KilledInWrite(DefaultSavePlanner):
+    """A planner whose process is killed when it hands out what is to be written."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def resolve_data(self, write_item: Any) -> Any:
+        """Be killed once the others have written and all have told which phase they are in."""
+        run = Path(self.path).parent / "run"
+        until(lambda: len(list(run.glob("**/__*.distcp"))) >= 2, "the others write")
+        time.sleep(0.5)
+        Path(self.path).write_text(str(time.time()), encoding="ascii")
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().resolve_data(write_item)
+
+
+@pytest.mark.parametrize(("victim", "kind"), [(1, "file"), (0, "file"), (0, "tcp")], ids=str)
+def test_a_rank_that_is_killed_in_its_write_is_named_within_ten_seconds(
+    ranks: RankPool, tmp_path: Path, victim: int, kind: str
+) -> None:
+    """With every deadline at its default, also where rank 0 dies and the store with it."""
+    ranks.outcomes(die_while_saving, str(tmp_path), victim, kind, world_size=3, timeout_s=150.0)
+    for rank in {0, 1, 2} - {victim}:
+        one = json.loads((tmp_path / f"told-{rank}").read_text(encoding="utf-8"))
+        assert one["rank"] == victim, one
+        assert one["phase"] in {"write", "commit"}, one
+        assert f"{tmp_path}/run" in one["text"], one
+        assert one["seconds"] < WITHIN_S, one
+    target = {"step": 1}
+    ckpt_storage.load(target, tmp_path / "first")
+    assert target == {"step": 0}
+
+
+def disagree_and_leave(rank: int, folder: str) -> None:
+    """Disagree on the URL while rank 0, which hosts the store, would leave at once."""
+    with cases.default_group(rank, 2, folder, kind="tcp"):
+        ckpt_storage.save({"step": 0}, f"{folder}/first", sync_files=False)
+        if rank == 1:
+            Path(f"{folder}/pid").write_text(str(os.getpid()), encoding="ascii")
+        else:
+            until(Path(f"{folder}/pid").exists, "rank 1 comes")
+            time.sleep(0.3)  # it says what it means; a second later it reads the verdict
+            stopped = Path(f"{folder}/pid").read_text(encoding="ascii")
+            os.kill(int(stopped), signal.SIGSTOP)
+            subprocess.Popen(["/bin/sh", "-c", f"sleep 1; kill -CONT {stopped}"])
+        error = cases.caught(ckpt_storage.save, {"step": 1}, f"{folder}/of {rank}", timeout=20.0)
+        Path(f"{folder}/told-{rank}").write_text(json.dumps(told(error)), encoding="utf-8")
+        os._exit(0)
+
+
+def test_all_ranks_read_who_said_what_before_rank_0_leaves(ranks: RankPool, tmp_path: Path) -> None:
+    """Rank 0 hosts the store and raises a mismatch only once the others have read it."""
+    ranks.outcomes(disagree_and_leave, str(tmp_path), world_size=2)
+    for rank in (0, 1):
+        one = json.loads((tmp_path / f"told-{rank}").read_text(encoding="utf-8"))
+        assert one["kind"] == "RankMismatchError", one
+        assert all(f"of {other}" in one["text"] for other in (0, 1)), one
