@@ -1,8 +1,7 @@
 """The ranks of one group, able to agree, meet and give up together.
 
-Knows who is in the group, and that it runs one operation at a time; what an operation is, is in
-`operation`. Knows no torch: `coordination_torch` makes Coordinators over process groups.
-Called by the front doors. The protocol is design note 4 (docs/design/0004-coordination.md).
+A group runs one operation at a time. `coordination_torch` makes Coordinators over process groups.
+The protocol is design note 4 (docs/design/0004-coordination.md).
 """
 
 from __future__ import annotations

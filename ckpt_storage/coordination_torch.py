@@ -1,7 +1,6 @@
 """Coordinators over torch process groups: the group's store as the board that ranks share.
 
-Knows torch's stores and groups; runs no collective on the caller's group, whatever its backend.
-Called by the front doors.
+No collective runs on the caller's group, whatever its backend.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""`CheckpointManager`: when to save, under which name, what to keep, where to resume.
-
-Knows the front doors and the rooms that decide and clean up; decides nothing about storage itself.
-Called by training loops, on every rank.
-"""
+"""`CheckpointManager`: when to save, under which name, what to keep, where to resume."""
 
 from __future__ import annotations
 

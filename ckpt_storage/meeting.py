@@ -1,7 +1,6 @@
 """How ranks meet: each comes with its terms, the coordinator compares them and answers all.
 
-Knows the board and what ranks say when they come; knows no step that follows. Called by
-`operation`. The protocol is design note 4.
+The protocol is design note 4.
 
 Operations are numbered on each rank. A rank that comes to one which the others have given up is
 told so at once, instead of meeting them in the next; one that missed a call altogether comes with

@@ -1,8 +1,5 @@
 """One operation of all ranks, as one rank sees it: phases, steps, outcome and giving up.
 
-Knows ranks, deadlines and the board; knows no torch and no storage. Made by
-`coordination.Coordinator`; used by the front doors, and as a `Watch` by their transfers.
-
 No collective takes part. A collective waits as long as its group says, cannot be woken, names
 nobody and leaves its group broken. Here each wait is a loop that looks at its deadline, at the
 word of a rank that failed, and at the signs of life of those it waits for.

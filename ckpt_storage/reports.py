@@ -1,7 +1,4 @@
-"""What ranks tell one another when something went wrong, and whose error it then is.
-
-Knows errors only. Called by `meeting`, `operation`, `watching` and the front doors.
-"""
+"""What ranks tell one another when something went wrong, and whose error it then is."""
 
 from __future__ import annotations
 

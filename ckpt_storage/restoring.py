@@ -1,8 +1,4 @@
-"""Resuming: the newest checkpoint that can be loaded whole, the same one on every rank.
-
-Knows a census, ranks, and which errors mean that a checkpoint is of no use; how one is loaded it is
-told. Imports no torch. Called by `manager` on every rank.
-"""
+"""Resuming: the newest checkpoint that can be loaded whole, the same one on every rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The thread of each rank that looks for reports and signs of life while an operation runs.
-
-Knows the board and what signs of life are; decides nothing but who is silent. Called by
-`operation`.
-"""
+"""The thread of each rank that looks for reports, deaths and signs of life during an operation."""
 
 from __future__ import annotations
 
