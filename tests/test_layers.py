@@ -170,7 +170,6 @@ LAYERS = (
     "integrations",
     # Shipped for tests of this package and of others.
     "testing",
-    "benchmark",
     "cli",
     "__main__",
 )
@@ -192,7 +191,6 @@ MAY_IMPORT = {
         "planexchange",
         "stockpickle",
         "peers",
-        "benchmark",
         "cli",
         "conversion",
         "integrations",
@@ -221,7 +219,7 @@ MAY_IMPORT = {
         "writer",
     },
     "adlfs": {"store", "testing"},
-    "fsspec": {"benchmark", "store", "testing"},
+    "fsspec": {"store", "testing"},
     "gcsfs": {"store", "testing"},
     "s3fs": {"store", "testing"},
 }

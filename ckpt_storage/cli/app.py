@@ -44,7 +44,6 @@ _COMMANDS = {
     "consolidate": "consolidate",
     "prune": "prune",
     "doctor": "doctor",
-    "bench": "bench",
 }
 """Each command, in the order of the help, and the module here that defines it."""
 

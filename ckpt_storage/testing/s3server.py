@@ -1,4 +1,4 @@
-"""An in-memory S3 server with faults: for tests, the example and `ckpt-storage bench`.
+"""An in-memory S3 server with faults, for tests, examples and benchmarks.
 
 Speaks enough of S3 for botocore and s3fs, path style only, and is strict where
 checkpoints depend on it: preconditions hold atomically, an upload is invisible until

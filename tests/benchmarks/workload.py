@@ -1,7 +1,4 @@
-"""States to save and load: Llama shapes in bfloat16, sharded over ranks, and many small tensors.
-
-Knows tensors and meshes; knows no storage. Called by `scenarios` on every rank.
-"""
+"""States to save and load: Llama shapes in bfloat16, sharded over ranks, and many small tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 State = dict[str, DTensor]
+Sharding = Literal["rows", "columns"]
 
 _WIDTH, _HIDDEN, _WORDS = 2048, 5632, 32_000
 _LAYER_SHAPES = {
@@ -26,10 +24,8 @@ _LAYER_SHAPES = {
     "w3": (_HIDDEN, _WIDTH),
 }
 _ITEM_BYTES = 2
-_SMALL_BYTES = 4096
-_SMALL_ITEM_BYTES = 4
+_SMALL_ELEMENTS = 1024
 _LEAST_WIDTH = 64
-_DIMENSIONS = {"rows": 0, "columns": 1}
 
 
 def _shapes(gib: float) -> dict[str, tuple[int, int]]:
@@ -48,49 +44,43 @@ def _shapes(gib: float) -> dict[str, tuple[int, int]]:
     return {**shapes, "embedding": first}
 
 
-def llama_state(gib: float, sharding: Literal["rows", "columns"], *, filled: bool) -> State:
+def llama_state(gib: float, sharding: Sharding, *, filled: bool) -> State:
     """Return this rank's part of a model of about `gib` GiB; zeros unless `filled`.
 
     Values depend on the element's place alone, so that every sharding is of one model.
     """
     rank, rank_count = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (rank_count,))
-    dimension = _DIMENSIONS[sharding]
+    dimension = ("rows", "columns").index(sharding)
     state = {}
     for number, (name, shape) in enumerate(_shapes(gib).items()):
         sizes = list(shape)
         sizes[dimension] //= rank_count
         local = torch.zeros(sizes, dtype=torch.bfloat16)
         if filled:
-            _fill(local, number, [rank * sizes[at] * (at == dimension) for at in range(2)])
+            starts = [rank * sizes[at] * (at == dimension) for at in range(2)]
+            rows = torch.arange(starts[0], starts[0] + sizes[0], dtype=torch.int32)[:, None]
+            columns = torch.arange(starts[1], starts[1] + sizes[1], dtype=torch.int32)[None]
+            # Any odd factors do; the values need only differ among neighbours and tensors.
+            local.copy_((rows * 7919 + columns * 104_729 + number * 31).remainder_(251))
         state[name] = DTensor.from_local(local, mesh, [Shard(dimension)], run_check=False)
     return state
 
 
-def _fill(local: torch.Tensor, number: int, starts: list[int]) -> None:
-    """Set each element to a value that its number, row and column decide."""
-    rows = torch.arange(starts[0], starts[0] + local.shape[0], dtype=torch.int32)[:, None]
-    columns = torch.arange(starts[1], starts[1] + local.shape[1], dtype=torch.int32)[None]
-    # Any odd factors do; the values need only differ among neighbours, rows and tensors.
-    mixed = (rows * 7919 + columns * 104_729 + number * 31).remainder_(251)
-    local.copy_(mixed)
-
-
 def small_state(count: int, *, filled: bool) -> State:
     """Return `count` float32 tensors of which each rank holds 4 KiB."""
-    rank_count = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (rank_count,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {}
     for number in range(count):
-        local = torch.zeros(_SMALL_BYTES // _SMALL_ITEM_BYTES)
+        local = torch.zeros(_SMALL_ELEMENTS)
         if filled:
-            local += torch.arange(number, number + local.numel())
+            local += torch.arange(number, number + _SMALL_ELEMENTS)
         name = f"optimizer.state.{number}.exp_avg"
         state[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
     return state
 
 
-def zeroed(state: Mapping[str, DTensor]) -> None:
+def zero(state: Mapping[str, DTensor]) -> None:
     """Set this rank's part of every tensor to zero."""
     for tensor in state.values():
         tensor.to_local().zero_()

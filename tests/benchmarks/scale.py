@@ -2,8 +2,8 @@
 
 Makes what N ranks would report of M tensors and runs it through the real codecs, the real commit
 and the real reader; no tensor has bytes. Measures what the coordinator does and what every rank
-does; what the ranks' network and disks do is not in it. Run as `python -m
-ckpt_storage.benchmark.scale`.
+does; what the ranks' network and disks do is not in it. Run as
+`python tests/benchmarks/scale.py --ranks 2048 --tensors 500`.
 """
 
 from __future__ import annotations
@@ -17,32 +17,29 @@ import pickle
 import resource
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast, get_args
+from typing import Any, Literal, TextIO, cast, get_args
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-    FileSystemWriter,
-    _StorageInfo,
-)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     ReadItem,
-    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_storage import commit, integrity, layout
@@ -50,18 +47,147 @@ from ckpt_storage.assemble import assemble
 from ckpt_storage.committing import commit_save
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.documents import FileRef
-from ckpt_storage.manifest import RankManifest
+from ckpt_storage.manifest import ItemTable, RankManifest, ShardFile
 from ckpt_storage.opening import open_source
 from ckpt_storage.options import RetryPolicy, TransferOptions
 from ckpt_storage.rankreport import RankReport
 from ckpt_storage.reader import CheckpointStorageReader
+from ckpt_storage.regions import Box
 from ckpt_storage.stockwrite import planned_of
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store, Version
 
-from .scaleworld import Sharding, World
+Sharding = Literal["rows", "mixed", "uneven", "hybrid"]
+"""rows: every tensor cut along its first dimension. mixed: matrices so, one tensor in four whole on
+one rank, as DCP leaves replicated ones. uneven: as rows, but no two tensors have one shape.
+hybrid: eight replicas of a world cut by rows, one of which writes each chunk."""
 
-__all__ = ["ScaleFigures", "Sharding", "simulate"]
+_REPLICAS = 8
+_BLOCK_BYTES = 64 << 10
+_COLUMNS = (4096, 14336, 1024, 128)
+
+
+class World:
+    """Tensors as of a language model, cut as FSDP cuts them."""
+
+    def __init__(self, rank_count: int, tensor_count: int, sharding: Sharding) -> None:
+        self.rank_count = rank_count
+        self._sharding = sharding
+        self.shapes = {
+            f"model.layers.{at // 9}.block{at % 9}.weight": self._shape(at)
+            for at in range(tensor_count)
+        }
+
+    def _shape(self, at: int) -> tuple[int, ...]:
+        if self._sharding == "mixed" and at % 4 == 3:  # one in four
+            return (4096,)
+        rows = 8 * self.rank_count if at % 3 else 3 * self.rank_count + 5
+        return (rows + (at if self._sharding == "uneven" else 0), _COLUMNS[at % 4])
+
+    def _is_whole(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) == 1
+
+    def chunks(self, rank: int) -> Iterator[tuple[str, Box]]:
+        """Yield what a rank holds, by the rule of `torch.chunk`."""
+        for at, (fqn, shape) in enumerate(self.shapes.items()):
+            if self._is_whole(shape):
+                if at % self.rank_count == rank:
+                    yield fqn, Box((0,), shape)
+                continue
+            shards = self.rank_count
+            part = rank
+            if self._sharding == "hybrid":
+                shards = max(1, self.rank_count // _REPLICAS)
+                replica, part = divmod(rank, shards)
+                if (31 * part + 17 * at) % _REPLICAS != replica:
+                    continue
+            step = -(-shape[0] // shards)
+            start = min(part * step, shape[0])
+            stop = min(start + step, shape[0])
+            yield fqn, Box((start, 0), (stop - start, shape[1]))
+
+    def manifest(self, rank: int, save_id: str) -> RankManifest:
+        """Return what a rank would have written."""
+        fqns, offsets, sizes, lengths = [], [], [], []
+        for fqn, box in self.chunks(rank):
+            fqns.append(fqn)
+            offsets.append(box.offsets)
+            sizes.append(box.sizes)
+            lengths.append(2 * box.volume)
+        starts, at = [], 0
+        for length in lengths:
+            starts.append(at)
+            at += -(-(length + 1600) // 64) * 64
+        count = len(fqns)
+        blocks = sum(-(-length // _BLOCK_BYTES) for length in lengths)
+        # As those of real bytes, which do not shrink when a document is deflated.
+        random = np.random.default_rng(rank)
+
+        def crcs(count: int) -> array[int]:
+            return array("I", random.integers(1 << 32, size=count, dtype=np.uint32).tobytes())
+
+        table = ItemTable(
+            fqn=range(count),
+            dtype=[0] * count,
+            offsets=offsets,
+            sizes=sizes,
+            item_start=starts,
+            item_bytes=[length + 1536 for length in lengths],
+            payload_start=[start + 704 for start in starts],
+            payload_bytes=lengths,
+            chunk_crcs=crcs(count),
+            block_crcs=crcs(blocks),
+            frame_crcs=crcs(count + 1),
+        )
+        file = ShardFile(
+            path=layout.shard_path(save_id, rank, 0),
+            size_bytes=at,
+            crc32c=rank,
+            block_bytes=_BLOCK_BYTES,
+            items=table,
+        )
+        return RankManifest(
+            save_id=save_id,
+            rank=rank,
+            world_size=self.rank_count,
+            fqns=fqns,
+            dtypes=["bfloat16"],
+            files=[file],
+        )
+
+    def items(self, rank: int) -> list[WriteItem]:
+        """Return the write items of a rank's final plan."""
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)),
+                    properties=TensorProperties(dtype=torch.bfloat16),
+                    size=torch.Size(self.shapes[fqn]),
+                ),
+            )
+            for fqn, box in self.chunks(rank)
+        ]
+
+    def metadata(self, *, with_chunks: bool) -> Metadata:
+        """Return what DCP's global plan hands to the writer."""
+        state = {
+            fqn: TensorStorageMetadata(
+                properties=TensorProperties(dtype=torch.bfloat16),
+                size=torch.Size(shape),
+                chunks=[],
+            )
+            for fqn, shape in self.shapes.items()
+        }
+        if with_chunks:
+            for rank in range(self.rank_count):
+                for fqn, box in self.chunks(rank):
+                    state[fqn].chunks.append(
+                        ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                    )
+        paths = {fqn: tuple(fqn.split(".", 1)) for fqn in self.shapes}
+        return Metadata(state_dict_metadata=dict(state), planner_data=paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,20 +225,6 @@ class ScaleFigures:
     peak_resident_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StockFigures:
-    """The same for torch's own planner and writer: steps of rank 0, and what every rank reads."""
-
-    rank_count: int
-    tensor_count: int
-    item_count: int
-    planner_s: float
-    finish_s: float
-    written_bytes: int
-    metadata_s: float
-    plan_s: float
-
-
 def simulate(
     rank_count: int,
     tensor_count: int,
@@ -142,7 +254,7 @@ def simulate(
     gc.collect()
     before = _sizes(store)
     started = time.perf_counter()
-    results = [pickle.loads(data) for data in packed]  # noqa: S301  # made above
+    results = [pickle.loads(data) for data in packed]  # made above
     gather_s = time.perf_counter() - started
     deadline = Deadline("commit", 3600.0)
     record = commit_save(
@@ -254,7 +366,7 @@ class _Remote:
         self._store = store
         self.capabilities = dataclasses.replace(store.capabilities, cheap_stat=False)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the store has
+    def __getattr__(self, name: str) -> Any:  # whatever the store has
         return getattr(self._store, name)
 
 
@@ -269,14 +381,14 @@ class _Counted:
         self._store = store
         self._answers = answers
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever the store has
+    def __getattr__(self, name: str) -> Any:  # whatever the store has
         found = getattr(self._store, name)
         if name == "with_deadline":
             return lambda *args: _Counted(found(*args), self._answers)
         if name not in _READS:
             return found
 
-        def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # of any signature
+        def counted(*args: Any, **kwargs: Any) -> Any:  # of any signature
             came = 0
             try:
                 answer = found(*args, **kwargs)
@@ -309,54 +421,6 @@ class _CountedReader(CheckpointStorageReader):
         return cast("Store", _Counted(super()._open_store(), self.answers))
 
 
-def simulate_stock(
-    rank_count: int, tensor_count: int, *, sharding: Sharding = "mixed"
-) -> StockFigures:
-    """Return what the same save costs with torch's planner and `FileSystemWriter`.
-
-    Takes some 2 KiB of memory and 50 us for each item.
-    """
-    world = World(rank_count, tensor_count, sharding)
-    plans = [SavePlan(world.items(rank)) for rank in range(rank_count)]
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.is_coordinator = True
-    started = time.perf_counter()
-    plans, metadata = planner.create_global_plan(plans)
-    planner_s = time.perf_counter() - started
-    results = [
-        [
-            WriteResult(item.index, 1 << 20, _StorageInfo(f"__{rank}_0.distcp", at << 20, 1 << 20))
-            for at, item in enumerate(plan.items)
-        ]
-        for rank, plan in enumerate(plans)
-    ]
-    own = next(iter(results))
-    with tempfile.TemporaryDirectory() as folder:
-        writer = FileSystemWriter(folder)
-        started = time.perf_counter()
-        writer.finish(metadata, results)
-        finish_s = time.perf_counter() - started
-        written_bytes = (Path(folder) / ".metadata").stat().st_size
-        started = time.perf_counter()
-        found = FileSystemReader(folder).read_metadata()
-        metadata_s = time.perf_counter() - started
-    started = time.perf_counter()
-    for fqn, box in world.chunks(_RANK):
-        chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-        entry = cast("TensorStorageMetadata", found.state_dict_metadata[fqn])
-        create_read_items_for_chunk_list(fqn, entry, [chunk])
-    return StockFigures(
-        rank_count=rank_count,
-        tensor_count=tensor_count,
-        item_count=len(own) * rank_count,
-        planner_s=planner_s,
-        finish_s=finish_s,
-        written_bytes=written_bytes,
-        metadata_s=metadata_s,
-        plan_s=time.perf_counter() - started,
-    )
-
-
 def _sizes(store: Store) -> dict[str, int]:
     return {entry.path: entry.size_bytes or 0 for entry in store.list("")}
 
@@ -377,12 +441,11 @@ def _peak_resident_bytes() -> int:
 
 def main(arguments: Sequence[str], out: TextIO) -> None:
     """Print the figures, one line of JSON for each world."""
-    parser = argparse.ArgumentParser(prog="python -m ckpt_storage.benchmark.scale")
+    parser = argparse.ArgumentParser(prog="python tests/benchmarks/scale.py")
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 2048])
     parser.add_argument("--tensors", type=int, nargs="+", default=[500, 2000])
     parser.add_argument("--sharding", choices=get_args(Sharding), default="mixed")
     parser.add_argument("--stock-metadata", action="store_true", help="write .metadata too")
-    parser.add_argument("--peers", action="store_true", help="stock torch too, up to 300,000 items")
     given = parser.parse_args(arguments)
     for rank_count in given.ranks:
         for tensor_count in given.tensors:
@@ -394,13 +457,6 @@ def main(arguments: Sequence[str], out: TextIO) -> None:
             )
             out.write(json.dumps(dataclasses.asdict(ours)) + "\n")
             out.flush()
-            if given.peers and rank_count * tensor_count <= _STOCK_MOST_ITEMS:
-                stock = simulate_stock(rank_count, tensor_count, sharding=given.sharding)
-                out.write(json.dumps({"stock": dataclasses.asdict(stock)}) + "\n")
-                out.flush()
-
-
-_STOCK_MOST_ITEMS = 300_000
 
 
 if __name__ == "__main__":

@@ -1,0 +1,149 @@
+"""The floor of a storage: its bytes moved by the plainest fast code, with no format around them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import crc32c
+import fsspec.core
+
+_PART_BYTES = 16 << 20
+_PIECE_BYTES = 1 << 20
+_BLOCK_BYTES = 64 << 10
+_AT_ONCE = 8
+_IO_VECTORS = 1024
+
+Seen = Callable[[memoryview], object]
+"""Takes each piece of what is read as soon as it is there."""
+
+
+def checksum(view: memoryview) -> None:
+    """Compute the CRC-32C of each block of 64 KiB, as a reader does that checks them."""
+    for at in range(0, len(view), _BLOCK_BYTES):
+        crc32c.crc32c(view[at : at + _BLOCK_BYTES])
+
+
+class Floor(Protocol):
+    """Whole files on one storage; paths are relative to its folder."""
+
+    name: str
+
+    def put(self, path: str, views: Sequence[memoryview]) -> None:
+        """Write a file of consecutive views, durable as far as the storage promises it."""
+
+    def get(self, path: str, views: Sequence[memoryview], seen: Seen | None = None) -> None:
+        """Fill the views with the bytes of a file, piece by piece for `seen`."""
+
+    def clear(self, folder: str) -> None:
+        """Remove a folder that may be absent."""
+
+
+class DiskFloor:
+    """Files on a local disk or mount: one write and one fsync a file, reads into place."""
+
+    name = "floor"
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root)
+
+    def put(self, path: str, views: Sequence[memoryview]) -> None:
+        """Write and fsync one file."""
+        target = self._root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb", 0) as file:
+            for at in range(0, len(views), _IO_VECTORS):
+                _whole(os.writev, file.fileno(), views[at : at + _IO_VECTORS])
+            os.fsync(file.fileno())
+
+    def get(self, path: str, views: Sequence[memoryview], seen: Seen | None = None) -> None:
+        """Read into place."""
+        with (self._root / path).open("rb", 0) as file:
+            if seen is None:
+                for at in range(0, len(views), _IO_VECTORS):
+                    _whole(os.readv, file.fileno(), views[at : at + _IO_VECTORS])
+                return
+            for view in views:
+                for at in range(0, len(view), _PIECE_BYTES):
+                    piece = view[at : at + _PIECE_BYTES]
+                    _whole(os.readv, file.fileno(), [piece])
+                    seen(piece)
+
+    def clear(self, folder: str) -> None:
+        """Remove a folder."""
+        shutil.rmtree(self._root / folder, ignore_errors=True)
+
+    def forget_cached(self) -> None:
+        """Ask the kernel to drop what it caches of all files below the root."""
+        for path in self._root.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _whole(
+    call: Callable[[int, Sequence[memoryview]], int], file: int, views: Sequence[memoryview]
+) -> None:
+    """Move all bytes of some views: Linux takes no more than 2 GiB at once."""
+    while views:
+        count = call(file, views)
+        if not count:
+            raise EOFError("the file ends too early")
+        while views and count >= len(views[0]):
+            count -= len(views[0])
+            views = views[1:]
+        if count:
+            views = [views[0][count:], *views[1:]]
+
+
+class FsspecFloor:
+    """Files on anything that fsspec reaches: ranges of 16 MiB, eight at a time."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any]) -> None:
+        self._fs, self._root = fsspec.core.url_to_fs(url, **storage_options)
+        self.name = f"floor: {type(self._fs).__name__} alone"
+
+    def put(self, path: str, views: Sequence[memoryview]) -> None:
+        """Put one file."""
+        target = f"{self._root}/{path}"
+        self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        self._fs.pipe_file(target, b"".join(views))
+
+    def get(self, path: str, views: Sequence[memoryview], seen: Seen | None = None) -> None:
+        """Read ranges and copy them into place."""
+
+        def fill(group: Sequence[memoryview], begin: int, count: int) -> None:
+            found = self._fs.cat_file(f"{self._root}/{path}", start=begin, end=begin + count)
+            data, at = memoryview(found), 0
+            for piece in group:
+                piece[:] = data[at : at + len(piece)]
+                at += len(piece)
+                if seen is not None:
+                    seen(piece)
+
+        groups: list[tuple[list[memoryview], int, int]] = []
+        group: list[memoryview] = []
+        begin = count = 0
+        for view in views:
+            for at in range(0, len(view), _PART_BYTES):
+                piece = view[at : at + _PART_BYTES]
+                if group and count + len(piece) > _PART_BYTES:
+                    groups.append((group, begin, count))
+                    begin, count, group = begin + count, 0, []
+                group.append(piece)
+                count += len(piece)
+        groups.append((group, begin, count))
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            list(threads.map(lambda each: fill(*each), groups))
+
+    def clear(self, folder: str) -> None:
+        """Remove a folder."""
+        target = f"{self._root}/{folder}".rstrip("/")
+        self._fs.invalidate_cache()
+        if self._fs.exists(target):
+            self._fs.rm(target, recursive=True)

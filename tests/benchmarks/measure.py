@@ -1,0 +1,188 @@
+"""Contenders that take turns on all ranks, and what each run cost."""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_ANSWER_TIMEOUT_S = 30.0
+
+
+def _nothing() -> None:
+    """Do nothing before or after a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One way to do what a scenario measures; every rank calls all three, only `run` is timed.
+
+    `before` makes ready, `after` checks the outcome and cleans up. `inside`, if given, returns the
+    seconds of the last run that this rank spent in a DCP plug-in.
+    """
+
+    name: str
+    run: Callable[[], object]
+    before: Callable[[], object] = _nothing
+    after: Callable[[], object] = _nothing
+    inside: Callable[[], float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run on all ranks: seconds from the last rank's begin to the last rank's end.
+
+    cpu_s: user and system time of all ranks and their ended children. extra_bytes: the largest
+    rank's peak of resident memory beyond what it held before. request_count: what the benchmark's
+    own server saw. inside_s: the longest rank's time in a DCP plug-in. None: not known.
+    """
+
+    seconds: float
+    cpu_s: float
+    extra_bytes: int | None
+    request_count: int | None
+    inside_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What a scenario found: the runs of each contender; the first contender is the floor."""
+
+    what: str
+    moved_bytes: int
+    runs: Mapping[str, Sequence[Run]] = field(default_factory=dict)
+
+    def median_s(self, name: str) -> float:
+        """Return the median seconds of a contender."""
+        return statistics.median(run.seconds for run in self.runs[name])
+
+    def ratio(self, name: str) -> float:
+        """Return how many times the floor's median a contender takes."""
+        return self.median_s(name) / self.median_s(next(iter(self.runs)))
+
+    def rows(self) -> list[list[str]]:
+        """Return a heading and one row of text for each contender."""
+        rows = [
+            [
+                "who",
+                "median s",
+                "min",
+                "max",
+                "x floor",
+                "GB/s",
+                "CPU s",
+                "extra MiB",
+                "requests",
+                "plug-in s",
+            ],
+        ]
+        for name, runs in self.runs.items():
+            seconds = [run.seconds for run in runs]
+            rows.append(
+                [
+                    name,
+                    f"{self.median_s(name):.4f}",
+                    f"{min(seconds):.4f}",
+                    f"{max(seconds):.4f}",
+                    f"{self.ratio(name):.2f}",
+                    f"{self.moved_bytes / self.median_s(name) / 1e9:.2f}",
+                    f"{statistics.median(run.cpu_s for run in runs):.2f}",
+                    _median([run.extra_bytes for run in runs], 1 << 20, ".0f"),
+                    _median([run.request_count for run in runs], 1, ".0f"),
+                    _median([run.inside_s for run in runs], 1, ".4f"),
+                ]
+            )
+        return rows
+
+
+def _median(values: Sequence[float | None], unit: float, spec: str) -> str:
+    known = [value for value in values if value is not None]
+    return format(statistics.median(known) / unit, spec) if known else ""
+
+
+class Meter:
+    """Measures one action on all ranks at once; every rank has one and calls it alike."""
+
+    def __init__(self, server_url: str | None) -> None:
+        self._server_url = server_url if dist.get_rank() == 0 else None
+        # Torch's background saves use the default group meanwhile.
+        self._group = dist.new_group(backend="gloo")
+
+    def take_turns(self, contenders: Sequence[Contender], run_count: int) -> dict[str, list[Run]]:
+        """Run every contender once to warm up and `run_count` times for good.
+
+        The order rotates, so that none always inherits what the same other one leaves behind.
+        """
+        found: dict[str, list[Run]] = {contender.name: [] for contender in contenders}
+        for turn in range(run_count + 1):
+            first = turn % len(contenders)
+            for contender in [*contenders[first:], *contenders[:first]]:
+                contender.before()
+                run = self._measure(contender)
+                contender.after()
+                dist.barrier()
+                if turn:
+                    found[contender.name].append(run)
+        return found
+
+    def _measure(self, contender: Contender) -> Run:
+        requests = self._request_count()
+        held = _forget_peak()
+        dist.barrier(self._group)
+        cpu_s, start = _cpu_s(), time.perf_counter()
+        contender.run()
+        own_cpu_s = _cpu_s() - cpu_s
+        dist.barrier(self._group)
+        seconds = time.perf_counter() - start
+        peak = _status_bytes("VmHWM")
+        extra = -1 if held is None or peak is None else max(0, peak - held)
+        inside = -1.0 if contender.inside is None else contender.inside()
+        sums = torch.tensor([own_cpu_s], dtype=torch.float64)
+        largest = torch.tensor([seconds, float(extra), inside], dtype=torch.float64)
+        dist.all_reduce(sums, group=self._group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        after = self._request_count()
+        return Run(
+            seconds=float(largest[0]),
+            cpu_s=float(sums[0]),
+            extra_bytes=None if largest[1] < 0 else int(largest[1]),
+            request_count=None if requests is None or after is None else after - requests,
+            inside_s=None if largest[2] < 0 else float(largest[2]),
+        )
+
+    def _request_count(self) -> int | None:
+        if self._server_url is None:
+            return None
+        address = f"{self._server_url}/_stats"
+        with urllib.request.urlopen(address, timeout=_ANSWER_TIMEOUT_S) as answer:  # noqa: S310  # our own http server
+            return int(sum(json.load(answer)["count"].values()))
+
+
+def _cpu_s() -> float:
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def _forget_peak() -> int | None:
+    """Let the kernel's peak of resident bytes begin anew; return what is resident now."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        return _status_bytes("VmRSS")
+    return None
+
+
+def _status_bytes(name: str) -> int | None:
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,378 @@
+"""What is measured: saves, loads, exports, slices, background saves. Only public names are used."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from floors import DiskFloor, Floor, FsspecFloor, checksum
+from measure import Comparison, Contender, Meter
+from peers import Peer, PluginClock, peers_for
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files_on_every_rank,
+)
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from workload import (
+    Sharding,
+    State,
+    check_same,
+    llama_state,
+    own_views,
+    small_state,
+    state_bytes,
+    zero,
+)
+
+import ckpt_storage
+
+_SLICED = "layers.0.w1"
+_SLICED_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What every scenario is given: the storage, its floor and the meter of this rank."""
+
+    url: str
+    storage_options: Mapping[str, Any]
+    floor: Floor
+    meter: Meter
+    gib: float
+    small_count: int
+    run_count: int
+    with_peers: bool
+
+    @property
+    def peers(self) -> list[Peer]:
+        """The peers to measure, [] unless asked for."""
+        return peers_for(self.url, self.storage_options) if self.with_peers else []
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What ours are called with."""
+        return {"storage_options": dict(self.storage_options)}
+
+    def at(self, folder: str) -> str:
+        """Return the URL of a folder."""
+        return f"{self.url}/{folder}"
+
+    def state(self, sharding: Sharding = "rows", *, filled: bool = True) -> State:
+        """Return this rank's part of the model."""
+        return llama_state(self.gib, sharding, filled=filled)
+
+    def clear(self, *folders: str) -> None:
+        """Remove folders; all ranks call it, one does it."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for folder in folders:
+                self.floor.clear(folder)
+        dist.barrier()
+
+    def compare(self, what: str, moved_bytes: int, contenders: list[Contender]) -> Comparison:
+        """Let the contenders take turns; the first is the floor."""
+        runs = self.meter.take_turns(contenders, self.run_count)
+        return Comparison(what=what, moved_bytes=moved_bytes, runs=runs)
+
+
+def _peer_save(peer: Peer, state: State, url: str) -> None:
+    dcp.save(dict(state), storage_writer=peer.writer(url))
+
+
+def _save(bench: Bench, what: str, state: State) -> Comparison:
+    clock = PluginClock()
+    own = f"{dist.get_rank()}"
+
+    def contender(name: str, run: Callable[[], object], *, is_dcp: bool = False) -> Contender:
+        inside = (lambda: clock.seconds) if is_dcp else None
+        return Contender(name=name, run=run, after=lambda: bench.clear("save"), inside=inside)
+
+    def by(writer: Callable[[], Any]) -> Callable[[], object]:
+        return lambda: dcp.save(dict(state), storage_writer=clock.of(writer()))
+
+    url = bench.at("save")
+    writer = functools.partial(ckpt_storage.CheckpointStorageWriter, url, **bench.options)
+    contenders = [
+        contender(bench.floor.name, lambda: bench.floor.put(f"save/{own}", own_views(state))),
+        contender("ckpt_storage", lambda: ckpt_storage.save(state, url, **bench.options)),
+        contender("ckpt_storage, dcp.save", by(writer), is_dcp=True),
+        *(
+            contender(peer.name, by(functools.partial(peer.writer, url)), is_dcp=True)
+            for peer in bench.peers
+        ),
+    ]
+    return bench.compare(what, state_bytes(state), contenders)
+
+
+def _load(
+    bench: Bench, what: str, state: State, target: State, expected: State, *, is_cold: bool = False
+) -> Comparison:
+    clock = PluginClock()
+
+    def before() -> None:
+        if is_cold and isinstance(bench.floor, DiskFloor) and dist.get_rank() == 0:
+            bench.floor.forget_cached()
+        dist.barrier()
+
+    def checked(name: str) -> None:
+        check_same(target, expected, name)
+        zero(target)
+
+    def contender(name: str, run: Callable[[], object], *, is_dcp: bool = False) -> Contender:
+        after = functools.partial(checked, name)
+        inside = (lambda: clock.seconds) if is_dcp else None
+        return Contender(name=name, run=run, before=before, after=after, inside=inside)
+
+    def by(reader: Callable[[], Any]) -> Callable[[], object]:
+        return lambda: dcp.load(dict(target), storage_reader=clock.of(reader()))
+
+    # The floor reads what this rank needs from a file of its own, also where ours must reshard.
+    bench.floor.put(f"load-floor/{dist.get_rank()}", own_views(expected))
+    url = bench.at("load-ours")
+    ckpt_storage.save(state, url, **bench.options)
+    for number, peer in enumerate(bench.peers):
+        _peer_save(peer, state, bench.at(f"load-{number}"))
+    dist.barrier()
+    get = functools.partial(bench.floor.get, f"load-floor/{dist.get_rank()}", own_views(target))
+    reader = functools.partial(ckpt_storage.CheckpointStorageReader, url, **bench.options)
+    contenders = [
+        contender(bench.floor.name, get),
+        contender("floor + CRC-32C", functools.partial(get, checksum)),
+        contender("ckpt_storage", lambda: ckpt_storage.load(target, url, **bench.options)),
+        contender("ckpt_storage, dcp.load", by(reader), is_dcp=True),
+        *(
+            contender(
+                peer.name,
+                by(functools.partial(peer.reader, bench.at(f"load-{number}"))),
+                is_dcp=True,
+            )
+            for number, peer in enumerate(bench.peers)
+        ),
+    ]
+    found = bench.compare(what, state_bytes(state), contenders)
+    bench.clear("load-floor", "load-ours", *(f"load-{at}" for at in range(len(bench.peers))))
+    return found
+
+
+def save(bench: Bench) -> Comparison:
+    """Measure a durable save of the whole state."""
+    return _save(bench, "save", bench.state())
+
+
+def load(bench: Bench) -> Comparison:
+    """Measure a load into the sharding that was saved."""
+    state = bench.state()
+    return _load(bench, "load", state, bench.state(filled=False), state)
+
+
+def load_cold(bench: Bench) -> Comparison:
+    """Measure a load after the kernel was told to forget what it caches."""
+    state = bench.state()
+    target = bench.state(filled=False)
+    return _load(bench, "load, cold cache", state, target, state, is_cold=True)
+
+
+def reshard(bench: Bench) -> Comparison:
+    """Measure a load of what was saved by rows into columns."""
+    target = bench.state("columns", filled=False)
+    return _load(bench, "load, rows to columns", bench.state(), target, bench.state("columns"))
+
+
+def small_save(bench: Bench) -> Comparison:
+    """Measure a save of many small tensors, planning included."""
+    state = small_state(bench.small_count, filled=True)
+    return _save(bench, f"save of {len(state)} small tensors", state)
+
+
+def small_load(bench: Bench) -> Comparison:
+    """Measure a load of many small tensors, planning included."""
+    state = small_state(bench.small_count, filled=True)
+    target = small_state(bench.small_count, filled=False)
+    return _load(bench, f"load of {len(state)} small tensors", state, target, state)
+
+
+def stall(bench: Bench) -> Comparison:
+    """Measure how long a background save holds the trainer up; its rest is not in the time."""
+    state = bench.state()
+    warm = [torch.empty_like(tensor.to_local()).fill_(0) for tensor in state.values()]
+    waits: dict[str, Callable[[], object]] = {}
+
+    def contender(name: str, start: Callable[[str], Callable[[], object]]) -> Contender:
+        def run() -> None:
+            waits[name] = start(bench.at("stall"))
+
+        def after() -> None:
+            waits.pop(name)()
+            bench.clear("stall")
+
+        return Contender(name=name, run=run, after=after)
+
+    def copy() -> None:
+        torch._foreach_copy_(warm, [tensor.to_local() for tensor in state.values()])
+
+    def torch_async(peer: Peer, kind: AsyncCheckpointerType, url: str) -> Callable[[], object]:
+        future = dcp.async_save(
+            dict(state), storage_writer=peer.writer(url), async_checkpointer_type=kind
+        )
+        return future.result  # type: ignore[union-attr]  # no stager, so a future
+
+    def ours(saver: ckpt_storage.AsyncSaver, url: str) -> Callable[[], object]:
+        return saver.save(state, url, **bench.options).result
+
+    with (
+        ckpt_storage.AsyncSaver(mode="thread") as threads,
+        ckpt_storage.AsyncSaver(mode="process", process_group=dist.new_group()) as processes,
+    ):
+        contenders = [
+            Contender(name="floor: one memcpy", run=copy),
+            contender("ckpt_storage, thread", functools.partial(ours, threads)),
+            contender("ckpt_storage, process", functools.partial(ours, processes)),
+        ]
+        for peer in bench.peers[:1]:
+            for kind in AsyncCheckpointerType:
+                start = functools.partial(torch_async, peer, kind)
+                contenders.append(contender(f"{peer.name}, {kind.value}", start))
+        return bench.compare("trainer blocked by a background save", state_bytes(state), contenders)
+
+
+def export(bench: Bench) -> Comparison:
+    """Measure the Hugging Face export of a checkpoint to the storage that it lies on."""
+    state, rank = bench.state(), dist.get_rank()
+    views = own_views(bench.state(filled=False))
+    ckpt_storage.save(state, bench.at("export"), **bench.options)
+    bench.floor.put(f"export-floor-in/{rank}", own_views(state))
+    dist.barrier()
+
+    def floor() -> None:
+        bench.floor.get(f"export-floor-in/{rank}", views)
+        bench.floor.put(f"export-floor/{rank}", views)
+
+    def ours() -> None:
+        ckpt_storage.consolidate(
+            bench.at("export"),
+            bench.at("export-hf"),
+            output_storage_options=bench.storage_options,
+            **bench.options,
+        )
+
+    contenders = [
+        Contender(name="floor: read, write", run=floor, after=lambda: bench.clear("export-floor")),
+        Contender(name="ckpt_storage", run=ours, after=lambda: bench.clear("export-hf")),
+    ]
+    if bench.with_peers and "://" not in bench.url:
+        source, output = bench.at("export-torch"), bench.at("export-torch-hf")
+        writer = dcp.HuggingFaceStorageWriter(source, save_distributed=True)
+        dcp.save(dict(state), storage_writer=writer)
+
+        def torchs() -> None:
+            Path(output).mkdir(parents=True, exist_ok=True)
+            dist.barrier()
+            consolidate_safetensors_files_on_every_rank(
+                source, output, dict.fromkeys(state, 1), num_threads=1
+            )
+
+        after = functools.partial(bench.clear, "export-torch-hf")
+        contenders.append(Contender(name="torch, every rank", run=torchs, after=after))
+    found = bench.compare("export", state_bytes(state), contenders)
+    bench.clear("export", "export-floor-in", "export-torch")
+    return found
+
+
+def part(bench: Bench) -> Comparison:
+    """Measure the read of 1 MiB of one tensor by one rank, opened already and opened anew."""
+    state = bench.state()
+    ckpt_storage.save(state, bench.at("slice"), **bench.options)
+    bench.floor.put(f"slice-floor/{dist.get_rank()}", own_views(state))
+    for number, peer in enumerate(bench.peers):
+        _peer_save(peer, state, bench.at(f"slice-{number}"))
+    dist.barrier()
+    rows = min(_SLICED_ROWS, state[_SLICED].shape[0] // 2)
+    buffer = memoryview(bytearray(rows * state[_SLICED].shape[1] * state[_SLICED].element_size()))
+    opened = ckpt_storage.open_checkpoint(bench.at("slice"), **bench.options)
+
+    def anew() -> None:
+        with ckpt_storage.open_checkpoint(bench.at("slice"), **bench.options) as checkpoint:
+            checkpoint[_SLICED][:rows]
+
+    def one_key(peer: Peer, number: int) -> None:
+        whole = {_SLICED: torch.empty(tuple(state[_SLICED].shape), dtype=torch.bfloat16)}
+        dcp.load(whole, storage_reader=peer.reader(bench.at(f"slice-{number}")), no_dist=True)
+
+    runs: dict[str, Callable[[], object]] = {
+        "floor: read": lambda: bench.floor.get("slice-floor/0", [buffer]),
+        "ckpt_storage, already open": lambda: opened[_SLICED][:rows],
+        "ckpt_storage, opened anew": anew,
+        **{
+            f"{peer.name}, all of it": functools.partial(one_key, peer, number)
+            for number, peer in enumerate(bench.peers)
+        },
+    }
+    idle: Callable[[], object] = lambda: None  # noqa: E731  # the other ranks wait
+    contenders = [
+        Contender(name=name, run=run if dist.get_rank() == 0 else idle)
+        for name, run in runs.items()
+    ]
+    found = bench.compare("one slice of a tensor", len(buffer), contenders)
+    opened.close()
+    bench.clear("slice", "slice-floor", *(f"slice-{at}" for at in range(len(bench.peers))))
+    return found
+
+
+SCENARIOS: Mapping[str, Callable[[Bench], Comparison]] = {
+    "save": save,
+    "load": load,
+    "load-cold": load_cold,
+    "reshard": reshard,
+    "stall": stall,
+    "small-save": small_save,
+    "small-load": small_load,
+    "slice": part,
+    "export": export,
+}
+"""The function that measures each scenario, by the name that the command line takes."""
+
+
+def measure(
+    rank: int,
+    asked: argparse.Namespace,
+    url: str,
+    options: dict[str, Any],
+    server_url: str | None,
+    scratch: str,
+) -> None:
+    """Measure on one rank, in a process of its own; rank 0 leaves what it found in `scratch`."""
+    # torch's own background saves start a group that looks for these.
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{scratch}/rendezvous", asked.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=asked.ranks)
+    is_local = "://" not in url
+    floor = DiskFloor(url) if is_local else FsspecFloor(url, options)
+    bench = Bench(
+        url=url,
+        storage_options=options,
+        floor=floor,
+        meter=Meter(server_url),
+        gib=asked.gib,
+        small_count=asked.small,
+        run_count=asked.runs,
+        with_peers=asked.peers,
+    )
+    names = asked.scenario or [name for name in SCENARIOS if is_local or name != "load-cold"]
+    try:
+        found = [SCENARIOS[name](bench) for name in names]
+        if rank == 0:
+            torch.save(found, f"{scratch}/result")
+    finally:
+        if rank == 0:
+            floor.clear("")
+        dist.destroy_process_group()
