@@ -30,9 +30,9 @@ from .copyparts import FileToCopy
 from .documents import FileRef
 from .errors import CheckpointError, StorageError
 from .filecopies import FileCopier
-from .layout import COMMITS, PROBE_PREFIX, SAVES, STOCK_METADATA
+from .layout import BLOCKER, COMMITS, PROBE_PREFIX, SAVES, STOCK_METADATA
 from .shardspans import WholeFile
-from .slotlog import check_document, read_if_there, stamp
+from .slotlog import check_document, is_there, read_if_there, stamp
 from .store.base import Entry, Store
 
 __all__ = ["CopiedExports", "copy_exports"]
@@ -147,6 +147,8 @@ class _Export:
             return False
         self._target.prepare([self._at(DOCUMENTS), self._at(records_folder(tag.fingerprint))])
         self._hold(record)
+        if not is_there(self._target, self._at(INDEX_NAME)):
+            self._target.replace(self._at(INDEX_NAME), BLOCKER)
         files = [self._file(one) for one in record.files]
         files += self._others({one.path for one in record.files})
         self._copier.copy(self._copier.check(files))
@@ -159,7 +161,7 @@ class _Export:
         """Make the names of the weight files ours at the target; False if they are another's."""
         index = read_if_there(self._target, self._at(INDEX_NAME))
         there = read_if_there(self._target, self._at(NAMES_PATH))
-        if index is not None and index.data != self._index:
+        if index is not None and index.data not in {self._index, BLOCKER}:
             return self._refused("it holds another export")
         if there is None:
             foreign = [e.path for e in _listed(self._target, self._folder) if self._is_weight(e)]

@@ -18,7 +18,13 @@ from . import layout
 from .ceilings import MOST_DOCUMENT_BYTES
 from .costs import costs_for
 from .deadline import Deadline
-from .errors import CheckpointError, FormatError, IntegrityError, StorageError
+from .errors import (
+    CheckpointError,
+    CheckpointInProgressError,
+    FormatError,
+    IntegrityError,
+    StorageError,
+)
 from .fetching import Fetch, run_fetches
 from .layout import INDEX_NAME
 from .options import TransferOptions
@@ -363,8 +369,20 @@ def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorInfo:
     return TensorInfo(fqn=fqn, dtype=dtype, shape=shape, boxes=boxes)
 
 
+def in_progress(url: str) -> CheckpointInProgressError:
+    """Return the error that the weight files at `url` are not all there yet."""
+    return CheckpointInProgressError(
+        f"{url} is still being written, or its writer died.",
+        path=f"{url}/{INDEX_NAME}",
+        phase="load",
+        next_step="Wait for the consolidation, conversion or copy, or call it again: it goes on.",
+    )
+
+
 def _read_index(store: Store) -> dict[str, str]:
     data = store.read(INDEX_NAME, most_bytes=MOST_DOCUMENT_BYTES)
+    if layout.is_blocker(data):
+        raise in_progress(store.url)
     try:
         weight_map = json.loads(data)["weight_map"]
     except (ValueError, KeyError, TypeError):

@@ -5,9 +5,8 @@ and `converting`.
 
 What makes the files a checkpoint goes last: `.metadata`, or the index of the weight files. A
 folder of safetensors without an index has nothing of the kind, and half of it looks like a smaller
-whole; so while such a folder is being filled, an index lies in it that names every file and one
-tensor each that no file holds. Readers that follow an index refuse it until it is replaced, or
-deleted, at the end.
+whole; so while such a folder is being filled, a blocker index lies in it (`layout.BLOCKER`).
+Readers that follow an index refuse it until it is replaced, or deleted, at the end.
 
 A file of the right length may be of another checkpoint. So files that were there are believed only
 while a note says that they are of this very work, and work begins by writing that note after
@@ -16,7 +15,6 @@ everything of the same names is gone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
@@ -36,9 +34,6 @@ __all__ = ["NOTE", "ForeignFolder"]
 
 NOTE = ".ckpt-storage-copy.json"
 """Lies in the folder while somebody fills it."""
-
-_BLOCKER = "ckpt_storage is still writing here"
-
 
 Content = Literal["metadata", "indexed", "unindexed"]
 """What makes the files a checkpoint: `.metadata`, an index of weight files, or nothing."""
@@ -172,17 +167,14 @@ class ForeignFolder:
     def _is_hidden(self) -> bool:
         """Return whether the index is one that hides what is not complete."""
         found = slotlog.read_if_there(self._store, INDEX_NAME)
-        return found is not None and _BLOCKER.encode() in found.data
+        return found is not None and layout.is_blocker(found.data)
 
     def _hide(self, here: set[str]) -> None:
         """Keep readers from taking what lies here, or some of what comes, for a whole."""
         if layout.STOCK_METADATA in here:
             self._store.delete([layout.STOCK_METADATA])
-        weights = sorted(filter(_is_weight, here | self._names))
-        if weights and self._content != "metadata":
-            names = {f"{_BLOCKER}: {name}": name for name in weights}
-            index = json.dumps({"metadata": {"total_size": 0}, "weight_map": names})
-            self._store.replace(INDEX_NAME, index.encode())
+        if self._content != "metadata" and any(map(_is_weight, here | self._names)):
+            self._store.replace(INDEX_NAME, layout.BLOCKER)
 
 
 def _is_weight(path: str) -> bool:

@@ -1,7 +1,6 @@
 """The only place where a path or file name of the checkpoint format is spelt.
 
 Pure string functions; `docs/format.md` section "Layout" is their specification.
-Called by `commit`, `source`, `catalog`, `writer`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,14 @@ from .errors import UnsafeContentError
 STOCK_METADATA = ".metadata"
 INDEX_NAME = "model.safetensors.index.json"
 """What Hugging Face calls the map from tensors to weight files."""
+BLOCKER = (
+    b'{"metadata": {"total_size": 0}, "weight_map": {"ckpt_storage is still writing here": '
+    b'"still-being-written.safetensors"}}\n'
+)
+"""The index of a folder that is being filled: it names a tensor and a file that nobody writes.
+
+Readers that follow an index refuse it. A file that is there already would be loaded by some.
+"""
 COMMITS = "commits"
 SAVES = "saves"
 PROBE_PREFIX = ".ckpt-storage-probe-"
@@ -23,6 +30,11 @@ _SAVE_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
 _SLOT = re.compile(r"commits/([0-9]{8,})\.json")
 _PUBLISHING = re.compile(r"saves/[^/]+/publishing-[0-9a-f]{16}\.json")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+
+
+def is_blocker(index: bytes) -> bool:
+    """Return whether the content of an index is that of a folder that is being filled."""
+    return index == BLOCKER
 
 
 def new_save_id() -> str:

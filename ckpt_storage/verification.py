@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import slotlog
+from . import layout, slotlog
 from .consolidation.exportcheck import ExportStatus, check_exports
 from .deadline import Deadline
 from .documentcheck import check_coverage, check_markers, check_places, check_rank, check_stock
@@ -22,6 +22,7 @@ from .documents import FileRef
 from .errors import (
     CheckpointError,
     CheckpointGoneError,
+    CheckpointInProgressError,
     FormatError,
     IntegrityError,
     InvalidInputError,
@@ -220,6 +221,10 @@ class Verification:
                 self.foreign(open_source(self.store, deadline=self.deadline, options=self.options))
         except (IntegrityError, InvalidInputError, FormatError, UnsafeContentError) as error:
             self.findings.note_or_raise(error)
+        except CheckpointInProgressError as error:
+            # The check of exports notes the folder of one that is not complete.
+            if self._part is not None or not (error.path or "").endswith(layout.INDEX_NAME):
+                raise
         except CheckpointGoneError as error:
             if self.save_id is None:
                 raise

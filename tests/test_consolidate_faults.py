@@ -13,6 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import ckpt_storage
 from ckpt_storage import operation as operation_module
 from ckpt_storage.board import LocalBoard
+from ckpt_storage.cli import main
 from ckpt_storage.consolidation import run as run_module
 from ckpt_storage.consolidation.job import ConsolidateJob
 from ckpt_storage.consolidation.options import ConsolidateOptions
@@ -34,6 +36,7 @@ from ckpt_storage.consolidation.run import run_consolidate
 from ckpt_storage.coordination import Coordinator
 from ckpt_storage.errors import (
     CheckpointError,
+    CheckpointInProgressError,
     ConsolidationError,
     IntegrityError,
     RankFailedError,
@@ -212,8 +215,16 @@ class Folder:
         return [ended[rank] for rank in range(world_size)]
 
     def version_of(self, files: Mapping[str, bytes]) -> int | None:
-        """Return which version a reader of the index sees, None if none; fails for a mixture."""
+        """Return which version a reader of the index sees, None if none; fails for a mixture.
+
+        A folder with weight files has an index. That of an export that is not complete names none
+        of them: vLLM loads the files that it names, transformers raises for one that is missing.
+        """
+        here = {name for name in files if name.endswith(".safetensors")}
         if cases.INDEX not in files:
+            assert not here
+            return None
+        if not here.intersection(json.loads(files[cases.INDEX])["weight_map"].values()):
             return None
         found = tensors_of(files)
         (version,) = [version for version, whole in self.whole.items() if whole == found]
@@ -313,6 +324,34 @@ def _content(files: Mapping[str, bytes]) -> dict[str, Any]:
     return kept
 
 
+def test_an_unfinished_first_export_is_taken_for_a_whole_by_nobody(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Opening and loading refuse it and say what to do, `verify` calls it unsound."""
+    folder.place.copy("v2", "run")
+    output = "run/hf"
+
+    def wrap(_: int, store: Store) -> Store:
+        return FaultStore(store, [Rule(action="crash_before", operation="complete", skip_count=3)])
+
+    folder.run(2, output, wrap=wrap, file_count=4)
+    files = folder.files(output)
+    assert len([name for name in files if name.endswith(".safetensors")]) == 3
+    assert folder.version_of(files) is None
+    url = f"{folder.place.url}/{output}"
+    for read in (ckpt_storage.open_checkpoint, partial(ckpt_storage.load, {"w0": seeded(1, 9)})):
+        with pytest.raises(CheckpointInProgressError, match=r"or its writer died.*call it again"):
+            read(url)
+    for checked in (url, f"{folder.place.url}/run"):
+        (problem,) = ckpt_storage.verify(checked).problems
+        assert "still being written" in problem.message
+        assert main(["verify", checked]) == 1
+        assert "still being written" in capsys.readouterr().out
+    assert folder.run(2, output, file_count=4)[0].error is None
+    assert folder.version_of(folder.files(output)) == 2
+    assert ckpt_storage.verify(f"{folder.place.url}/run").ok
+
+
 def test_a_rerun_keeps_the_files_that_were_complete(folder: Folder) -> None:
     """After a crash between two files the first is not written again, by other ranks either."""
     output = folder.fresh("first")
@@ -397,10 +436,9 @@ def test_a_damaged_shard_publishes_nothing(folder: Folder, what: str, kind: str)
         assert "model.w" in str(one.error)
         assert "rank 0" in str(one.error)
     files = folder.files(output)
-    published = {name: data for name, data in files.items() if not name.startswith("exports/")}
-    assert published == {
-        name: data for name, data in before.items() if not name.startswith("exports/")
-    }
+    assert folder.version_of(files) == (1 if before else None)
+    weights = [name for name in files if name.endswith(".safetensors")]
+    assert weights == [name for name in before if name.endswith(".safetensors")]
     assert folder.run(2, output)[0].error is None
 
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt_storage import integrity
+from ckpt_storage import integrity, layout
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.documents import FileRef
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
 from ckpt_storage.fetching import Fetch, run_fetches
+from ckpt_storage.foreign import in_progress
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.pacing import Pacer
 from ckpt_storage.slotlog import check_document, is_there, read_if_there
@@ -115,6 +116,10 @@ class _Check:
         for _ in range(_ROUNDS):
             self.problems.clear()
             if index is None:
+                return None
+            if layout.is_blocker(index):
+                url = f"{self._store.url}/{self._folder}".rstrip("/")
+                self._note(in_progress(url), f"{self._prefix}{INDEX_NAME}")
                 return None
             tag = IndexTag.of(index)
             if tag is None:

@@ -1,8 +1,6 @@
 """The folder of an export, as the coordinator keeps it: names, holder, resumption, publication.
 
-Knows the documents of `records` and one store, that of the output folder; knows neither tensors
-nor ranks. Only the coordinator changes anything here; the invariants are I14, I15 and I17.
-Called by `run`.
+Only the coordinator changes anything here; the invariants are I14, I15 and I17.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ckpt_storage import integrity
+from ckpt_storage import integrity, layout
 from ckpt_storage.deadline import Deadline
 from ckpt_storage.documents import FileRef
 from ckpt_storage.errors import (
@@ -101,6 +99,10 @@ class ExportFolder:
             count = store.abort_uploads("", only=earlier.wrote)
             if count:
                 log.info("%s: %d uploads that were left open are gone", store.url, count)
+        if self._index is None:
+            # Else readers would take the first files of a run that died for the whole.
+            self._put_index(layout.BLOCKER)
+            self._index = read_if_there(store, INDEX_NAME)
         return suffix
 
     def _earlier(self) -> Holder | None:
