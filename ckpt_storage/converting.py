@@ -14,6 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -184,7 +185,7 @@ def convert(  # the public surface, all keyword-only
         retry=retry or RetryPolicy(),
         progress=progress,
     )
-    with job.deadline.governs(f"Converting {source.url} to {job.target.url}"):
+    with job.stores, job.deadline.governs(f"Converting {source.url} to {job.target.url}"):
         return job.run(include=include, exclude=exclude, unsupported=unsupported)
 
 
@@ -224,6 +225,7 @@ class _Conversion:
         self._unsafe_pickle = unsafe_pickle
         self._timeouts = timeouts
         self._retry = retry
+        self.stores = ExitStack()
         self._opened = partial(open_store, page_cache=page_cache, timeouts=timeouts, retry=retry)
         self._progress = progress
         self._start_s = time.monotonic()
@@ -231,7 +233,9 @@ class _Conversion:
         self._source_state: object = None
 
     def _open(self, location: Location) -> Store:
-        return bounded(self._opened(location), self.deadline)
+        store = self._opened(location)
+        self.stores.callback(store.close)
+        return bounded(store, self.deadline)
 
     def _options(self, store: Store) -> TransferOptions:
         """Return what one side may use: reads, windows and writes share the memory."""

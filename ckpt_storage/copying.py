@@ -28,7 +28,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -180,7 +180,7 @@ def copy(  # the public surface, all keyword-only
         retry=retry or RetryPolicy(),
         progress=progress,
     )
-    with job.deadline.governs(f"Copying {source.url} to {target.url}"):
+    with job.stores, job.deadline.governs(f"Copying {source.url} to {target.url}"):
         return job.run()
 
 
@@ -229,14 +229,18 @@ class _Copy:
     source_store: Store = field(init=False)
     target_store: Store = field(init=False)
     start_s: float = field(default_factory=time.monotonic)
+    stores: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         what = f"Copying {self.source.url} to {self.target.url}"
         self.deadline, _ = stalling_deadline("write", self.timeouts.write, what)
         opened = partial(open_store, timeouts=self.timeouts, retry=self.retry)
-        self.source_store = bounded(opened(self.source), self.deadline)
-        self.target_store = bounded(opened(self.target, page_cache=self.page_cache), self.deadline)
-        stores = self.source_store, self.target_store
+        source, target = opened(self.source), opened(self.target, page_cache=self.page_cache)
+        self.stores.callback(source.close)
+        self.stores.callback(target.close)
+        self.source_store = bounded(source, self.deadline)
+        self.target_store = bounded(target, self.deadline)
+        stores = source, target
         self.options = TransferOptions.for_storage(
             is_remote=any(store.capabilities.is_remote for store in stores),
             local_threads=_LOCAL_THREADS,

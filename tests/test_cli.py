@@ -266,6 +266,14 @@ def test_consolidate_exports_the_model(tmp_path: Path) -> None:
     assert call("consolidate", tmp_path / "src", out).exit_code == 0
 
 
+def test_what_to_leave_out_is_spelt_as_it_is_typed(tmp_path: Path) -> None:
+    """The option that an error proposes can be pasted."""
+    save({"model": {"a b": torch.ones(2, dtype=torch.complex128)}}, tmp_path / "src")
+    refused = call("consolidate", tmp_path / "src", tmp_path / "out")
+    assert refused.exit_code == 2
+    assert "Leave it out with --exclude 'model.a b', or" in refused.stderr
+
+
 def test_consolidate_waits_for_ranks_no_longer_than_it_was_told(tmp_path: Path) -> None:
     """Where a job's variables are set and nobody else comes, it says so and what to do."""
     save({"w": torch.ones(3)}, tmp_path / "c")
@@ -594,7 +602,10 @@ def test_cp_names_a_damaged_export_and_exits_with_one(tmp_path: Path) -> None:
     result = call("cp", tmp_path / "src", tmp_path / "other")
     assert result.exit_code == 1
     assert "model.safetensors" in result.stdout
-    assert call("verify", tmp_path / "other").exit_code == 0
+    checked = answer("verify", tmp_path / "other", code=1)
+    (problem,) = checked["problems"]
+    assert problem["file"] == "hf/model.safetensors.index.json"
+    assert "still being written" in problem["message"]
 
 
 PASSWORDS = (

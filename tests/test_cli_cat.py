@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 import tracemalloc
 from pathlib import Path
@@ -197,6 +198,25 @@ def test_a_file_that_cannot_be_written_is_told_in_one_line(url: Path, tmp_path: 
     assert found.exit_code == 2
     assert "cannot be written" in found.stderr
     assert "unexpected" not in found.stderr
+
+
+def test_damage_late_in_a_tensor_leaves_a_file_as_it_was(
+    big: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is replaced once all is there; nothing else is left in its folder."""
+    monkeypatch.setattr(Holdings, "piece_bytes", 1 << 20)
+    copied = shutil.copytree(big, tmp_path / "big")
+    (shard,) = copied.glob("saves/*/*.distcp")
+    data = bytearray(shard.read_bytes())
+    data[-2000] ^= 1
+    shard.write_bytes(data)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "kept").write_text("mine")
+    found = call("cat", copied, "w", "--form", "raw", "-o", out / "kept")
+    assert found.exit_code == 1
+    assert (out / "kept").read_text() == "mine"
+    assert [path.name for path in out.iterdir()] == ["kept"]
 
 
 def test_what_cannot_be_read_leaves_a_file_as_it_was(url: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cli_tools
 import consolidate_cases as cases
 import pytest
 import torch
@@ -27,7 +28,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 import ckpt_storage
 from ckpt_storage import operation as operation_module
 from ckpt_storage.board import LocalBoard
-from ckpt_storage.cli import main
 from ckpt_storage.consolidation import run as run_module
 from ckpt_storage.consolidation.job import ConsolidateJob
 from ckpt_storage.consolidation.options import ConsolidateOptions
@@ -325,7 +325,7 @@ def _content(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def test_an_unfinished_first_export_is_taken_for_a_whole_by_nobody(
-    folder: Folder, capsys: pytest.CaptureFixture[str]
+    folder: Folder,
 ) -> None:
     """Opening and loading refuse it and say what to do, `verify` calls it unsound."""
     folder.place.copy("v2", "run")
@@ -345,8 +345,8 @@ def test_an_unfinished_first_export_is_taken_for_a_whole_by_nobody(
     for checked in (url, f"{folder.place.url}/run"):
         (problem,) = ckpt_storage.verify(checked).problems
         assert "still being written" in problem.message
-        assert main(["verify", checked]) == 1
-        assert "still being written" in capsys.readouterr().out
+        told = cli_tools.call("verify", checked)
+        assert (told.exit_code, "still being written" in told.stdout) == (1, True)
     assert folder.run(2, output, file_count=4)[0].error is None
     assert folder.version_of(folder.files(output)) == 2
     assert ckpt_storage.verify(f"{folder.place.url}/run").ok

@@ -356,6 +356,21 @@ def test_damage_of_copied_bytes_is_found_without_reading_them(s3: S3Server) -> N
     assert caught.value.path == "saves/s/rank-1"
 
 
+def test_a_wrong_copy_is_no_damage_of_the_source(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that S3 copied wrongly, from sound bytes, is an error of the storage."""
+    store = s3_store(s3)
+    source = saved(store, s3_state(), block_bytes=65536)
+    upload = store.start_shared_upload("hf/other", part_bytes=5 << 20)
+    copy_part: Any = type(upload).copy_part
+    upload.abort()
+    wrong: Any = lambda *given, **more: copy_part(*given, **more) ^ 1  # noqa: E731
+    monkeypatch.setattr(type(upload), "copy_part", wrong)
+    with pytest.raises(StorageError, match=r"copied bytes .* wrongly: the source is sound"):
+        exported(s3_plan(source, 1), source, store, copies="always", options=S3_OPTIONS)
+
+
 def flip(store: Store, place: Place, byte: int) -> None:
     """Change one byte of a payload."""
     data = bytearray(store.read(place.path))

@@ -10,6 +10,8 @@ import contextlib
 import json
 import logging
 import os
+import re
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -58,6 +60,7 @@ _TYPED = {
     "Use ckpt_storage.copy to": "Use ckpt-storage cp to",
 }
 """What errors tell Python programs to pass, and what it is called here."""
+_ONE_NAME = re.compile(r"\b(include|exclude)=\[(['\"])(.*?)\2\]")
 
 
 class _PipedError(Exception):
@@ -177,6 +180,7 @@ def _told(error: Exception, given: Sequence[str]) -> int:
 
 def _as_typed(message: str) -> str:
     """Return what an error tells a Python program to do as it is typed here."""
+    message = _ONE_NAME.sub(lambda found: f"--{found[1]} {shlex.quote(found[3])}", message)
     for spelling, option in _TYPED.items():
         message = message.replace(spelling, option)
     return message

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -152,17 +153,20 @@ def _put(file: str | None, parts: Iterable[bytes]) -> None:
             sys.stdout.buffer.write(part)
         sys.stdout.buffer.flush()
         return
-    # What cannot be read at all leaves a file that is there as it is.
-    waiting = iter(parts)
-    first = list(itertools.islice(waiting, 2))
     path = Path(file)
-    with _writing(path), path.open("wb") as stream:
+    with _writing(path):
+        if path.exists() and not path.is_file():
+            with path.open("wb") as stream:  # a pipe or a device
+                stream.writelines(parts)
+            return
+        whole = Path(os.path.realpath(path))
+        fresh = whole.with_name(f".{whole.name}.tmp-{os.getpid()}")
         try:
-            stream.writelines(itertools.chain(first, waiting))
+            with fresh.open("wb") as stream:
+                stream.writelines(parts)
+            fresh.replace(whole)
         except BaseException:
-            # Half a file looks like a whole one of fewer elements.
-            with contextlib.suppress(OSError):
-                stream.truncate(0)
+            fresh.unlink(missing_ok=True)
             raise
 
 

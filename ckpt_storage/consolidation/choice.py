@@ -10,7 +10,6 @@ the nesting, FQNs are taken whole, except that their first part may name state t
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.source import Source, TensorInfo
 from ckpt_storage.tensorfile import DTYPES
 
-from .options import CASTABLE, ConsolidateOptions, Selection
+from .options import CASTABLE, ConsolidateOptions, selected
 from .ties import Ties
 
 Reason = Literal["blob", "optimizer", "training state", "outside the model", "excluded", "tied"]
@@ -75,7 +74,6 @@ TRAINING_KEYS = frozenset(
     }
 )
 
-_GLOB = re.compile(r"[*?\[]")
 _DIGITS = re.compile(r"([0-9]+)")
 _BECAUSE: Mapping[Reason, str] = {
     "blob": "it is no tensor",
@@ -233,14 +231,15 @@ def _selected(
 ) -> set[str]:
     """Return the FQNs that are meant to go out, aliases among them, and note all others."""
     tensors = source.tensors
+    values = paths.keys() | source.blobs
     if options.include is None:
         chosen = _default_choice(tensors, paths, skipped)
     else:
-        chosen = _select(options.include, paths, "include", source.blobs)
+        chosen = selected(options.include, values, "include") & paths.keys()
         for fqn in paths.keys() - chosen:
             _skip(tensors, skipped, fqn, "excluded", "`include` does not name it")
     if options.exclude is not None:
-        for fqn in _select(options.exclude, paths, "exclude", source.blobs) & chosen:
+        for fqn in selected(options.exclude, values, "exclude") & chosen:
             _skip(tensors, skipped, fqn, "excluded")
             chosen.discard(fqn)
     for fqn in source.blobs:
@@ -303,36 +302,6 @@ def _skip(
         size_bytes=size,
         target=target,
     )
-
-
-def _select(
-    selection: Selection, fqns: Mapping[str, KeyPath], option: str, blobs: frozenset[str]
-) -> set[str]:
-    """Return the FQNs of tensors that `selection` means."""
-    if callable(selection):
-        return {fqn for fqn in sorted(fqns) if selection(fqn)}
-    found: set[str] = set()
-    for entry in [selection] if isinstance(selection, str) else sorted(selection):
-        if entry in fqns:
-            found.add(entry)
-            continue
-        is_pattern = _GLOB.search(entry) is not None
-        match = re.compile(fnmatch.translate(entry)).match
-        matches = {fqn for fqn in fqns if match(fqn)} if is_pattern else set()
-        found |= matches
-        if matches or (option == "exclude" and (is_pattern or entry in blobs)):
-            continue
-        what = "matches no tensor" if is_pattern else "is no tensor of the checkpoint"
-        hint = f'; for all below it give "{entry}.*"' if _holds(entry, fqns) else ""
-        raise InvalidInputError(
-            f"{option} names {entry!r}, which {what}.",
-            next_step=f"Give FQNs of tensors or glob patterns{hint}.",
-        )
-    return found
-
-
-def _holds(prefix: str, fqns: Mapping[str, KeyPath]) -> bool:
-    return any(fqn.startswith(f"{prefix}.") for fqn in fqns)
 
 
 def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> dict[str, str]:

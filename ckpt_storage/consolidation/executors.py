@@ -353,7 +353,10 @@ class _Job:
                 told = means.reader.verify(place, part.source_start, part.source_stop, scratch)
             read_bytes = length
         if part.crc32c not in {None, told}:
-            raise _damaged(part)
+            with means.buffers.taken(self._scratch_bytes) as scratch:
+                # Raises if it is the source that is damaged.
+                means.reader.verify(place, part.source_start, part.source_stop, scratch)
+            raise _copied_wrongly(part, means.source_store.url)
         with self._lock:
             self._crcs[part.start] = told, length
             self._read_bytes += read_bytes
@@ -361,17 +364,15 @@ class _Job:
         return True
 
 
-def _damaged(part: CopyPart) -> IntegrityError:
-    """Return the error that a copied range is not what was saved; which block is not known."""
+def _copied_wrongly(part: CopyPart, url: str) -> StorageError:
     place = part.place
     start, stop = place.start + part.source_start, place.start + part.source_stop
-    by = f" (written by rank {place.rank})" if place.rank is not None else ""
-    return IntegrityError(
-        f"{place.path}{by} is damaged: bytes [{start}, {stop}), which belong to {place.fqn}, do "
-        "not have the checksum they were written with.",
-        fqn=place.fqn,
-        offset=start,
+    return StorageError(
+        f"The storage copied bytes [{start}, {stop}) of {url}/{place.path}, which belong to "
+        f"{place.fqn}, wrongly: the source is sound, and what it wrote has another checksum.",
         path=place.path,
         rank=place.rank,
-        next_step="Restore the file from a copy, or consolidate another checkpoint.",
+        phase="consolidate",
+        retryable=True,
+        next_step="Consolidate again; if it happens again, tell who runs the storage.",
     )

@@ -5,7 +5,7 @@ Values only; knows neither tensors nor storages. Called by `choice`, `plan` and 
 
 from __future__ import annotations
 
-import itertools
+import fnmatch
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -28,6 +28,7 @@ MIN_MEMORY_LIMIT_BYTES = MIB
 CASTABLE = frozenset({"float64", "float32", "float16", "bfloat16"})
 """Dtypes that `dtype=` casts, from and to. 8-bit floats mean nothing without their scales."""
 
+_GLOB = re.compile(r"[*?\[]")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -170,16 +171,40 @@ def _check_index(mapping: object) -> None:
             f"fqn_to_index_mapping is {mapping!r:.80}.",
             next_step="Give a mapping from FQN to the number of its file, from 1 on.",
         )
-    numbers = set(mapping.values())
-    free = next(number for number in itertools.count(1) if number not in numbers)
-    if free != len(numbers) + 1:
-        fqn = min(mapping, key=lambda fqn: (mapping[fqn], fqn))
-        least = mapping[fqn]
-        found = f"{fqn} goes into file {least}" if least < 1 else f"nothing goes into file {free}"
+    fqn = min(mapping, key=lambda fqn: (mapping[fqn], fqn))
+    if mapping[fqn] < 1:
         raise InvalidInputError(
-            f"fqn_to_index_mapping does not number files from 1 without gaps: {found}.",
-            next_step="Number the files 1 to N.",
+            f"fqn_to_index_mapping does not number files from 1: {fqn} goes into file "
+            f"{mapping[fqn]}.",
+            next_step="Number the files from 1 on; gaps are closed.",
         )
+
+
+def selected(selection: Selection, names: Collection[str], option: str) -> set[str]:
+    """Return those of `names`, all values of a checkpoint, that a selection means.
+
+    An entry is an FQN, or else a glob pattern. Raises `InvalidInputError` for an entry that matches
+    nothing: it is likely misspelt.
+    """
+    if callable(selection):
+        return {fqn for fqn in sorted(names) if selection(fqn)}
+    found: set[str] = set()
+    for entry in [selection] if isinstance(selection, str) else sorted(selection):
+        if entry in names:
+            found.add(entry)
+            continue
+        match = re.compile(fnmatch.translate(entry)).match
+        matches = {fqn for fqn in names if match(fqn)} if _GLOB.search(entry) else set()
+        if not matches:
+            below = any(fqn.startswith(f"{entry}.") for fqn in names)
+            raise InvalidInputError(
+                f"{option} names {entry!r}, which matches no value of the checkpoint.",
+                next_step=f'For all below it give "{entry}.*".'
+                if below
+                else "Give FQNs or glob patterns.",
+            )
+        found |= matches
+    return found
 
 
 def _check_selection(option: str, value: object) -> None:

@@ -239,28 +239,14 @@ def index_document(plan: ExportPlan) -> bytes:
 def _index(mapping: Mapping[str, int], choice: Choice) -> dict[str, int]:
     """Return the file number of each name, given keys that are names or FQNs."""
     known = set(choice.names.values())
-    skipped = {skip.fqn: skip for skip in choice.skipped}
     index: dict[str, int] = {}
     for key in sorted(mapping):
         name = key if key in known else choice.names.get(key)
-        if name is not None:
-            if index.setdefault(name, mapping[key]) != mapping[key]:
-                raise InvalidInputError(
-                    f"fqn_to_index_mapping gives {name} two files, as {key} and as its other name.",
-                    next_step="Use the names in the weight files only.",
-                )
-            continue
-        skip = skipped.get(key) or skipped.get(f"{choice.stripped}{key}")
-        if skip is None:
+        # The mapping of a whole model may name what this checkpoint lacks, or what stays behind.
+        if name is not None and index.setdefault(name, mapping[key]) != mapping[key]:
             raise InvalidInputError(
-                f"fqn_to_index_mapping names {key!r}, which is no tensor of the checkpoint.",
-                next_step=f"Remove it; if its weights are those of another tensor, say so with "
-                f"tied={{{key!r}: target}}.",
-            )
-        if skip.reason != "tied":
-            raise InvalidInputError(
-                f"fqn_to_index_mapping names {key!r}, which does not go out: {skip.because}.",
-                next_step="Remove it, or have it go out with include=.",
+                f"fqn_to_index_mapping gives {name} two files, as {key} and as its other name.",
+                next_step="Use the names in the weight files only.",
             )
     return index
 
