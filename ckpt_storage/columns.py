@@ -100,11 +100,6 @@ class Columns:
     where: str
     left_bytes: int = MOST_INFLATED_BYTES
 
-    @property
-    def inflated_bytes(self) -> int:
-        """What was inflated so far."""
-        return MOST_INFLATED_BYTES - self.left_bytes
-
     def column(
         self,
         body: object,

@@ -305,7 +305,8 @@ def open_safetensors(
             )
         weights = listed
     boxes: dict[str, list[Box]] = {}
-    dtypes: dict[str, str] = {}
+    kinds: dict[str, tuple[str, int]] = {}
+    homes: dict[str, str] = {}
     places: dict[Key, Place] = {}
     sharded = False
     sizes = {name: sizes[name] for name in weights}
@@ -318,10 +319,12 @@ def open_safetensors(
                 continue
             zeros = tuple(0 for _ in entry.shape)
             offsets = (header.saved_offsets or {}).get(fqn, zeros)
-            if (fqn, offsets) in places or dtypes.setdefault(fqn, entry.dtype) != entry.dtype:
+            kind = entry.dtype, len(entry.shape)
+            home = homes.setdefault(fqn, name)
+            if (fqn, offsets) in places or kinds.setdefault(fqn, kind) != kind:
                 raise FormatError(
-                    f"{fqn} is in {places.get((fqn, offsets), name)!s:.80} and again, or with "
-                    f"another dtype, in {name}.",
+                    f"{fqn} is in {home} and again, or with another dtype or number of "
+                    f"dimensions, in {name}.",
                     path=name,
                     next_step="Remove the files of other checkpoints from this folder.",
                 )
@@ -349,9 +352,9 @@ def open_safetensors(
             "part cannot be told from a smaller tensor",
             store.url,
         )
-    tensors = {fqn: _merged(fqn, dtypes[fqn], held) for fqn, held in boxes.items()}
-    kind: SourceFormat = "dcp_safetensors" if sharded else "safetensors"
-    return SafetensorsSource(store, kind, tensors, places)
+    tensors = {fqn: _merged(fqn, kinds[fqn][0], held) for fqn, held in boxes.items()}
+    form: SourceFormat = "dcp_safetensors" if sharded else "safetensors"
+    return SafetensorsSource(store, form, tensors, places)
 
 
 def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorInfo:

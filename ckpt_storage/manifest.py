@@ -138,11 +138,6 @@ class InlineRanks(Sequence[RankManifest]):
         # By process: one that is inherited by fork may be held by a thread that is gone.
         self._locks: dict[int, threading.Lock] = {}
 
-    @property
-    def inflated_bytes(self) -> int:
-        """What the columns of the manifest, and of the ranks decoded so far, took."""
-        return self._columns.inflated_bytes
-
     def __len__(self) -> int:
         return len(self.bodies)
 
@@ -187,8 +182,7 @@ class Manifest:
     `planner_data` maps an FQN to its path in the nested state dict, or is None. `ties` maps alias
     to target, which was the same memory; what is stored of them is equal. `stock_entries` is how
     many items stock readers find, 0 if `stock` is a note that says they find none; None if there
-    are none to find. `inflated_bytes` is what its columns took when it was decoded, those of
-    `inline_ranks` not counted.
+    are none to find.
     """
 
     save_id: str
@@ -204,7 +198,6 @@ class Manifest:
     ties: Mapping[str, str] = field(default_factory=dict)
     created_at: str = ""
     writer: Mapping[str, str] = field(default_factory=dict)
-    inflated_bytes: int = field(default=0, compare=False)
 
     @property
     def has_stock_metadata(self) -> bool:
@@ -283,7 +276,6 @@ class Manifest:
             stock=stock,
             stock_entries=get.count("stock_entries") if "stock_entries" in body else None,
             inline_ranks=None if inline is None else InlineRanks(inline, columns),
-            inflated_bytes=columns.inflated_bytes,
             ties=ties,
         )
 

@@ -177,4 +177,4 @@ def test_a_damaged_rank_that_is_asked_for_again_and_again_takes_nothing(tmp_path
         assert len(set(threads.map(ask, range(4)))) == 1
     once = Columns("here")
     list(InlineRanks([body], once))
-    assert columns.inflated_bytes == once.inflated_bytes
+    assert columns.left_bytes == once.left_bytes

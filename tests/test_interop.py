@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+import ckpt_storage
 from ckpt_storage import CheckpointStorageReader, FormatError, IntegrityError
 from ckpt_storage.tensorfile import DTYPES
 from ckpt_storage.testing.ranks import RankPool
@@ -341,6 +342,15 @@ def indexed(tmp_path: Path) -> Path:
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return tmp_path
+
+
+def test_one_name_with_other_dimensions_in_two_files_is_refused(tmp_path: Path) -> None:
+    """Weight files of two checkpoints in one folder are told apart by name, with both files."""
+    for number in (1, 2):
+        file = tmp_path / f"model-{number}.safetensors"
+        safetensors.torch.save_file({"w": torch.ones((2,) * number)}, file)
+    with pytest.raises(ckpt_storage.FormatError, match=r"w is in model-1.*dimensions, in model-2"):
+        ckpt_storage.open_checkpoint(tmp_path)
 
 
 def test_ours_loads_a_hugging_face_folder_by_its_index(indexed: Path) -> None:
