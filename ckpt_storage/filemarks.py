@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from . import layout
 from .deadline import Deadline
@@ -20,6 +21,7 @@ from .opening import find_source, list_or_describe
 from .options import TransferOptions
 from .source import CommittedSource, Source
 from .store.base import Entry, Store
+from .workers import side_by_side
 
 _MARKED = (layout.STOCK_METADATA, INDEX_NAME, ".distcp", ".safetensors")
 """How the names of files end that another writer's checkpoint consists of."""
@@ -27,7 +29,7 @@ _MARKED = (layout.STOCK_METADATA, INDEX_NAME, ".distcp", ".safetensors")
 _DESCRIBING = frozenset({layout.STOCK_METADATA, INDEX_NAME})
 
 _MOST_ASKED = 8
-"""Files that are asked for one by one; more of them are listed."""
+"""Files that are asked for alone; more of them are listed."""
 
 Mark = tuple[int, float | None]
 """Length in bytes and time of the last change in seconds since the epoch, if the storage tells."""
@@ -49,7 +51,8 @@ class FileMarks:
         wanted: Collection[str] = self.of
         if paths is not None:
             wanted = {path for path in self.of if path in paths or path in _DESCRIBING}
-            if len(wanted) <= _MOST_ASKED and all(self._is_as_it_was(store, p) for p in wanted):
+            asked = [partial(self._is_as_it_was, store, path) for path in wanted]
+            if len(asked) <= _MOST_ASKED and all(side_by_side(store, asked)):
                 return
         # By a listing: an object's time may be told in other digits when asked for alone.
         now = _marks_of(list_or_describe(store, recursive=self.is_deep)[0])
