@@ -20,7 +20,7 @@ from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from .os_errors import map_os_error
 from .redaction import Scrubber
 
-__all__ = ["ForeignAnswer", "HttpFailure", "LookupFailure", "Operation", "map_error"]
+__all__ = ["ForeignAnswer", "HttpFailure", "Operation", "map_error"]
 
 _CHAIN_LIMIT = 8
 _MESSAGE_LIMIT_CHARS = 600
@@ -41,17 +41,6 @@ class ForeignAnswer(Exception):  # noqa: N818  # it never leaves this layer
 
     def __init__(self, missing: str) -> None:
         super().__init__(f"the answer has no {missing}, so it is not the storage's")
-
-
-class LookupFailure(Exception):  # noqa: N818  # it never leaves this layer
-    """Credentials were not found: raised from what the lookup raised.
-
-    `hung_s` (seconds) is set, and there is no cause, if it did not end within as long.
-    """
-
-    def __init__(self, *, hung_s: float | None = None) -> None:
-        self.hung_s = hung_s
-        super().__init__("The lookup of credentials failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +76,6 @@ _CLOCK = "Set this machine's clock: it differs too much from the storage's."
 _RIGHTS = "Give these credentials the right to read, write, list and delete below this URL."
 _SLOWER = "Try again later, or lower thread_count."
 _NETWORK = "Check the address (endpoint_url), the network and that the service runs."
-_LOOKUP = (
-    "Look at what it asks, with the tool of the cloud's own: a profile's credential_process or "
-    "login, a metadata server, a token service. Or give credentials in storage_options."
-)
 _SLOW = "Check that the storage answers; if it is only slow, raise Timeouts(request=...)."
 _REGION = "Set the bucket's region: storage_options={'client_kwargs': {'region_name': ...}}."
 _TRUST = "Install the authority's certificate or name it (AWS_CA_BUNDLE, SSL_CERT_FILE)."
@@ -104,8 +89,6 @@ _ROOM = "Free space or raise the quota."
 
 _PERMISSION = _Judgement("permission", _RIGHTS)
 _WRONG = _Judgement("credentials", _WRONG_KEY)
-_NOT_FOUND_OUT = _Judgement("credentials", _LOOKUP)
-_LOOKUP_HUNG = _passing("timeout", _LOOKUP)
 _SKEWED = _Judgement("credentials", _CLOCK)
 _EXPIRED = _passing("credentials", _RENEW)
 _THROTTLED = _passing("throttled", _SLOWER)
@@ -214,8 +197,6 @@ _BY_STATUS = {
     507: _NO_SPACE,
 }
 _FIRST_SERVER_STATUS = 500
-_OF_LOOKUPS = frozenset({"connection", "credentials", "throttled", "timeout"})
-"""Kinds of errors that mean of a lookup what they mean of a request."""
 _FAILURE_STATUSES = range(300, 600)
 
 # "package.Type", the package being the first part of the module that defines the type.
@@ -330,8 +311,6 @@ def map_error(error: BaseException, operation: Operation, scrub: Scrubber) -> St
     built anew may find fresh ones. The text of `error` is kept, without credentials.
     """
     chain = list(_chain(error))
-    if isinstance(error, LookupFailure):
-        return _lookup_failed(error, chain[1:], operation, scrub)
     answer = next((found for e in chain if (found := _answer_in(e)) is not None), None)
     judgement = (_judged_answer(answer) if answer else None) or _judged_types(chain)
     text = _described(error, answer, known=judgement is not None)
@@ -353,33 +332,6 @@ def map_error(error: BaseException, operation: Operation, scrub: Scrubber) -> St
         # Proof that nothing was done; the foreign one may carry credentials in its text.
         failure.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
     return failure
-
-
-def _lookup_failed(
-    error: LookupFailure, chain: list[BaseException], operation: Operation, scrub: Scrubber
-) -> StorageError:
-    """Return the error for a request that was not sent, as there was nothing to sign it with.
-
-    What the lookup met says nothing of the request's object: a program that is not there, say,
-    is no object that is not there.
-    """
-    failed = f"The {operation.name} of {operation.path} failed: the lookup of credentials"
-    if error.hung_s is not None or not chain:
-        verdict = _LOOKUP_HUNG
-        message = f"{failed} did not end within {error.hung_s or 0:.3g} s."
-    else:
-        answer = next((found for e in chain if (found := _answer_in(e)) is not None), None)
-        judged = (_judged_answer(answer) if answer else None) or _judged_types(chain)
-        is_telling = judged is not None and judged.kind in _OF_LOOKUPS
-        verdict = judged if judged is not None and is_telling else _NOT_FOUND_OUT
-        message = f"{failed} failed ({_described(chain[0], answer, known=is_telling)})."
-    return StorageError(
-        scrub(message),
-        kind=verdict.kind,
-        retryable=verdict.retryable,
-        path=scrub(operation.path),
-        next_step=verdict.next_step,
-    )
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
