@@ -200,6 +200,22 @@ _coordinators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Coordinato
 _lock = threading.Lock()
 
 
+def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group that is meant: the given one or the default one; None: this process alone.
+
+    Raises `InvalidInputError` on a rank outside the group.
+    """
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    # Outside of its members, `new_group` returns a mark of another type.
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise InvalidInputError(
+            "This process is not a member of process_group.",
+            next_step="Call this on the ranks of process_group only.",
+        )
+    return process_group
+
+
 def coordinator_of(process_group: dist.ProcessGroup | None, *, lane: str = "main") -> Coordinator:
     """Return the Coordinator of a group (None: the default group, or this process alone).
 
@@ -210,11 +226,6 @@ def coordinator_of(process_group: dist.ProcessGroup | None, *, lane: str = "main
     process_group = group_of(process_group)
     if process_group is None:
         return solo()
-    if not isinstance(process_group, dist.ProcessGroup):  # new_group's mark of a non-member
-        raise InvalidInputError(
-            "This process is not a member of process_group.",
-            next_step="Call this on the ranks of process_group only.",
-        )
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     if world_size == 1:
         return solo()
@@ -226,13 +237,6 @@ def coordinator_of(process_group: dist.ProcessGroup | None, *, lane: str = "main
             board = StoreBoard(store.clone, f"ckpt_storage/{lane}")  # type: ignore[attr-defined]
             lanes[lane] = Coordinator(board, rank=rank, world_size=world_size)
         return lanes[lane]
-
-
-def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group that is meant; None for this process alone."""
-    if process_group is None and dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    return process_group
 
 
 class SaverChannel:

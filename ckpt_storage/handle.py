@@ -1,12 +1,10 @@
-"""What the caller of a background save holds: its state, its progress and its outcome.
-
-Knows states and errors; knows no thread, process or rank. Made by `saver`.
-"""
+"""What the caller of a background save holds: its state, its progress and its outcome."""
 
 from __future__ import annotations
 
 import enum
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,13 +12,14 @@ from dataclasses import dataclass, field
 from .errors import (
     CheckpointError,
     CommitUnknownError,
+    InvalidInputError,
     PhaseTimeoutError,
     SaveCancelledError,
 )
 from .info import CheckpointInfo
 from .lifesigns import Sign
 
-__all__ = ["SaveHandle", "SaveProgress", "SaveState"]
+__all__ = ["SaveHandle", "SaveProgress", "SaveState", "SaveStatus", "check_process"]
 
 log = logging.getLogger("ckpt_storage")
 
@@ -85,62 +84,56 @@ class SaveProgress:
     ranks: Mapping[int, Sign] = field(default_factory=dict)
 
 
-class SaveHandle:
-    """One background save. All methods may be called from any thread."""
+def check_process(process_id: int, what: str) -> None:
+    """Refuse `what` in any process but the one that made it: a fork has none of its threads."""
+    if os.getpid() != process_id:
+        raise InvalidInputError(
+            f"{what} was made in process {process_id}, and this is process {os.getpid()}.",
+            next_step="Use it there; a child process makes a saver of its own.",
+        )
 
-    def __init__(self, url: str, rank: int, *, limit_s: float) -> None:
-        self.url = url
-        self.rank = rank
-        self.limit_s = limit_s
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._staged = threading.Event()
-        self._state = SaveState.STAGING
-        self._source: Callable[[], tuple[Mapping[int, Sign], str | None]] = lambda: ({}, None)
-        self._info: CheckpointInfo | None = None
-        self._error: CheckpointError | None = None
-        self._is_taken = False
-        self._cancel: Callable[[SaveCancelledError], None] | None = None
-        self._cancelled: SaveCancelledError | None = None
-        self._callbacks: list[Callable[[SaveHandle], object]] = []
+
+class SaveHandle:
+    """One background save. All methods may be called from any thread of the process."""
+
+    def __init__(self, status: SaveStatus) -> None:
+        self.url = status.url
+        self.rank = status.rank
+        self._process_id = os.getpid()
+        self._kept = status
+
+    @property
+    def _status(self) -> SaveStatus:
+        check_process(self._process_id, f"The handle of the save to {self.url}")
+        return self._kept
 
     def __repr__(self) -> str:
-        return f"<SaveHandle {self.url!r} {self.state.value}>"
+        return f"<SaveHandle {self.url!r} {self._kept.state.value}>"
 
     @property
     def state(self) -> SaveState:
         """Where the save is."""
-        state = self._state
-        if not state.is_final and self._staged.is_set():
-            own = self._source()[0].get(self.rank)
-            state = SaveState.WRITING if own is None else _STATE_OF_PHASE.get(own.phase, state)
-            if self._ended.is_set():
-                return self._state
-        return state
+        return self._status.state
 
     @property
     def save_id(self) -> str | None:
         """The id that all ranks agreed on, once they did."""
-        return self._info.save_id if self._info is not None else self._source()[1]
+        return self._status.save_id
 
     def done(self) -> bool:
         """Return whether the save has ended, well or not."""
-        return self._ended.is_set()
+        return self._status.ended.is_set()
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Wait until the state is copied, and may be changed; at most `timeout` seconds.
 
         Raises `PhaseTimeoutError` if it is not by then, or why it could not be copied.
         """
-        limit_s = self.limit_s if timeout is None else timeout
-        if not self._staged.wait(limit_s):
-            raise self._not_yet("was not staged", limit_s, "stage")
-        if self._error is not None and self._state is not SaveState.COMMITTED:
-            raise self._error
+        self._status.wait_staged(timeout)
 
     def is_staged(self) -> bool:
         """Return whether the state is copied, or the save has ended."""
-        return self._staged.is_set()
+        return self._status.staged.is_set()
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """Wait at most `timeout` seconds and return what was committed.
@@ -149,22 +142,76 @@ class SaveHandle:
         are finite. Raises why the save failed (any `CheckpointError`), or `PhaseTimeoutError` if it
         has not ended by then; it goes on in that case, and `state` is not final.
         """
-        self._is_taken = True
-        limit_s = self.limit_s if timeout is None else timeout
-        if not self._ended.wait(limit_s):
-            raise self._not_yet("has not ended", limit_s, None)
-        if self._error is not None:
-            raise self._error
-        assert self._info is not None  # noqa: S101  # `succeed` sets it
-        return self._info
+        status = self._status
+        error = status.outcome(timeout)
+        if error is not None:
+            raise error
+        assert status.info is not None  # noqa: S101  # `succeed` sets it
+        return status.info
 
     def exception(self, timeout: float | None = None) -> CheckpointError | None:
         """Return why the save failed, None if it did not; waits and raises as `result`."""
-        limit_s = self.limit_s if timeout is None else timeout
-        if not self._ended.wait(limit_s):
-            raise self._not_yet("has not ended", limit_s, None)
-        self._is_taken = True
-        return self._error
+        return self._status.outcome(timeout)
+
+    def progress(self) -> SaveProgress:
+        """Return how far the save is."""
+        return self._status.progress()
+
+    def cancel(self) -> bool:
+        """Ask all ranks to give the save up; return whether it had not ended yet.
+
+        It takes effect soon unless the commit is faster: `state` tells. Called on one rank it
+        ends the save on all.
+        """
+        return self._status.cancel()
+
+    def add_done_callback(self, callback: Callable[[SaveHandle], object]) -> None:
+        """Call `callback(handle)` once the save has ended, in the thread that ends it.
+
+        What it raises is logged.
+        """
+        self._status.when_ended(lambda: callback(self))
+
+
+class SaveStatus:
+    """One background save, as its saver and its task see it; users hold a `SaveHandle` of it.
+
+    `staged` is set once the state is copied, or the save has ended; `ended` once `info` and
+    `error` are final.
+    """
+
+    def __init__(self, url: str, rank: int, *, limit_s: float) -> None:
+        self.url = url
+        self.rank = rank
+        self.limit_s = limit_s
+        self.ended = threading.Event()
+        self.staged = threading.Event()
+        self.info: CheckpointInfo | None = None
+        self.error: CheckpointError | None = None
+        self._lock = threading.RLock()  # a signal's handler may call in the middle
+        self._state = SaveState.STAGING
+        self._is_copied = False
+        self._asker_count = 0
+        self._source: Callable[[], tuple[Mapping[int, Sign], str | None]] = lambda: ({}, None)
+        self._cancel: Callable[[SaveCancelledError], None] | None = None
+        self._cancelled: SaveCancelledError | None = None
+        self._callbacks: list[Callable[[], object]] = []
+
+    @property
+    def state(self) -> SaveState:
+        """Where the save is."""
+        state = self._state
+        if not state.is_final and self.staged.is_set():
+            own = self._source()[0].get(self.rank)
+            state = SaveState.WRITING if own is None else _STATE_OF_PHASE.get(own.phase, state)
+            if self.ended.is_set():
+                return self._state
+        return state
+
+    @property
+    def save_id(self) -> str | None:
+        """The id that all ranks agreed on, once they did."""
+        return self.info.save_id if self.info is not None else self._source()[1]
 
     def progress(self) -> SaveProgress:
         """Return how far the save is."""
@@ -182,14 +229,47 @@ class SaveHandle:
             ranks=signs,
         )
 
-    def cancel(self) -> bool:
-        """Ask all ranks to give the save up; return whether it had not ended yet.
+    def wait_staged(self, timeout: float | None) -> None:
+        """Wait as `SaveHandle.wait_staged`."""
+        limit_s = self.limit_s if timeout is None else timeout
+        if not self.staged.wait(limit_s):
+            raise self._not_yet("was not staged", limit_s, "stage")
+        if self.error is not None and not self._is_copied:
+            raise self.error
 
-        It takes effect soon unless the commit is faster: `state` tells. Called on one rank it
-        ends the save on all.
-        """
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether somebody waits for the outcome or has got it."""
+        return self._asker_count > 0
+
+    def take(self) -> None:
+        """Note that the outcome is known to whoever began the save."""
+        self._count_asker(1)
+
+    def outcome(self, timeout: float | None) -> CheckpointError | None:
+        """Wait for the end and return why the save failed, for a user, who then knows."""
+        self._count_asker(1)
+        try:
+            return self.await_end(timeout)
+        except BaseException:
+            self._count_asker(-1)
+            raise
+
+    def await_end(self, timeout: float | None) -> CheckpointError | None:
+        """Wait for the end and return why the save failed. Raises `PhaseTimeoutError`."""
+        limit_s = self.limit_s if timeout is None else timeout
+        if not self.ended.wait(limit_s):
+            raise self._not_yet("has not ended", limit_s, None)
+        return self.error
+
+    def _count_asker(self, count: int) -> None:
         with self._lock:
-            if self._ended.is_set():
+            self._asker_count += count
+
+    def cancel(self) -> bool:
+        """Ask as `SaveHandle.cancel`."""
+        with self._lock:
+            if self.ended.is_set():
                 return False
             if self._cancelled is None:
                 self._cancelled = SaveCancelledError(
@@ -201,43 +281,19 @@ class SaveHandle:
             cancel(error)
         return True
 
-    def add_done_callback(self, callback: Callable[[SaveHandle], object]) -> None:
-        """Call `callback(handle)` once the save has ended, in the thread that ends it.
-
-        What it raises is logged.
-        """
+    def when_ended(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once the save has ended, in the thread that ends it, or now."""
         with self._lock:
-            if not self._ended.is_set():
+            if not self.ended.is_set():
                 self._callbacks.append(callback)
                 return
         self._call(callback)
 
-    def _call(self, callback: Callable[[SaveHandle], object]) -> None:
+    def _call(self, callback: Callable[[], object]) -> None:
         try:
-            callback(self)
+            callback()
         except Exception:  # the save has ended, whatever this is
             log.exception("A callback of the save to %s failed.", self.url)
-
-    # For the saver that owns it.
-
-    @property
-    def error(self) -> CheckpointError | None:
-        """Why it failed, if it has."""
-        return self._error
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether somebody asked for the outcome."""
-        return self._is_taken
-
-    def take(self) -> None:
-        """Note that the outcome is known to whoever began the save."""
-        self._is_taken = True
-
-    @property
-    def cancelled(self) -> SaveCancelledError | None:
-        """The wish to cancel, if there is one."""
-        return self._cancelled
 
     def on_cancel(self, cancel: Callable[[SaveCancelledError], None] | None) -> None:
         """Set what `cancel` calls from now on; calls it at once if it was called before."""
@@ -250,9 +306,10 @@ class SaveHandle:
     def mark_staged(self) -> None:
         """Note that the state is copied."""
         with self._lock:
-            if not self._ended.is_set() and self._state is SaveState.STAGING:
+            if not self.ended.is_set() and self._state is SaveState.STAGING:
                 self._state = SaveState.WRITING
-        self._staged.set()
+                self._is_copied = True
+        self.staged.set()
 
     def follow(self, source: Callable[[], tuple[Mapping[int, Sign], str | None]]) -> None:
         """Take how far the ranks are, and the save id, from `source` from now on."""
@@ -281,15 +338,15 @@ class SaveHandle:
         self, state: SaveState, info: CheckpointInfo | None, error: CheckpointError | None
     ) -> None:
         with self._lock:
-            if self._ended.is_set():
+            if self.ended.is_set():
                 return
-            self._state, self._info, self._error = state, info, error
+            self._state, self.info, self.error = state, info, error
             self._cancel = None
             # What it followed holds connections: what is known now stays.
             known = self._source()
             self._source = lambda: known
-            self._staged.set()
-            self._ended.set()
+            self.staged.set()
+            self.ended.set()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             self._call(callback)

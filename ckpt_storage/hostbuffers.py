@@ -1,8 +1,5 @@
 """Host memory that outlives a save: arenas, and leases of them.
 
-Knows anonymous memory, file descriptors and page locking; knows neither tensors' layout nor
-states. Called by `staging`, `stagewire` and `saver`.
-
 An arena has no name in any file system: private memory is an anonymous mapping, shared memory a
 mapping of a memfd. Whatever is killed, the kernel frees it with the last process that maps it,
 and the size limit of /dev/shm does not apply.
@@ -16,6 +13,7 @@ import logging
 import math
 import mmap
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -42,6 +40,9 @@ ARENA_ROUNDING_BYTES = 2 * 1024 * 1024
 GROWTH_SLACK = 8
 """An arena that grew once gets one part in this many on top, to grow more rarely."""
 
+# mman.h: MADV_WIPEONFORK, which Python's mmap does not name.
+_WIPE_ON_FORK = 18
+
 # cuda.h: memory that every CUDA context sees as page-locked.
 _REGISTER_PORTABLE = 1
 
@@ -59,8 +60,8 @@ class Arena:
     """One stretch of host memory, unmapped when the last view of it is gone.
 
     `memory` are its bytes, writable; slices keep the mapping alive. `file` is a descriptor of
-    shared memory, open until `close`, else None. Both kinds are left out of forked children,
-    which would otherwise copy each page that is written to after the fork.
+    shared memory, open until `close`, else None. No page is copied in forked children: shared
+    memory stays one, and private memory is empty there.
     """
 
     def __init__(self, kind: Kind, size_bytes: int) -> None:
@@ -83,8 +84,10 @@ class Arena:
                 phase="stage",
                 next_step="Free host memory, lower max_pending, or save without staging.",
             ) from error
-        if hasattr(mmap, "MADV_DONTFORK"):
-            mapping.madvise(mmap.MADV_DONTFORK)
+        if self.file is None and sys.platform == "linux":
+            # The mapping itself stays in a child, which would else unmap what came in its place.
+            with contextlib.suppress(OSError):
+                mapping.madvise(_WIPE_ON_FORK)
         self.memory: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
 
     def pin(self, device: torch.device | None = None) -> bool:

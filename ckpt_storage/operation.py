@@ -373,6 +373,8 @@ class Operation(Steps):
         was_answered = self._meeting.is_over and not self.id
         if isinstance(error, CheckpointError) and error.rank is None and not was_answered:
             error.rank = self.rank
+        if isinstance(error, CheckpointError):
+            error.phase = error.phase or self.current_phase
         cause = travelling(error)
         cause.phase = cause.phase or self.current_phase
         if self.id:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import re
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from .errors import (
     SaveCancelledError,
 )
 from .store import Location
+from .store.redaction import without_secrets
 
 __all__ = [
     "COORDINATOR",
@@ -42,6 +44,9 @@ log = logging.getLogger("ckpt_storage")
 
 COORDINATOR = 0
 """The rank that decides and commits: the first of the group, as in DCP."""
+
+_CAUSE_CHARS = 4000
+"""How much of a traceback travels: its end."""
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -114,20 +119,28 @@ def of_rank(rank: int, error: CheckpointError, what: str) -> RankFailedError:
 
 
 def travelling(error: BaseException) -> CheckpointError:
-    """Return `error` as every rank can read it: of our own kinds, which it knows and which pickle.
+    """Return a copy of `error` that every rank and process can read.
 
-    A class of the user's may not be importable where the report is read.
+    It is of one of our own kinds, because a class of the user's may not be importable there. Where
+    only the cause says what went wrong, which does not travel, its traceback is a note.
     """
-    if not isinstance(error, CheckpointError):
-        return CheckpointError(f"{type(error).__name__}: {error}")
+    told = None
     if type(error).__module__.partition(".")[0] == _PACKAGE:
         try:
-            pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
+            told = pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
         except Exception as failure:  # noqa: BLE001  # any failure means: cannot travel
             log.debug("An error does not pickle: %s", failure)
-        else:
-            return error
-    return CheckpointError(str(error), rank=error.rank, phase=error.phase, path=error.path)
+    if not isinstance(error, CheckpointError):
+        told, cause = CheckpointError(f"{type(error).__name__}: {error}"), error
+    else:
+        cause = error.__cause__ if type(error) is CheckpointError else None
+        told = told or CheckpointError(
+            str(error), rank=error.rank, phase=error.phase, path=error.path
+        )
+    if cause is not None:
+        text = "".join(traceback.format_exception(cause))[-_CAUSE_CHARS:]
+        told.add_note(f"The cause, where it was raised:\n{without_secrets(text)}")
+    return told
 
 
 @contextmanager
@@ -145,7 +158,7 @@ def as_checkpoint_errors(what: str, rank: int) -> Iterator[None]:
             f"{what[:1].upper()}{what[1:]} failed on rank {rank}: {type(error).__name__}: "
             f"{str(error).rstrip('.')}.",
             rank=rank,
-            next_step="Its cause, above, says where.",
+            next_step="Its cause says where.",
         ) from error
 
 

@@ -1,17 +1,16 @@
 """Saving in the background: `save_async`, and `AsyncSaver`, which owns threads, workers and memory.
 
-Knows staging, handles and the order of saves; what a save is, it learns from `saving`. Every
-rank has one; all ranks call the same saves in the same order. Called by users and the manager.
+Every rank has one; all ranks call the same saves in the same order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -21,13 +20,10 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from .chaining import Chained
 from .coordination_torch import SaverChannel, group_of
-from .errors import (
-    CheckpointError,
-    InvalidInputError,
-)
-from .exits import flush_at_exit
+from .errors import CheckpointError, InvalidInputError, PhaseTimeoutError
+from .exits import flush, flush_at_exit
 from .frontdoor import plain_state
-from .handle import SaveHandle
+from .handle import SaveHandle, SaveStatus, check_process
 from .hostbuffers import HostBuffers
 from .options import PageCache, Progress, RetryPolicy, StockMetadata, Timeouts
 from .reports import as_checkpoint_errors, place_of
@@ -120,13 +116,17 @@ class AsyncSaver:
         self._buffers = HostBuffers(
             "shared" if mode == "process" else "private", max_leases=max_pending
         )
-        self._handles: list[SaveHandle] = []
+        self._saves: list[SaveStatus] = []
         self._last: SaveTask | None = None
         self._closed = False
-        self._lock = threading.Lock()
+        # A signal's handler may save in the middle of a save.
+        self._turn = threading.RLock()
+        self._process_id = os.getpid()
         self._exit_timeout_s = exit_timeout_s
         # Non-blocking: a saver that is forgotten lets its saves end, and its worker with them.
-        self._finalizer = weakref.finalize(self, _let_go, self._buffers, self._link, self._channel)
+        self._finalizer = weakref.finalize(
+            self, _let_go, self._process_id, self._buffers, self._link, self._channel
+        )
         self._finalizer.atexit = False
 
     def __enter__(self) -> Self:
@@ -141,8 +141,9 @@ class AsyncSaver:
         if error is None:
             self.close()
             return
+        flush(self._saves)
         try:
-            self.close()
+            self.close(timeout=0)
         except CheckpointError as failure:
             error.add_note(f"Closing the saver failed too: {failure}")
 
@@ -207,63 +208,83 @@ class AsyncSaver:
         `prepare` is called before anything is copied; what it raises reaches all ranks.
         """
         self._check_open()
-        handle = SaveHandle(
-            place_of(url), self._coordinator.rank, limit_s=self._limit_s(options.timeouts)
-        )
-        self._channel.save_count += 1
-        task = SaveTask(
-            self._coordinator,
-            self._link,
-            handle,
-            options,
-            url=url,
-            number=self._channel.save_count,
-        )
+        limit_s = self._limit_s(options.timeouts)
+        if not self._turn.acquire(timeout=limit_s):
+            raise PhaseTimeoutError(
+                f"The save to {place_of(url)} waited {limit_s:g} s for another thread's.",
+                timeout_s=limit_s,
+                rank=self._coordinator.rank,
+                phase="stage",
+                next_step="Call save in one thread, the same saves in the same order on all ranks.",
+            )
+        try:
+            status = SaveStatus(place_of(url), self._coordinator.rank, limit_s=limit_s)
+            self._channel.save_count += 1
+            task = SaveTask(
+                self._coordinator,
+                self._link,
+                status,
+                options,
+                url=url,
+                number=self._channel.save_count,
+            )
+            self._begin(task, state, prepare, block_until_staged=block_until_staged)
+            return SaveHandle(status)
+        finally:
+            self._turn.release()
+
+    def _begin(
+        self,
+        task: SaveTask,
+        state: Mapping[str, Any],
+        prepare: Callable[[], None],
+        *,
+        block_until_staged: bool,
+    ) -> None:
+        status, timeouts = task.status, task.options.timeouts
         try:
             # Each call is one operation of all ranks, also where it raises: a rank that raised
             # what others were told before would leave them alone in this save.
             try:
                 self._wait_for_room()
             finally:
-                self._enlist(task, handle)
-            with as_checkpoint_errors(f"the staging for {handle.url}", handle.rank):
+                self._enlist(task)
+            with as_checkpoint_errors(f"the staging for {status.url}", status.rank):
                 # The trainer's working folder counts, as it is now.
-                task.url, task.options = anchored(url), options.anchored()
+                task.url, task.options = anchored(task.url), task.options.anchored()
                 prepare()
-                task.lease = self._buffers.lease(timeout_s=options.timeouts.stage)
+                task.lease = self._buffers.lease(timeout_s=timeouts.stage)
                 if block_until_staged:
                     task.staged = stage(plain_state(state), task.lease)
-                    handle.mark_staged()
+                    status.mark_staged()
                 else:
                     task.staging = begin_stage(plain_state(state), task.lease)
         except CheckpointError as error:
             error.phase = error.phase or "stage"
-            error.rank = handle.rank if error.rank is None else error.rank
-            handle.take()  # raised here, and not again by the next save
+            error.rank = status.rank if error.rank is None else error.rank
+            status.take()  # raised here, and not again by the next save
             task.start(refusal=error)
             raise
         except BaseException as error:
             # An interrupt: the other ranks are in this save and must be told.
-            handle.take()
-            task.start(refusal=_interrupted(handle, error))
+            status.take()
+            task.start(refusal=_interrupted(status, error))
             raise
         task.start()
-        return handle
 
-    @contextmanager
+    @contextlib.contextmanager
     def step_guard(self) -> Iterator[None]:
         """Wait until no state is being copied, then run the block: the optimizer's step.
 
         Raises `PhaseTimeoutError` if the copying does not end in time.
         """
-        for handle in self._handles:
-            if handle.is_staged():
-                continue
+        check_process(self._process_id, "The AsyncSaver")
+        for save in self._saves[:]:
             try:
-                handle.wait_staged(self._timeouts.stage)
+                save.wait_staged(self._timeouts.stage)
             except CheckpointError:
                 # Nothing is copied any more; why, the save's own waits tell.
-                if not handle.is_staged():
+                if not save.staged.is_set():
                     raise
         yield
 
@@ -273,12 +294,14 @@ class AsyncSaver:
         Raises `PhaseTimeoutError` naming the one that has not, and with `on_error="raise"` the
         first failure that nobody asked for.
         """
-        self._settle(list(self._handles), timeout)
+        check_process(self._process_id, "The AsyncSaver")
+        self._settle(self._saves[:], timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for all saves as `wait`, then end the worker and free the memory; idempotent."""
         if self._closed:
             return
+        check_process(self._process_id, "The AsyncSaver")
         try:
             self.wait(timeout)
         finally:
@@ -291,6 +314,7 @@ class AsyncSaver:
         return None if self._link is None else self._link.pid
 
     def _check_open(self) -> None:
+        check_process(self._process_id, "The AsyncSaver")
         if self._closed:
             raise InvalidInputError(
                 "The AsyncSaver is closed.", next_step="Make a new one, or save before close()."
@@ -298,24 +322,31 @@ class AsyncSaver:
 
     def _wait_for_room(self) -> None:
         # Only of those that must have ended by now on every rank.
-        surplus = len(self._handles) - self._max_pending + 1
+        surplus = len(self._saves) - self._max_pending + 1
         if surplus > 0:
-            self._settle(self._handles[:surplus], None)
+            self._settle(self._saves[:surplus], None)
 
-    def _enlist(self, task: SaveTask, handle: SaveHandle) -> None:
+    def _enlist(self, task: SaveTask) -> None:
         if self._last is not None and not self._last.ended.is_set():
             task.previous = self._last
         self._last = task
-        self._handles.append(handle)
-        flush_at_exit(handle, self._exit_timeout_s)
+        self._saves.append(task.status)
+        flush_at_exit(task.status, self._exit_timeout_s, task.options.timeouts)
 
-    def _settle(self, handles: list[SaveHandle], timeout: float | None) -> None:
+    def _settle(self, saves: list[SaveStatus], timeout: float | None) -> None:
         failure: CheckpointError | None = None
-        for handle in handles:
-            was_taken = handle.is_taken
-            error = handle.exception(timeout)
-            self._handles.remove(handle)
-            if error is not None and not was_taken and self._on_error == "raise":
+        for save in saves:
+            try:
+                error = save.await_end(timeout)
+            except PhaseTimeoutError as late:
+                if failure is None:
+                    raise
+                failure.add_note(str(late))
+                break
+            with contextlib.suppress(ValueError):  # another thread waited for it as well
+                self._saves.remove(save)
+            if error is not None and not save.is_asked_for and self._on_error == "raise":
+                save.take()
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -323,19 +354,23 @@ class AsyncSaver:
     def _limit_s(self, t: Timeouts) -> float:
         """Return the sum of what the phases of a save, and of those before it, may take."""
         one_s = t.stage + 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
-        return (len(self._handles) + 1) * one_s + _SLACK_S
+        return (len(self._saves) + 1) * one_s + _SLACK_S
 
 
-def _interrupted(handle: SaveHandle, error: BaseException) -> CheckpointError:
+def _interrupted(status: SaveStatus, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"The save to {handle.url} was not begun: rank {handle.rank} was interrupted while it "
+        f"The save to {status.url} was not begun: rank {status.rank} was interrupted while it "
         f"copied its state ({type(error).__name__}).",
-        rank=handle.rank,
+        rank=status.rank,
         phase="stage",
     )
 
 
-def _let_go(buffers: HostBuffers, link: WorkerLink | None, channel: SaverChannel) -> None:
+def _let_go(
+    process_id: int, buffers: HostBuffers, link: WorkerLink | None, channel: SaverChannel
+) -> None:
+    if os.getpid() != process_id:
+        return  # a child of fork owns nothing of this
     buffers.close()
     if link is not None:
         link.close()
@@ -345,6 +380,17 @@ def _let_go(buffers: HostBuffers, link: WorkerLink | None, channel: SaverChannel
 _savers: weakref.WeakKeyDictionary[dist.ProcessGroup, AsyncSaver] = weakref.WeakKeyDictionary()
 _solo_savers: list[AsyncSaver] = []
 _lock = threading.Lock()
+
+
+def _forget_savers() -> None:
+    """Let a child of fork make savers of its own: it has no threads or workers of its parent."""
+    global _lock  # noqa: PLW0603  # its owner may be a thread that the child has not
+    _lock = threading.Lock()
+    _savers.clear()
+    _solo_savers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_savers)
 
 
 def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
@@ -411,4 +457,4 @@ def _saver_of(process_group: dist.ProcessGroup | None) -> AsyncSaver:
             _solo_savers.append(saver)
         else:
             _savers[group] = saver
-    return saver
+        return saver

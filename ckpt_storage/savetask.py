@@ -1,8 +1,4 @@
-"""One background save from staging to outcome, in a thread of its own.
-
-Knows the order of what a save does in the background, and who must be told of what; what a save
-is, it learns from `saving`, how a worker runs it, from `workerlink`. Called by `saver`.
-"""
+"""One background save from staging to outcome, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Any
 
 from .coordination import Coordinator
 from .errors import CheckpointError, PhaseTimeoutError, RankMismatchError
-from .handle import SaveHandle
+from .handle import SaveStatus
 from .hostbuffers import Lease
 from .info import CheckpointInfo
 from .operation import Operation
@@ -35,7 +31,7 @@ class SaveTask:
         self,
         coordinator: Coordinator,
         link: WorkerLink | None,
-        handle: SaveHandle,
+        status: SaveStatus,
         options: SaveOptions,
         *,
         url: str | os.PathLike[str],
@@ -49,42 +45,54 @@ class SaveTask:
         self.staging: StagingJob | None = None
         self._coordinator = coordinator
         self._link = link
-        self._handle = handle
+        self.status = status
         self._number = number
         self.ended = threading.Event()
 
     def start(self, *, refusal: CheckpointError | None = None) -> None:
-        """Go on in the background; with `refusal`, only to tell the other ranks."""
-        threading.Thread(
-            target=self._run,
-            args=(refusal,),
-            name=f"ckpt-storage save {self._handle.url}",
-            daemon=True,
-        ).start()
+        """Go on in the background; with `refusal`, only to tell the other ranks.
+
+        Raises `CheckpointError` where no thread is to be had, once the other ranks are told.
+        """
+        name = f"ckpt-storage save {self.status.url}"
+        thread = threading.Thread(target=self._run, args=(refusal,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            failure = refusal or CheckpointError(
+                f"The save to {self.status.url} was not begun: rank {self.status.rank} has no "
+                f"thread for it ({error}).",
+                rank=self.status.rank,
+                phase="stage",
+                next_step="See how many threads the process has and may have (ulimit -u).",
+            )
+            self.status.take()
+            self._run(failure)
+            raise failure from error
 
     def _run(self, refusal: CheckpointError | None) -> None:
-        handle = self._handle
+        status = self.status
         try:
-            with as_checkpoint_errors(f"the save to {handle.url}", handle.rank):
+            with as_checkpoint_errors(f"the save to {status.url}", status.rank):
                 refusal = refusal or self._end_staging()
                 refusal = self._await_turn() or refusal
                 info = self._carry_out(refusal)
                 log.info(
                     "save %s to %s is committed, says rank %d",
                     info.save_id,
-                    handle.url,
-                    handle.rank,
+                    status.url,
+                    status.rank,
                 )
-                handle.succeed(info)
+                status.succeed(info)
         except CheckpointError as error:
             log.warning(
                 "save %s to %s failed on rank %d: %s",
-                handle.save_id or "(without id)",
-                handle.url,
-                handle.rank,
+                status.save_id or "(without id)",
+                status.url,
+                status.rank,
                 error,
             )
-            handle.fail(error)
+            status.fail(error)
         finally:
             self._end_lease()
             self.ended.set()
@@ -92,21 +100,21 @@ class SaveTask:
     def _end_staging(self) -> CheckpointError | None:
         """Wait until the state is copied; return why it cannot be."""
         if self.staging is not None:
-            handle = self._handle
+            status = self.status
             try:
-                with as_checkpoint_errors(f"the staging for {handle.url}", handle.rank):
+                with as_checkpoint_errors(f"the staging for {status.url}", status.rank):
                     self.staged = self.staging.wait(self.options.timeouts.stage)
             except CheckpointError as error:
                 error.phase = error.phase or "stage"
                 return error
-            handle.mark_staged()
+            status.mark_staged()
         return None
 
     def _carry_out(self, refusal: CheckpointError | None) -> CheckpointInfo:
         staged = self.staged
         if staged is not None and refusal is None and self._link is not None:
             return self._link.save(
-                self._handle, staged, self.options, url=self.url, number=self._number
+                self.status, staged, self.options, url=self.url, number=self._number
             )
 
         def state() -> dict[str, Any]:
@@ -125,8 +133,8 @@ class SaveTask:
         )
 
     def _attach(self, operation: Operation) -> None:
-        self._handle.follow(lambda: (operation.signs, operation.save_id))
-        self._handle.on_cancel(operation.give_up)
+        self.status.follow(lambda: (operation.signs, operation.save_id))
+        self.status.on_cancel(operation.give_up)
 
     def _await_turn(self) -> CheckpointError | None:
         """Wait for the save before this one; return why this one must not be made."""
@@ -134,22 +142,22 @@ class SaveTask:
         if previous is None:
             return None
         # Not its handle: after a failure it may still be telling the other ranks.
-        if not previous.ended.wait(self._handle.limit_s):
+        if not previous.ended.wait(self.status.limit_s):
             return PhaseTimeoutError(
-                f"The save to {self._handle.url} waited {self._handle.limit_s:g} s for the one "
+                f"The save to {self.status.url} waited {self.status.limit_s:g} s for the one "
                 "before it.",
-                timeout_s=self._handle.limit_s,
-                rank=self._handle.rank,
+                timeout_s=self.status.limit_s,
+                rank=self.status.rank,
                 phase="plan",
                 next_step="See what became of that one.",
             )
-        error = previous._handle.error  # noqa: SLF001  # the same class
+        error = previous._status.error  # noqa: SLF001  # the same class
         if isinstance(error, RankMismatchError):
             # Ranks have called different saves: those behind would meet the wrong ones, too.
             return CheckpointError(
-                f"The save to {self._handle.url} was not begun: in the save before it, ranks did "
+                f"The save to {self.status.url} was not begun: in the save before it, ranks did "
                 f"not mean the same. {error}",
-                rank=self._handle.rank,
+                rank=self.status.rank,
                 phase="plan",
                 next_step="Make all ranks call the same saves in the same order.",
             )
@@ -160,7 +168,7 @@ class SaveTask:
             return
         # A thread that was left behind may still read the state, and must not read the next one;
         # copies that came too late must not go on into it.
-        is_read = self._handle.error is not None and abandoned_thread_count() > 0
+        is_read = self.status.error is not None and abandoned_thread_count() > 0
         if is_read or (self.staging is not None and not self.staging.done()):
             self.lease.abandon()
         else:

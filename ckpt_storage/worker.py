@@ -23,6 +23,7 @@ from .errors import CheckpointError, InvalidInputError
 from .info import CheckpointInfo
 from .lifesigns import Sign
 from .operation import Operation
+from .reports import travelling
 from .saving import SaveOptions, run_save
 from .stagewire import StateReceiver
 from .store.timed import abandoned_thread_count
@@ -139,7 +140,7 @@ class _Worker:
                 number=request.number,
             )
         except CheckpointError as error:
-            failure = error
+            failure = travelling(error)
         self._tell()
         return Outcome(
             number=request.number,

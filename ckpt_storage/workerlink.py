@@ -1,8 +1,4 @@
-"""The trainer's end of its worker process: starts it, sends saves, watches it, speaks for it.
-
-Knows processes and pipes, and how the ranks' shared store is reached from another process.
-Called by `saver`, in the thread of one save at a time.
-"""
+"""The trainer's end of its worker process: starts it, sends saves, watches it, speaks for it."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ import pickle
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -33,12 +30,12 @@ from .errors import (
     RankFailedError,
     StorageError,
 )
-from .handle import SaveHandle
+from .handle import SaveStatus
 from .info import CheckpointInfo
 from .lifesigns import Sign
 from .options import Phase
 from .progress import reporting
-from .reports import COORDINATOR
+from .reports import COORDINATOR, as_checkpoint_errors
 from .saving import SaveOptions
 from .stagewire import PackedState, StateSender, pack
 from .staging import StagedState
@@ -105,7 +102,14 @@ class WorkerLink:
         self._is_busy = False
         self._is_closing = False
         self._lock = threading.Lock()
-        self._child: _Child | None = _start(self._setup)
+        self._child: _Child | None = None
+        try:
+            self._child = _start(self._setup)
+        except InvalidInputError:
+            raise
+        except CheckpointError as error:
+            # The next save tries again, and tells the other ranks.
+            log.warning("%s", error)
 
     @property
     def pid(self) -> int | None:
@@ -122,7 +126,7 @@ class WorkerLink:
 
     def save(
         self,
-        handle: SaveHandle,
+        status: SaveStatus,
         staged: StagedState,
         options: SaveOptions,
         *,
@@ -137,7 +141,7 @@ class WorkerLink:
         with self._lock:
             self._is_busy = True
         try:
-            return self._save(_Run(number=number, handle=handle, options=options, url=url), staged)
+            return self._save(_Run(number=number, status=status, options=options, url=url), staged)
         finally:
             with self._lock:
                 self._is_busy = False
@@ -145,16 +149,13 @@ class WorkerLink:
                     self._end_all()
 
     def _save(self, run: _Run, staged: StagedState) -> CheckpointInfo:
-        handle, options = run.handle, run.options
-        try:
+        status, options = run.status, run.options
+        with self._told(run):
             # Callables of the trainer stay here: they get what the worker's beats tell.
             sent = dataclasses.replace(options, progress=None)
             request = Request(number=run.number, url=os.fspath(run.url), options=_pickled(sent))
             packed = pack(staged)
             child = self._live_child()
-        except CheckpointError as error:
-            self._stand_in(run, error)
-            raise
         try:
             try:
                 outcome = self._attempt(child, request, packed, run)
@@ -162,9 +163,10 @@ class WorkerLink:
                 if run.beat is not None:
                     raise
                 # It never took the save up, so no other rank knows of it.
-                log.warning("The worker process of rank %d %s.", handle.rank, gone)
+                log.warning("The worker process of rank %d %s.", status.rank, gone)
                 self._end_child()  # it may be stopped, not dead
-                child = self._live_child()
+                with self._told(run):
+                    child = self._live_child()
                 outcome = self._attempt(child, request, packed, run)
         except _GoneError as gone:
             return self._after_death(child, run, str(gone))
@@ -176,9 +178,20 @@ class WorkerLink:
         assert outcome.info is not None  # noqa: S101  # there is one or the other
         return outcome.info
 
+    @contextlib.contextmanager
+    def _told(self, run: _Run) -> Iterator[None]:
+        """Tell the other ranks of what fails inside: no worker has the save yet."""
+        try:
+            with as_checkpoint_errors(f"the save to {run.status.url}", run.status.rank):
+                yield
+        except CheckpointError as error:
+            error.phase = error.phase or "stage"
+            self._stand_in(run, error)
+            raise
+
     def _attempt(self, child: _Child, request: Request, packed: PackedState, run: _Run) -> Outcome:
         """Hand a save to the worker and wait for its outcome. Raises `_GoneError`."""
-        run.handle.on_cancel(lambda error: self._cancel(child, run.number, error))
+        run.status.on_cancel(lambda error: self._cancel(child, run.number, error))
         with run.shown():
             try:
                 self._pool.run(
@@ -234,7 +247,7 @@ class WorkerLink:
         rank, phase = self.coordinator.rank, run.phase
         error: CheckpointError = RankFailedError(
             f"The worker process {pid} of rank {rank} {how} in the {phase} phase of the save to "
-            f"{run.handle.url}.",
+            f"{run.status.url}.",
             failures={rank: how},
             rank=rank,
             phase=phase,
@@ -306,7 +319,7 @@ class WorkerLink:
         word: CheckpointInfo | CheckpointError | None = None
         try:
             with self.coordinator.operation(
-                f"the save to {run.handle.url}",
+                f"the save to {run.status.url}",
                 timeouts=run.options.timeouts,
                 number=run.number,
             ) as operation:
@@ -354,7 +367,7 @@ class _Run:
     """One save in the worker, as far as its beats tell."""
 
     number: int
-    handle: SaveHandle
+    status: SaveStatus
     options: SaveOptions
     url: str | os.PathLike[str]
     beat: Beat | None = None
@@ -370,7 +383,7 @@ class _Run:
 
     @property
     def _sign(self) -> Sign | None:
-        return None if self.beat is None else self.beat.signs.get(self.handle.rank)
+        return None if self.beat is None else self.beat.signs.get(self.status.rank)
 
     def limit_s(self) -> float:
         """Return how long the worker's own deadlines may take, and a bit."""
@@ -380,7 +393,7 @@ class _Run:
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Let the handle follow the beats, and the user's progress too."""
-        self.handle.follow(self._known)
+        self.status.follow(self._known)
         with self._stack:
             yield
 
@@ -416,7 +429,7 @@ class _Run:
 
 def _unexported(run: _Run, error: CheckpointError, info: CheckpointInfo) -> ConsolidationError:
     return ConsolidationError(
-        f"The save to {run.handle.url} is committed, but its consolidation failed: {error}",
+        f"The save to {run.status.url} is committed, but its consolidation failed: {error}",
         info=info,
         rank=error.rank,
         phase="consolidate",
@@ -453,8 +466,11 @@ def _pickled(options: SaveOptions) -> bytes:
 
 def _start(setup: Setup) -> _Child:
     context = multiprocessing.get_context("spawn")
-    control, their_control = context.Pipe()
-    states, their_states = context.Pipe()
+    try:
+        control, their_control = context.Pipe()
+        states, their_states = context.Pipe()
+    except OSError as error:
+        raise _no_worker(setup, error) from error
     process = context.Process(
         target=worker_main,
         args=(setup, their_control, their_states),
@@ -467,11 +483,36 @@ def _start(setup: Setup) -> _Child:
         raise InvalidInputError(
             f"No worker process can be started here: {error}.", next_step="Use mode='thread'."
         ) from error
+    except OSError as error:
+        raise _no_worker(setup, error) from error
     their_control.close()
     their_states.close()
     # Runs before multiprocessing asks it to end and waits: a stopped process never would.
+    _workers.add(process)
     finalize = Finalize(None, _end, (process, control, states), exitpriority=100)
     return _Child(process=process, control=control, sender=StateSender(states), finalize=finalize)
+
+
+def _no_worker(setup: Setup, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"Rank {setup.rank} cannot start its worker process: {error}.",
+        rank=setup.rank,
+        phase="stage",
+        next_step="See how many processes and open files it has and may have (ulimit -u, -n), or "
+        "use mode='thread'.",
+    )
+
+
+_workers: weakref.WeakSet[SpawnProcess] = weakref.WeakSet()
+
+
+def _disown() -> None:
+    """Let a child of fork end no worker of its parent when it exits, as multiprocessing would."""
+    children: set[object] = multiprocessing.process._children  # type: ignore[attr-defined]  # noqa: SLF001  # no public way
+    children.difference_update(_workers)
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 def _end(process: SpawnProcess, control: Connection, states: Connection) -> None:

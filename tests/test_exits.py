@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from saver_cases import is_alive, loaded, state_of
+from saver_cases import SLACK_S, is_alive, loaded, state_of
 
 from ckpt_storage import list_checkpoints, load
 from ckpt_storage.testing.s3server import S3Server
@@ -22,7 +22,6 @@ import json, os, sys, threading, time
 sys.path.insert(0, {tests!r})
 import torch
 import ckpt_storage
-from ckpt_storage import exits
 from saver_cases import DefaultSavePlanner, Hold, held, quick_timeouts, state_of
 
 folder, mode, how, url, options = sys.argv[1:]
@@ -41,12 +40,10 @@ def main():
     rank = max(rank, 0)
     hangs = "hangs" in how or "forked" in how
     hold = Hold(folder, "write", rank)
-    saver = ckpt_storage.AsyncSaver(
-        mode=mode, timeout=quick_timeouts(), exit_timeout_s=1 if "hangs" in how else 60
-    )
-    if "stalls" in how:
-        exits.STALL_S = 1.0
-        saver._exit_timeout_s = 600
+    # Only the deadlines of its phases end a save that is too late.
+    timeouts = ckpt_storage.Timeouts.of(2) if "late" in how else quick_timeouts()
+    exit_timeout_s = 600 if "late" in how else 1 if "hangs" in how else 60
+    saver = ckpt_storage.AsyncSaver(mode=mode, timeout=timeouts, exit_timeout_s=exit_timeout_s)
     if mode == "process":
         print(saver.worker_pid, flush=True)
     state = state_of(rank, 7)
@@ -58,6 +55,11 @@ def main():
                             planner=held(hold) if hangs else Slow())
     if hangs:
         hold.reached()
+    if "late" in how:
+        print(time.time(), flush=True)
+    if "block" in how:
+        with saver:
+            raise ZeroDivisionError
     if "forked" in how:
         import multiprocessing
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
@@ -173,7 +175,7 @@ def test_save_to_object_storage_is_flushed(tmp_path: Path, mode: str) -> None:
     assert torch.equal(target["w0"], state_of(0, 7)["w0"])
 
 
-@pytest.mark.parametrize("how", ["hangs", "hangs, stalls", "hangs, error", "hangs, sys.exit"])
+@pytest.mark.parametrize("how", ["hangs", "hangs, error", "hangs, sys.exit"])
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_save_that_cannot_end_is_named_and_the_interpreter_ends(
     tmp_path: Path, mode: str, how: str
@@ -188,6 +190,20 @@ def test_save_that_cannot_end_is_named_and_the_interpreter_ends(
     assert list_checkpoints(tmp_path) == []
     for pid in printed:
         assert not is_alive(int(pid))
+
+
+@pytest.mark.parametrize("how", ["hangs, late, error", "hangs, late, block"])
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_crash_waits_no_longer_than_the_deadlines_of_the_save(
+    tmp_path: Path, mode: str, how: str
+) -> None:
+    """A save that is late by its own deadline, here of 2 s, holds a process up a few seconds."""
+    codes, printed, errors, _ = run(tmp_path, mode, how)
+    ended = time.time()
+    assert codes == [1], errors
+    assert "ZeroDivisionError" in errors
+    assert errors.count("has not ended" if "block" in how else "is lost") == 1
+    assert ended - float(printed[-1]) < 2 + 3 + SLACK_S
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
@@ -210,3 +226,61 @@ def test_forked_child_waits_for_no_save(tmp_path: Path, mode: str) -> None:
     assert errors == ""
     assert float(printed[-1]) < 20.0  # it waited for 30 s of no progress
     assert [info.name for info in list_checkpoints(tmp_path)] == ["saved"]
+
+
+FORKING = """
+import os, sys, warnings
+sys.path.insert(0, {tests!r})
+warnings.simplefilter("ignore")
+import torch
+import ckpt_storage
+from saver_cases import state_of
+
+folder, mode = sys.argv[1:]
+
+def main():
+    saver = ckpt_storage.AsyncSaver(mode=mode, timeout=60)
+    handle = saver.save(state_of(0, 0), folder + "/step-0")
+    handle.result()
+    worker = saver.worker_pid
+    child = os.fork()
+    if child == 0:
+        calls = [
+            lambda: saver.save(state_of(0, 1), folder + "/step-1"),
+            saver.wait, saver.close, saver.step_guard().__enter__,
+            handle.result, handle.exception, handle.cancel, handle.wait_staged, handle.progress,
+        ]
+        for call in calls:
+            try:
+                call()
+            except ckpt_storage.InvalidInputError as error:
+                print("refused", str(os.getppid()) in str(error))
+        ckpt_storage.save_async(state_of(0, 3), folder + "/step-3").result(60)
+        sys.exit(0)  # with all that an interpreter does when it ends
+    print("exit code", os.waitpid(child, 0)[1], flush=True)
+    saver.save(state_of(0, 2), folder + "/step-2").result()
+    print("same worker", saver.worker_pid == worker, flush=True)
+    saver.close()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_child_of_fork_has_no_part_in_its_parents_saver(tmp_path: Path, mode: str) -> None:
+    """It is refused saver and handle, saves by itself, and its end leaves the worker alone."""
+    script = tmp_path / "script.py"
+    script.write_text(FORKING.format(tests=str(Path(__file__).parent)))
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "saved"), mode],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines == ["refused True"] * 9 + ["exit code 0", "same worker True"]
+    names = [info.name for info in list_checkpoints(tmp_path / "saved")]
+    assert names == ["step-0", "step-2", "step-3"]

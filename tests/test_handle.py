@@ -20,6 +20,7 @@ from ckpt_storage import (
     SaveState,
     StorageError,
 )
+from ckpt_storage.handle import SaveStatus
 from ckpt_storage.lifesigns import Sign
 from ckpt_storage.options import Phase
 
@@ -28,9 +29,10 @@ INFO = CheckpointInfo(url="file:///c", name="c", format="ckpt_storage", save_id=
 NOW_S = 0.01
 
 
-def new() -> SaveHandle:
-    """Return the handle of a save that has begun."""
-    return SaveHandle("file:///c", 1, limit_s=NOW_S)
+def new(limit_s: float = NOW_S) -> tuple[SaveHandle, SaveStatus]:
+    """Return a save that has begun, as its user sees it and as its saver does."""
+    status = SaveStatus("file:///c", 1, limit_s=limit_s)
+    return SaveHandle(status), status
 
 
 def sign(rank: int, phase: Phase, done: int = 0, total: int = 0) -> Sign:
@@ -50,8 +52,8 @@ def sign(rank: int, phase: Phase, done: int = 0, total: int = 0) -> Sign:
 )
 def test_error_decides_the_final_state(error: CheckpointError, state: SaveState) -> None:
     """Each kind of failure has a state of its own; one after the commit leaves it committed."""
-    handle = new()
-    handle.fail(error)
+    handle, status = new()
+    status.fail(error)
     assert handle.state is state
     assert handle.state.is_final
     assert handle.done()
@@ -64,10 +66,10 @@ def test_error_decides_the_final_state(error: CheckpointError, state: SaveState)
 
 def test_first_end_counts() -> None:
     """What ended stays as it ended, whatever is told later."""
-    handle = new()
-    handle.succeed(INFO)
-    handle.fail(StorageError("late"))
-    handle.mark_staged()
+    handle, status = new()
+    status.succeed(INFO)
+    status.fail(StorageError("late"))
+    status.mark_staged()
     assert handle.state is SaveState.COMMITTED
     assert handle.result() is INFO
     assert handle.exception() is None
@@ -76,11 +78,11 @@ def test_first_end_counts() -> None:
 
 def test_states_follow_phases() -> None:
     """The state is that of this rank's phase once the state dict is staged."""
-    handle = new()
-    handle.follow(lambda: ({1: sign(1, "write")}, None))
+    handle, status = new()
+    status.follow(lambda: ({1: sign(1, "write")}, None))
     assert handle.state is SaveState.STAGING
     assert not handle.is_staged()
-    handle.mark_staged()
+    status.mark_staged()
     assert handle.is_staged()
     phases: dict[Phase, SaveState] = {
         "plan": SaveState.WRITING,
@@ -89,7 +91,7 @@ def test_states_follow_phases() -> None:
         "consolidate": SaveState.CONSOLIDATING,
     }
     for phase, state in phases.items():
-        handle.follow(lambda phase=phase: ({1: sign(1, phase)}, "s7"))  # type: ignore[misc]
+        status.follow(lambda phase=phase: ({1: sign(1, phase)}, "s7"))  # type: ignore[misc]
         assert handle.state is state
         assert not handle.state.is_final
     assert handle.save_id == "s7"
@@ -99,10 +101,10 @@ def test_states_follow_phases() -> None:
 
 def test_progress_names_the_slowest() -> None:
     """Progress is this rank's, and the sign of the rank that has most left to do."""
-    handle = new()
+    handle, status = new()
     signs = {0: sign(0, "write", 10, 20), 1: sign(1, "write", 5, 9), 2: sign(2, "write", 1, 40)}
-    handle.mark_staged()
-    handle.follow(lambda: (signs, "s3"))
+    status.mark_staged()
+    status.follow(lambda: (signs, "s3"))
     progress = handle.progress()
     assert (progress.done_bytes, progress.total_bytes, progress.done_files) == (5, 9, 1)
     assert (progress.rank, progress.save_id, progress.state) == (1, "s3", SaveState.WRITING)
@@ -112,7 +114,7 @@ def test_progress_names_the_slowest() -> None:
 
 def test_waits_end() -> None:
     """Every wait ends at its limit, with an error that names the save, the rank and the state."""
-    handle = new()
+    handle, status = new()
     for call in (
         handle.result,
         handle.exception,
@@ -122,6 +124,7 @@ def test_waits_end() -> None:
         with pytest.raises(PhaseTimeoutError, match=r"file:///c has not ended .*staging") as caught:
             call()
         assert caught.value.rank == 1
+    assert not status.is_asked_for
     with pytest.raises(PhaseTimeoutError, match="was not staged") as caught:
         handle.wait_staged()
     assert caught.value.phase == "stage"
@@ -131,14 +134,14 @@ def test_waits_end() -> None:
 
 def test_cancel_reaches_the_save_before_and_after_it_listens() -> None:
     """A wish to cancel is kept until the save can hear it; it ends with the save."""
-    handle = new()
+    handle, status = new()
     assert handle.cancel()
     heard: list[SaveCancelledError] = []
-    handle.on_cancel(heard.append)
+    status.on_cancel(heard.append)
     assert handle.cancel()
     assert [str(error) for error in heard] == [str(heard[0])] * 2
     assert heard[0].rank == 1
-    handle.fail(heard[0])
+    status.fail(heard[0])
     assert handle.state is SaveState.CANCELLED
     assert not handle.cancel()
     assert len(heard) == 2
@@ -146,7 +149,7 @@ def test_cancel_reaches_the_save_before_and_after_it_listens() -> None:
 
 def test_waiters_wake_at_the_end() -> None:
     """All threads that wait for a save, or for its staging, go on when it ends."""
-    handle = SaveHandle("file:///c", 0, limit_s=30)
+    handle, status = new(30)
     got: list[object] = []
 
     def staged() -> None:
@@ -160,37 +163,39 @@ def test_waiters_wake_at_the_end() -> None:
     ]
     for thread in threads:
         thread.start()
-    handle.succeed(INFO)
+    status.succeed(INFO)
     for thread in threads:
         thread.join(30)
     assert sorted(map(repr, got)) == sorted(map(repr, [None, None, INFO]))
 
 
-def test_staging_that_failed_is_raised_where_it_is_waited_for() -> None:
-    """Waiting for the copy raises why there is none; not what failed after a commit."""
-    handle = new()
-    handle.fail(StorageError("no memory"))
+def test_only_staging_that_failed_is_raised_where_staging_is_waited_for() -> None:
+    """Waiting for the copy raises why there is none; not what failed after it."""
+    handle, status = new()
+    status.fail(StorageError("no memory"))
     with pytest.raises(StorageError, match="no memory"):
         handle.wait_staged()
-    committed = new()
-    committed.fail(ConsolidationError("x", info=INFO))
-    committed.wait_staged()
+    copied, status = new()
+    status.mark_staged()
+    status.fail(StorageError("the disk is full"))
+    copied.wait_staged()
+    assert copied.state is SaveState.FAILED
 
 
 def test_callbacks_are_called_once_at_the_end() -> None:
     """A callback is called when the save ends, or at once if it has."""
-    handle = new()
+    handle, status = new()
     called: list[SaveHandle] = []
     handle.add_done_callback(called.append)
     assert not called
-    handle.succeed(INFO)
+    status.succeed(INFO)
     handle.add_done_callback(called.append)
     assert called == [handle, handle]
 
 
 def test_callback_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     """An error in a user's callback is logged; the others are called and the save stands."""
-    handle = new()
+    handle, status = new()
     called: list[SaveHandle] = []
 
     def broken(_: SaveHandle) -> None:
@@ -199,7 +204,7 @@ def test_callback_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> N
     handle.add_done_callback(broken)
     handle.add_done_callback(called.append)
     with caplog.at_level(logging.ERROR, "ckpt_storage"):
-        handle.succeed(INFO)
+        status.succeed(INFO)
         handle.add_done_callback(broken)
     assert called == [handle]
     assert handle.result() is INFO
@@ -208,9 +213,9 @@ def test_callback_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> N
 
 def test_handle_does_not_outlive_its_owner() -> None:
     """Nothing global holds a handle; it has no finalizer that could block."""
-    handle = new()
+    handle, status = new()
     there = weakref.ref(handle)
-    del handle
+    del handle, status
     gc.collect()
     assert there() is None
     assert not hasattr(SaveHandle, "__del__")

@@ -36,6 +36,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ckpt_storage import (
     AsyncSaver,
     CheckpointInfo,
+    CheckpointManager,
     InvalidInputError,
     PhaseTimeoutError,
     ProgressEvent,
@@ -475,6 +476,35 @@ def test_sub_group_saves_alone(ranks: RankPool, tmp_path: Path, mode: str) -> No
     """Members of a sub-group save; the others never call anything."""
     names = ranks.run(_sub_group, str(tmp_path), mode, world_size=3)
     assert names == ["step-0", "does not take part", "step-0"]
+
+
+def _short_group(rank: int, folder: str) -> list[object]:
+    """Save in a group from several threads, and with a saver; leave it and forget it."""
+    alone = dist.new_group([0])
+    refused = 0
+    if rank == 1:
+        for call in (
+            lambda: AsyncSaver(alone),
+            lambda: save_async({}, folder, process_group=alone),
+            lambda: CheckpointManager(folder, process_group=alone),
+        ):
+            with pytest.raises(InvalidInputError, match="not a member"):
+                call()
+            refused += 1
+    group: Any = dist.new_group([0, 1])
+    with quick_saver("thread", process_group=group) as saver:
+        save_step(saver, folder, rank, 0).result(END_S)
+    save_async(state_of(rank, 1), f"{folder}/step-1", process_group=group).result(END_S)
+    dist.destroy_process_group(group)
+    there = weakref.ref(group)
+    del group, saver
+    gc.collect()
+    return [refused, there()]
+
+
+def test_group_is_not_kept_by_its_savers(ranks: RankPool, tmp_path: Path) -> None:
+    """A group ends with its last user, whatever it saved; who is no member is told so."""
+    assert ranks.run(_short_group, str(tmp_path), world_size=2) == [[0, None], [3, None]]
 
 
 @pytest.mark.parametrize("mode", MODES)

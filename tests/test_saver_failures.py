@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +35,7 @@ from ckpt_storage import (
     CheckpointExistsError,
     InvalidInputError,
     PhaseTimeoutError,
+    SaveCancelledError,
     SaveState,
     list_checkpoints,
     saver,
@@ -122,7 +125,8 @@ def _failing(rank: int, folder: str, mode: Any, failures: tuple[str, ...]) -> li
         pid = saver.worker_pid
         for number, what in enumerate(failures):
             error = _begin(saver, folder, rank, what)
-            seen.append((what, type(error).__name__, str(error)))
+            printed = "".join(traceback.format_exception(error))
+            seen.append((what, type(error).__name__, str(error), printed))
             step = number + 1
             # No rank is told twice, and a state is not that of an earlier save.
             save_step(saver, folder, rank, step).result(END_S)
@@ -152,7 +156,12 @@ def test_failure_of_one_rank_is_told_to_all_and_the_next_save_works(
         "other place": "broken-other",
     }
     first, second = ranks.run(_failing, str(tmp_path), mode, failures, world_size=2, timeout_s=120)
-    for (what, kind, text), (_, other_kind, other_text) in zip(first, second, strict=True):
+    for ours, theirs in zip(first, second, strict=True):
+        (what, kind, text, printed), (_, other_kind, other_text, other_printed) = ours, theirs
+        if what == "planner raises":
+            # Where it was raised, which the message refers to, is shown in all processes.
+            assert "in create_local_plan" in printed
+            assert "in create_local_plan" in other_printed
         assert kind.endswith("Error"), what
         assert reasons[what] in text, (what, text)
         assert reasons[what] in other_text, (what, other_text)
@@ -218,6 +227,73 @@ def test_failure_is_raised_by_wait_and_by_close(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="closed"):
         save_step(saver, tmp_path, 0, 1)
     saver.close()
+
+
+@pytest.mark.parametrize("how", ["wait", "close"])
+def test_failure_is_raised_though_a_later_save_goes_on(tmp_path: Path, how: str) -> None:
+    """A wait that ends at its limit raises the failure that it has met, and says what goes on."""
+    saver = quick_saver("thread", max_pending=2)
+    save_step(saver, tmp_path, 0, 0, planner=BrokenPlanner())
+    hold = Hold(tmp_path, "write", 0)
+    going = save_step(saver, tmp_path, 0, 1, planner=held(hold))
+    hold.reached()
+    with pytest.raises(CheckpointError, match="divides by zero") as caught:
+        getattr(saver, how)(0.01)
+    assert any("step-1 has not ended" in note for note in caught.value.__notes__)
+    hold.go()
+    going.result(END_S)
+    saver.close()
+
+
+def test_question_that_gets_no_answer_takes_no_failure(tmp_path: Path) -> None:
+    """A failure is still raised by the saver if who asked for it before had no time to hear it."""
+    with quick_saver("thread") as saver:
+        hold = Hold(tmp_path, "write", 0)
+        handle = save_step(saver, tmp_path, 0, 0, planner=held(hold))
+        hold.reached()
+        with pytest.raises(PhaseTimeoutError, match="has not ended"):
+            handle.result(0.01)
+        handle.cancel()
+        hold.go()
+        with pytest.raises(SaveCancelledError):
+            saver.wait()
+
+
+def _without_means(rank: int, folder: str, mode: Any) -> list[str]:
+    """Let rank 1 have no thread, or no worker process, for its first save."""
+
+    def refused(self: Any, *_args: Any) -> None:
+        if mode == "process" or "ckpt-storage save" in self.name:
+            raise BlockingIOError("none left") if mode == "process" else RuntimeError("none left")
+        start(self)
+
+    kind = SpawnProcess if mode == "process" else threading.Thread
+    start = kind.start
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(kind, "start", refused)
+        saver = quick_saver(mode)
+        try:
+            error = save_step(saver, folder, rank, 0).exception(END_S)
+        except CheckpointError as raised:
+            error = raised
+    with saver:
+        save_step(saver, folder, rank, 1).result(END_S)
+    return [type(error).__name__, str(error)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rank_without_thread_or_process_tells_all(
+    ranks: RankPool, tmp_path: Path, mode: str
+) -> None:
+    """A rank that has no thread or process for its save says so to all, and the next one works."""
+    first, second = ranks.run(_without_means, str(tmp_path), mode, world_size=2)
+    assert first[0] == "RankFailedError"
+    assert second[0] == "CheckpointError"
+    for text in (first[1], second[1]):
+        assert "none left" in text
+        assert "ank 1" in text
+    assert {info.name for info in list_checkpoints(tmp_path)} == {"step-1"}
 
 
 def _asked_on_one(rank: int, folder: str) -> list[str]:
