@@ -137,6 +137,8 @@ def travelling(error: BaseException) -> CheckpointError:
         told = told or CheckpointError(
             str(error), rank=error.rank, phase=error.phase, path=error.path
         )
+    for note in getattr(error.__cause__, "__notes__", ()):
+        told.add_note(note)
     if cause is not None:
         text = "".join(traceback.format_exception(cause))[-_CAUSE_CHARS:]
         told.add_note(f"The cause, where it was raised:\n{without_secrets(text)}")

@@ -151,7 +151,7 @@ class SaveTask:
                 phase="plan",
                 next_step="See what became of that one.",
             )
-        error = previous._status.error  # noqa: SLF001  # the same class
+        error = previous.status.error
         if isinstance(error, RankMismatchError):
             # Ranks have called different saves: those behind would meet the wrong ones, too.
             return CheckpointError(
