@@ -7,15 +7,18 @@ Knows slots, stores and what may still be read or published. Only one rank calls
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
-from . import layout
+from . import integrity, layout
+from .ceilings import MOST_SLOT_BYTES
 from .commit import take_slot
 from .deadline import Deadline
 from .options import RetryPolicy
 from .publishing import publish
-from .slotlog import CommitLog, history, is_there, read_log, read_slot, stamp
+from .slotlog import CommitLog, history, is_there, read_if_there, read_log, read_slot, stamp
 from .slots import SlotRecord
 from .stockfooter import read_footer
 from .store.base import Store
@@ -188,6 +191,50 @@ def free_leftovers(
             delete_attempt(store, save_id)
             freed.append(save_id)
     return freed
+
+
+def free_dead(
+    store: Store, *, besides: str, exclusive: bool, deadline: Deadline, retry: RetryPolicy
+) -> list[str]:
+    """Free attempts whose coordinator is known to have ended, however young; return their ids.
+
+    That is one of this host, whose process is gone or is this one. For a save that finds the
+    storage full; `besides` is its own id. They are fenced first: one that lives after all fails
+    with `CommitConflictError`.
+    """
+    listed = {entry.path.split("/")[1] for entry in store.list(layout.SAVES)} - {besides}
+    commits = _commits(store, read_log(store))
+    dead = [
+        save_id
+        for save_id in sorted(filter(layout.is_save_id, listed - commits.keys()))
+        if _has_ended(store, save_id)
+    ]
+    if not dead:
+        return []
+    found = fence(store, dead, exclusive=exclusive, deadline=deadline, retry=retry)
+    freed = [save_id for save_id in dead if save_id not in _commits(store, found)]
+    for save_id in freed:
+        log.warning("%s is full: freeing save attempt %s, which died", store.url, save_id)
+        delete_attempt(store, save_id)
+    return freed
+
+
+def _has_ended(store: Store, save_id: str) -> bool:
+    path = layout.begun_path(save_id)
+    found = read_if_there(store, path, most_bytes=MOST_SLOT_BYTES)
+    begun = {} if found is None else integrity.unseal(found.data, path=path)
+    pid = begun.get("pid")
+    if begun.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    if pid == os.getpid():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _last_changes(store: Store) -> dict[str, float]:

@@ -16,11 +16,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 from . import agreement, integrity, layout
 from ._version import __version__
 from .agreement import Granted, Refused
+from .cleaning import delete_attempt, free_dead
 from .commit import Grant, begin
 from .committing import commit_save
 from .deadline import Deadline
 from .documents import FileRef
-from .errors import InvalidInputError
+from .errors import (
+    CheckpointError,
+    CommitConflictError,
+    IntegrityError,
+    InvalidInputError,
+    PhaseTimeoutError,
+    StorageError,
+)
 from .manifest import RankManifest
 from .options import (
     PageCache,
@@ -39,6 +47,8 @@ from .store.probe import probe_exclusive_create
 from .workers import bounded
 
 __all__ = ["SaveAttempt", "SaveSettings"]
+
+_DISCARD_S = 2.0
 
 log = logging.getLogger("ckpt_storage")
 
@@ -182,9 +192,55 @@ class SaveAttempt:
     ) -> list[WriteResult]:
         """Write this rank's shard file and rank manifest; durable on return.
 
-        Raises as `write_data`.
+        Where the storage is full it first frees what dead attempts left, and tries once more. After
+        an error nothing of this rank is left there. Raises as `write_data`.
         """
         granted = self.granted()
+        try:
+            try:
+                return self._write(granted, plan, planner, deadline)
+            except StorageError as error:
+                if error.kind != "no-space" or not self._has_freed(granted.grant, deadline):
+                    raise
+            return self._write(granted, plan, planner, deadline)
+        except CheckpointError as error:
+            # Without this rank's report the coordinator cannot commit.
+            if not isinstance(error, PhaseTimeoutError):
+                self.discard(is_whole=False)
+            raise
+
+    def _has_freed(self, grant: Grant, deadline: Deadline) -> bool:
+        self.discard(is_whole=False)
+        freed = free_dead(
+            bounded(self._store, deadline),
+            besides=grant.save_id,
+            exclusive=grant.exclusive,
+            deadline=deadline,
+            retry=self._settings.retry,
+        )
+        return bool(freed)
+
+    def discard(self, *, is_whole: bool) -> None:
+        """Delete what this rank wrote, or all ranks did, for a save that can never commit.
+
+        Takes two seconds at most, and raises nothing: what stays is freed as that of a dead save.
+        """
+        if not isinstance(self.answer, Granted):
+            return
+        save_id = self.answer.grant.save_id
+        store = bounded(self._store, Deadline("write", _DISCARD_S))
+        try:
+            if is_whole:
+                delete_attempt(store, save_id)
+            else:
+                own = layout.shard_path(save_id, self.rank, 0)
+                store.delete([own, layout.rank_manifest_path(save_id, self.rank)])
+        except CheckpointError as error:
+            log.warning("%s: files of failed save %s stay for now: %s", store.url, save_id, error)
+
+    def _write(
+        self, granted: Granted, plan: SavePlan, planner: SavePlanner, deadline: Deadline
+    ) -> list[WriteResult]:
         store = bounded(self._store, deadline)
         with deadline.governs(f"Writing to {store.url}", rank=self.rank):
             job = ShardJob(
@@ -214,6 +270,20 @@ class SaveAttempt:
 
         `results[i]` is what rank i's `write` returned. Raises as `finish`.
         """
+        try:
+            return self._commit(metadata, results, user, deadline)
+        except (CommitConflictError, IntegrityError, StorageError):
+            # These say that it is not committed, and nobody will try again.
+            self.discard(is_whole=True)
+            raise
+
+    def _commit(
+        self,
+        metadata: Metadata,
+        results: list[list[WriteResult]],
+        user: Mapping[str, Any],
+        deadline: Deadline,
+    ) -> SlotRecord:
         granted = self.granted()
         with deadline.governs(f"Committing to {self.location.url}", rank=self.rank):
             return commit_save(

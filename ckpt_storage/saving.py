@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -27,6 +28,7 @@ from .deadline import Deadline
 from .errors import (
     CheckpointError,
     CommitUnknownError,
+    PhaseTimeoutError,
     RankFailedError,
 )
 from .frontdoor import plain_state, takes
@@ -215,6 +217,8 @@ def run_save(
         chosen, refusal = SaveOptions(), error
     what = f"the save to {place_of(url)}"
     with (
+        # Others hear of a failure first, and end what they write.
+        ExitStack() as leaving,
         coordinator.operation(what, timeouts=chosen.timeouts, number=number) as operation,
         as_checkpoint_errors(what, operation.rank),
     ):
@@ -234,6 +238,7 @@ def run_save(
         )
         terms = {**writer.terms(), **(job.terms() if job else {"consolidate": "no"})}
         save = _Save(operation, writer, chosen)
+        leaving.callback(save.clean_up)
         try:
             info = save.run(state(), terms)
         finally:
@@ -258,6 +263,7 @@ class _Save:
         self._timeouts = options.timeouts
         self._plans = PlanExchange(operation, writer, self._planner, keeps=options.planner is None)
         self._write = operation.phase("plan")
+        self._is_given_up = False
         writer.attend(self._begin)
 
     def _begin(self, phase: Phase) -> Deadline:
@@ -285,7 +291,8 @@ class _Save:
             operation.phase("commit", self._write.remaining_s() + self._timeouts.commit)
             return self._await_outcome()
         try:
-            info = self._commit(operation.gather(self._write_part(state)))
+            gathered = self._gathered(state)
+            info = self._commit(gathered)
         except CheckpointError as error:
             # Whoever waits for the commit learns that there will be none, or that it is in doubt.
             told = self._with_reason(error)
@@ -300,6 +307,21 @@ class _Save:
             raise
         self._announce(info)
         return info
+
+    def _gathered(self, state: dict[str, Any]) -> list[bytes]:
+        """Write this rank's part; return what all ranks tell of theirs, on the coordinator."""
+        try:
+            return self._operation.gather(self._write_part(state))
+        except CheckpointError as error:
+            is_silence = isinstance(error, RankFailedError) and error.is_silent
+            # A storage or a rank that hangs would keep this one waiting once more.
+            self._is_given_up = not (is_silence or isinstance(error, PhaseTimeoutError))
+            raise
+
+    def clean_up(self) -> None:
+        """Delete what all ranks wrote if the save failed before its commit; on the coordinator."""
+        if self._is_given_up:
+            self._writer.discard()
 
     def _in_doubt(self, error: BaseException) -> CommitUnknownError:
         save_id, url = self._writer.save_id or "", self._writer.checkpoint_id

@@ -157,7 +157,9 @@ def save_on_full_disk(rank: int, path: str, who: int) -> tuple[str, str, int]:
     rule = Rule(action="error", operation="pwritev", errno=errno.ENOSPC, hit_count=None)
     with cases.faulty_disk([rule] if rank == who else []):
         error = cases.caught(cases.save, rank, path, 1)
+    left = 0 if rank else len(list(Path(path).rglob("*.distcp")))
     cases.save(rank, path, 2)
+    assert left == 0, "files of the failed save are left"
     return type(error).__name__, str(error), -1 if error.rank is None else error.rank
 
 

@@ -1,0 +1,64 @@
+"""A disk that is full: what a failed save leaves there, and what the next one frees."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from front_door_cases import faulty_disk
+
+import ckpt_storage
+from ckpt_storage.testing.faults import Rule, SimulatedCrash
+
+STATE = {"w": torch.arange(1 << 16, dtype=torch.float32)}
+
+
+def dcp_save(url: Path) -> None:
+    """Save by the plug-in."""
+    writer = ckpt_storage.CheckpointStorageWriter(url)
+    try:
+        dcp.save(STATE, storage_writer=writer, no_dist=True)
+    except dcp.api.CheckpointException as error:
+        raise error.failures[0][0] from error
+
+
+SAVES: dict[str, Callable[[Path], object]] = {
+    "save": lambda url: ckpt_storage.save(STATE, url),
+    "dcp.save": dcp_save,
+}
+
+
+@pytest.mark.parametrize("way", SAVES)
+@pytest.mark.parametrize("name", ["rank-00000.json", "stock.metadata", "manifest.json", "00000001"])
+def test_a_save_for_which_there_is_no_space_leaves_no_values(
+    tmp_path: Path, way: str, name: str
+) -> None:
+    """Whichever document finds no space, complete shards go too, and the next save succeeds."""
+    full = Rule(action="error", operation="pwritev", path=name, errno=errno.ENOSPC, hit_count=None)
+    with (
+        faulty_disk([full]),
+        pytest.raises(ckpt_storage.StorageError, match="space") as caught,
+    ):
+        SAVES[way](tmp_path)
+    assert caught.value.kind == "no-space"
+    assert list(tmp_path.rglob("*.distcp")) == []
+    SAVES[way](tmp_path)
+    assert ckpt_storage.verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_a_save_without_space_frees_what_a_dead_one_left(tmp_path: Path, way: str) -> None:
+    """It frees the files of a save that died, and then goes on by itself."""
+    crash = Rule(action="crash_before", operation="pwritev", path="manifest.json")
+    with faulty_disk([crash]), pytest.raises(SimulatedCrash):
+        dcp_save(tmp_path)
+    (left,) = tmp_path.rglob("*.distcp")
+    full = Rule(action="error", operation="pwritev", path="distcp", errno=errno.ENOSPC)
+    with faulty_disk([full]):
+        SAVES[way](tmp_path)
+    assert not left.exists()
+    assert ckpt_storage.verify(tmp_path).ok
