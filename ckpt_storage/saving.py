@@ -321,7 +321,7 @@ class _Save:
     def clean_up(self) -> None:
         """Delete what all ranks wrote if the save failed before its commit; on the coordinator."""
         if self._is_given_up:
-            self._writer.discard()
+            self._writer.attempt.discard(is_whole=True)
 
     def _in_doubt(self, error: BaseException) -> CommitUnknownError:
         save_id, url = self._writer.save_id or "", self._writer.checkpoint_id

@@ -312,13 +312,6 @@ class CheckpointStorageWriter(StorageWriter):
         future.set_result(results)
         return future
 
-    def discard(self) -> None:
-        """Delete what all ranks wrote in the calling thread's save; coordinator, after a failure.
-
-        For the front doors, which know that the save can never be committed.
-        """
-        self._save().discard(is_whole=True)
-
     @at_dcp_border
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check that the save is complete, commit it, publish `.metadata`; coordinator only.
