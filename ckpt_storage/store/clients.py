@@ -1,16 +1,18 @@
-"""fsspec file systems: built once per process, address and options, and called with a deadline.
+"""fsspec file systems: built when first asked, once per process, address and options.
 
-Knows fsspec, its event loop and what fork does to both; knows no storage's requests. Built
-file systems are kept for the life of the process, since fsspec has no way to close one, in a
-dict keyed by process id: a child of fork, or an object that was pickled, builds its own and
-never touches an inherited loop or socket. Called by `remote` and the dialects.
+They are kept in a dict keyed by process id: a child of fork, or an object that was pickled, builds
+its own and never touches an inherited loop or socket. One that no open store uses is dropped, which
+closes its connections, a minute after its last use; eight such are kept at most.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +25,7 @@ from .location import Location, missing_backend
 from .redaction import Scrubber
 from .timed import moved
 
-__all__ = ["Client", "ForeignFs", "endpoint_of", "frozen", "known_client_count"]
+__all__ = ["Client", "ForeignFs", "endpoint_of", "frozen", "in_daemon_thread", "known_client_count"]
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -35,6 +37,8 @@ _GRACE_S = 5.0
 """How long beyond the deadline a caller waits for a loop that is held up before it gives up."""
 
 _AT_ONCE = 16
+_IDLE_S = 60.0
+_IDLE_COUNT = 8
 _ONE_FOR_ALL = frozenset({"gs", "memory", "s3"})
 """Schemes whose file system does not depend on the bucket."""
 
@@ -49,12 +53,14 @@ _ENDPOINT_NAMES = {
 """By scheme: the options that name an endpoint, and the variables of the environment."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Built:
-    """One file system and the options that it was built with, which its key refers to."""
+    """One file system, the options that its key refers to, and the clients that use it."""
 
     fs: ForeignFs
     options: Mapping[str, Any] = field(repr=False)
+    users: weakref.WeakSet[Client]
+    used_s: float
 
 
 # Entries of other process ids came by fork. They stay: dropping one would close sockets that
@@ -71,6 +77,20 @@ def _lock() -> threading.Lock:
 def known_client_count() -> int:
     """Return how many file systems this process has built and keeps."""
     return sum(process_id == os.getpid() for process_id, _ in _BUILT)
+
+
+def _drop_idle() -> None:
+    """Drop this process's file systems that nobody uses; called with the lock held."""
+    now_s = time.monotonic()
+    idle = [
+        (built.used_s, key)
+        for key, built in _BUILT.items()
+        if key[0] == os.getpid() and not built.users
+    ]
+    idle.sort(key=lambda one: one[0], reverse=True)
+    for place, (used_s, key) in enumerate(idle):
+        if place >= _IDLE_COUNT or now_s - used_s > _IDLE_S:
+            del _BUILT[key]
 
 
 class Client:
@@ -106,12 +126,30 @@ class Client:
         """
         key = (os.getpid(), self._key)
         built = _BUILT.get(key)
-        if built is None:
+        if built is None or self not in built.users:
+            fs = self._build() if built is None else built.fs
             with _lock():
-                built = _BUILT.get(key)
-                if built is None:
-                    built = self._keep(key)
+                built = _BUILT.setdefault(key, _Built(fs, self._options, weakref.WeakSet(), 0.0))
+                built.users.add(self)
+                _drop_idle()
+        built.used_s = time.monotonic()
         return built.fs
+
+    @property
+    def family(self) -> type:
+        """The class of the file system, as it is registered with fsspec. Builds nothing."""
+        import fsspec  # noqa: PLC0415  # costs time that a local checkpoint need not spend
+
+        found: type = self._checked(lambda: fsspec.get_filesystem_class(self._location.protocol))
+        return found
+
+    def close(self) -> None:
+        """Use the file system no more, until it is asked for again."""
+        with _lock():
+            built = _BUILT.get((os.getpid(), self._key))
+            if built is not None:
+                built.users.discard(self)
+            _drop_idle()
 
     @property
     def root(self) -> str:
@@ -122,10 +160,9 @@ class Client:
 
     def refresh(self) -> None:
         """Build the file system anew if it was built, so that credentials are looked up again."""
-        key = (os.getpid(), self._key)
-        with _lock():
-            if key in _BUILT:
-                self._keep(key)
+        built = _BUILT.get((os.getpid(), self._key))
+        if built is not None:
+            built.fs = self._build()
 
     def run(self, operation: Callable[[ForeignFs], Coroutine[Any, Any, T]]) -> T:
         """Run one request of an asynchronous file system on its loop, until the deadline.
@@ -158,18 +195,21 @@ class Client:
             self.run(partial(run_some, some=items[start : start + _AT_ONCE]))
             moved()
 
-    def _keep(self, key: tuple[int, Hashable]) -> _Built:
-        built = _BUILT[key] = _Built(self._build(), self._options)
-        return built
-
     def _build(self) -> ForeignFs:
         import fsspec.core  # noqa: PLC0415  # costs time that a local checkpoint need not spend
 
-        failure: CheckpointError
-        try:
-            fs, _ = fsspec.core.url_to_fs(
+        fs, _ = self._checked(
+            lambda: fsspec.core.url_to_fs(
                 self._location.target, **self._options, skip_instance_cache=True
             )
+        )
+        return fs
+
+    def _checked(self, call: Callable[[], T]) -> T:
+        """Return what fsspec returns; raise `InvalidInputError` for what it raises."""
+        failure: CheckpointError
+        try:
+            return call()
         except ImportError as error:
             # fsspec raises its own from the one that names the package.
             package = getattr(error.__cause__, "name", None) or error.name
@@ -184,10 +224,37 @@ class Client:
                 path=self._location.url,
                 next_step="Check storage_options.",
             )
-        else:
-            return fs
         # Raised here, not where it was caught: the foreign one may carry credentials.
         raise failure
+
+
+async def in_daemon_thread(call: Callable[[], object]) -> None:
+    """Run a call that blocks the loop's thread in one of its own, which holds up no exit.
+
+    The threads of `asyncio.to_thread` are joined when the interpreter ends.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def tell(error: BaseException | None) -> None:
+        if ended.done():
+            return
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(error)
+
+    def run() -> None:
+        failure: BaseException | None = None
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, failure)
+
+    threading.Thread(target=run, name="ckpt-storage credentials", daemon=True).start()
+    await ended
 
 
 def endpoint_of(location: Location, options: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from .base import Capabilities, Entry, PathFilter, SharedUpload, Stat, Upload, Version
-from .clients import Client, ForeignFs
+from .clients import Client
 from .location import Location
 
 __all__ = ["Dialect", "SharedDialect", "client_options", "dialect_for"]
@@ -93,7 +93,7 @@ def client_options(location: Location, request_timeout_s: float) -> Mapping[str,
 
 def dialect_for(client: Client) -> Dialect:
     """Return the dialect of a client's file system, told by what its class descends from."""
-    families = _families(client.fs)
+    families = _families(client.family)
     if "s3fs.S3FileSystem" in families:
         from .dialect_s3 import S3Dialect  # noqa: PLC0415  # one dialect is loaded
 
@@ -115,6 +115,6 @@ def dialect_for(client: Client) -> Dialect:
     return GenericDialect(client)
 
 
-def _families(fs: ForeignFs) -> set[str]:
+def _families(family: type) -> set[str]:
     """Return "package.Class" for every class that a file system's class descends from."""
-    return {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(fs).__mro__}
+    return {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in family.__mro__}

@@ -6,7 +6,6 @@ and `dialect_gcs_upload`.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.options import KIB, MIB
 
 from .bounds import taken_whole
-from .clients import Client, ForeignFs
+from .clients import Client, ForeignFs, in_daemon_thread
 from .mapping import ForeignAnswer, HttpFailure
 
 __all__ = ["WRITE_ID", "GcsRequests", "Reply"]
@@ -173,7 +172,7 @@ class GcsRequests:
         # A gzipped answer would be unpacked on the way, and no byte range could be checked.
         heads["Accept-Encoding"] = "identity"
         # Looking for a token may ask another server, without regard to this loop.
-        await asyncio.to_thread(fs.credentials.apply, heads)
+        await in_daemon_thread(lambda: fs.credentials.apply(heads))
         await fs._set_session()  # noqa: SLF001  # the only way to its TLS client certificate
         asked = dict(query or {})
         if fs.requester_pays:

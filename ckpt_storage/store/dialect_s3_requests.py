@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,9 +33,21 @@ class S3Requests:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        root = client.root
-        self.bucket, prefix, _ = client.fs.split_path(f"{root}/")
-        self.prefix = prefix.rstrip("/")
+
+    @functools.cached_property
+    def _place(self) -> tuple[str, str]:
+        bucket, prefix, _ = self._client.fs.split_path(f"{self._client.root}/")
+        return bucket, prefix.rstrip("/")
+
+    @property
+    def bucket(self) -> str:
+        """The bucket, or the ARN of an access point."""
+        return self._place[0]
+
+    @property
+    def prefix(self) -> str:
+        """The key of the root, without a slash at its end."""
+        return self._place[1]
 
     def key(self, path: str) -> str:
         """Return the key of a path below the root."""

@@ -266,7 +266,8 @@ class RemoteStore:
         self._client.refresh()
 
     def close(self) -> None:
-        """Do nothing: clients are shared by all stores of this process with these options."""
+        """Use the client no more; the last store of this process that does ends its connections."""
+        self._client.close()
 
     def _shown(self, path: str) -> str:
         return f"{self.url.rstrip('/')}/{path}".rstrip("/")
