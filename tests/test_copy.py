@@ -178,7 +178,7 @@ def test_an_id_that_the_target_gave_up_is_never_used_again(
     assert again.save_id == report.save_id
 
 
-@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize("version", ["v2"])
 def test_golden_checkpoints_of_several_ranks_can_be_copied_and_renamed(
     tmp_path: Path, version: str
 ) -> None:
