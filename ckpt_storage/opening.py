@@ -29,6 +29,34 @@ def open_source(store: Store, *, deadline: Deadline, options: TransferOptions) -
     return find_source(store, deadline=deadline, options=options)[0]
 
 
+_MOST_LOOKS = 5
+"""How often the head is looked for while saves overwrite what was found."""
+
+
+def _committed(
+    store: Store, deadline: Deadline, options: TransferOptions
+) -> tuple[CommitLog, CommittedSource | None]:
+    """Return the slots, and the checkpoint at their head if there is one."""
+    is_remote = store.capabilities.is_remote
+    looks_left = _MOST_LOOKS
+    while True:
+        looks_left -= 1
+        found = slotlog.read_log_together(store) if is_remote else slotlog.read_log(store)
+        if found.head is None:
+            return found, None
+        if not is_remote:
+            # Elsewhere it would cost a round trip: who publishes, verifies or exports looks there.
+            stockfooter.check_newest(store, found.head)
+        try:
+            manifest = read_manifest(store, found.head)
+        except CheckpointGoneError:
+            # Overwritten, and freed, since the look at the head.
+            if not looks_left:
+                raise
+        else:
+            return found, CommittedSource(store, found.head, manifest, deadline, options)
+
+
 def find_source(
     store: Store,
     *,
@@ -45,14 +73,9 @@ def find_source(
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
     `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
     """
-    is_remote = store.capabilities.is_remote
-    found = slotlog.read_log_together(store) if is_remote else slotlog.read_log(store)
-    if found.head is not None:
-        if not is_remote:
-            # Elsewhere it would cost a round trip: who publishes, verifies or exports looks there.
-            stockfooter.check_newest(store, found.head)
-        manifest = read_manifest(store, found.head)
-        return CommittedSource(store, found.head, manifest, deadline, options), ()
+    found, ours = _committed(store, deadline, options)
+    if ours is not None:
+        return ours, ()
     refusal = None
     if entries is None:
         entries, refusal = list_or_describe(store, recursive=False)
