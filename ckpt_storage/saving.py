@@ -28,6 +28,7 @@ from .deadline import Deadline
 from .errors import (
     CheckpointError,
     CommitUnknownError,
+    NotPublishedError,
     PhaseTimeoutError,
     RankFailedError,
 )
@@ -409,8 +410,8 @@ class _Save:
             if operation.is_last_word(error):
                 raise
             raise self._without_coordinator(error) from error
-        if isinstance(outcome, CommitUnknownError):
-            # Not `failure`: what is in doubt has not failed.
+        if isinstance(outcome, CommitUnknownError | NotPublishedError):
+            # Not `failure`: what is in doubt, or only not published, has not failed.
             raise operation.told_by(COORDINATOR, outcome)
         if isinstance(outcome, CheckpointError):
             raise operation.failure() or operation.told_by(COORDINATOR, outcome)
