@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from .coordination_torch import coordinator_of
-from .errors import CheckpointError
+from .errors import CheckpointError, CheckpointGoneError
 from .frontdoor import exchange_plans, is_stateful, plain_state
 from .loadplanner import OwnChunksLoadPlanner
 from .loadreads import Sharing
@@ -25,6 +25,9 @@ from .reports import as_checkpoint_errors, place_of
 from .sharing import ShareOrder
 
 __all__ = ["load"]
+
+_MOST_LOOKS = 5
+"""How often the newest checkpoint is looked for while saves overwrite what is read."""
 
 
 def load(  # the public surface, all keyword-only
@@ -82,36 +85,49 @@ def load(  # the public surface, all keyword-only
         # The other ranks are waiting to be told.
         timeouts, refusal = Timeouts(), error
     what = f"the load from {place_of(url)}"
-    with (
-        coordinator.operation(what, timeouts=timeouts) as operation,
-        as_checkpoint_errors(what, operation.rank),
-    ):
-        if refusal is not None:
-            raise refusal
-        reader = CheckpointStorageReader(
-            url,
-            storage_options=storage_options,
-            verify=verify,
-            thread_count=thread_count,
-            memory_limit_bytes=memory_limit_bytes,
-            shared_reads=shared_reads,
-            unsafe_pickle=unsafe_pickle,
-            timeout=timeouts,
-            retry=retry,
-            progress=progress,
-        )
-        operation.what = f"the load from {reader.checkpoint_id}"
-        plain = plain_state(dict(sorted(state.items())))
-        reader.attend(operation.phase)
-        planner = planner or OwnChunksLoadPlanner()
-        _run(operation, peers_of(coordinator), reader, planner, plain)
-        operation.all_gather(pickle.dumps(None))
-        for key, value in plain.items():
-            target = state[key]
-            if is_stateful(target):
-                target.load_state_dict(value)
-            else:
-                state[key] = value
+
+    def once() -> None:
+        with (
+            coordinator.operation(what, timeouts=timeouts) as operation,
+            as_checkpoint_errors(what, operation.rank),
+        ):
+            if refusal is not None:
+                raise refusal
+            reader = CheckpointStorageReader(
+                url,
+                storage_options=storage_options,
+                verify=verify,
+                thread_count=thread_count,
+                memory_limit_bytes=memory_limit_bytes,
+                shared_reads=shared_reads,
+                unsafe_pickle=unsafe_pickle,
+                timeout=timeouts,
+                retry=retry,
+                progress=progress,
+            )
+            operation.what = f"the load from {reader.checkpoint_id}"
+            plain = plain_state(dict(sorted(state.items())))
+            reader.attend(operation.phase)
+            chosen = planner or OwnChunksLoadPlanner()
+            _run(operation, peers_of(coordinator), reader, chosen, plain)
+            operation.all_gather(pickle.dumps(None))
+            for key, value in plain.items():
+                target = state[key]
+                if is_stateful(target):
+                    target.load_state_dict(value)
+                else:
+                    state[key] = value
+
+    # Several ranks cannot tell yet whether all of them would look again.
+    looks_left = _MOST_LOOKS if coordinator.world_size == 1 else 1
+    while True:
+        looks_left -= 1
+        try:
+            return once()
+        except CheckpointGoneError:
+            # Overwritten, and freed, while it was read.
+            if not looks_left:
+                raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

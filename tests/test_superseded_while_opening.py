@@ -12,17 +12,22 @@ import ckpt_storage
 from ckpt_storage.testing.posix_faults import FaultPosix
 
 
-@pytest.mark.parametrize("way", ["load", "open_checkpoint"])
-def test_a_reader_whose_save_was_freed_reads_the_new_head(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [("load", "manifest.json"), ("open_checkpoint", "manifest.json"), ("load", ".distcp")],
+)
+def test_a_reader_whose_save_was_freed_reads_the_new_head(
+    tmp_path: Path, way: str, name: str
+) -> None:
     """It looks again, and gives the values of the save that is there now."""
     ckpt_storage.save({"w": torch.zeros(4)}, tmp_path)
     left = [torch.ones(4), torch.full((4,), 2.0)]
 
     class Overwriting(FaultPosix):
-        """Saves over the checkpoint just before its manifest is opened."""
+        """Saves over the checkpoint just before one of its files is opened."""
 
         def open_read(self, path: str) -> int:
-            while left and path.endswith("manifest.json"):
+            while left and path.endswith(name):
                 ckpt_storage.save({"w": left.pop(0)}, tmp_path, overwrite=True)
             return super().open_read(path)
 
