@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
+import inspect
 import os
 import threading
 import time
@@ -37,6 +39,7 @@ _GRACE_S = 5.0
 """How long beyond the deadline a caller waits for a loop that is held up before it gives up."""
 
 _AT_ONCE = 16
+_OF_FSSPEC = ("listings_expiry_time", "max_paths", "protocol", "use_listings_cache")
 _IDLE_S = 60.0
 _IDLE_COUNT = 8
 _ONE_FOR_ALL = frozenset({"gs", "memory", "s3"})
@@ -198,12 +201,28 @@ class Client:
     def _build(self) -> ForeignFs:
         import fsspec.core  # noqa: PLC0415  # costs time that a local checkpoint need not spend
 
+        self._check_names()
         fs, _ = self._checked(
             lambda: fsspec.core.url_to_fs(
                 self._location.target, **self._options, skip_instance_cache=True
             )
         )
         return fs
+
+    def _check_names(self) -> None:
+        """Refuse an option that looks like a misspelt one: many classes swallow what is unknown."""
+        known = set(_OF_FSSPEC)
+        for kind in self.family.__mro__:
+            known.update(inspect.signature(kind.__init__).parameters)  # type: ignore[misc]  # of a class
+        for name in self._options.keys() - known:
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
+            if near:
+                raise InvalidInputError(
+                    f"storage_options for {self._location.url} has {name!r}, which is no option "
+                    f"of {self.family.__name__}.",
+                    path=self._location.url,
+                    next_step=f"Did you mean {near[0]!r}?",
+                )
 
     def _checked(self, call: Callable[[], T]) -> T:
         """Return what fsspec returns; raise `InvalidInputError` for what it raises."""
