@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,10 +59,11 @@ class Bucket:
 
     @property
     def version(self) -> int | None:
-        """Which version the index leads to, None if there is no index; fails for a mixture."""
+        """Which version the index leads to, None if to no file; fails for a mixture."""
         dump = self.server.dump("bkt")
         files = {key[4:]: data for key, data in dump.items() if key.startswith("out/")}
-        if cases.INDEX not in files:
+        weight_map = json.loads(files.get(cases.INDEX, b'{"weight_map": {}}'))["weight_map"]
+        if not files.keys() & weight_map.values():
             return None
         found = cases.tensors_of(files)
         (version,) = [v for v in (1, 2) if cases.expected_of(model(v)) == found]
