@@ -14,15 +14,10 @@ from typing import TYPE_CHECKING
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .catalog import list_checkpoints, publish
-    from .checkpoint import Checkpoint, diff, open_checkpoint
-    from .comparing import CheckpointDiff, ValueDiff
-    from .consolidating import consolidate
-    from .consolidation.options import ConsolidateOptions
-    from .consolidation.report import ConsolidationReport
-    from .converting import ConvertReport, convert
-    from .copying import CopyReport, copy
-    from .doctor import Diagnosis, diagnose
+    from .background.handle import SaveHandle, SaveProgress, SaveState
+    from .background.saver import AsyncSaver, save_async
+    from .commit.catalog import list_checkpoints, publish
+    from .commit.info import CheckpointInfo
     from .errors import (
         CheckpointError,
         CheckpointExistsError,
@@ -44,21 +39,26 @@ if TYPE_CHECKING:
         UnsafeContentError,
         UnsupportedByStoreError,
     )
-    from .handle import SaveHandle, SaveProgress, SaveState
-    from .info import CheckpointInfo
-    from .lazytensor import LazyTensor
-    from .loading import load
-    from .manager import CheckpointManager
+    from .export.consolidating import consolidate
+    from .export.consolidation.options import ConsolidateOptions
+    from .export.consolidation.report import ConsolidationReport
+    from .export.converting import ConvertReport, convert
+    from .export.copying import CopyReport, copy
+    from .inspect.checkpoint import Checkpoint, diff, open_checkpoint
+    from .inspect.comparing import CheckpointDiff, ValueDiff
+    from .inspect.doctor import Diagnosis, diagnose
+    from .inspect.lazytensor import LazyTensor
+    from .inspect.statistics import TensorStats
+    from .inspect.verification import VerifyReport, verify
+    from .loads.loading import load
+    from .loads.reader import CheckpointStorageReader
+    from .manager.manager import CheckpointManager
+    from .manager.pruning import PruneReport
+    from .manager.restoring import Restored
+    from .manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan, PrunePlan
     from .options import ProgressEvent, RetryPolicy, Timeouts
-    from .pruning import PruneReport
-    from .reader import CheckpointStorageReader
-    from .restoring import Restored
-    from .retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan, PrunePlan
-    from .saver import AsyncSaver, save_async
-    from .saving import save
-    from .statistics import TensorStats
-    from .verification import VerifyReport, verify
-    from .writer import CheckpointStorageWriter
+    from .saves.saving import save
+    from .saves.writer import CheckpointStorageWriter
 
 __all__ = [
     "AsyncSaver",
@@ -124,66 +124,66 @@ __all__ = [
 ]
 
 _DEFINED_IN = {
-    "AsyncSaver": "saver",
-    "Checkpoint": "checkpoint",
-    "CheckpointDiff": "comparing",
+    "AsyncSaver": "background.saver",
+    "Checkpoint": "inspect.checkpoint",
+    "CheckpointDiff": "inspect.comparing",
     "CheckpointError": "errors",
     "CheckpointExistsError": "errors",
     "CheckpointGoneError": "errors",
     "CheckpointInProgressError": "errors",
-    "CheckpointInfo": "info",
-    "CheckpointManager": "manager",
+    "CheckpointInfo": "commit.info",
+    "CheckpointManager": "manager.manager",
     "CheckpointNotFoundError": "errors",
-    "CheckpointStorageReader": "reader",
-    "CheckpointStorageWriter": "writer",
+    "CheckpointStorageReader": "loads.reader",
+    "CheckpointStorageWriter": "saves.writer",
     "CommitConflictError": "errors",
     "CommitUnknownError": "errors",
-    "ConsolidateOptions": "consolidation.options",
+    "ConsolidateOptions": "export.consolidation.options",
     "ConsolidationError": "errors",
-    "ConsolidationReport": "consolidation.report",
-    "ConvertReport": "converting",
-    "CopyReport": "copying",
-    "Diagnosis": "doctor",
+    "ConsolidationReport": "export.consolidation.report",
+    "ConvertReport": "export.converting",
+    "CopyReport": "export.copying",
+    "Diagnosis": "inspect.doctor",
     "FormatError": "errors",
     "IntegrityError": "errors",
     "InvalidInputError": "errors",
     "NotPublishedError": "errors",
-    "KeepBest": "retention",
-    "KeepEvery": "retention",
-    "KeepLatest": "retention",
-    "KeepNewerThan": "retention",
-    "LazyTensor": "lazytensor",
+    "KeepBest": "manager.retention",
+    "KeepEvery": "manager.retention",
+    "KeepLatest": "manager.retention",
+    "KeepNewerThan": "manager.retention",
+    "LazyTensor": "inspect.lazytensor",
     "PhaseTimeoutError": "errors",
     "ProgressEvent": "options",
-    "PrunePlan": "retention",
-    "PruneReport": "pruning",
+    "PrunePlan": "manager.retention",
+    "PruneReport": "manager.pruning",
     "RankFailedError": "errors",
     "RankMismatchError": "errors",
-    "Restored": "restoring",
+    "Restored": "manager.restoring",
     "RetryPolicy": "options",
     "SaveCancelledError": "errors",
-    "SaveHandle": "handle",
-    "SaveProgress": "handle",
-    "SaveState": "handle",
+    "SaveHandle": "background.handle",
+    "SaveProgress": "background.handle",
+    "SaveState": "background.handle",
     "StorageError": "errors",
-    "TensorStats": "statistics",
+    "TensorStats": "inspect.statistics",
     "Timeouts": "options",
     "UnsafeContentError": "errors",
     "UnsupportedByStoreError": "errors",
-    "ValueDiff": "comparing",
-    "VerifyReport": "verification",
-    "consolidate": "consolidating",
-    "convert": "converting",
-    "copy": "copying",
-    "diagnose": "doctor",
-    "diff": "checkpoint",
-    "list_checkpoints": "catalog",
-    "publish": "catalog",
-    "load": "loading",
-    "open_checkpoint": "checkpoint",
-    "save": "saving",
-    "save_async": "saver",
-    "verify": "verification",
+    "ValueDiff": "inspect.comparing",
+    "VerifyReport": "inspect.verification",
+    "consolidate": "export.consolidating",
+    "convert": "export.converting",
+    "copy": "export.copying",
+    "diagnose": "inspect.doctor",
+    "diff": "inspect.checkpoint",
+    "list_checkpoints": "commit.catalog",
+    "publish": "commit.catalog",
+    "load": "loads.loading",
+    "open_checkpoint": "inspect.checkpoint",
+    "save": "saves.saving",
+    "save_async": "background.saver",
+    "verify": "inspect.verification",
 }
 
 if not TYPE_CHECKING:

@@ -38,47 +38,15 @@ def pytest_unconfigure() -> None:
     atexit.register(warnings.simplefilter, "ignore", ResourceWarning)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker of tests that need what is hard to install."""
-    config.addinivalue_line(
-        "markers", "awkward: needs a server that not every machine can have; never required"
-    )
-
-
-_LONGEST = (
-    "test_example.py",
-    "test_saver_workers.py",
-    "test_crash_points.py",
-    "test_shared_reads.py",
-    "test_saver.py",
-    "test_commit_model.py",
-    "test_consolidate_s3_faults.py",
-    "test_exits.py",
-    "test_fault_matrix.py",
-    "test_hung_storage.py",
-    "test_store_remote.py",
-    "test_coordination_groups.py",
-    "test_integration_lightning.py",
-    "test_integration_torchtitan.py",
-    "test_integration_credentials.py",
-    "test_integration_ray.py",
-    "test_bench.py",
-    "test_integration_nodes.py",
-    "test_consolidate_ranks.py",
-    "test_damage_files.py",
-    "test_docs.py",
-    "test_prune_attack.py",
-    "test_front_doors.py",
-    "test_integration_transformers.py",
-    "test_coordination.py",
-)
-"""Files that take longest. They come first, so that the run does not end waiting for one."""
+_TIERS = {"docs", "faults", "interop", "ranks", "servers"}
+"""The folders that plain `pytest` leaves out; their tests bear a marker of that name."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first; all workers of xdist do the same."""
-    place = {name: at for at, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    """Mark the tests of each tier."""
+    for item in items:
+        if item.path.parent.name in _TIERS:
+            item.add_marker(item.path.parent.name)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.tensorfile import DTYPES
+from ckpt_storage.format.tensorfile import DTYPES
 
 from . import elements, output
 from .exits import SOUND
@@ -25,8 +25,8 @@ from .options import common, fqn_argument, json_option, parse_slice, storage_opt
 from .values import is_tensor, tensor_of, value_of
 
 if TYPE_CHECKING:
-    from ckpt_storage.checkpoint import Checkpoint
-    from ckpt_storage.lazytensor import LazyTensor
+    from ckpt_storage.inspect.checkpoint import Checkpoint
+    from ckpt_storage.inspect.lazytensor import LazyTensor
 
 __all__ = ["cat"]
 
@@ -73,7 +73,7 @@ def cat(
     Reads only the blocks that hold what is asked for, and checks them; as text, what is left out by
     "..." is not asked for. Objects are loaded with torch's weights_only rules.
     """
-    from ckpt_storage.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
 
     if as_json and form != "text":
         raise click.UsageError(f"--json and --form {form} are two forms: give one of them.")

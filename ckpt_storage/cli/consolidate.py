@@ -28,7 +28,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ckpt_storage.consolidation.report import ConsolidationReport
+    from ckpt_storage.export.consolidation.report import ConsolidationReport
     from ckpt_storage.options import PageCache
 
 __all__ = ["consolidate"]
@@ -82,7 +82,7 @@ def consolidate(  # one parameter for each option
     \b
     torchrun --nproc-per-node 8 -m ckpt_storage consolidate URL
     """
-    from ckpt_storage.consolidating import consolidate as run  # noqa: PLC0415  # called
+    from ckpt_storage.export.consolidating import consolidate as run  # noqa: PLC0415  # called
 
     with _ranks(_MEETING_S if timeout is None else timeout) as rank:
         report = run(

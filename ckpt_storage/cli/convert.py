@@ -24,7 +24,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ckpt_storage.converting import TargetFormat
+    from ckpt_storage.export.converting import TargetFormat
     from ckpt_storage.options import PageCache
 
 __all__ = ["convert"]
@@ -81,7 +81,7 @@ def convert(  # one parameter for each option
     SRC is a folder of any format that is read, or a file of torch.save (.pt, .pth, .bin, .ckpt).
     For a model as transformers wants it, use consolidate.
     """
-    from ckpt_storage.converting import convert as run  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.export.converting import convert as run  # noqa: PLC0415  # called, not imported
 
     report = run(
         src,

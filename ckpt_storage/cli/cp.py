@@ -21,8 +21,8 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ckpt_storage.copying import CopyReport
-    from ckpt_storage.filecopies import Copies
+    from ckpt_storage.export.copying import CopyReport
+    from ckpt_storage.export.filecopies import Copies
     from ckpt_storage.options import PageCache
 
 __all__ = ["cp"]
@@ -65,7 +65,7 @@ def cp(  # one parameter for each option
     DST shows the copy all at once, at the end. If it is interrupted, call it again: what is
     complete is not sent again. Exits with 1 if it is copied but an export beside it could not be.
     """
-    from ckpt_storage.copying import copy  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.export.copying import copy  # noqa: PLC0415  # called, not imported
 
     report = copy(
         src,

@@ -14,7 +14,7 @@ from .exits import FOUND, SOUND
 from .options import common, json_option, memory_option, storage_options, url_argument
 
 if TYPE_CHECKING:
-    from ckpt_storage.comparing import CheckpointDiff
+    from ckpt_storage.inspect.comparing import CheckpointDiff
 
 __all__ = ["diff"]
 
@@ -49,7 +49,7 @@ def diff(  # one parameter for each option
 
     Exits with 0 if they are equal and with 1 if they differ. Shardings and formats may differ.
     """
-    from ckpt_storage.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
 
     options: dict[str, Any] = {"memory_limit_bytes": memory_limit_bytes, "timeout": timeout}
     with (

@@ -14,7 +14,7 @@ from .exits import FOUND, SOUND
 from .options import byte_count, common, json_option, storage_options, url_argument
 
 if TYPE_CHECKING:
-    from ckpt_storage.doctor import Diagnosis, Measure
+    from ckpt_storage.inspect.doctor import Diagnosis, Measure
 
 __all__ = ["doctor"]
 
@@ -41,7 +41,7 @@ def doctor(
     Writes below a name of its own there and removes it. Exits with 1 if checkpoints cannot be
     saved to it and loaded from it.
     """
-    from ckpt_storage.doctor import DEFAULT_TIMEOUT_S, diagnose  # noqa: PLC0415  # called
+    from ckpt_storage.inspect.doctor import DEFAULT_TIMEOUT_S, diagnose  # noqa: PLC0415  # called
 
     found = diagnose(
         url,

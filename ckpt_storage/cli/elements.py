@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ckpt_storage.arrays import elements_of
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.indexing import Selection, select, slabs
-from ckpt_storage.tensorfile import DTYPES
+from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.inspect.arrays import elements_of
+from ckpt_storage.inspect.indexing import Selection, select, slabs
 
 if TYPE_CHECKING:
-    from ckpt_storage.arrays import Words
-    from ckpt_storage.lazytensor import LazyTensor
+    from ckpt_storage.inspect.arrays import Words
+    from ckpt_storage.inspect.lazytensor import LazyTensor
 
 __all__ = ["abbreviated", "count_of", "elements", "npy_head", "pieces", "shape_of"]
 
@@ -109,7 +109,7 @@ def _made(tensor: LazyTensor, words: Words, selection: Selection) -> Any:  # noq
         import numpy as np  # noqa: PLC0415  # as above
 
         return np.asarray(found)
-    from ckpt_storage.torchvalues import tensor_of  # noqa: PLC0415  # numpy has no such type
+    from ckpt_storage.inspect.torchvalues import tensor_of  # noqa: PLC0415  # numpy has no such type
 
     return tensor_of(words[(*selection.final, *_rest(selection))], tensor.dtype, None)
 

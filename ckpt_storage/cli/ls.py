@@ -28,7 +28,7 @@ def ls(
     does not exist is an error; on object storage that is one below which nothing lies. A folder
     that may not be read is listed as unreadable; the exit code is 2 then.
     """
-    from ckpt_storage.catalog import list_checkpoints  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.commit.catalog import list_checkpoints  # noqa: PLC0415  # called, not imported
 
     infos = list_checkpoints(root, storage_options=storage_options, timeout=timeout)
     if not infos:

@@ -140,7 +140,7 @@ def complete_fqn(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     if not url or "://" in url:
         return []
     try:
-        from ckpt_storage.checkpoint import open_checkpoint  # noqa: PLC0415  # only when asked
+        from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # only when asked
 
         with open_checkpoint(url, timeout=5) as checkpoint:
             return [fqn for fqn in checkpoint if fqn.startswith(incomplete)]
@@ -193,7 +193,7 @@ def _duration(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 
 def byte_count(text: str, option: str) -> int:
     """Return a positive number of bytes: "4096", "512MiB". Raises an error of usage."""
-    from ckpt_storage.consolidation.options import parse_bytes  # noqa: PLC0415  # only when given
+    from ckpt_storage.export.consolidation.options import parse_bytes  # noqa: PLC0415  # only when given
 
     count = parse_bytes(text, option=option)
     if count < 1:

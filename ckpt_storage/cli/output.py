@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from ckpt_storage.markup import human_bytes, shown
+from ckpt_storage.inspect.markup import human_bytes, shown
 
 __all__ = [
     "document",

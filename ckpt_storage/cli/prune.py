@@ -15,8 +15,8 @@ from .options import common, duration_s, json_option, storage_options, url_argum
 from .roots import check_root
 
 if TYPE_CHECKING:
-    from ckpt_storage.pruning import PruneReport
-    from ckpt_storage.retention import Decision, Policy
+    from ckpt_storage.manager.pruning import PruneReport
+    from ckpt_storage.manager.retention import Decision, Policy
 
 __all__ = ["prune"]
 
@@ -67,8 +67,8 @@ def prune(  # one parameter for each option
     also without --yes; where that is not allowed the latest commit stands for now, and more is
     kept.
     """
-    from ckpt_storage.pruning import prune_checkpoints  # noqa: PLC0415  # called, not imported
-    from ckpt_storage.stepnames import DEFAULT_TEMPLATE  # noqa: PLC0415  # as above
+    from ckpt_storage.manager.pruning import prune_checkpoints  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.manager.stepnames import DEFAULT_TEMPLATE  # noqa: PLC0415  # as above
 
     policies = _policies(keep_latest, keep_every, keep_best, keep_newer_than)
     if not policies:
@@ -103,12 +103,7 @@ def _age(text: str, option: str) -> float:
 def _policies(
     latest: int | None, every: int | None, best: tuple[str, ...], newer_than: str | None
 ) -> list[Policy]:
-    from ckpt_storage.retention import (  # noqa: PLC0415  # called, not imported
-        KeepBest,
-        KeepEvery,
-        KeepLatest,
-        KeepNewerThan,
-    )
+    from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan  # noqa: PLC0415  # called, not imported
 
     found: list[Policy] = []
     if latest is not None:

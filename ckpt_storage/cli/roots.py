@@ -16,12 +16,8 @@ def check_root(root: str, options: dict[str, Any] | None, timeout: float | None)
 
     Raises `CheckpointNotFoundError`, `InvalidInputError`, `StorageError`.
     """
-    from ckpt_storage import layout  # noqa: PLC0415  # called, not imported
-    from ckpt_storage.errors import (  # noqa: PLC0415  # as above
-        CheckpointNotFoundError,
-        InvalidInputError,
-        StorageError,
-    )
+    from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError, StorageError  # noqa: PLC0415  # as above
+    from ckpt_storage.format import layout  # noqa: PLC0415  # called, not imported
     from ckpt_storage.options import Timeouts  # noqa: PLC0415  # as above
     from ckpt_storage.store import Location, open_store  # noqa: PLC0415  # as above
 

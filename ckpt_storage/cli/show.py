@@ -15,8 +15,8 @@ from .options import common, fqn_argument, json_option, storage_options, url_arg
 from .values import entries_of, is_tensor, tensor_of
 
 if TYPE_CHECKING:
-    from ckpt_storage.checkpoint import Checkpoint
-    from ckpt_storage.lazytensor import LazyTensor
+    from ckpt_storage.inspect.checkpoint import Checkpoint
+    from ckpt_storage.inspect.lazytensor import LazyTensor
 
 __all__ = ["show"]
 
@@ -45,7 +45,7 @@ def show(
 
     Reads documents only, no tensor.
     """
-    from ckpt_storage.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
 
     with open_checkpoint(url, storage_options=storage_options, timeout=timeout) as checkpoint:
         if fqn is not None:

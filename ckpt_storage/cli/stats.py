@@ -11,18 +11,11 @@ import click
 
 from . import output
 from .exits import SOUND
-from .options import (
-    common,
-    complete_fqn,
-    json_option,
-    memory_option,
-    storage_options,
-    url_argument,
-)
+from .options import common, complete_fqn, json_option, memory_option, storage_options, url_argument
 from .values import tensor_of
 
 if TYPE_CHECKING:
-    from ckpt_storage.statistics import Histogram, TensorStats
+    from ckpt_storage.inspect.statistics import Histogram, TensorStats
 
 __all__ = ["stats"]
 
@@ -51,7 +44,7 @@ def stats(
 
     Reads each tensor in pieces, verified.
     """
-    from ckpt_storage.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
 
     with open_checkpoint(
         url,

@@ -35,7 +35,7 @@ def tree(
 
     Layers that are alike are shown once. Reads documents only. --json lists every value.
     """
-    from ckpt_storage.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
 
     with open_checkpoint(url, storage_options=storage_options, timeout=timeout) as checkpoint:
         if not as_json:

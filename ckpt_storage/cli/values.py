@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt_storage.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from ckpt_storage.checkpoint import Checkpoint
-    from ckpt_storage.lazytensor import LazyTensor
-    from ckpt_storage.nametree import Entry
+    from ckpt_storage.inspect.checkpoint import Checkpoint
+    from ckpt_storage.inspect.lazytensor import LazyTensor
+    from ckpt_storage.inspect.nametree import Entry
 
 __all__ = ["entries_of", "is_tensor", "tensor_of", "value_of"]
 

@@ -11,16 +11,10 @@ import click
 
 from . import output
 from .exits import FOUND, SOUND
-from .options import (
-    common,
-    json_option,
-    memory_option,
-    storage_options,
-    url_argument,
-)
+from .options import common, json_option, memory_option, storage_options, url_argument
 
 if TYPE_CHECKING:
-    from ckpt_storage.verification import VerifyReport
+    from ckpt_storage.inspect.verification import VerifyReport
 
 __all__ = ["verify"]
 
@@ -51,7 +45,7 @@ def verify(
     that is damaged, and what to do. Of checkpoints of other writers, which carry no checksums,
     only that all files are there and long enough.
     """
-    from ckpt_storage.verification import verify as run  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.inspect.verification import verify as run  # noqa: PLC0415  # called, not imported
 
     report = run(
         url,

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ckpt_storage.coordination import solo
+from ckpt_storage.coordination.coordinator import solo
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.loading import load
+from ckpt_storage.loads.loading import load
 from ckpt_storage.options import Timeouts
-from ckpt_storage.saving import SaveOptions, run_save, save
+from ckpt_storage.saves.saving import SaveOptions, run_save, save
 
 from .packing import OUTLINE, pack, unpack
 from .removing import remove

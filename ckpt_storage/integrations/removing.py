@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckpt_storage import layout
-from ckpt_storage.cleaning import delete_checkpoint
-from ckpt_storage.consolidation.removal import remove_exports
-from ckpt_storage.deadline import Deadline
+from ckpt_storage.commit.cleaning import delete_checkpoint
+from ckpt_storage.commit.slotlog import read_log
+from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.errors import StorageError
+from ckpt_storage.export.consolidation.removal import remove_exports
+from ckpt_storage.format import layout
 from ckpt_storage.options import RetryPolicy, Timeouts
-from ckpt_storage.slotlog import read_log
-from ckpt_storage.stockfooter import is_foreign
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store
+from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
-from ckpt_storage.workers import bounded
+from ckpt_storage.transfer.workers import bounded
 
 __all__ = ["remove"]
 

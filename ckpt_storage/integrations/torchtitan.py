@@ -18,12 +18,12 @@ from typing import Any, ClassVar
 import torch
 from torchtitan.components.checkpointer import CheckpointManager as TitanManager
 
+from ckpt_storage.background.saver import Mode
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.loading import load
-from ckpt_storage.manager import CheckpointManager
+from ckpt_storage.loads.loading import load
+from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.options import Timeouts
-from ckpt_storage.retention import KeepLatest
-from ckpt_storage.saver import Mode
 
 __all__ = ["CheckpointStorageManager"]
 

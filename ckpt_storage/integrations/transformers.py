@@ -25,13 +25,13 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ckpt_storage.background.saver import Mode
 from ckpt_storage.errors import IntegrityError, InvalidInputError
-from ckpt_storage.loading import load
-from ckpt_storage.manager import CheckpointManager
+from ckpt_storage.loads.loading import load
+from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.restoring import Check
+from ckpt_storage.manager.retention import Keep
 from ckpt_storage.options import Timeouts
-from ckpt_storage.restoring import Check
-from ckpt_storage.retention import Keep
-from ckpt_storage.saver import Mode
 
 from .whole import WholePlanner
 

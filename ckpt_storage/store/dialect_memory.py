@@ -11,30 +11,13 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ckpt_storage import integrity
 from ckpt_storage.errors import IntegrityError, StorageError
+from ckpt_storage.format import integrity
 
-from .base import (
-    Capabilities,
-    CopySource,
-    Entry,
-    Existing,
-    PartReceipt,
-    PathFilter,
-    Stat,
-    Version,
-)
+from .base import Capabilities, CopySource, Entry, Existing, PartReceipt, PathFilter, Stat, Version
 from .bounds import check_bound
 from .clients import Client, ForeignFs
-from .parts import (
-    PartList,
-    SentPart,
-    SharedParts,
-    ended,
-    joined,
-    not_the_owner,
-    whole_object,
-)
+from .parts import PartList, SentPart, SharedParts, ended, joined, not_the_owner, whole_object
 from .tickets import decode_ticket, encode_ticket
 
 __all__ = ["MemoryDialect"]

@@ -13,8 +13,8 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckpt_storage import integrity
 from ckpt_storage.errors import IntegrityError, StorageError, UnsupportedByStoreError
+from ckpt_storage.format import integrity
 
 from .base import CopySource, Existing, PartReceipt
 from .dialect_s3_requests import S3Requests, code_of

@@ -18,16 +18,7 @@ from typing import Literal, TypeVar
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.options import PageCache
 
-from .base import (
-    Arrived,
-    Capabilities,
-    CopySource,
-    Entry,
-    PathFilter,
-    Stat,
-    Store,
-    Version,
-)
+from .base import Arrived, Capabilities, CopySource, Entry, PathFilter, Stat, Store, Version
 from .bounds import TooLongError, check_bound, too_long
 from .draft import Draft, is_draft_name
 from .local_folders import ABSENT, LocalFolders

@@ -12,8 +12,8 @@ import os
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from ckpt_storage import layout
 from ckpt_storage.errors import CheckpointError, StorageError
+from ckpt_storage.format import layout
 
 from .base import Store
 

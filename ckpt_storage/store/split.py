@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from ckpt_storage import layout
+from ckpt_storage.format import layout
 
 from .base import (
     Arrived,

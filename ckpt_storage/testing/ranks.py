@@ -47,8 +47,8 @@ _STOP_TIMEOUT_S = 10.0
 _PRELOADED = [
     "torch",
     "torch.distributed.checkpoint",
-    "ckpt_storage.loading",
-    "ckpt_storage.saving",
+    "ckpt_storage.loads.loading",
+    "ckpt_storage.saves.saving",
 ]
 
 

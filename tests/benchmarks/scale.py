@@ -42,20 +42,21 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckpt_storage import commit, integrity, layout
-from ckpt_storage.assemble import assemble
-from ckpt_storage.committing import commit_save
-from ckpt_storage.deadline import Deadline
-from ckpt_storage.documents import FileRef
-from ckpt_storage.manifest import ItemTable, RankManifest, ShardFile
-from ckpt_storage.opening import open_source
+from ckpt_storage.commit import attempt as commit
+from ckpt_storage.commit.assemble import assemble
+from ckpt_storage.commit.committing import commit_save
+from ckpt_storage.commit.stockwrite import planned_of
+from ckpt_storage.format import integrity, layout
+from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.manifest import ItemTable, RankManifest, ShardFile
+from ckpt_storage.format.rankreport import RankReport
+from ckpt_storage.format.regions import Box
+from ckpt_storage.loads.reader import CheckpointStorageReader
 from ckpt_storage.options import RetryPolicy, TransferOptions
-from ckpt_storage.rankreport import RankReport
-from ckpt_storage.reader import CheckpointStorageReader
-from ckpt_storage.regions import Box
-from ckpt_storage.stockwrite import planned_of
+from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store, Version
+from ckpt_storage.store.deadline import Deadline
 
 Sharding = Literal["rows", "mixed", "uneven", "hybrid"]
 """rows: every tensor cut along its first dimension. mixed: matrices so, one tensor in four whole on
@@ -335,7 +336,7 @@ def _result(report: RankReport) -> WriteResult:
 
 def _loaded(store: Store, world: World, metadata: Metadata) -> tuple[float, float]:
     """Return the seconds of the local load plan, and of finding the bytes, for one rank."""
-    from ckpt_storage.loadplanner import _items, _parts  # noqa: PLC0415  # as the planner does it
+    from ckpt_storage.loads.loadplanner import _items, _parts  # noqa: PLC0415  # as the planner does it
 
     started = time.perf_counter()
     items: list[ReadItem] = []

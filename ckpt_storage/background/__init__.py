@@ -1,0 +1,1 @@
+"""Saves in the background: staging, threads, worker processes, handles."""

@@ -1,0 +1,155 @@
+"""When the interpreter ends with saves in flight: flush them within bounds, or say what is lost."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures.thread  # noqa: F401  # registers its hook before ours, see below
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from ckpt_storage.options import Timeouts
+from ckpt_storage.store.timed import halt_threads
+
+from .handle import SaveStatus
+
+__all__ = ["flush", "flush_at_exit"]
+
+log = logging.getLogger("ckpt_storage")
+
+STALL_S = 30.0
+"""A save that has made no progress for so long does not hold up an interpreter that ends."""
+
+_GRACE_S = 3.0
+"""What a save may take beyond the deadline of its phase, to give up and to tell the other ranks."""
+
+_LOOK_S = 0.1
+_ENDING = ("ckpt-storage save", "ckpt-storage watch")
+"""Threads that end with their save."""
+
+_END_S = 5.0
+_HALT_S = 0.3
+"""Long enough for threads that wait for nothing to come to rest."""
+
+_in_flight: dict[SaveStatus, tuple[float, Timeouts]] = {}
+_lost: list[SaveStatus] = []
+_lock = threading.Lock()
+_is_registered = False
+
+
+def _forget_all() -> None:
+    """Let a child of fork wait for none of its parent's saves: it has none of their threads."""
+    global _lock  # noqa: PLW0603  # its owner may be a thread that the child has not
+    _lock = threading.Lock()
+    _in_flight.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def flush_at_exit(save: SaveStatus, timeout_s: float, timeouts: Timeouts) -> None:
+    """Let an interpreter that ends wait for a save that has begun, at most `timeout_s` seconds.
+
+    And no longer without progress than `STALL_S`, or than its phase may take and `_GRACE_S`. A save
+    that does not end by then is named on standard error.
+    """
+    global _is_registered  # one hook for the whole process
+    with _lock:
+        _in_flight[save] = timeout_s, timeouts
+        is_first, _is_registered = not _is_registered, True
+    save.when_ended(lambda: _forget(save))
+    if not is_first:
+        return
+    # Before the executors of `concurrent.futures` are shut down, on which clients rely: their
+    # hook came with the import above, and the last to register is the first to run. `atexit` runs
+    # too late for that, but is all that a Python without this hook offers.
+    atexit.register(_rest)
+    register = getattr(threading, "_register_atexit", atexit.register)
+    try:
+        register(_flush)
+    except RuntimeError:
+        log.warning("The interpreter is ending already: no save is waited for.")
+
+
+def _forget(save: SaveStatus) -> None:
+    with _lock:
+        _in_flight.pop(save, None)
+
+
+def _flush() -> None:
+    with _lock:
+        waiting = list(_in_flight)
+    lost = flush(waiting)
+    for save in lost:
+        message = (
+            f"ckpt_storage: the save to {save.url} is lost: the process ended while it was "
+            f"{save.state.value}. Call result() or close() before the program ends."
+        )
+        if log.hasHandlers():
+            log.critical(message)
+        # Logging may be off or gone by now, and this must not be missed.
+        print(message, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _rest() -> None:
+    """Let our daemon threads come to rest before the interpreter takes itself down.
+
+    After `_flush`, and after threads of the user's own, which may still save.
+    """
+    halt_threads()
+    end = time.monotonic() + (_HALT_S if _lost else _END_S)
+    # One whose save has ended still lets go of tensors, in torch's C++.
+    ending = [thread for thread in threading.enumerate() if thread.name.startswith(_ENDING)]
+    for thread in ending:
+        thread.join(max(0.0, end - time.monotonic()))
+    if ending:
+        time.sleep(_HALT_S)
+
+
+def flush(saves: Sequence[SaveStatus]) -> list[SaveStatus]:
+    """Wait for saves in flight, no longer than `flush_at_exit` says, and return what has not ended.
+
+    Nobody waits for these again when the interpreter ends.
+    """
+    with _lock:
+        limits = {save: _in_flight[save] for save in saves if save in _in_flight}
+    start = moved = time.monotonic()
+    seen: object = None
+    while True:
+        now = time.monotonic()
+        mark = [_mark(save) for save in limits]
+        if mark != seen:
+            seen, moved = mark, now
+        waiting = [
+            save
+            for save, (timeout_s, timeouts) in limits.items()
+            if not save.ended.is_set()
+            and now <= min(start + timeout_s, moved + min(STALL_S, _phase_s(save, timeouts)))
+        ]
+        if not waiting:
+            break
+        waiting[0].ended.wait(_LOOK_S)
+    lost = [save for save in limits if not save.ended.is_set()]
+    for save in lost:
+        _forget(save)
+    _lost.extend(lost)
+    return lost
+
+
+def _mark(save: SaveStatus) -> object:
+    progress = save.progress()
+    return progress.state, [(s.rank, s.phase, s.done_bytes) for s in progress.ranks.values()]
+
+
+def _phase_s(save: SaveStatus, timeouts: Timeouts) -> float:
+    """Return how long the phase that a save is in may take, and a bit."""
+    own = save.progress().ranks.get(save.rank)
+    if own is None:
+        # It is staged, or waits for its turn or for the other ranks.
+        return max(timeouts.stage, timeouts.plan) + _GRACE_S
+    # Who waits for a commit waits first for the slowest write.
+    before_s = timeouts.write if own.phase == "commit" else 0.0
+    return before_s + float(getattr(timeouts, own.phase)) + _GRACE_S

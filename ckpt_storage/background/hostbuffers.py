@@ -1,0 +1,341 @@
+"""Host memory that outlives a save: arenas, and leases of them.
+
+An arena has no name in any file system: private memory is an anonymous mapping, shared memory a
+mapping of a memfd. Whatever is killed, the kernel frees it with the last process that maps it,
+and the size limit of /dev/shm does not apply.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+import torch
+
+from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["private", "shared"]
+
+ARENA_ROUNDING_BYTES = 2 * 1024 * 1024
+"""Arenas are multiples of this, the size of a huge page on the common machines."""
+
+GROWTH_SLACK = 8
+"""An arena that grew once gets one part in this many on top, to grow more rarely."""
+
+# mman.h: MADV_WIPEONFORK, which Python's mmap does not name.
+_WIPE_ON_FORK = 18
+
+# cuda.h: memory that every CUDA context sees as page-locked.
+_REGISTER_PORTABLE = 1
+
+_ids = itertools.count(1)
+
+
+def cuda_runtime() -> Any | None:  # noqa: ANN401  # torch types its CUDA bindings as a module
+    """Return torch's binding of the CUDA runtime, or None where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class Arena:
+    """One stretch of host memory, unmapped when the last view of it is gone.
+
+    `memory` are its bytes, writable; slices keep the mapping alive. `file` is a descriptor of
+    shared memory, open until `close`, else None. No page is copied in forked children: shared
+    memory stays one, and private memory is empty there.
+    """
+
+    def __init__(self, kind: Kind, size_bytes: int) -> None:
+        self.arena_id = next(_ids)
+        self.size_bytes = size_bytes
+        self.file: int | None = None
+        self._pinned: bool | None = None
+        try:
+            if kind == "shared":
+                self.file = _nameless_file()
+            self._close_file = weakref.finalize(self, _close, self.file)
+            if self.file is None:
+                mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            else:
+                os.ftruncate(self.file, size_bytes)
+                mapping = mmap.mmap(self.file, size_bytes)
+        except (OSError, MemoryError, OverflowError) as error:
+            raise CheckpointError(
+                f"{size_bytes} bytes of host memory for staging cannot be had: {error}.",
+                phase="stage",
+                next_step="Free host memory, lower max_pending, or save without staging.",
+            ) from error
+        if self.file is None and sys.platform == "linux":
+            # The mapping itself stays in a child, which would else unmap what came in its place.
+            with contextlib.suppress(OSError):
+                mapping.madvise(_WIPE_ON_FORK)
+        self.memory: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
+
+    def pin(self, device: torch.device | None = None) -> bool:
+        """Lock the pages for asynchronous copies from `device`; return whether that was possible.
+
+        Tried once; idempotent. They are unlocked before they are unmapped.
+        """
+        if self._pinned is None:
+            self._pinned = self._register(device)
+        return self._pinned
+
+    def _register(self, device: torch.device | None) -> bool:
+        runtime = cuda_runtime()
+        if runtime is None:
+            return False
+        address = self.memory.ctypes.data
+        with _on(device):
+            code = int(runtime.cudaHostRegister(address, self.size_bytes, _REGISTER_PORTABLE))
+        if code:
+            logger.warning(
+                "%d bytes of staging memory cannot be page-locked (CUDA error %d); copies from the "
+                "GPU will be slower. Check the limit on locked memory (ulimit -l).",
+                self.size_bytes,
+                code,
+            )
+            return False
+        # On the array, not on the mapping: CPython unmaps before it runs a mapping's finalizers.
+        unlock = weakref.finalize(self.memory, _unlock, runtime, address, device)
+        # At exit CUDA may be gone already, and the kernel unlocks.
+        unlock.atexit = False
+        return True
+
+    def close(self) -> None:
+        """Close the descriptor, so that no further process can map the memory; idempotent."""
+        self.file = None
+        self._close_file()
+
+
+class Lease:
+    """The right to one buffer set until `release` or `abandon`; a context manager.
+
+    What was staged into it must not be read after `release`: the next holder writes there.
+    `memo` belongs to the holder's stager, lasts from lease to lease, and is dropped with the
+    arena that it describes.
+    """
+
+    def __init__(self, buffers: HostBuffers, held: _Held) -> None:
+        self._buffers = buffers
+        self._held = held
+        self._live = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    @property
+    def kind(self) -> Kind:
+        """Whether other processes can map the memory."""
+        return self._buffers.kind
+
+    @property
+    def memo(self) -> object | None:
+        """What the stager left here about the present arena."""
+        return self._held.memo
+
+    @memo.setter
+    def memo(self, value: object | None) -> None:
+        self._held.memo = value
+
+    def arena(self, need_bytes: int) -> Arena:
+        """Return the set's arena, made or made anew if it holds less than `need_bytes`.
+
+        A new one is not a copy: what was staged in the old one stays with those who hold it.
+
+        Raises:
+            CheckpointError: The memory cannot be had, or the lease has ended.
+
+        """
+        if not self._live:
+            raise InvalidInputError(
+                "The lease has ended.", phase="stage", next_step="Take a new lease for each save."
+            )
+        held = self._held
+        if held.arena is None or held.arena.size_bytes < need_bytes:
+            if held.arena is not None:
+                need_bytes += need_bytes // GROWTH_SLACK
+            # Before the new one is made, so that the old memory can go first.
+            held.drop()
+            rounded = math.ceil(max(1, need_bytes) / ARENA_ROUNDING_BYTES) * ARENA_ROUNDING_BYTES
+            held.arena = Arena(self.kind, rounded)
+        return held.arena
+
+    def release(self) -> None:
+        """Give the set back for reuse; idempotent, never waits, from any thread."""
+        self._end(reuse=True)
+
+    def abandon(self) -> None:
+        """Give the right back but not the memory, which somebody stuck may still read.
+
+        It is freed when the last view of it is gone; the next lease gets new memory. Idempotent.
+        """
+        self._end(reuse=False)
+
+    def _end(self, *, reuse: bool) -> None:
+        if self._live:
+            self._live = False
+            self._buffers._take_back(self._held, reuse=reuse)  # noqa: SLF001  # its own lease
+
+
+class _Held:
+    """One buffer set: an arena that may not exist yet, and what its stager remembers."""
+
+    def __init__(self) -> None:
+        self.arena: Arena | None = None
+        self.memo: object | None = None
+
+    def drop(self) -> None:
+        self.memo = None
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+
+class HostBuffers:
+    """At most `max_leases` buffer sets, made on demand and reused from save to save.
+
+    A context manager. Safe to use from several threads.
+    """
+
+    def __init__(self, kind: Kind = "private", *, max_leases: int = 1) -> None:
+        if max_leases < 1:
+            raise InvalidInputError(
+                f"max_leases must be at least 1, not {max_leases}.", next_step="Give 1 or more."
+            )
+        self.kind: Kind = kind
+        self._max_leases = max_leases
+        self._changed = threading.Condition()
+        self._free: list[_Held] = []
+        self._leased: list[_Held] = []
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Size of all arenas, in use or waiting for reuse."""
+        with self._changed:
+            return sum(held.arena.size_bytes for held in self._free + self._leased if held.arena)
+
+    @property
+    def leased_count(self) -> int:
+        """How many leases are alive."""
+        with self._changed:
+            return len(self._leased)
+
+    def lease(self, *, timeout_s: float = 0.0) -> Lease:
+        """Return the right to a buffer set, waiting at most `timeout_s` for one to be free.
+
+        The set used last comes first: its pages are warm.
+
+        Raises:
+            PhaseTimeoutError: All sets are in use.
+            InvalidInputError: The buffers were closed.
+
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._closed and len(self._leased) >= self._max_leases:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise PhaseTimeoutError(
+                        f"All {self._max_leases} staging buffers are in use by earlier saves.",
+                        timeout_s=timeout_s,
+                        phase="stage",
+                        next_step="Wait for an earlier save to end, or raise max_pending.",
+                    )
+                self._changed.wait(left)
+            if self._closed:
+                raise InvalidInputError(
+                    "The staging buffers were closed.",
+                    phase="stage",
+                    next_step="Save before the saver is closed.",
+                )
+            held = self._free.pop() if self._free else _Held()
+            self._leased.append(held)
+        return Lease(self, held)
+
+    def close(self) -> None:
+        """Let go of all memory, of leased sets when their leases end; idempotent, never waits."""
+        with self._changed:
+            self._closed = True
+            free, self._free = self._free, []
+            self._changed.notify_all()
+        for held in free:
+            held.drop()
+
+    def _take_back(self, held: _Held, *, reuse: bool) -> None:
+        with self._changed:
+            self._leased.remove(held)
+            keep = reuse and not self._closed
+            if keep:
+                self._free.append(held)
+            self._changed.notify()
+        if not keep:
+            held.drop()
+
+
+def map_shared(file: int, size_bytes: int) -> NDArray[np.uint8]:
+    """Return the bytes of another process' shared arena, and close the descriptor."""
+    try:
+        return np.frombuffer(mmap.mmap(file, size_bytes), dtype=np.uint8)
+    finally:
+        os.close(file)
+
+
+def _nameless_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("ckpt_storage")
+    with tempfile.TemporaryFile() as temporary:
+        return os.dup(temporary.fileno())
+
+
+def _close(file: int | None) -> None:
+    if file is not None:
+        os.close(file)
+
+
+def _on(device: torch.device | None) -> AbstractContextManager[object]:
+    """Make `device` current: a thread's first call would make a context on device 0 otherwise."""
+    return contextlib.nullcontext() if device is None else torch.cuda.device(device)
+
+
+def _unlock(runtime: Any, address: int, device: torch.device | None) -> None:  # noqa: ANN401  # as cuda_runtime
+    with _on(device):
+        runtime.cudaHostUnregister(address)

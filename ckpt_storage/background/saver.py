@@ -1,0 +1,461 @@
+"""Saving in the background: `save_async`, and `AsyncSaver`, which owns threads, workers and memory.
+
+Every rank has one; all ranks call the same saves in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from ckpt_storage.coordination.frontdoor import plain_state
+from ckpt_storage.coordination.groups import SaverChannel, group_of
+from ckpt_storage.coordination.reports import as_checkpoint_errors, place_of
+from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
+from ckpt_storage.options import PageCache, Progress, RetryPolicy, StockMetadata, Timeouts
+from ckpt_storage.saves.chaining import Chained
+from ckpt_storage.saves.saving import SaveOptions
+from ckpt_storage.store import anchored
+
+from .exits import flush, flush_at_exit
+from .handle import SaveHandle, SaveStatus, check_process
+from .hostbuffers import HostBuffers
+from .savetask import SaveTask
+from .staging import begin_stage, stage
+from .workerlink import WorkerLink
+
+__all__ = ["AsyncSaver", "Mode", "OnError", "save_async"]
+
+log = logging.getLogger("ckpt_storage")
+
+Mode = Literal["process", "thread"]
+OnError = Literal["raise", "warn"]
+
+_SLACK_S = 60.0
+_PENDING_OF_FUNCTION = 2
+
+EXIT_TIMEOUT_S = 600.0
+"""How long an interpreter that ends waits for saves in flight, as long as they make progress."""
+
+
+class AsyncSaver:
+    """Saves in the background, in order; a context manager. Every rank of the group makes one.
+
+    `save` copies the state into reused host memory and returns; the rest happens in a thread, or
+    in a worker process of this rank's own. Saves of one saver commit in the order of their calls.
+    No collective runs on any process group, and no wait is without a deadline: a worker that is
+    killed, a rank that dies or a storage that hangs end in an error that names them, and training
+    may go on.
+
+    Args:
+        process_group: the ranks that save; default: the default group; without one, this process.
+        mode: "process": one spawned worker a rank does all work, beside the trainer's
+            interpreter lock; it starts now and again after it died. The script must be importable
+            (`if __name__ == "__main__":`), planners must pickle. "thread": a named thread a save.
+        timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
+            (`plan`: ten minutes).
+        max_pending: saves that may be in flight; the next call of `save` waits for the oldest.
+            Each needs host memory for one state.
+        on_error: "raise": a failed save is raised by the next `save`, `wait` or `close` unless
+            its handle was asked for the outcome. "warn": it is logged. `SaveHandle.result`
+            raises in both cases.
+        exit_timeout_s: how long an interpreter that ends waits for saves that make progress.
+        name: by which the ranks' savers find each other; the same on every rank. Savers that are
+            open at the same time need different names.
+
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        mode: Mode = "process",
+        timeout: float | timedelta | Timeouts | None = None,
+        max_pending: int = 1,
+        on_error: OnError = "raise",
+        exit_timeout_s: float = EXIT_TIMEOUT_S,
+        name: str = "default",
+    ) -> None:
+        if mode not in {"process", "thread"}:
+            raise InvalidInputError(f"mode is {mode!r}.", next_step="Give 'process' or 'thread'.")
+        if on_error not in {"raise", "warn"}:
+            raise InvalidInputError(
+                f"on_error is {on_error!r}.", next_step="Give 'raise' or 'warn'."
+            )
+        if max_pending < 1:
+            raise InvalidInputError(f"max_pending is {max_pending}.", next_step="Give 1 or more.")
+        if not 0 <= exit_timeout_s < float("inf"):
+            raise InvalidInputError(
+                f"exit_timeout_s is {exit_timeout_s}.",
+                next_step="Give a finite number of seconds.",
+            )
+        self._timeouts = Timeouts.of(timeout)
+        self._on_error = on_error
+        self._max_pending = max_pending
+        self._channel = SaverChannel.take(process_group, name)
+        self._coordinator = self._channel.coordinator
+        self._link: WorkerLink | None = None
+        if mode == "process":
+            try:
+                self._link = WorkerLink(
+                    process_group, self._channel.lane, silence_s=self._timeouts.silence
+                )
+            except BaseException:
+                self._channel.close()
+                raise
+            self._coordinator = self._link.coordinator
+        self._buffers = HostBuffers(
+            "shared" if mode == "process" else "private", max_leases=max_pending
+        )
+        self._saves: list[SaveStatus] = []
+        self._last: SaveTask | None = None
+        self._closed = False
+        # A signal's handler may save in the middle of a save.
+        self._turn = threading.RLock()
+        self._process_id = os.getpid()
+        self._exit_timeout_s = exit_timeout_s
+        # Non-blocking: a saver that is forgotten lets its saves end, and its worker with them.
+        self._finalizer = weakref.finalize(
+            self, _let_go, self._process_id, self._buffers, self._link, self._channel
+        )
+        self._finalizer.atexit = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        flush(self._saves)
+        try:
+            self.close(timeout=0)
+        except CheckpointError as failure:
+            error.add_note(f"Closing the saver failed too: {failure}")
+
+    def save(  # the public surface, all keyword-only
+        self,
+        state: Mapping[str, Any],
+        url: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        consolidate: Chained = None,
+        storage_options: Mapping[str, Any] | None = None,
+        planner: SavePlanner | None = None,
+        progress: Progress = None,
+        thread_count: int | None = None,
+        part_bytes: int | None = None,
+        memory_limit_bytes: int | None = None,
+        page_cache: PageCache = "keep",
+        sync_files: bool = True,
+        commit_url: str | None = None,
+        stock_metadata: StockMetadata = "auto",
+        retry: RetryPolicy | None = None,
+        block_until_staged: bool = True,
+    ) -> SaveHandle:
+        """Begin to save `state` to `url`; all ranks call. Arguments as for `ckpt_storage.save`.
+
+        Returns once the state is copied and may be changed; with `block_until_staged=False` at
+        once: then run the optimizer's step inside `step_guard`, or call `handle.wait_staged`.
+
+        Raises `InvalidInputError` for a state that cannot be staged (the other ranks are told),
+        `PhaseTimeoutError` if `max_pending` earlier saves do not end in time, and with
+        `on_error="raise"` why an earlier save failed.
+        """
+        options = SaveOptions(
+            timeouts=self._timeouts,
+            overwrite=overwrite,
+            consolidate=consolidate,
+            storage_options=storage_options,
+            planner=planner,
+            thread_count=thread_count,
+            part_bytes=part_bytes,
+            memory_limit_bytes=memory_limit_bytes,
+            page_cache=page_cache,
+            sync_files=sync_files,
+            commit_url=commit_url,
+            stock_metadata=stock_metadata,
+            retry=retry,
+            progress=progress,
+        )
+        return self.begin(state, url, options, block_until_staged=block_until_staged)
+
+    def begin(
+        self,
+        state: Mapping[str, Any],
+        url: str | os.PathLike[str],
+        options: SaveOptions,
+        *,
+        block_until_staged: bool,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> SaveHandle:
+        """Begin a save with `options`; the rest as `save`.
+
+        `prepare` is called before anything is copied; what it raises reaches all ranks.
+        """
+        self._check_open()
+        limit_s = self._limit_s(options.timeouts)
+        if not self._turn.acquire(timeout=limit_s):
+            raise PhaseTimeoutError(
+                f"The save to {place_of(url)} waited {limit_s:g} s for another thread's.",
+                timeout_s=limit_s,
+                rank=self._coordinator.rank,
+                phase="stage",
+                next_step="Call save in one thread, the same saves in the same order on all ranks.",
+            )
+        try:
+            status = SaveStatus(place_of(url), self._coordinator.rank, limit_s=limit_s)
+            self._channel.save_count += 1
+            task = SaveTask(
+                self._coordinator,
+                self._link,
+                status,
+                options,
+                url=url,
+                number=self._channel.save_count,
+            )
+            self._begin(task, state, prepare, block_until_staged=block_until_staged)
+            return SaveHandle(status)
+        finally:
+            self._turn.release()
+
+    def _begin(
+        self,
+        task: SaveTask,
+        state: Mapping[str, Any],
+        prepare: Callable[[], None],
+        *,
+        block_until_staged: bool,
+    ) -> None:
+        status, timeouts = task.status, task.options.timeouts
+        try:
+            # Each call is one operation of all ranks, also where it raises: a rank that raised
+            # what others were told before would leave them alone in this save.
+            try:
+                self._wait_for_room()
+            finally:
+                self._enlist(task)
+            with as_checkpoint_errors(f"the staging for {status.url}", status.rank):
+                # The trainer's working folder counts, as it is now.
+                task.url, task.options = anchored(task.url), task.options.anchored()
+                prepare()
+                task.lease = self._buffers.lease(timeout_s=timeouts.stage)
+                if block_until_staged:
+                    task.staged = stage(plain_state(state), task.lease)
+                    status.mark_staged()
+                else:
+                    task.staging = begin_stage(plain_state(state), task.lease)
+        except CheckpointError as error:
+            error.phase = error.phase or "stage"
+            error.rank = status.rank if error.rank is None else error.rank
+            status.take()  # raised here, and not again by the next save
+            task.start(refusal=error)
+            raise
+        except BaseException as error:
+            # An interrupt: the other ranks are in this save and must be told.
+            status.take()
+            task.start(refusal=_interrupted(status, error))
+            raise
+        task.start()
+
+    @contextlib.contextmanager
+    def step_guard(self) -> Iterator[None]:
+        """Wait until no state is being copied, then run the block: the optimizer's step.
+
+        Raises `PhaseTimeoutError` if the copying does not end in time.
+        """
+        check_process(self._process_id, "The AsyncSaver")
+        for save in self._saves[:]:
+            try:
+                save.wait_staged(self._timeouts.stage)
+            except CheckpointError:
+                # Nothing is copied any more; why, the save's own waits tell.
+                if not save.staged.is_set():
+                    raise
+        yield
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until every save has ended, each at most `timeout` seconds.
+
+        Raises `PhaseTimeoutError` naming the one that has not, and with `on_error="raise"` the
+        first failure that nobody asked for.
+        """
+        check_process(self._process_id, "The AsyncSaver")
+        self._settle(self._saves[:], timeout)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for all saves as `wait`, then end the worker and free the memory; idempotent."""
+        if self._closed:
+            return
+        check_process(self._process_id, "The AsyncSaver")
+        try:
+            self.wait(timeout)
+        finally:
+            self._closed = True
+            self._finalizer()
+
+    @property
+    def worker_pid(self) -> int | None:
+        """Process id of this rank's worker; None in thread mode, and while none runs."""
+        return None if self._link is None else self._link.pid
+
+    def _check_open(self) -> None:
+        check_process(self._process_id, "The AsyncSaver")
+        if self._closed:
+            raise InvalidInputError(
+                "The AsyncSaver is closed.", next_step="Make a new one, or save before close()."
+            )
+
+    def _wait_for_room(self) -> None:
+        # Only of those that must have ended by now on every rank.
+        surplus = len(self._saves) - self._max_pending + 1
+        if surplus > 0:
+            self._settle(self._saves[:surplus], None)
+
+    def _enlist(self, task: SaveTask) -> None:
+        if self._last is not None and not self._last.ended.is_set():
+            task.previous = self._last
+        self._last = task
+        self._saves.append(task.status)
+        flush_at_exit(task.status, self._exit_timeout_s, task.options.timeouts)
+
+    def _settle(self, saves: list[SaveStatus], timeout: float | None) -> None:
+        failure: CheckpointError | None = None
+        for save in saves:
+            try:
+                error = save.await_end(timeout)
+            except PhaseTimeoutError as late:
+                if failure is None:
+                    raise
+                failure.add_note(str(late))
+                break
+            with contextlib.suppress(ValueError):  # another thread waited for it as well
+                self._saves.remove(save)
+            if error is not None and not save.is_asked_for and self._on_error == "raise":
+                save.take()
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _limit_s(self, t: Timeouts) -> float:
+        """Return the sum of what the phases of a save, and of those before it, may take."""
+        one_s = t.stage + 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
+        return (len(self._saves) + 1) * one_s + _SLACK_S
+
+
+def _interrupted(status: SaveStatus, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"The save to {status.url} was not begun: rank {status.rank} was interrupted while it "
+        f"copied its state ({type(error).__name__}).",
+        rank=status.rank,
+        phase="stage",
+    )
+
+
+def _let_go(
+    process_id: int, buffers: HostBuffers, link: WorkerLink | None, channel: SaverChannel
+) -> None:
+    if os.getpid() != process_id:
+        return  # a child of fork owns nothing of this
+    buffers.close()
+    if link is not None:
+        link.close()
+    channel.close()
+
+
+_savers: weakref.WeakKeyDictionary[dist.ProcessGroup, AsyncSaver] = weakref.WeakKeyDictionary()
+_solo_savers: list[AsyncSaver] = []
+_lock = threading.Lock()
+
+
+def _forget_savers() -> None:
+    """Let a child of fork make savers of its own: it has no threads or workers of its parent."""
+    global _lock  # noqa: PLW0603  # its owner may be a thread that the child has not
+    _lock = threading.Lock()
+    _savers.clear()
+    _solo_savers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_savers)
+
+
+def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
+    state: Mapping[str, Any],
+    url: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | Timeouts | None = None,
+    overwrite: bool = False,
+    consolidate: Chained = None,
+    storage_options: Mapping[str, Any] | None = None,
+    planner: SavePlanner | None = None,
+    progress: Progress = None,
+    thread_count: int | None = None,
+    part_bytes: int | None = None,
+    memory_limit_bytes: int | None = None,
+    page_cache: PageCache = "keep",
+    sync_files: bool = True,
+    commit_url: str | None = None,
+    stock_metadata: StockMetadata = "auto",
+    retry: RetryPolicy | None = None,
+    block_until_staged: bool = True,
+) -> SaveHandle:
+    """Begin to save `state` to `url` in a thread of its own; all ranks of the group call.
+
+    As `AsyncSaver(mode="thread").save`, with one saver for each group: at most two saves are in
+    flight, and they commit in the order of the calls. Arguments as for `ckpt_storage.save`. Look
+    at the handle's `result`: a failure is raised there, and logged.
+    """
+    options = SaveOptions(
+        timeouts=Timeouts.of(timeout),
+        overwrite=overwrite,
+        consolidate=consolidate,
+        storage_options=storage_options,
+        planner=planner,
+        thread_count=thread_count,
+        part_bytes=part_bytes,
+        memory_limit_bytes=memory_limit_bytes,
+        page_cache=page_cache,
+        sync_files=sync_files,
+        commit_url=commit_url,
+        stock_metadata=stock_metadata,
+        retry=retry,
+        progress=progress,
+    )
+    saver = _saver_of(process_group)
+    return saver.begin(state, url, options, block_until_staged=block_until_staged)
+
+
+def _saver_of(process_group: dist.ProcessGroup | None) -> AsyncSaver:
+    group = group_of(process_group)
+    with _lock:
+        found = _savers.get(group) if group is not None else next(iter(_solo_savers), None)
+        if found is not None:
+            return found
+        saver = AsyncSaver(
+            process_group,
+            mode="thread",
+            max_pending=_PENDING_OF_FUNCTION,
+            on_error="warn",
+            name="save_async",
+        )
+        if group is None:
+            _solo_savers.append(saver)
+        else:
+            _savers[group] = saver
+        return saver

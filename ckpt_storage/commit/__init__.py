@@ -1,0 +1,1 @@
+"""The commit protocol: attempts, slots, publication, cleaning. Only the coordinator writes."""

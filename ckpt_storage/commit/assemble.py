@@ -1,0 +1,208 @@
+"""From rank reports to one manifest: the coordinator's check that a save is complete (I8).
+
+Knows documents, no torch; the only storage call is `check_files`' look at file lengths. Called
+by `committing` on the coordinator. Work grows with reports, tensors and different ways of cutting
+them; what grows with items is done on arrays.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError, StorageError
+from ckpt_storage.format import integrity
+from ckpt_storage.format.columns import Columns
+from ckpt_storage.format.manifest import InlineRanks, Manifest, TensorRecord
+from ckpt_storage.format.rankreport import RankReport
+from ckpt_storage.format.regions import Box
+from ckpt_storage.format.tensorlayout import fits
+from ckpt_storage.format.tiling import Grid, covers_exactly, find_grid
+from ckpt_storage.store.base import Store
+
+from .coverage import find_tiling
+from .reporttable import Chunks, Planned, ReportTable, incomplete
+from .tiednames import agreed_ties
+
+__all__ = ["assemble", "check_files", "check_reports", "read_report"]
+
+Layout = tuple[Grid | None, Sequence[tuple[Box, int]] | None]
+
+
+def read_report(result: Sequence[object]) -> RankReport | None:
+    """Return the report in what DCP gathered of one rank, None if there is none."""
+    for entry in result:
+        data = getattr(entry, "storage_data", None)
+        if isinstance(data, RankReport):
+            return data
+    return None
+
+
+def check_files(store: Store, manifest: Manifest) -> None:
+    """Raise `IntegrityError` naming rank and file if the coordinator does not see what was written.
+
+    Asked only where a look costs no request: it finds ranks that wrote to a disk of their own.
+    """
+    if not store.capabilities.cheap_stat:
+        return
+    for ref, rank in [*manifest.files, *zip(manifest.ranks, itertools.count(), strict=False)]:
+        try:
+            size_bytes: int | None = store.stat(ref.path).size_bytes
+        except StorageError as error:
+            if error.kind != "not-found":
+                raise
+            size_bytes = None
+        if size_bytes != ref.size_bytes:
+            seen = "does not see it" if size_bytes is None else f"sees {size_bytes} bytes"
+            raise IntegrityError(
+                f"Rank {rank} wrote {ref.path} with {ref.size_bytes} bytes; the coordinator "
+                f"{seen}.",
+                rank=rank,
+                path=ref.path,
+                phase="commit",
+                next_step=f"Nothing was committed. {store.url} must be on a file system that all "
+                "ranks share.",
+            )
+
+
+def check_reports(
+    reports: Sequence[RankReport | None], *, save_id: str, world_size: int
+) -> list[RankReport]:
+    """Return the reports, which are of all ranks and of this save.
+
+    Raises `RankFailedError` naming every rank that did not report, and `CheckpointError` for a
+    report of another save or world.
+    """
+    missing = [rank for rank, report in enumerate(reports) if report is None]
+    if missing or len(reports) != world_size:
+        missing += list(range(len(reports), world_size))
+        raise RankFailedError(
+            f"Ranks {missing} of {world_size} did not report what they wrote.",
+            failures=dict.fromkeys(missing, "no report"),
+            phase="commit",
+            next_step="Look at those ranks' logs; nothing was committed; save again.",
+        )
+    whole = [report for report in reports if report is not None]
+    for rank, report in enumerate(whole):
+        if (report.save_id, report.rank, report.world_size) != (save_id, rank, world_size):
+            raise CheckpointError(
+                f"Rank {rank} reports rank {report.rank} of {report.world_size} and save "
+                f"{report.save_id}; this is save {save_id} of {world_size} ranks.",
+                rank=rank,
+                phase="commit",
+                next_step="Nothing was committed; make sure one job saves to this id.",
+            )
+    return whole
+
+
+def assemble(
+    reports: Sequence[RankReport], planned: Planned, settled_ties: Mapping[str, str]
+) -> Manifest:
+    """Return the manifest of the whole checkpoint, without `stock`.
+
+    `settled_ties` is what the front doors know of ties, {} without them.
+
+    Raises `IntegrityError` naming tensor, region and ranks if the chunks do not cover every
+    planned tensor exactly, a planned blob is not there, or something is that was not planned. A
+    box that several ranks wrote (a planner that does not deduplicate replicas) counts once, for
+    the lowest rank.
+    """
+    table = ReportTable.of(reports, planned)
+    for fqn in planned.blobs:
+        if fqn not in table.blobs:
+            raise incomplete(f"No rank wrote {fqn}, which is in the plan.", fqn)
+    known: dict[tuple[tuple[int, ...], bytes], Layout] = {}
+    tensors: dict[str, TensorRecord] = {}
+    for number, (fqn, shape) in enumerate(planned.tensors.items()):
+        dtype = table.dtype(number)
+        if dtype is None:
+            raise incomplete(f"No rank wrote any chunk of {fqn}, which is in the plan.", fqn)
+        key = (shape, table.key(number))
+        layout = known.get(key)
+        if layout is None:
+            layout = known[key] = _layout(fqn, shape, table, table.chunks(number))
+        grid, chunks = layout
+        tensors[fqn] = TensorRecord(fqn=fqn, dtype=dtype, shape=shape, grid=grid, chunks=chunks)
+    first = reports[0]
+    return Manifest(
+        save_id=first.save_id,
+        world_size=first.world_size,
+        tensors=tensors,
+        blobs=table.blobs,
+        planner_data=planned.planner_data,
+        files=[(ref, report.rank) for report in reports for ref in report.files],
+        ranks=[report.ref for report in reports],
+        stock=None,
+        inline_ranks=_inlined(reports),
+        ties=agreed_ties(reports, tensors, settled_ties),
+    )
+
+
+def _inlined(reports: Sequence[RankReport]) -> InlineRanks | None:
+    """Return the documents of all ranks, None if one was too long to be sent."""
+    bodies = []
+    for report in reports:
+        document = report.read_document()
+        if document is None:
+            return None
+        bodies.append(integrity.unseal(document, path=report.ref.path))
+    return InlineRanks(bodies, Columns(reports[0].ref.path))
+
+
+def _layout(fqn: str, shape: tuple[int, ...], table: ReportTable, chunks: Chunks) -> Layout:
+    """Return how chunks tile a tensor, after making sure that they do."""
+    if 0 not in shape and chunks.offsets is not None and chunks.sizes is not None:
+        solid = (chunks.sizes != 0).all(axis=1)
+        offsets, sizes, owners = chunks.offsets[solid], chunks.sizes[solid], chunks.owners[solid]
+        tiling = find_tiling(shape, offsets, sizes)
+        if tiling is not None and tiling.cuts is not None:
+            return tiling.grid(owners), None
+        if tiling is not None:
+            kept = Chunks(
+                owners=owners[tiling.kept],
+                offsets=offsets[tiling.kept],
+                sizes=sizes[tiling.kept],
+            )
+            return None, list(zip(table.boxes(kept), kept.owners.tolist(), strict=True))
+    held: dict[Box, int] = {}
+    for box, owner in zip(table.boxes(chunks), chunks.owners.tolist(), strict=True):
+        held.setdefault(box, owner)
+    return _checked(fqn, shape, held)
+
+
+def _checked(fqn: str, shape: tuple[int, ...], boxes: Mapping[Box, int]) -> Layout:
+    """Return the layout that boxes and their owners make; says exactly what is wrong if none."""
+    empty = 0 in shape
+    held = list(boxes) if empty else [box for box in boxes if not box.is_empty]
+    owners = [boxes[box] for box in held]
+    for box, owner in boxes.items() if empty else ():
+        # As readers do, who refuse a manifest for it.
+        if min((*box.offsets, *box.sizes), default=0) < 0 or not fits(shape, [(box, owner)]):
+            raise incomplete(
+                f"Rank {owner} wrote {box} of {fqn}, whose shape is {list(shape)}.", fqn
+            )
+    if not empty:
+        coverage = covers_exactly(shape, held)
+        if coverage.overlap is not None:
+            a, b = coverage.overlap
+            raise incomplete(
+                f"Chunks of {fqn} overlap: {held[a]} of rank {owners[a]} and {held[b]} of rank "
+                f"{owners[b]}.",
+                fqn,
+            )
+        if coverage.outside is not None:
+            raise incomplete(
+                f"Rank {owners[coverage.outside]} wrote {held[coverage.outside]} of {fqn}, whose "
+                f"shape is {list(shape)}.",
+                fqn,
+            )
+        if not coverage.is_exact:
+            raise incomplete(
+                f"The chunks of {fqn} leave a gap at {coverage.gap} of its shape {list(shape)}; "
+                f"ranks {sorted(set(owners))} wrote chunks of it.",
+                fqn,
+            )
+    grid = None if empty else find_grid(shape, held)
+    if grid is None:
+        return None, list(zip(held, owners, strict=True))
+    return Grid(grid.cuts, tuple(owners[i] for i in grid.owners)), None

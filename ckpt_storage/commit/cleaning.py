@@ -1,0 +1,332 @@
+"""Freeing what nobody needs: superseded commits, attempts that died, whole checkpoints (I7).
+
+Knows slots, stores and what may still be read or published. Only one rank calls it. Called by
+`writer` after a commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckpt_storage.format import integrity, layout
+from ckpt_storage.format.ceilings import MOST_SLOT_BYTES
+from ckpt_storage.format.slots import SlotRecord
+from ckpt_storage.options import RetryPolicy
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.deadline import Deadline
+
+from .attempt import take_slot
+from .publishing import publish
+from .slotlog import CommitLog, history, is_there, read_if_there, read_log, read_slot, stamp
+from .stockfooter import read_footer
+
+log = logging.getLogger("ckpt_storage")
+
+LEFTOVER_AGE_S = 24 * 3600.0
+"""Age by the storage's clock from which an attempt that never committed may be fenced and freed."""
+
+
+def free_superseded(
+    store: Store, *, keep_previous: int = 1, known: SlotRecord | None = None
+) -> list[str]:
+    """Delete the files of superseded commits beyond the newest `keep_previous`; return save ids.
+
+    Idempotent, safe when cut at any point, safe against readers of the head, savers, openers and
+    other callers (invariant I7). Looks no further back than the newest one already freed;
+    `free_leftovers` gets what had to be left then. `known` is any record of the log, and saves
+    reads. Raises `StorageError`.
+    """
+    head = read_log(store, known=known).head
+    if head is None:
+        return []
+    candidates: list[SlotRecord] = []
+    for index, record in enumerate(history(store, head)):
+        if index < keep_previous or record.save_id is None or record.manifest is None:
+            continue
+        if not is_there(store, record.manifest.path):
+            # Who freed it may have been cut just before the end.
+            store.delete_folder(layout.save_folder(record.save_id))
+            break  # the manifest goes last, and older attempts go first
+        candidates.append(record)
+    return _free_commits(store, head, candidates[::-1])
+
+
+def _free_commits(store: Store, head: SlotRecord, records: Sequence[SlotRecord]) -> list[str]:
+    """Delete commits that `head` superseded and nobody can publish any more, in this order."""
+    if not records:
+        return []
+    named = read_footer(store)
+    is_shown = named is not None and named.slot >= head.slot
+    # Once it is, every conditional replacement that was prepared before fails.
+    is_settled = (is_shown or publish(store)) and store.capabilities.replace_if_match
+    freed = []
+    for record in records:
+        save_id = record.save_id or ""
+        if not is_settled:
+            if not _cannot_publish(store, record):
+                continue
+            # Looked at only now: what was published late was published before that was ruled out.
+            named = read_footer(store)
+        if named is not None and named.save_id == save_id:
+            continue
+        delete_attempt(store, save_id)
+        freed.append(save_id)
+    return freed
+
+
+def _cannot_publish(store: Store, record: SlotRecord) -> bool:
+    """Whether nobody can put a superseded commit into `.metadata` any more.
+
+    Its saver leaves a marker when it is done; others leave a note while they are at it. Without
+    the marker, or with a note, only time tells.
+    """
+    save_id = record.save_id or ""
+    entries = store.list(layout.save_folder(save_id), recursive=False)
+    times_s = [entry.modified_s for entry in entries if layout.is_publishing_path(entry.path)]
+    if not is_there(store, layout.published_path(save_id)):
+        times_s.append(store.stat(layout.slot_path(record.slot)).modified_s)
+    if not times_s:
+        return True
+    known_s = [time_s for time_s in times_s if time_s is not None]
+    if len(known_s) < len(times_s):
+        return False
+    return store.now_s(layout.probe_path()) - max(known_s) > LEFTOVER_AGE_S
+
+
+def delete_attempt(store: Store, save_id: str) -> None:
+    """Delete the folder of one attempt: shard files, rank manifests, the rest, the manifest last.
+
+    The caller has made sure that nobody can need it. Idempotent. The markers by which that was
+    made sure go with the folder, so that it still can be when this was cut half-way.
+    """
+    folder = layout.save_folder(save_id)
+    store.abort_uploads(folder)
+    paths = sorted(entry.path for entry in store.list(folder) if not entry.path.endswith("/"))
+    manifest = layout.manifest_path(save_id)
+    kept = {manifest, *layout.markers_of(save_id), *filter(layout.is_publishing_path, paths)}
+    shards = [path for path in paths if path.endswith(".distcp")]
+    store.delete(shards)
+    store.delete([path for path in paths if path not in kept and not path.endswith(".distcp")])
+    store.delete([manifest])
+    store.delete_folder(folder)
+
+
+def fence(
+    store: Store,
+    save_ids: Sequence[str],
+    *,
+    exclusive: bool,
+    deadline: Deadline,
+    retry: RetryPolicy,
+) -> CommitLog:
+    """Take the next slot with a fence record: after it, none of `save_ids` can commit.
+
+    Returns the log as of the fence. An id that has committed meanwhile shows as its head or in
+    its history, and the caller must not delete it.
+    """
+    while True:
+        found = read_log(store)
+        record = SlotRecord(
+            type="fence",
+            slot=found.last_slot + 1,
+            write_id=layout.new_write_id(),
+            head=found.head.head if found.head else None,
+            fenced=tuple(save_ids),
+            **stamp(),
+        )
+        holder = take_slot(store, record, exclusive=exclusive, deadline=deadline, retry=retry)
+        if holder.write_id == record.write_id:
+            return replace(found, last_slot=record.slot, last=record)
+        deadline.check(f"Fencing {', '.join(save_ids)}")
+
+
+def free_leftovers(
+    store: Store,
+    *,
+    exclusive: bool,
+    deadline: Deadline,
+    retry: RetryPolicy,
+    min_age_s: float = LEFTOVER_AGE_S,
+    keep_previous: int = 1,
+    known: SlotRecord | None = None,
+) -> list[str]:
+    """Free attempts that are old enough and needed by nobody; return their save ids.
+
+    These are attempts that never committed, which are fenced first, and superseded commits that
+    `free_superseded` had to leave. Age is that of the youngest file of the attempt, by the
+    storage's clock; a storage that tells no times keeps its leftovers. A listing chooses the
+    candidates; fence and head make deleting them safe. Costs a listing and the search for the
+    head when there is nothing old; otherwise all slots are read. `known` is as in
+    `free_superseded`.
+    """
+    times_s = _last_changes(store)
+    found = read_log(store, known=known)
+    for reference in (found.head.head, found.head.previous) if found.head else ():
+        times_s.pop(reference.save_id if reference else "", None)
+    if not times_s:
+        return []
+    now_s = store.now_s(layout.probe_path())
+    old = [save_id for save_id, time_s in times_s.items() if now_s - time_s >= min_age_s]
+    if not old:
+        return []
+    commits = _commits(store, found)
+    dead = [save_id for save_id in old if save_id not in commits]
+    if dead:
+        found = fence(store, dead, exclusive=exclusive, deadline=deadline, retry=retry)
+        commits = _commits(store, found)
+    freed = []
+    if found.head is not None:
+        order = list(commits)
+        superseded = [commits[save_id] for save_id in order[keep_previous + 1 :] if save_id in old]
+        freed = _free_commits(store, found.head, superseded[::-1])
+    if dead:
+        # `.metadata` may still show what was deleted before the head was saved anew.
+        publish(store)
+    for save_id in dead:
+        if save_id not in commits:
+            log.info("freeing save attempt %s, which no commit leads to", save_id)
+            delete_attempt(store, save_id)
+            freed.append(save_id)
+    return freed
+
+
+def free_dead(
+    store: Store, *, besides: str, exclusive: bool, deadline: Deadline, retry: RetryPolicy
+) -> list[str]:
+    """Free attempts whose coordinator is known to have ended, however young; return their ids.
+
+    That is one of this host, whose process is gone or is this one. For a save that finds the
+    storage full; `besides` is its own id. They are fenced first: one that lives after all fails
+    with `CommitConflictError`.
+    """
+    listed = {entry.path.split("/")[1] for entry in store.list(layout.SAVES)} - {besides}
+    commits = _commits(store, read_log(store))
+    dead = [
+        save_id
+        for save_id in sorted(filter(layout.is_save_id, listed - commits.keys()))
+        if _has_ended(store, save_id)
+    ]
+    if not dead:
+        return []
+    found = fence(store, dead, exclusive=exclusive, deadline=deadline, retry=retry)
+    freed = [save_id for save_id in dead if save_id not in _commits(store, found)]
+    for save_id in freed:
+        log.warning("%s is full: freeing save attempt %s, which died", store.url, save_id)
+        delete_attempt(store, save_id)
+    return freed
+
+
+def _has_ended(store: Store, save_id: str) -> bool:
+    path = layout.begun_path(save_id)
+    found = read_if_there(store, path, most_bytes=MOST_SLOT_BYTES)
+    begun = {} if found is None else integrity.unseal(found.data, path=path)
+    pid = begun.get("pid")
+    if begun.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    if pid == os.getpid():
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _last_changes(store: Store) -> dict[str, float]:
+    """Return, for each attempt, when its youngest file was written, by the storage's clock.
+
+    Attempts of which the storage does not tell are left out.
+    """
+    times_s: dict[str, float] = {}
+    untold: set[str] = set()
+    for entry in store.list(layout.SAVES):
+        save_id = entry.path.split("/")[1]
+        if entry.modified_s is None:
+            untold.add(save_id)
+        elif layout.is_save_id(save_id):
+            times_s[save_id] = max(times_s.get(save_id, 0.0), entry.modified_s)
+    return {save_id: time_s for save_id, time_s in times_s.items() if save_id not in untold}
+
+
+def _commits(store: Store, found: CommitLog) -> dict[str, SlotRecord]:
+    """Return commits by save id, newest first: the head and what it superseded.
+
+    Without a head, every commit record left in the slots: it was deleted, or is being deleted.
+    """
+    records: list[SlotRecord | None]
+    if found.head is None:
+        records = [read_slot(store, slot) for slot in range(found.last_slot, 0, -1)]
+    else:
+        records = [found.head, *history(store, found.head)]
+    return {record.save_id: record for record in records if record and record.save_id}
+
+
+def delete_checkpoint(
+    store: Store,
+    *,
+    exclusive: bool,
+    deadline: Deadline,
+    retry: RetryPolicy,
+    expected: str | None = None,
+) -> bool:
+    """Delete a checkpoint: a deleted record in the next slot, `.metadata`, then all attempts.
+
+    The slots stay as a tombstone: a paused saver that finds them fails with
+    `CommitConflictError`. The record names the attempts that were there before it: only those
+    are deleted, because their savers aim at the record's slot or an earlier one, while a saver
+    that begins later aims behind it. Idempotent; cut at any point it leaves the old checkpoint
+    or none. With `expected` it is deleted only while that save is its head, or to end what was
+    begun; returns whether it is deleted. A `.metadata` that is not ours stays: another tool saved
+    under the name of a deleted one. Exports below it: see `consolidation.removal`.
+    """
+    while True:
+        listed = {entry.path.split("/")[1] for entry in store.list(layout.SAVES)}
+        # What others keep in a folder of that name is no save of ours.
+        doomed = set(filter(layout.is_save_id, listed))
+        found = read_log(store)
+        if found.last is None and not doomed:
+            return False
+        record = _tombstone(store, found)
+        if record is not None:
+            break
+        if expected is not None and (found.head is None or found.head.save_id != expected):
+            return False
+        for known in (found.head, *history(store, found.head)) if found.head else ():
+            if known.save_id is None or known.save_id in doomed:
+                break
+            doomed.add(known.save_id)  # it began and committed since the listing
+        record = SlotRecord(
+            type="deleted",
+            slot=found.last_slot + 1,
+            write_id=layout.new_write_id(),
+            head=None,
+            fenced=tuple(sorted(doomed)),
+            **stamp(),
+        )
+        holder = take_slot(store, record, exclusive=exclusive, deadline=deadline, retry=retry)
+        if holder.write_id == record.write_id:
+            break
+        deadline.check(f"Deleting {store.url}")
+    named = read_footer(store)
+    if named is not None and named.slot < record.slot:
+        store.delete([layout.STOCK_METADATA])
+        # A saver that began after the record may have published between look and deletion.
+        publish(store)
+    for save_id in record.fenced:
+        delete_attempt(store, save_id)
+    return True
+
+
+def _tombstone(store: Store, found: CommitLog) -> SlotRecord | None:
+    """Return the deleted record that is in force, None if there is none."""
+    record = None if found.head else found.last
+    while record is not None and record.type == "fence":
+        # Somebody cleared away attempts after the deletion.
+        record = read_slot(store, record.slot - 1)
+    return record if record is not None and record.type == "deleted" else None

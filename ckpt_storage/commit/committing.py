@@ -1,0 +1,191 @@
+"""The coordinator's last part of a save: is it complete, then commit it, publish it, clean up.
+
+The order of the documents is that of `docs/invariants.md`, I1 and I8.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import platform
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ckpt_storage._version import __version__
+from ckpt_storage.errors import CheckpointError, IntegrityError, NotPublishedError
+from ckpt_storage.format import integrity, layout
+from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.manifest import Manifest
+from ckpt_storage.format.slots import SlotRecord
+from ckpt_storage.options import RetryPolicy
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer.workers import side_by_side
+
+from . import attempt as commit
+from . import cleaning, publishing, stockfooter
+from .assemble import assemble, check_files, check_reports, read_report
+from .attempt import Grant
+from .info import CheckpointInfo
+from .stockwrite import planned_of, stock_metadata, stock_note
+
+__all__ = ["commit_save"]
+
+log = logging.getLogger("ckpt_storage")
+
+
+def commit_save(
+    store: Store,
+    grant: Grant,
+    *,
+    world_size: int,
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+    storage_meta: StorageMeta,
+    settled_ties: Mapping[str, str],
+    user: Mapping[str, Any],
+    deadline: Deadline,
+    retry: RetryPolicy,
+    must_publish: bool = True,
+) -> SlotRecord:
+    """Check that all ranks wrote all of it, put down the documents, commit; return the record.
+
+    `results[i]` is what rank i's `write_data` returned; `settled_ties` as for `assemble`, `user` as
+    for `commit.commit`. Raises `IntegrityError`, `RankFailedError`, `StorageError`,
+    `CommitConflictError` (all: not committed), `CommitUnknownError`, and unless `must_publish` is
+    False `NotPublishedError` (committed). If superseded files cannot be deleted that is logged; the
+    next save deletes them.
+    """
+    save_id = grant.save_id
+    reports = check_reports(
+        [read_report(result) for result in results], save_id=save_id, world_size=world_size
+    )
+    manifest = assemble(reports, planned_of(metadata), settled_ties)
+    check_files(store, manifest)
+    entry_count = sum(report.item_count for report in reports)
+    stock_entries: int | None
+    if all(report.places is not None for report in reports):
+        # 0 would say that it is a note.
+        stock_entries = entry_count or None
+        pickled = stock_metadata(metadata, reports, manifest, storage_meta)
+    else:
+        stock_entries = 0
+        pickled = stock_note(entry_count)
+        log.info(
+            "save %s to %s: .metadata for torch's own readers is left out; it would hold %d "
+            "entries (stock_metadata='always' writes it)",
+            save_id,
+            store.url,
+            entry_count,
+        )
+    stock_bytes = stockfooter.with_footer(pickled, slot=grant.last_slot + 1, save_id=save_id)
+    stock = _reference(layout.stock_copy_path(save_id), stock_bytes)
+    manifest = dataclasses.replace(
+        manifest,
+        stock=stock,
+        stock_entries=stock_entries,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        writer=_versions(),
+    )
+    manifest_path = layout.manifest_path(save_id)
+    body = manifest.to_body()
+    _check_readable(body, manifest_path)
+    document = integrity.seal(body)
+    # Nothing leads to them before the commit, which comes when both are durable.
+    calls: list[Callable[[], None]] = [
+        lambda: store.write(stock.path, stock_bytes),
+        lambda: store.write(manifest_path, document),
+    ]
+    side_by_side(store, calls)
+    record = commit.commit(
+        store,
+        grant,
+        manifest=_reference(manifest_path, document),
+        stock=stock,
+        stock_entries=stock_entries,
+        deadline=deadline,
+        retry=retry,
+        user=user,
+    )
+    log.info("save %s to %s committed in slot %d", grant.save_id, store.url, record.slot)
+    try:
+        publishing.publish(store, own=record, own_stock=stock_bytes)
+    except Exception as error:
+        if must_publish:
+            raise _not_published(store, record, error) from error
+        log.warning("save %s is committed; its note in .metadata is not: %s", grant.save_id, error)
+    else:
+        _clean_up(store, grant, record, deadline, retry)
+    return record
+
+
+def _not_published(store: Store, record: SlotRecord, error: Exception) -> NotPublishedError:
+    return NotPublishedError(
+        f"Save {record.save_id} to {store.url} is committed and ckpt_storage loads it, but torch's "
+        f"own readers may not find it, because replacing .metadata failed: {error}",
+        info=CheckpointInfo.of(store.url, record),
+        path=layout.STOCK_METADATA,
+        phase="commit",
+        next_step="Do not save it again. Once the cause is gone, call "
+        f"ckpt_storage.publish({store.url!r}); the next save publishes, too.",
+    )
+
+
+def _clean_up(
+    store: Store, grant: Grant, record: SlotRecord, deadline: Deadline, retry: RetryPolicy
+) -> None:
+    try:
+        if grant.previous is not None:
+            cleaning.free_superseded(store, known=record)
+        # Looking for what crashed savers left takes a listing: free on a local disk only.
+        if grant.previous is not None or store.capabilities.cheap_stat:
+            cleaning.free_leftovers(
+                store,
+                exclusive=grant.exclusive,
+                deadline=deadline,
+                retry=retry,
+                known=record,
+            )
+    except Exception as error:  # the save is committed, whatever this is
+        log.warning(
+            "save %s is committed; freeing what it superseded failed and will be repeated: %s",
+            grant.save_id,
+            error,
+            exc_info=not isinstance(error, CheckpointError),
+        )
+
+
+def _check_readable(body: Mapping[str, Any], path: str) -> None:
+    """Raise `IntegrityError` if readers would refuse the manifest, before it counts.
+
+    Its `planner_data` was looked at when it was spelt, and takes most of a reader's time.
+    """
+    try:
+        Manifest.from_body({**body, "planner_data": None}, where=path)
+    except CheckpointError as error:
+        raise IntegrityError(
+            f"No reader would take the manifest of this save: {error}",
+            path=path,
+            phase="commit",
+            next_step="Nothing was committed. Check the save planner and the names and sharding "
+            "of all values; if they are sound, report this as a bug of ckpt_storage.",
+        ) from error
+
+
+def _reference(path: str, data: bytes) -> FileRef:
+    return FileRef(path=path, size_bytes=len(data), crc32c=integrity.crc32c_of(data))
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "ckpt_storage": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "host": socket.gethostname(),
+    }

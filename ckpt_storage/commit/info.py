@@ -1,0 +1,109 @@
+"""What is told of a committed checkpoint to whoever lists or saves it.
+
+Values only. Called by `catalog`, `writer` and the front doors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.slots import SlotRecord
+
+__all__ = ["CheckpointInfo", "user_record"]
+
+_NOT_FINITE = frozenset({"nan", "inf", "-inf"})
+
+_USER_MOST_BYTES = 16 << 10
+"""Every list of checkpoints reads it, so it must stay small."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """A committed checkpoint, as far as its commit record tells.
+
+    `name` is the last part of `url`. `save_id`, `slot` and `created_at` (RFC 3339, the saver's
+    clock) are None for a checkpoint that stock torch wrote (`format` "dcp"). `export` is the URL of
+    the weight files that the same save made, if it was asked to. `step` and `metrics` are what a
+    `CheckpointManager` recorded with the save; a metric may be NaN or infinite.
+    `stock_metadata` is whether torch's own readers can load it. `problem` says why a folder of the
+    format "unreadable" could not be read.
+    """
+
+    url: str
+    name: str
+    format: str
+    save_id: str | None = None
+    slot: int | None = None
+    created_at: str | None = None
+    export: str | None = None
+    stock_metadata: bool = True
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, url: str, record: SlotRecord, *, name: str | None = None) -> Self:
+        """Return what a commit record says of the checkpoint at `url`."""
+        return cls(
+            url=url,
+            name=url.rstrip("/").rpartition("/")[2] if name is None else name,
+            format="ckpt_storage",
+            save_id=record.save_id,
+            slot=record.slot,
+            created_at=record.created_at,
+            stock_metadata=record.stock is not None and record.stock_entries != 0,
+            step=_step_of(record.user),
+            metrics=_metrics_of(record.user),
+        )
+
+
+def user_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a commit record keeps of a step and its metrics; `CheckpointInfo.of` reads it.
+
+    Numbers of any library count that `float` takes. Raises `InvalidInputError` for others.
+    """
+    found: dict[str, float | str] = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise InvalidInputError(
+                f"The metric {name!r} is {value!r:.80}, which is no number.",
+                next_step="Give a number, or leave it out.",
+            ) from error
+        # JSON has no NaN and no infinity.
+        found[str(name)] = number if math.isfinite(number) else str(number)
+    user: dict[str, Any] = {"step": operator.index(step)}
+    if found:
+        user["metrics"] = found
+    size_bytes = len(json.dumps(user).encode())
+    if size_bytes > _USER_MOST_BYTES:
+        raise InvalidInputError(
+            f"Step {step} has {size_bytes} bytes of metrics; {_USER_MOST_BYTES} are kept at most.",
+            next_step="Record only those that retention goes by; log the rest elsewhere.",
+        )
+    return user
+
+
+def _step_of(user: Mapping[str, Any]) -> int | None:
+    step = user.get("step")
+    return step if type(step) is int and step >= 0 else None
+
+
+def _metrics_of(user: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that can be understood; what others put there is theirs."""
+    given = user.get("metrics")
+    found: dict[str, float] = {}
+    for name, value in given.items() if isinstance(given, dict) else ():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number or (isinstance(value, str) and value in _NOT_FINITE):
+            with contextlib.suppress(OverflowError):
+                found[name] = float(value)
+    return found

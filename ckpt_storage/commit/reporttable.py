@@ -1,0 +1,218 @@
+"""The reports of all ranks as one table: which rank wrote which box of which tensor.
+
+Knows rank reports and what was planned; no storage, no torch. Called by `assemble` on the
+coordinator. One row an item of every rank, in arrays; Python runs once for each report and once
+for each *different* pattern of items, not once for each row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ckpt_storage.errors import IntegrityError
+from ckpt_storage.format.columns import Counts
+from ckpt_storage.format.rankreport import RankReport, Words
+from ckpt_storage.format.regions import Box
+
+__all__ = ["Chunks", "Planned", "ReportTable", "incomplete"]
+
+PlannerPath = tuple[str | int, ...]
+
+_NO_NUMBERS: Counts = np.zeros(0, dtype=np.int64)
+_NO_WORDS: Words = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What the global plan promises: tensors by FQN with their shapes, and blobs."""
+
+    tensors: Mapping[str, tuple[int, ...]]
+    blobs: frozenset[str]
+    planner_data: Mapping[str, PlannerPath] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """Chunks of one tensor in order of rank: `offsets` and `sizes` have a row each.
+
+    None for both if not all have one number of dimensions; `boxes` has them all the same.
+    """
+
+    owners: Counts
+    offsets: Counts | None
+    sizes: Counts | None
+    boxes: Sequence[Box] = ()
+
+
+@dataclass(slots=True)
+class _Pattern:
+    """The items of ranks that hold the same, with FQNs as numbers of tensors of the plan."""
+
+    tensor: Words
+    box: Words
+    blobs: list[str]
+
+
+@dataclass(slots=True)
+class ReportTable:
+    """All items of all ranks. Make it by `of`."""
+
+    planned: Planned
+    fqns: list[str]
+    blobs: dict[str, int] = field(default_factory=dict)
+    _codes: dict[str, int] = field(default_factory=dict)
+    _dtypes: Words = field(default_factory=lambda: _NO_WORDS)
+    _numbers: dict[str, int] = field(default_factory=dict)
+    _patterns: dict[tuple[bytes, bytes], _Pattern] = field(default_factory=dict)
+    _vocabularies: dict[bytes, tuple[list[str], Words, Words]] = field(default_factory=dict)
+    _first_box: Counts = field(default_factory=lambda: _NO_NUMBERS)
+    _ndim: Counts = field(default_factory=lambda: _NO_NUMBERS)
+    _at: Counts = field(default_factory=lambda: _NO_NUMBERS)
+    _words: Counts = field(default_factory=lambda: _NO_NUMBERS)
+    _rows: Words = field(default_factory=lambda: _NO_WORDS)
+    _ends: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, reports: Sequence[RankReport], planned: Planned) -> ReportTable:
+        """Return the table of `reports`, which are in order of rank.
+
+        Raises `IntegrityError` if a rank wrote what was not planned, or a tensor in two dtypes.
+        """
+        fqns = list(planned.tensors)
+        table = cls(planned, fqns)
+        table._dtypes = np.full(len(fqns), -1, dtype=np.int32)
+        table._numbers = {fqn: number for number, fqn in enumerate(fqns)}
+        table._fill(reports)
+        return table
+
+    def _fill(self, reports: Sequence[RankReport]) -> None:
+        tensors: list[Words] = []
+        rows: list[Words] = []
+        ndims: list[Counts] = []
+        words: list[Counts] = []
+        first_box = np.zeros(len(reports) + 1, dtype=np.int64)
+        for number, report in enumerate(reports):
+            pattern = self._pattern(report)
+            ndim, flat = report.read_boxes()
+            ndims.append(ndim)
+            words.append(flat)
+            tensors.append(pattern.tensor)
+            rows.append(pattern.box + np.int32(first_box[number]))
+            first_box[number + 1] = first_box[number] + len(ndim)
+        self._first_box = first_box
+        self._ndim = np.concatenate([_NO_NUMBERS, *ndims])
+        self._words = np.concatenate([_NO_NUMBERS, *words])
+        self._at = np.cumsum(2 * self._ndim) - 2 * self._ndim
+        tensor = np.concatenate([_NO_WORDS, *tensors])
+        # Sorting 16 bits takes one pass a byte; more names than that are sorted by comparing.
+        small = len(self.fqns) <= 1 << 16
+        order = np.argsort(tensor.astype(np.uint16) if small else tensor, kind="stable")
+        self._rows = np.concatenate([_NO_WORDS, *rows])[order]
+        self._ends = np.cumsum(np.bincount(tensor, minlength=len(self.fqns))).tolist()
+
+    def _pattern(self, report: RankReport) -> _Pattern:
+        key = (report.vocabulary, report.pattern)
+        found = self._patterns.get(key)
+        if found is None:
+            found = self._patterns[key] = self._decoded(report)
+        for fqn in found.blobs:
+            self.blobs.setdefault(fqn, report.rank)
+        return found
+
+    def _decoded(self, report: RankReport) -> _Pattern:
+        if report.vocabulary not in self._vocabularies:
+            fqns, dtypes = report.read_vocabulary()
+            known = np.array([self._numbers.get(fqn, -1) for fqn in fqns], dtype=np.int32)
+            kinds = [self._codes.setdefault(dtype, len(self._codes)) for dtype in dtypes]
+            codes = np.array(kinds, dtype=np.int32)
+            self._vocabularies[report.vocabulary] = fqns, known, codes
+        fqns, known, codes = self._vocabularies[report.vocabulary]
+        fqn, dtype, box = report.read_pattern()
+        is_blob = dtype < 0
+        blobs = [fqns[at] for at in fqn[is_blob].tolist()]
+        held = fqn[~is_blob]
+        numbers = known[held]
+        strange = [fqns[at] for at in held[numbers < 0].tolist()]
+        strange += [name for name in blobs if name not in self.planned.blobs]
+        if strange:
+            raise incomplete(
+                f"Rank {report.rank} wrote {strange[0]}, which is not in the plan.", strange[0]
+            )
+        self._note_dtypes(report.rank, numbers, codes[dtype[~is_blob]])
+        return _Pattern(numbers, box[~is_blob], blobs)
+
+    def _note_dtypes(self, rank: int, numbers: Words, codes: Words) -> None:
+        new = self._dtypes[numbers] < 0
+        # Of one tensor twice with two dtypes either is kept, and the other is found below.
+        self._dtypes[numbers[new]] = codes[new]
+        wrong = np.flatnonzero(self._dtypes[numbers] != codes)
+        if len(wrong):
+            names = list(self._codes)
+            number = int(numbers[wrong[0]])
+            raise incomplete(
+                f"Rank {rank} wrote {self.fqns[number]} as {names[codes[wrong[0]]]}; others as "
+                f"{names[self._dtypes[number]]}.",
+                self.fqns[number],
+            )
+
+    def dtype(self, number: int) -> str | None:
+        """Return the dtype of a tensor, None if no rank wrote a chunk of it."""
+        code = int(self._dtypes[number])
+        return None if code < 0 else list(self._codes)[code]
+
+    def rows(self, number: int) -> Words:
+        """Return the boxes of a tensor, by their numbers in the table, in order of rank."""
+        return self._rows[self._ends[number - 1] if number else 0 : self._ends[number]]
+
+    def key(self, number: int) -> bytes:
+        """Return what is equal for tensors of which every rank wrote equal boxes."""
+        return hashlib.blake2b(self.rows(number).data, digest_size=16).digest()
+
+    def chunks(self, number: int) -> Chunks:
+        """Return the chunks of a tensor."""
+        rows = self.rows(number)
+        owners = np.searchsorted(self._first_box, rows, side="right") - 1
+        ndim = len(self.planned.tensors[self.fqns[number]])
+        if (self._ndim[rows] != ndim).any():
+            return Chunks(owners=owners, offsets=None, sizes=None, boxes=self._boxes(rows))
+        words = self._words[self._at[rows][:, None] + np.arange(2 * ndim)]
+        return Chunks(owners=owners, offsets=words[:, :ndim], sizes=words[:, ndim:])
+
+    def boxes(self, chunks: Chunks) -> Sequence[Box]:
+        """Return chunks as boxes."""
+        if chunks.offsets is None or chunks.sizes is None:
+            return chunks.boxes
+        pairs = zip(chunks.offsets.tolist(), chunks.sizes.tolist(), strict=True)
+        return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in pairs]
+
+    def _boxes(self, rows: Words) -> list[Box]:
+        found = []
+        for at, ndim in zip(self._at[rows].tolist(), self._ndim[rows].tolist(), strict=True):
+            words = self._words[at : at + 2 * ndim].tolist()
+            found.append(Box(tuple(words[:ndim]), tuple(words[ndim:])))
+        return found
+
+
+def boxes_of(report: RankReport) -> list[Box]:
+    """Return the different boxes of one rank."""
+    ndim, words = report.read_boxes()
+    flat = words.tolist()
+    boxes, at = [], 0
+    for count in ndim.tolist():
+        boxes.append(Box(tuple(flat[at : at + count]), tuple(flat[at + count : at + 2 * count])))
+        at += 2 * count
+    return boxes
+
+
+def incomplete(what: str, fqn: str) -> IntegrityError:
+    """Return the error that says that what ranks wrote is not what was planned."""
+    return IntegrityError(
+        what,
+        fqn=fqn,
+        phase="commit",
+        next_step="Nothing was committed. Check the save planner and the sharding of this value.",
+    )

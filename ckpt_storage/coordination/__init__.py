@@ -1,0 +1,1 @@
+"""Ranks that agree, meet and fail together, over a torch.distributed store."""

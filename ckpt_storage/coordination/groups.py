@@ -1,0 +1,290 @@
+"""Coordinators over torch process groups: the group's store as the board that ranks share.
+
+No collective runs on the caller's group, whatever its backend.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from ckpt_storage.errors import InvalidInputError, StorageError
+from ckpt_storage.store.timed import TimedPool
+
+from .board import BoardError
+from .coordinator import Coordinator, solo
+
+__all__ = ["SaverChannel", "StoreAddress", "StoreBoard", "coordinator_of", "group_of", "store_of"]
+
+_T = TypeVar("_T")
+
+_PIECE_BYTES = 4 << 20
+"""The server of a TCPStore refuses values of more than 8 MiB."""
+
+_WHOLE, _IN_PIECES, _TEXT = b"w", b"p", b"t"
+
+_NOTHING = "-"
+"""No value of ours; what a store answers that holds nothing under a key."""
+
+_CONNECT_S = 60.0
+
+
+class StoreBoard:
+    """A `Board` on a `torch.distributed` store; calls that hang are left behind in a thread."""
+
+    def __init__(
+        self, connect: Callable[[], dist.Store], prefix: str, *, pool: TimedPool | None = None
+    ) -> None:
+        self._connect = connect
+        self._prefix = prefix
+        self._root: dist.Store | None = None
+        self._process_id = os.getpid()
+        # Of twins the threads are common: each operation makes a twin, and would start one anew.
+        self._pool = pool or TimedPool("ckpt-storage board")
+        self._owns_pool = pool is None
+        self._piece_counts: dict[str, int] = {}
+
+    def root(self) -> dist.Store:
+        """Return the store without our prefix, connected; may hang as long as connecting does."""
+        if self._process_id != os.getpid():
+            # The parent's: two processes that ask on one connection take each other's answers.
+            self._root, self._process_id = None, os.getpid()
+        root = self._root
+        if root is None:
+            # Returned as it is: another thread, whose call failed, may drop it at any time.
+            root = self._root = self._connect()
+        return root
+
+    def twin(self) -> StoreBoard:
+        """Return a board over a connection of its own: one client serves one call at a time.
+
+        Connects in its first call: a server that is gone is tried for as long as that may take.
+        """
+        # Torch's stub of a store leaves `clone` out.
+        return StoreBoard(lambda: self.root().clone(), self._prefix, pool=self._pool)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Drop the connection, of the first of twins also the threads that wait.
+
+        A call under way ends by itself; a later one connects anew.
+        """
+        self._root = None
+        if self._owns_pool:
+            self._pool.close()
+            self._pool = TimedPool("ckpt-storage board")
+
+    def _open(self) -> dist.Store:
+        return dist.PrefixStore(self._prefix, self.root())
+
+    def set(self, key: str, value: bytes, timeout_s: float) -> None:
+        """Put a value, in pieces if it is large; the key itself comes last."""
+        pieces = [value[at : at + _PIECE_BYTES] for at in range(0, len(value), _PIECE_BYTES)]
+        head = _WHOLE + value
+        if len(pieces) > 1:
+            head = _IN_PIECES + str(len(pieces)).encode()
+            self._piece_counts[key] = len(pieces)
+            for number, piece in enumerate(pieces):
+                self._put(_piece(key, number), piece, timeout_s)
+        self._put(key, head, timeout_s)
+
+    def _put(self, key: str, value: bytes, timeout_s: float) -> None:
+        # torch's stub says str; every store takes bytes.
+        self._run(lambda: self._open().set(key, value), key, timeout_s)  # type: ignore[arg-type]
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """Return a value, joined."""
+        head = self._look(key, timeout_s)
+        if head is None or head[:1] == _WHOLE:
+            return None if head is None else head[1:]
+        if head[:1] == _TEXT:
+            return base64.b64decode(head[1:])
+        count = self._piece_counts[key] = int(head[1:])
+        pieces = [self._look(_piece(key, i), timeout_s) for i in range(count)]
+        # Who removes a value begins with its pieces.
+        return None if None in pieces else b"".join(piece for piece in pieces if piece is not None)
+
+    def _look(self, key: str, timeout_s: float) -> bytes | None:
+        # Not `get`: it waits for what another rank has removed just now, for as long as the store's
+        # own timeout, and keeps its connection from all other calls. This is one request, and puts
+        # nothing where there is nothing.
+        def look() -> bytes | None:
+            found: bytes = self._open().compare_set(key, _NOTHING, _NOTHING)
+            return None if found == _NOTHING.encode() else found
+
+        return self._run(look, key, timeout_s)
+
+    def has_all(self, keys: Sequence[str], timeout_s: float) -> bool:
+        """Return whether all are there."""
+        if not keys:
+            return True
+        return self._run(lambda: self._open().check(list(keys)), keys[0], timeout_s)
+
+    def set_first(self, key: str, value: bytes, timeout_s: float) -> None:
+        """Put a value unless somebody was faster; values of a few MiB at most."""
+        # Torch takes only text here.
+        text = (_TEXT + base64.b64encode(value)).decode()
+        self._run(lambda: self._open().compare_set(key, "", text), key, timeout_s)
+
+    def delete(self, key: str, timeout_s: float) -> None:
+        """Remove a value and what belongs to it."""
+        names = [_piece(key, i) for i in range(self._piece_counts.pop(key, 0))]
+
+        def remove() -> None:
+            for name in [*names, key]:
+                self._open().delete_key(name)
+
+        self._run(remove, key, timeout_s)
+
+    def _run(self, call: Callable[[], _T], key: str, timeout_s: float) -> _T:
+        try:
+            return self._pool.run(call, timeout_s=timeout_s, what=f"look at {key}", repeatable=True)
+        except StorageError as error:
+            raise BoardError(f"The ranks' store did not answer in {timeout_s:.1f} s.") from error
+        except Exception as error:
+            # Torch raises RuntimeErrors of several kinds here, depending on the store. A connection
+            # that broke stays broken: the next call makes a new one.
+            self._root = None
+            raise BoardError(f"The ranks' store failed: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAddress:
+    """Where another process of this rank reaches the store that ranks share."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @classmethod
+    def of(cls, store: dist.Store) -> StoreAddress:
+        """Return the address of the store beneath all prefixes.
+
+        Raises `InvalidInputError` for a store that only its own process can reach.
+        """
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, dist.TCPStore):
+            return cls(host=store.host, port=store.port)
+        if isinstance(store, dist.FileStore):
+            return cls(path=store.path)  # type: ignore[attr-defined]  # a stub
+        raise InvalidInputError(
+            f"A worker process cannot reach the process group's {type(store).__name__}.",
+            next_step="Use mode='thread', or a rendezvous by TCP (torchrun) or by file.",
+        )
+
+    def connect(self) -> dist.Store:
+        """Return a new connection. Raises what torch raises if there is nobody."""
+        if self.path:
+            return dist.FileStore(self.path, -1)
+        timeout = timedelta(seconds=_CONNECT_S)
+        return dist.TCPStore(
+            self.host, self.port, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+
+
+def _piece(key: str, number: int) -> str:
+    return f"{key}#{number}"
+
+
+_coordinators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Coordinator]] = (
+    weakref.WeakKeyDictionary()
+)
+_lock = threading.Lock()
+
+
+def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group that is meant: the given one or the default one; None: this process alone.
+
+    Raises `InvalidInputError` on a rank outside the group.
+    """
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    # Outside of its members, `new_group` returns a mark of another type.
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise InvalidInputError(
+            "This process is not a member of process_group.",
+            next_step="Call this on the ranks of process_group only.",
+        )
+    return process_group
+
+
+def coordinator_of(process_group: dist.ProcessGroup | None, *, lane: str = "main") -> Coordinator:
+    """Return the Coordinator of a group (None: the default group, or this process alone).
+
+    The same one each time for the same group and `lane`, also after `close`: it counts the
+    operations of that name. Operations in different lanes may run at the same time. Talks to
+    nobody. Raises `InvalidInputError` on a rank outside the group.
+    """
+    process_group = group_of(process_group)
+    if process_group is None:
+        return solo()
+    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    if world_size == 1:
+        return solo()
+    with _lock:
+        lanes = _coordinators.setdefault(process_group, {})
+        if lane not in lanes:
+            store = store_of(process_group)
+            # Torch's stub of a store leaves `clone` out.
+            board = StoreBoard(store.clone, f"ckpt_storage/{lane}")  # type: ignore[attr-defined]
+            lanes[lane] = Coordinator(board, rank=rank, world_size=world_size)
+        return lanes[lane]
+
+
+class SaverChannel:
+    """The name under which the ranks of a group meet for the saves of one `AsyncSaver`.
+
+    One saver of a group has it at a time. Saves are counted per group and name, and the count
+    outlives `close`: what one rank makes alone shifts nothing.
+    """
+
+    def __init__(self, lane: str, coordinator: Coordinator) -> None:
+        self.lane = lane
+        self.coordinator = coordinator
+        self.save_count = 0
+        self.is_open = False
+
+    @classmethod
+    def take(cls, process_group: dist.ProcessGroup | None, name: str) -> SaverChannel:
+        """Return the channel of a name. Raises `InvalidInputError` while another saver has it."""
+        lane = f"async/{name}"
+        coordinator = coordinator_of(process_group, lane=lane)
+        group = group_of(process_group)
+        with _lock:
+            channels = {} if group is None else _channels.setdefault(group, {})
+            channel = channels.setdefault(lane, cls(lane, coordinator))
+            if channel.is_open:
+                raise InvalidInputError(
+                    f"An AsyncSaver named {name!r} is open in this process group.",
+                    next_step="Close it first, or give the second one a name of its own (name=).",
+                )
+            channel.is_open = True
+        return channel
+
+    def close(self) -> None:
+        """Give the name back, and let go of the connection."""
+        self.is_open = False
+        self.coordinator.close()
+
+
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, SaverChannel]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def store_of(process_group: dist.ProcessGroup) -> dist.Store:
+    """Return the store that the members of a group share; nobody else sees its keys."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return process_group.get_group_store()
+    # Older torch, and groups whose backend keeps none: the default group's, below the group's name.
+    root = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # no public way to it
+    return dist.PrefixStore(f"group/{process_group.group_name}", root)

@@ -1,0 +1,182 @@
+"""Signs of life: what each rank was last heard to do, and who has fallen silent.
+
+Knows phases, bytes and this process's clock; compares no clocks of different machines: a sign
+carries durations, and its age counts from when it was heard here. Called by `operation`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from ckpt_storage.options import Phase
+
+__all__ = ["LifeSigns", "Sign"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """What a rank said last: its phase, what is done and planned in it, seconds without progress.
+
+    `heard_s` is the instant at which it was heard, on this process's monotonic clock.
+    """
+
+    rank: int
+    phase: Phase
+    done_bytes: int = 0
+    total_bytes: int = 0
+    done_files: int = 0
+    idle_s: float = 0.0
+    host: str = ""
+    pid: int = 0
+    heard_s: float = 0.0
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that are still to be done."""
+        return self.total_bytes - self.done_bytes
+
+
+class LifeSigns:
+    """Own progress, and what was heard of others; safe in any thread."""
+
+    def __init__(
+        self, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._rank = rank
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._phase: Phase = "plan"
+        self._done_bytes = 0
+        self._total_bytes = 0
+        self._done_files = 0
+        self._moved_s = self._start_s = clock()
+        self._count = 0
+        self._raw: dict[int, bytes] = {}
+        self._signs: dict[int, Sign] = {}
+        # Second-hand word of the slowest. It must not count as a sign of life: two ranks that
+        # pass on what each heard of the other would keep a dead one alive.
+        self._told: Sign | None = None
+        self._world_size = world_size
+
+    def begin(self, phase: Phase, total_bytes: int) -> None:
+        """Note that this rank enters a phase."""
+        with self._lock:
+            self._phase = phase
+            if phase != "commit":  # which moves no bytes: what was written stays on show
+                self._done_bytes, self._total_bytes, self._done_files = 0, total_bytes, 0
+            self._moved_s = self._clock()
+
+    def expect(self, total_bytes: int) -> None:
+        """Note how many bytes the phase has in all, once that is known."""
+        with self._lock:
+            self._total_bytes = total_bytes
+
+    def advanced(self, byte_count: int) -> None:
+        """Note progress of this rank."""
+        with self._lock:
+            self._done_bytes += byte_count
+            self._moved_s = self._clock()
+
+    def ended_file(self) -> None:
+        """Note that this rank has completed one file."""
+        with self._lock:
+            self._done_files += 1
+            self._moved_s = self._clock()
+
+    def start_listening(self) -> None:
+        """Count silence of all others from now on."""
+        with self._lock:
+            self._start_s = self._clock()
+
+    def own(self) -> Sign:
+        """Return this rank's sign."""
+        with self._lock:
+            now = self._clock()
+            return Sign(
+                rank=self._rank,
+                phase=self._phase,
+                done_bytes=self._done_bytes,
+                total_bytes=max(self._total_bytes, self._done_bytes),
+                done_files=self._done_files,
+                idle_s=now - self._moved_s,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                heard_s=now,
+            )
+
+    def pack(self) -> bytes:
+        """Return this rank's sign for the board; no two are equal."""
+        sign = dataclasses.asdict(self.own())
+        del sign["heard_s"]
+        self._count += 1
+        slowest = _slowest(self._heard().values())
+        said = {
+            "count": self._count,
+            "sign": sign,
+            "slowest": None if slowest is None else dataclasses.asdict(slowest),
+        }
+        return json.dumps(said).encode()
+
+    def heard(self, rank: int, said: bytes | None) -> None:
+        """Take in what lies on the board for `rank`; the same as last time is no sign of life."""
+        with self._lock:
+            if said is None or self._raw.get(rank) == said:
+                return
+            self._raw[rank] = said
+            now = self._clock()
+            told = json.loads(said)
+            self._signs[rank] = Sign(**told["sign"], heard_s=now)
+            slowest = told["slowest"]
+            is_news = slowest is not None and slowest["rank"] not in {rank, self._rank}
+            self._told = Sign(**{**slowest, "heard_s": now}) if is_news else None
+
+    def known(self) -> Mapping[int, Sign]:
+        """Return the last sign of every rank heard of, this one's included."""
+        heard = self._heard()
+        told = self._told
+        return heard if told is None else {told.rank: told, **heard}
+
+    def _heard(self) -> dict[int, Sign]:
+        """Return this rank's sign and those that it heard from their ranks themselves."""
+        own = self.own()
+        with self._lock:
+            return {**self._signs, self._rank: own}
+
+    def slowest(self) -> Sign | None:
+        """Return the sign of the rank that has most left to do, of those heard of."""
+        return _slowest(self.known().values())
+
+    def silent(self, ranks: Mapping[int, object] | list[int], limit_s: float) -> list[int]:
+        """Return those of `ranks` that were not heard for `limit_s` seconds."""
+        with self._lock:
+            now = self._clock()
+            return [rank for rank in ranks if now - self._heard_s(rank) > limit_s]
+
+    def _heard_s(self, rank: int) -> float:
+        sign = self._signs.get(rank)
+        return self._start_s if sign is None else max(sign.heard_s, self._start_s)
+
+    def describe(self, rank: int) -> str:
+        """Return one phrase on what is known of a rank, for an error."""
+        with self._lock:
+            sign = self._signs.get(rank)
+            if sign is None:
+                age_s = self._clock() - self._start_s
+                return f"rank {rank} (no sign of life in {age_s:.1f} s)"
+            age_s = self._clock() - sign.heard_s
+        return (
+            f"rank {rank} (process {sign.pid} on {sign.host}; last heard {age_s:.1f} s ago in "
+            f"the {sign.phase} phase with {sign.done_bytes} of {sign.total_bytes} bytes done, "
+            f"without progress for {sign.idle_s:.1f} s then)"
+        )
+
+
+def _slowest(signs: Iterable[Sign]) -> Sign | None:
+    return max(signs, key=lambda sign: (sign.left_bytes, sign.idle_s), default=None)

@@ -1,0 +1,442 @@
+"""One operation of all ranks, as one rank sees it: phases, steps, outcome and giving up.
+
+No collective takes part. A collective waits as long as its group says, cannot be woken, names
+nobody and leaves its group broken. Here each wait is a loop that looks at its deadline, at the
+word of a rank that failed, and at the signs of life of those it waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Protocol, Self
+
+from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.errors import CheckpointError, RankFailedError, SaveCancelledError
+from ckpt_storage.options import Phase, Timeouts
+from ckpt_storage.store.deadline import Deadline
+
+from .agreement import Hello
+from .board import Board, BoardError
+from .lifesigns import LifeSigns, Sign
+from .meeting import GivenUp, Meeting
+from .reports import COORDINATOR, Report, name_ranks, told_by, travelling
+from .siblings import RankProcess, Siblings
+from .steps import Steps
+from .waits import Waits
+from .watching import Watcher, lost_board
+
+__all__ = ["Operation"]
+
+log = logging.getLogger("ckpt_storage")
+
+_COORDINATOR_GRACE_S = 1.0
+_MEMBER_GRACE_S = 3.0
+"""A late rank should name itself first, then the coordinator name it, then anybody else."""
+
+_STEP_LOOK_S = 0.004
+"""Longest pause between two looks for the next step of a small world: a save has five steps."""
+
+_LAST_WORD_S = 1.5
+
+_LEAVE_S = 10.0
+_LEAVE_FAILED_S = 1.0
+"""How long the coordinator stays for ranks that have not read the outcome yet.
+
+It may host the store that they read it from.
+"""
+
+_REPORT_S = 3.0
+"""How long a failing rank tries to report before it raises."""
+
+
+class Group(Protocol):
+    """What an operation needs of the Coordinator that runs it."""
+
+    rank: int
+    world_size: int
+    look_s: float
+    board: Board
+    spare_board: Board | None
+    debris: list[str]
+    number: int
+    given_up: GivenUp | None
+    has_met: bool
+
+    @property
+    def process(self) -> RankProcess | None:
+        """The process that speaks for this rank."""
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank decides."""
+
+    def clear_debris(self, timeout_s: float) -> bool:
+        """Remove one thing that earlier operations left on the board; False if none is."""
+
+
+class Operation(Steps):
+    """One save, load or consolidation; a `Watch` for its transfers; a context manager.
+
+    All ranks call `meet` first, and then the same steps (`gather`, `scatter`, `broadcast`,
+    `all_gather`) in the same order. An exception that leaves the block is reported to all ranks,
+    which raise within seconds wherever they are. All but `failure`, `advanced`, `give_up` and
+    `signs` belong to the thread that runs the operation.
+    """
+
+    def __init__(self, group: Group, what: str, timeouts: Timeouts) -> None:
+        self.what = what
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self.is_coordinator = group.is_coordinator
+        self.timeouts = timeouts
+        self.id = ""
+        self.save_id: str | None = None
+        self.committed: CheckpointInfo | None = None
+        self.on_phase: Callable[[], object] = lambda: None
+        self._group = group
+        self._board = group.board
+        self._waits = Waits(
+            group.board,
+            Deadline("plan", timeouts.plan, watch=self),
+            silence_s=timeouts.silence,
+            look_s=min(group.look_s, _STEP_LOOK_S + group.world_size / 20_000),
+            grace_s=_COORDINATOR_GRACE_S if group.is_coordinator else _MEMBER_GRACE_S,
+            tidy=lambda: self._tidy(self._waits.patience_s()),
+        )
+        self._meeting = Meeting(
+            self._waits,
+            rank=group.rank,
+            world_size=group.world_size,
+            what=lambda: self.what,
+            number=group.number,
+            given_up=group.given_up,
+            has_met=group.has_met,
+            process=group.process,
+        )
+        self._signs = LifeSigns(group.rank, group.world_size)
+        self._watcher: Watcher | None = None
+        self._step = 0
+        self._keys: list[str] = []
+        self._reporter: int | None = None
+        self._wish: CheckpointError | None = None
+        self._has_ended = False
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                # Beyond this phase's deadline nobody may be kept waiting.
+                left_s = min(_LEAVE_S, self._waits.deadline.remaining_s() + _MEMBER_GRACE_S)
+                # What there was no wait for; once all have left, the board's server may go.
+                while self._tidy(left_s):
+                    pass
+                self._leave(left_s)
+            else:
+                self._report(error)
+        except BoardError as lost:
+            log.warning("After %s: %s", self.what, lost)
+        finally:
+            self._has_ended = True
+            self._waits.end()
+            if self._watcher is not None:
+                self._group.spare_board = self._watcher.stop()
+                self._watcher = None
+            self._group.number = max(self._group.number, self._meeting.number)
+            self._group.given_up = self._meeting.given_up
+            self._group.has_met = self._meeting.has_met
+            self._group.debris.extend([*self._keys, *self._meeting.keys])
+
+    # What transfers see.
+
+    def failure(self) -> CheckpointError | None:
+        """Return why the operation cannot go on; None while it can."""
+        return self._waits.failure
+
+    def advanced(self, byte_count: int) -> None:
+        """Note bytes done in this phase, for the signs of life."""
+        self._signs.advanced(byte_count)
+
+    def failed(self, error: CheckpointError) -> None:
+        """Tell all ranks of a failure before it leaves the block: something of it still hangs."""
+        if self.id and self._waits.failure is None:
+            error.rank = self.rank if error.rank is None else error.rank
+            error.phase = error.phase or self.current_phase
+            self._tell(travelling(error))
+            self._set_failure(error, self.rank)
+
+    def expect(self, total_bytes: int) -> None:
+        """Note how many bytes this rank has to do in this phase."""
+        self._signs.expect(total_bytes)
+
+    def ended_file(self) -> None:
+        """Note a complete file of this phase, for the signs of life."""
+        self._signs.ended_file()
+
+    @property
+    def signs(self) -> Mapping[int, Sign]:
+        """The last sign of life of each rank that this rank has heard of."""
+        return self._signs.known()
+
+    @property
+    def nonce(self) -> str:
+        """What this rank's word to the coordinator is known by, before there is an id."""
+        return self._meeting.nonce
+
+    # Phases.
+
+    def phase(
+        self, phase: Phase, timeout_s: float | None = None, *, total_bytes: int = 0
+    ) -> Deadline:
+        """Begin a phase on this rank and return its deadline, which knows of others' failures.
+
+        The default timeout is that of the operation's `Timeouts`.
+        """
+        seconds: float = getattr(self.timeouts, phase) if timeout_s is None else timeout_s
+        self._waits.deadline = Deadline(phase, seconds, watch=self)
+        self._signs.begin(phase, total_bytes)
+        if self._watcher is not None:
+            self._watcher.nudge()
+        self.on_phase()
+        return self._waits.deadline
+
+    @property
+    def current_phase(self) -> Phase:
+        """The phase that this rank is in."""
+        return self._waits.deadline.phase
+
+    @property
+    def deadline(self) -> Deadline:
+        """Of the phase that this rank is in."""
+        return self._waits.deadline
+
+    # Steps.
+
+    def meet(self, terms: Mapping[str, str]) -> None:
+        """Wait for all ranks and check that they mean the same; the first of all steps.
+
+        `terms` maps the name of everything ranks must share to its value, as text. Raises
+        `RankMismatchError` listing value -> ranks, `RankFailedError` if a rank failed before it
+        came here, `PhaseTimeoutError` naming ranks that did not come; on all ranks that came.
+        """
+        hello = Hello(
+            nonce=self.nonce,
+            rank=self.rank,
+            host=socket.gethostname(),
+            terms={"the operation": " ".join(self.what.split()[:2]), **terms},
+        )
+        operation_id = self._meeting.come(hello)
+        with self._lock:
+            self.id = operation_id
+            wish = self._wish
+        if wish is not None:
+            raise wish
+        if self.world_size > 1:
+            # Not a new one each time: at each connection torch's server looks up the name of who
+            # calls, and answers nobody until DNS has.
+            twin, self._group.spare_board = self._group.spare_board, None
+            self._watcher = Watcher(
+                twin or self._board.twin(),
+                self._prefix,
+                what=self.what,
+                rank=self.rank,
+                world_size=self.world_size,
+                signs=self._signs,
+                phase=lambda: self._waits.deadline,
+                on_report=self._take_report,
+                on_failure=lambda error: self._set_failure(error, self.rank),
+                silence_s=self.timeouts.silence,
+                look_s=self._group.look_s,
+                siblings=Siblings(self._group.process, self._meeting.siblings),
+            )
+            self._keys += self._watcher.keys
+            self._watcher.start()
+
+    def announce(self, outcome: bytes) -> None:
+        """Tell all ranks how the operation ended; the coordinator's last word, also after errors.
+
+        A rank that fails while the coordinator commits may report it too late: then this counts.
+        """
+        self._put(self._outcome_key, outcome)
+
+    def outcome(self) -> bytes:
+        """Return what the coordinator announces; on the other ranks.
+
+        Raises as `gather`; unless that is the coordinator's last word, only after a moment in
+        which that may still come.
+        """
+        try:
+            self._await({COORDINATOR: self._outcome_key})
+        except BoardError:
+            raise  # it would not answer the next look either
+        except CheckpointError as error:
+            # Who cancels asks a coordinator that lives, and may be in the middle of the commit.
+            is_wish = isinstance(error, SaveCancelledError)
+            seconds = self.timeouts.silence if is_wish else _LAST_WORD_S
+            if self.is_last_word(error) or not self._waits.within(seconds, [self._outcome_key]):
+                raise
+        return self._read(self._outcome_key)
+
+    def is_last_word(self, error: CheckpointError) -> bool:
+        """Return whether the coordinator failed, and `error` is how.
+
+        It is not where the coordinator only noticed that others are silent, or where its save was
+        cancelled from another thread: it may be committing.
+        """
+        is_silence = isinstance(error, RankFailedError) and error.is_silent
+        is_wish = isinstance(error, SaveCancelledError)
+        return self._reporter == COORDINATOR and not is_silence and not is_wish
+
+    @property
+    def _outcome_key(self) -> str:
+        return f"{self._prefix}/outcome"
+
+    @property
+    def _failed_key(self) -> str:
+        return f"{self._prefix}/failed"
+
+    def _tidy(self, timeout_s: float) -> bool:
+        """Remove a little of what earlier operations left: all ranks have gone on from there."""
+        return bool(self.id) and self._group.clear_debris(timeout_s)
+
+    # Giving up together.
+
+    def give_up(self, error: CheckpointError) -> None:
+        """End the operation on all ranks with `error`, from any thread; one that ended stays so.
+
+        Before all ranks have met, it takes effect when they do. Raises `BoardError`.
+        """
+        with self._lock:
+            if not self.id:
+                self._wish = error
+                return
+        if not self._has_ended:
+            report = pickle.dumps(Report(rank=self.rank, error=error))
+            twin = self._board.twin()
+            try:
+                twin.set_first(self._failed_key, report, _REPORT_S)
+            finally:
+                twin.close()
+            self._set_failure(error, self.rank)
+
+    def stand_in(
+        self, error: CheckpointError, *, nonce: str, operation_id: str, outcome: bytes | None
+    ) -> None:
+        """Tell all ranks that the process which ran this operation for this rank is gone.
+
+        `nonce` and `operation_id` are the last that were heard of it, empty if none were;
+        `outcome` is what the coordinator's stand-in announces. In place of all other steps.
+        """
+        if not operation_id and nonce and not self.is_coordinator:
+            operation_id = self._meeting.id_given(nonce, _LAST_WORD_S)
+        if not operation_id:
+            operation_id = self._come_failed(error)
+            if not operation_id:
+                return
+            # The coordinator had taken the word of the process that is gone, and answered that.
+            self._board.delete(f"hello/{self.rank}", _REPORT_S)
+        self.id = operation_id
+        if outcome is not None:
+            self.announce(outcome)
+        self._tell(error)
+
+    def lost(self, error: BoardError) -> RankFailedError:
+        """Return what it means that the board cannot be reached."""
+        return lost_board(error, self._waits.deadline, self.what)
+
+    def told_by(self, rank: int, error: CheckpointError) -> CheckpointError:
+        """Return what this rank raises when `rank` decided on `error`, for all."""
+        return told_by(Report(rank=rank, error=error, decides=True), self.what)
+
+    def _report(self, error: BaseException) -> None:
+        """Tell all ranks why this one leaves, unless they told it."""
+        if isinstance(error, BoardError) or isinstance(error.__cause__, BoardError):
+            return  # there is nowhere to tell it
+        self.id = self.id or self._meeting.late_id
+        if self._waits.failure is None:
+            self._fail(error)
+        self._leave(_LEAVE_FAILED_S)
+
+    def _fail(self, error: BaseException) -> None:
+        was_answered = self._meeting.is_over and not self.id
+        if isinstance(error, CheckpointError) and error.rank is None and not was_answered:
+            error.rank = self.rank
+        if isinstance(error, CheckpointError):
+            error.phase = error.phase or self.current_phase
+        cause = travelling(error)
+        cause.phase = cause.phase or self.current_phase
+        if self.id:
+            self._tell(cause)
+        elif not isinstance(error, Exception):
+            # An interrupted process must not wait.
+            self._meeting.leave_word(cause)
+        elif not was_answered:
+            self._come_failed(cause)
+
+    def _tell(self, error: CheckpointError) -> None:
+        self._keys.append(self._failed_key)
+        # Before its first step a coordinator plans for itself.
+        decides = self.is_coordinator and self._step > 0 and error.phase in {"plan", "commit"}
+        report = pickle.dumps(Report(rank=self.rank, error=error, decides=decides))
+        self._board.set_first(self._failed_key, report, _REPORT_S)
+
+    def _come_failed(self, error: CheckpointError) -> str:
+        """Tell the ranks that this one failed before it met them.
+
+        Returns the id, if the ranks began in spite of it.
+
+        As in any operation it waits until they have come: one that went on alone would from
+        then on meet them in different operations.
+        """
+        if self.world_size > 1:
+            log.error("Rank %d failed, and waits to tell the others: %s", self.rank, error)
+        try:
+            return self._meeting.come(None, error)
+        except CheckpointError as answered:
+            log.debug("The ranks were told: %s", answered)
+            return ""
+
+    def _leave(self, timeout_s: float) -> None:
+        """Say that this rank has read the outcome; the coordinator waits until all have."""
+        if self.world_size == 1 or not self.id:
+            return
+        key = f"{self._prefix}/left"
+        if self.is_coordinator:
+            self._await_left({rank: f"{key}/{rank}" for rank in self._others()}, timeout_s)
+        self._keys.append(f"{key}/{self.rank}")
+        self._board.set(f"{key}/{self.rank}", b"left", timeout_s)
+
+    def _await_left(self, keys: Mapping[int, str], timeout_s: float) -> None:
+        self._keys += keys.values()
+        end = time.monotonic() + timeout_s
+        while not self._waits.within(self._group.look_s, list(keys.values())):
+            if self._waits.failure is not None:
+                # Who is gone leaves no word; the others have heard of it by now.
+                end = min(end, time.monotonic() + _LEAVE_FAILED_S)
+            if time.monotonic() > end:
+                missing = name_ranks(self._waits.missing(keys))
+                log.warning("After %s nothing was heard of %s.", self.what, missing)
+                return
+
+    def _set_failure(self, error: CheckpointError, reporter: int) -> None:
+        with self._lock:
+            if self._waits.failure is None:
+                self._reporter = reporter
+                self._waits.fail(error)
+
+    def _take_report(self, report: Report) -> None:
+        if report.rank != self.rank:
+            self._set_failure(told_by(report, self.what), report.rank)

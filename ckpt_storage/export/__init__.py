@@ -1,0 +1,1 @@
+"""Consolidation, conversion and copies."""

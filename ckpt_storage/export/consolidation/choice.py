@@ -1,0 +1,367 @@
+"""Which tensors of a checkpoint go out, under which names, and what is left out and why.
+
+Knows FQNs, dtypes, shapes and checksums; no files, no ranks. Called by `plan`.
+
+The default choice follows how training scripts nest what they save. It goes by the path of each
+value in the nested state dict (`planner_data`), which tells the container in
+`{"model": model.state_dict()}` from a module that is called "model"; where nothing is known of
+the nesting, FQNs are taken whole, except that their first part may name state to leave out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.source.model import Source, TensorInfo
+
+from .options import CASTABLE, ConsolidateOptions, selected
+from .ties import Ties
+
+Reason = Literal["blob", "optimizer", "training state", "outside the model", "excluded", "tied"]
+KeyPath = tuple[str | int, ...]
+
+MODEL_KEYS = frozenset(
+    {
+        "model",
+        "model_state",
+        "model_state_dict",
+        "model_weights",
+        "module",
+        "params",
+        "state_dict",
+        "weights",
+    }
+)
+"""Keys under which training scripts, Lightning and DeepSpeed keep the model; in any letter case."""
+
+OPTIMIZER_KEYS = frozenset(
+    {
+        "opt",
+        "opt_state",
+        "optim",
+        "optim_state",
+        "optim_state_dict",
+        "optimizer",
+        "optimizer_state",
+        "optimizer_state_dict",
+        "optimizer_states",
+        "optimizers",
+        "optims",
+    }
+)
+
+TRAINING_KEYS = frozenset(
+    {
+        "cuda_rng_state",
+        "dataloader",
+        "grad_scaler",
+        "lr_scheduler",
+        "lr_schedulers",
+        "rng",
+        "rng_state",
+        "rng_states",
+        "scaler",
+        "scheduler",
+        "schedulers",
+        "train_state",
+        "training_state",
+    }
+)
+
+_DIGITS = re.compile(r"([0-9]+)")
+_BECAUSE: Mapping[Reason, str] = {
+    "blob": "it is no tensor",
+    "optimizer": "it is optimizer state",
+    "training state": "it is state of the training loop",
+    "excluded": "`exclude` names it",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A value of the checkpoint that is in no weight file.
+
+    `because` says it for people; for reason "tied" `target` is the FQN that stands for it.
+    `size_bytes` is None for a blob, and for an alias that was not stored.
+    """
+
+    fqn: str
+    reason: Reason
+    because: str
+    size_bytes: int | None = None
+    target: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A tensor that goes out: its name and dtype there, and where its elements come from."""
+
+    name: str
+    fqn: str
+    source_dtype: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the weight file."""
+        return prod(self.shape) * DTYPES[self.dtype].item_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What goes out, in natural order of names ("layers.2" before "layers.10"), and what does not.
+
+    `stripped` is what was taken off the front of FQNs, "" if nothing. `names` maps FQNs to names,
+    those of dropped aliases included.
+    """
+
+    tensors: tuple[Chosen, ...]
+    skipped: tuple[Skipped, ...]
+    stripped: str
+    names: Mapping[str, str]
+
+
+def choose(
+    source: Source, options: ConsolidateOptions, ties: Mapping[str, str] | None = None
+) -> Choice:
+    """Return which tensors go out and what they are called.
+
+    Without `include`: level by level from the top of the nested state dict, containers whose key
+    is among OPTIMIZER_KEYS or TRAINING_KEYS are left out; if just one is among MODEL_KEYS, only
+    what lies in it goes out; a lone container of any name at the top is looked into. Blobs never
+    go out.
+
+    Names without `rename`: where all chosen tensors lie in one container, its key is taken off,
+    and so are further ones among MODEL_KEYS: {"model": hf.state_dict()} gives
+    "model.layers.0..." out of "model.model.layers.0..."; hf.state_dict() itself is left as it is.
+
+    `ties` maps alias to target, both FQNs, as recorded by the save; an alias need not be stored.
+    An alias goes out in its own right while its target does not. Raises `InvalidInputError`.
+    """
+    tensors = source.tensors
+    tied = Ties(source, ties or {})
+    paths = _paths(source, tied.roots)
+    skipped: dict[str, Skipped] = {}
+    chosen = _selected(source, paths, options, skipped)
+    stripped = "" if callable(options.rename) else container_of([paths[fqn] for fqn in chosen])
+    names = _names(sorted(chosen), stripped, options)
+    if isinstance(options.tied, Mapping):
+        by_name = {name: fqn for fqn, name in names.items()}
+
+        def find(name: str) -> str:
+            fqn = by_name.get(name, name)
+            whole = f"{stripped}{fqn}"
+            return whole if fqn not in tensors and whole in tensors else fqn
+
+        tied.confirm(options.tied, find)
+    if options.tied != "keep":
+        for alias, target in tied.roots.items():
+            if target in chosen and alias not in skipped:
+                _skip(tensors, skipped, alias, "tied", f"it is tied to {target}", target)
+        chosen -= skipped.keys()
+    picked = [
+        _chosen(fqn, fqn if fqn in tensors else tied.roots[fqn], names[fqn], source, options)
+        for fqn in sorted(chosen)
+    ]
+    picked.sort(key=lambda tensor: natural_key(tensor.name))
+    return Choice(
+        tensors=tuple(picked),
+        skipped=tuple(skipped[fqn] for fqn in sorted(skipped)),
+        stripped=stripped,
+        names=names,
+    )
+
+
+def natural_key(name: str) -> tuple[list[str | int], str]:
+    """Return what sorts names with the numbers in them as numbers."""
+    parts = _DIGITS.split(name)
+    return [int(part) if at % 2 else part for at, part in enumerate(parts)], name
+
+
+def container_of(paths: Sequence[KeyPath]) -> str:
+    """Return the keys, with their dots, of the container that holds all `paths`; "" if none does.
+
+    The outermost one may have any name, further ones must be among MODEL_KEYS: a module's own
+    nested dictionaries are no containers.
+    """
+    keys: list[str] = []
+    while True:
+        depth = len(keys)
+        heads = {str(path[depth]) if len(path) > depth + 1 else None for path in paths}
+        key = heads.pop() if len(heads) == 1 else None
+        if key is None or (depth and key.lower() not in MODEL_KEYS):
+            return "".join(f"{key}." for key in keys)
+        keys.append(key)
+
+
+def _paths(source: Source, roots: Mapping[str, str]) -> dict[str, KeyPath]:
+    """Return the path in the nested state dict of every tensor and alias, as far as it is known.
+
+    An alias that was not stored lies in the container of its target if its FQN begins so.
+    """
+    known = source.planner_data
+    apart = OPTIMIZER_KEYS | TRAINING_KEYS
+    paths: dict[str, KeyPath] = {}
+    for fqn in source.tensors:
+        head, dot, rest = fqn.partition(".")
+        if known is not None:
+            paths[fqn] = tuple(known.get(fqn, ())) or (fqn,)
+        else:
+            paths[fqn] = (head, rest) if dot and head.lower() in apart else (fqn,)
+    for alias in roots.keys() - paths.keys():
+        outer = paths[roots[alias]][:-1]
+        prefix = "".join(f"{key}." for key in outer)
+        inside = alias.startswith(prefix)
+        paths[alias] = (*outer, alias[len(prefix) :]) if inside else (alias,)
+    return paths
+
+
+def _selected(
+    source: Source,
+    paths: Mapping[str, KeyPath],
+    options: ConsolidateOptions,
+    skipped: dict[str, Skipped],
+) -> set[str]:
+    """Return the FQNs that are meant to go out, aliases among them, and note all others."""
+    tensors = source.tensors
+    values = paths.keys() | source.blobs
+    if options.include is None:
+        chosen = _default_choice(tensors, paths, skipped)
+    else:
+        chosen = selected(options.include, values, "include") & paths.keys()
+        for fqn in paths.keys() - chosen:
+            _skip(tensors, skipped, fqn, "excluded", "`include` does not name it")
+    if options.exclude is not None:
+        for fqn in selected(options.exclude, values, "exclude") & chosen:
+            _skip(tensors, skipped, fqn, "excluded")
+            chosen.discard(fqn)
+    for fqn in source.blobs:
+        _skip(tensors, skipped, fqn, "blob")
+    if not chosen:
+        raise InvalidInputError(
+            f"No tensor is left to export; {len(skipped)} values are left out.",
+            next_step="Name what you want with include=, as FQNs or patterns.",
+        )
+    return chosen
+
+
+def _default_choice(
+    tensors: Mapping[str, TensorInfo], paths: Mapping[str, KeyPath], skipped: dict[str, Skipped]
+) -> set[str]:
+    level, depth = sorted(paths), 0
+    while True:
+        nested: dict[str, list[str]] = {}
+        direct: list[str] = []
+        for fqn in level:
+            path = paths[fqn]
+            key = str(path[depth])
+            # A tensor itself is never judged by its name: a module may have a parameter "scaler".
+            if len(path) == depth + 1:
+                direct.append(fqn)
+            elif key.lower() in OPTIMIZER_KEYS:
+                _skip(tensors, skipped, fqn, "optimizer")
+            elif key.lower() in TRAINING_KEYS:
+                _skip(tensors, skipped, fqn, "training state")
+            else:
+                nested.setdefault(key, []).append(fqn)
+        models = [key for key in nested if key.lower() in MODEL_KEYS]
+        if len(models) == 1:
+            chosen = models[0]
+        elif not direct and len(nested) == 1 and depth == 0:
+            chosen = next(iter(nested))
+        else:
+            return {*direct, *(fqn for fqns in nested.values() for fqn in fqns)}
+        others = [fqn for key, fqns in nested.items() if key != chosen for fqn in fqns]
+        for fqn in [*direct, *others]:
+            because = f"it lies outside {chosen!r}, which holds the model"
+            _skip(tensors, skipped, fqn, "outside the model", because)
+        level, depth = nested[chosen], depth + 1
+
+
+def _skip(
+    tensors: Mapping[str, TensorInfo],
+    skipped: dict[str, Skipped],
+    fqn: str,
+    reason: Reason,
+    because: str | None = None,
+    target: str | None = None,
+) -> None:
+    info = tensors.get(fqn)
+    size = None if info is None else prod(info.shape) * DTYPES[info.dtype].item_bytes
+    skipped[fqn] = Skipped(
+        fqn=fqn,
+        reason=reason,
+        because=because or _BECAUSE[reason],
+        size_bytes=size,
+        target=target,
+    )
+
+
+def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> dict[str, str]:
+    """Return the name of every tensor; raises for what cannot be one and for duplicates."""
+    rename = options.rename
+    if isinstance(rename, Mapping):
+        absent = sorted(rename.keys() - set(fqns))
+        if absent:
+            raise InvalidInputError(
+                f"rename names {absent[0]!r}, which is no tensor that goes out.",
+                next_step="Remove the entry, or have the tensor go out with include=.",
+            )
+    names: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for fqn in fqns:
+        name: object = fqn.removeprefix(stripped)
+        if callable(rename):
+            name = rename(fqn)
+        elif rename is not None:
+            name = rename.get(fqn, name)
+        if not isinstance(name, str) or not name or name == "__metadata__" or not _is_text(name):
+            raise InvalidInputError(
+                f"{fqn} would be called {name!r:.80} in its weight file.",
+                next_step="Have rename= give it a name that is text and not __metadata__.",
+            )
+        if name in taken:
+            raise InvalidInputError(
+                f"{taken[name]} and {fqn} would both be called {name!r} in the weight files.",
+                next_step="Give them different names with rename=, or exclude one.",
+            )
+        taken[name] = fqn
+        names[fqn] = name
+    return names
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _chosen(
+    fqn: str, stored: str, name: str, source: Source, options: ConsolidateOptions
+) -> Chosen:
+    info = source.tensors[stored]
+    kind = DTYPES.get(info.dtype)
+    if kind is None or kind.safetensors is None:
+        raise InvalidInputError(
+            f"{fqn} has dtype {info.dtype}, which safetensors does not hold.",
+            next_step=f"Leave it out with exclude=[{fqn!r}], or save it as another dtype.",
+        )
+    if info.dtype == "float4_e2m1fn_x2" and not info.shape:
+        raise InvalidInputError(
+            f"{fqn} is one pair of 4-bit numbers without a dimension, which safetensors cannot "
+            "spell.",
+            next_step=f"Leave it out with exclude=[{fqn!r}], or save it with one dimension.",
+        )
+    dtype = info.dtype
+    if options.cast_to is not None and dtype in CASTABLE:
+        dtype = options.cast_to
+    return Chosen(name=name, fqn=stored, source_dtype=info.dtype, dtype=dtype, shape=info.shape)

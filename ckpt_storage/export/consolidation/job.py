@@ -1,0 +1,153 @@
+"""What a consolidation is told, and what it needs of its ranks.
+
+Knows locations, options and the shape of an operation; opens nothing. Called by `run` and by
+whoever starts a consolidation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ckpt_storage._version import __version__
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.options import (
+    DEFAULT_MEMORY_LIMIT_BYTES,
+    DEFAULT_PART_BYTES,
+    MIB,
+    Phase,
+    RetryPolicy,
+    Timeouts,
+    TransferOptions,
+    default_memory_limit_bytes,
+)
+from ckpt_storage.store import Location, endpoint_of
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.deadline import Deadline
+
+from .executors import Copies
+from .options import ConsolidateOptions
+
+__all__ = ["ConsolidateJob", "Ranks", "Track", "transfer_options"]
+
+_LOCAL_THREADS = 2
+_REMOTE_THREADS = 8
+_LOCAL_PART_BYTES = 16 * MIB
+
+Track = Callable[[int, str | None], AbstractContextManager[Callable[[int], None]]]
+"""Takes the bytes that this rank will write, and the save id; gives what takes bytes written."""
+
+
+class Ranks(Protocol):
+    """What a consolidation needs of the operation that it runs in: an `operation.Operation`."""
+
+    rank: int
+    world_size: int
+    is_coordinator: bool
+
+    def phase(
+        self, phase: Phase, timeout_s: float | None = None, *, total_bytes: int = 0
+    ) -> Deadline:
+        """Begin a phase on this rank."""
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Send to the coordinator."""
+
+    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+        """Receive from the coordinator."""
+
+    def broadcast(self, payload: bytes) -> bytes:
+        """Share the coordinator's payload."""
+
+
+def _untracked(
+    _total_bytes: int, _save_id: str | None
+) -> AbstractContextManager[Callable[[int], None]]:
+    return nullcontext(lambda _count: None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsolidateJob:
+    """What is consolidated, to where and how; the same on all ranks.
+
+    `ties` are recorded ones, alias to target in FQNs; None: those that the save wrote down.
+    `slot` is that of the commit to consolidate, for a save that goes on with it; None: the head.
+    Pickles if `track` does.
+    """
+
+    source: Location
+    output: Location
+    options: ConsolidateOptions = field(default_factory=ConsolidateOptions)
+    ties: Mapping[str, str] | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    copies: Copies = "auto"
+    thread_count: int | None = None
+    slot: int | None = None
+    track: Track = _untracked
+
+    def __post_init__(self) -> None:
+        source, output = self.source.normalised, self.output.normalised
+        inner = (source, f"{source}/commits", f"{source}/saves")
+        if output in inner or output.startswith(tuple(f"{one}/" for one in inner[1:])):
+            raise InvalidInputError(
+                f"The output {self.output.url} is where the checkpoint's own files lie.",
+                next_step=f"Give a folder of its own, such as {self.source.url}/hf.",
+            )
+
+    def terms(self) -> dict[str, str]:
+        """Return what all ranks must have in common, as `Operation.meet` wants it."""
+        options = self.options
+        return {
+            "the checkpoint's URL": self.source.normalised,
+            "the commit": str(self.slot),
+            "the storage's endpoint": endpoint_of(self.source),
+            "the output's URL": self.output.normalised,
+            "the output storage's endpoint": endpoint_of(self.output),
+            "max_file_bytes": str(options.file_limit_bytes),
+            "fqn_to_index_mapping": _digest(options.fqn_to_index_mapping),
+            "dtype": str(options.cast_to),
+            "rename": _digest(options.rename),
+            "include": _digest(options.include),
+            "exclude": _digest(options.exclude),
+            "tied": _digest(options.tied),
+            "the version of ckpt_storage": __version__,
+        }
+
+
+def _digest(value: object) -> str:
+    """Return a text that is the same for equal options on all ranks; functions are not compared.
+
+    What functions answer is compared as part of the plan.
+    """
+    if callable(value):
+        return "a function"
+    if isinstance(value, Mapping):
+        value = sorted((str(key), str(one)) for key, one in value.items())
+    elif isinstance(value, set | frozenset | list | tuple):
+        value = sorted(map(str, value))
+    text = repr(value)
+    return text if len(text) < 80 else hashlib.sha256(text.encode()).hexdigest()  # noqa: PLR2004
+
+
+def transfer_options(job: ConsolidateJob, source: Store, target: Store) -> TransferOptions:
+    """Return threads and sizes that suit both storages within the memory limit."""
+    is_remote = source.capabilities.is_remote or target.capabilities.is_remote
+    memory = job.options.memory_limit_bytes
+    # All ranks plan alike, on nodes with more of them and with fewer.
+    planned = DEFAULT_MEMORY_LIMIT_BYTES if memory is None else memory
+    threads = job.thread_count or (_REMOTE_THREADS if is_remote else _LOCAL_THREADS)
+    part_bytes = _LOCAL_PART_BYTES
+    # A part in flight takes up to three times its bytes: read, put together, joined by a client.
+    share_bytes = planned // (3 * threads)
+    if is_remote:
+        part_bytes = DEFAULT_PART_BYTES
+        share_bytes -= share_bytes % MIB if share_bytes > MIB else 0
+    return TransferOptions(
+        thread_count=threads,
+        part_bytes=max(min(part_bytes, share_bytes), MIB // 16),
+        memory_limit_bytes=default_memory_limit_bytes() if memory is None else memory,
+    )

@@ -1,0 +1,261 @@
+"""Windows of weight files put together in memory out of verified ranges of the source.
+
+Knows pieces, chunks and their checksums; writes nothing and waits for nobody. Every block of the
+source is checked as it arrives; elements are placed by a handful of strided copies for each read,
+never row by row. Called by `executors`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt_storage.errors import FormatError, IntegrityError, StorageError
+from ckpt_storage.format import integrity
+from ckpt_storage.format.regions import WindowCopy
+from ckpt_storage.options import TransferOptions
+from ckpt_storage.source.model import Place, Source, concerns
+from ckpt_storage.source.readplan import Request, plan_reads
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer.costs import costs_for
+from ckpt_storage.transfer.fetching import Fetch, run_fetches
+from ckpt_storage.transfer.pacing import Pacer
+
+from .cast import cast_into, check_cast
+from .plan import ExportPlan, Piece, PieceFinder, Region
+
+__all__ = ["WindowReader"]
+
+# numpy has no 16-byte integer; a copy of complex numbers keeps their bits.
+_BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+
+
+class WindowReader:
+    """Reads what weight files are made of; may be used by several threads at once.
+
+    A read takes at most `read_bytes`, or one block of the source where that is larger. All tell
+    `pacer`, by which the caller decides how many windows are filled at a time.
+    """
+
+    def __init__(
+        self,
+        plan: ExportPlan,
+        source: Source,
+        store: Store,
+        *,
+        deadline: Deadline,
+        read_bytes: int,
+        options: TransferOptions,
+        pacer: Pacer,
+    ) -> None:
+        self._plan = plan
+        self._source = source
+        self._store = store
+        self._deadline = deadline
+        self._read_bytes = read_bytes
+        # Parallelism is the caller's: each of its threads reads for a window of its own.
+        self._options = dataclasses.replace(options, thread_count=1)
+        self._pacer = pacer
+        self._finder = PieceFinder(plan, source.tensors)
+        self._places: dict[tuple[str, tuple[int, ...]], Place] = {}
+        self._lock = threading.Lock()
+
+    def pieces_of(self, file: int, start: int, stop: int) -> list[Piece]:
+        """Return the pieces of bytes [start, stop) of a weight file."""
+        return list(self._finder.pieces_of(file, start, stop))
+
+    def require(self, region: Region) -> None:
+        """Fetch what is needed to find the chunks of a region, in one go.
+
+        Raises `FormatError` for a chunk that does not lie as plain bytes in its file.
+        """
+        keys = {
+            (piece.fqn, piece.chunk_offsets): piece
+            for piece in self._finder.pieces_of(region.file, region.start, region.stop)
+        }
+        self._source.require(list(keys))
+        for piece in keys.values():
+            self.place_of(piece)
+
+    def place_of(self, piece: Piece) -> Place:
+        """Return where the chunk of a piece lies."""
+        key = piece.fqn, piece.chunk_offsets
+        with self._lock:
+            place = self._places.get(key)
+            if place is None:
+                place = self._places[key] = _checked(self._source.place(*key), piece)
+        return place
+
+    def forget(self) -> None:
+        """Drop what is known of the chunks: the next region needs others."""
+        with self._lock:
+            self._places.clear()
+
+    def fill(
+        self, file: int, start: int, stop: int, window: memoryview, scratch: memoryview
+    ) -> int:
+        """Put bytes [start, stop) of a weight file into `window`; return the bytes read.
+
+        `scratch` has at least `scratch_bytes`, and is the calling thread's. Raises what the store
+        raises, with the tensor and the rank that wrote it, and `IntegrityError` for damage.
+        """
+        header = self._plan.files[file].header[start:stop]
+        window[: len(header)] = header
+        pieces = self.pieces_of(file, start, stop)
+        requests = [self._request(piece, window, start) for piece in pieces]
+        fetches = plan_reads(
+            requests,
+            part_bytes=self._read_bytes,
+            costs=costs_for(is_remote=self._store.capabilities.is_remote),
+        )
+        return self._run(fetches, scratch, [request.place for request in requests])
+
+    def verify(self, place: Place, start: int, stop: int, scratch: memoryview) -> int:
+        """Read bytes [start, stop) of a chunk and check them; return their CRC-32C.
+
+        Where there are checksums, both are ends of blocks.
+        """
+        crc = 0
+        step = len(scratch) - len(scratch) % place.block_bytes
+        for at in range(start, stop, step):
+            end = min(at + step, stop)
+            fetch = Fetch(
+                path=place.path,
+                start=place.start + at,
+                stop=place.start + end,
+                done=partial(_check, place, at),
+                size_bytes=place.file_bytes,
+            )
+            self._run([fetch], scratch, [place])
+            crc = integrity.crc32c_of(scratch[: end - at], crc)
+        return crc
+
+    def scratch_bytes(self) -> int:
+        """Return how long the buffer must be that reads go through."""
+        with self._lock:
+            largest = max((place.block_bytes for place in self._places.values()), default=1)
+        # An element that does not divide the block is read whole.
+        return max(self._read_bytes, largest) + largest
+
+    def _run(self, fetches: Sequence[Fetch], scratch: memoryview, places: Sequence[Place]) -> int:
+        aimed = [
+            fetch
+            if fetch.target is not None
+            else dataclasses.replace(fetch, target=scratch[: fetch.stop - fetch.start])
+            for fetch in fetches
+        ]
+        try:
+            run_fetches(
+                self._store,
+                aimed,
+                options=self._options,
+                deadline=self._deadline,
+                pacer=self._pacer,
+            )
+        except (StorageError, IntegrityError) as error:
+            raise self.explained(error, places) from error
+        return sum(fetch.stop - fetch.start for fetch in fetches)
+
+    def _request(self, piece: Piece, window: memoryview, window_start: int) -> Request:
+        tensor = piece.tensor
+        out: NDArray[Any] = np.ndarray(
+            piece.dest_sizes,
+            _BITS[tensor.item_bytes],
+            window,
+            piece.dest_start - window_start,
+        )[_index(piece.dest_offsets, piece.region.sizes)]
+        target = None
+        run = piece.dest_run
+        if piece.is_plain_copy and run is not None:
+            target = window[run.start - window_start : run.stop - window_start]
+        return Request(
+            place=self.place_of(piece),
+            item_bytes=tensor.source_item_bytes,
+            chunk_sizes=piece.chunk_sizes,
+            region=piece.region,
+            sink=partial(_place_elements, piece, out),
+            target=target,
+        )
+
+    def explained(self, error: StorageError | IntegrityError, places: Sequence[Place]) -> Exception:
+        """Return `error` with the tensor that its file holds and the rank that wrote it."""
+        mine = [place for place in places if concerns(error, place.path)]
+        if not mine:
+            return error
+        if isinstance(error, StorageError):
+            return self._source.explain_missing(mine[0]) if error.kind == "not-found" else error
+        if error.fqn is not None:
+            return error
+        offset = error.offset or 0
+        place = next((p for p in mine if p.start <= offset < p.start + p.size_bytes), mine[0])
+        by = f", written by rank {place.rank}" if place.rank is not None else ""
+        step = error.next_step or ""
+        return IntegrityError(
+            f"{str(error).removesuffix(step).strip()} The file holds {place.fqn}{by}.",
+            fqn=place.fqn,
+            offset=error.offset,
+            path=place.path,
+            rank=place.rank,
+            phase="consolidate",
+            next_step=error.next_step,
+        )
+
+
+def _checked(place: Place, piece: Piece) -> Place:
+    """Return `place`; raise `FormatError` if a piece cannot be cut out of it."""
+    wanted = math.prod(piece.chunk_sizes) * piece.tensor.source_item_bytes
+    if place.container != "raw":
+        raise FormatError(
+            f"{place.fqn} in {place.path} is stored in a form that only torch.load reads.",
+            path=place.path,
+            rank=place.rank,
+            next_step="Load the checkpoint and save it anew, then consolidate that.",
+        )
+    if place.size_bytes != wanted:
+        raise FormatError(
+            f"{place.fqn} in {place.path} has {place.size_bytes} bytes; the metadata says "
+            f"{list(piece.chunk_sizes)} elements, {wanted} bytes.",
+            path=place.path,
+            rank=place.rank,
+            next_step="Check that the checkpoint is complete and that its files belong together.",
+        )
+    if piece.tensor.is_cast:
+        check_cast(piece.tensor.source_dtype, piece.tensor.dtype)
+    return place
+
+
+def _check(place: Place, first_byte: int, view: memoryview) -> None:
+    place.check(view, first_byte)
+
+
+def _index(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+
+
+def _place_elements(
+    piece: Piece, out: NDArray[Any], window: memoryview, copies: Sequence[WindowCopy]
+) -> None:
+    """Copy or convert elements from a window of the source to where they belong."""
+    tensor = piece.tensor
+    item_bytes = tensor.source_item_bytes
+    for copy in copies:
+        found: NDArray[Any] = np.ndarray(
+            copy.sizes,
+            _BITS[item_bytes],
+            window,
+            copy.source_offset_elements * item_bytes,
+            [stride * item_bytes for stride in copy.source_strides],
+        )
+        part = out[_index(copy.dest_offsets, copy.sizes)]
+        if tensor.is_cast:
+            cast_into(found, tensor.source_dtype, part, tensor.dtype)
+        else:
+            np.copyto(part, found)

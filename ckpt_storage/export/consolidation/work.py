@@ -1,0 +1,211 @@
+"""What one rank does with its regions: uploads begun, shared and joined, written, completed.
+
+Knows a plan, the division of what is left of it, and the output store; meets no other rank: `run`
+carries tickets, results and completions between them. Called by `run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
+
+from ckpt_storage.errors import CheckpointError, StorageError
+from ckpt_storage.format import integrity
+from ckpt_storage.format.documents import FileRef
+from ckpt_storage.store.base import PartReceipt, SharedUpload, Store, Upload
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer.workers import Workers
+
+from .executors import Portion, RegionWriter
+from .folder import write_record
+from .plan import ExportPlan, Region
+
+_WAITING = 4
+"""Files that may be waiting to become durable: each keeps its descriptor open."""
+
+__all__ = ["Completion", "RankResult", "RankWork", "completions", "keepers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult:
+    """What one rank wrote: portions; receipts of files kept by others; files it completed."""
+
+    portions: tuple[Portion, ...]
+    receipts: Mapping[int, Sequence[PartReceipt]]
+    completed: Mapping[int, FileRef]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A file that its keeper may complete: all ranks reported, and this is its checksum."""
+
+    file: int
+    crc32c: int
+    receipts: Sequence[PartReceipt]
+
+
+def keepers(plan: ExportPlan) -> dict[int, int]:
+    """Return, for each file that several ranks write, the rank that begins and completes it."""
+    owners: dict[int, list[int]] = {}
+    for region in plan.regions:
+        owners.setdefault(region.file, []).append(region.owner)
+    return {file: ranks[0] for file, ranks in owners.items() if len(ranks) > 1}
+
+
+def completions(plan: ExportPlan, results: Sequence[RankResult]) -> dict[int, list[Completion]]:
+    """Return what each keeper completes, given what all ranks wrote; coordinator only.
+
+    Raises `CheckpointError` unless the portions are all of every such file.
+    """
+    portions: dict[int, list[Portion]] = {}
+    receipts: dict[int, list[PartReceipt]] = {}
+    for result in results:
+        for portion in result.portions:
+            portions.setdefault(portion.file, []).append(portion)
+        for file, told in result.receipts.items():
+            receipts.setdefault(file, []).extend(told)
+    found: dict[int, list[Completion]] = {}
+    for file, keeper in keepers(plan).items():
+        crc32c = whole_crc(plan, file, portions.get(file, []))
+        one = Completion(file=file, crc32c=crc32c, receipts=receipts.get(file, []))
+        found.setdefault(keeper, []).append(one)
+    return found
+
+
+def whole_crc(plan: ExportPlan, file: int, portions: Sequence[Portion]) -> int:
+    """Return the CRC-32C of a file, combined; raises unless `portions` are all of it once."""
+    ordered = sorted(portions, key=lambda portion: portion.start)
+    end = 0
+    for portion in ordered:
+        if portion.start != end:
+            break
+        end = portion.stop
+    weight = plan.files[file]
+    lengths = [portion.stop - portion.start for portion in ordered]
+    if end != weight.size_bytes or sum(lengths) != weight.size_bytes:
+        raise CheckpointError(
+            f"The ranks wrote {weight.name} without a gap up to byte {end} of "
+            f"{weight.size_bytes}; it was not completed.",
+            path=weight.name,
+            phase="consolidate",
+            next_step="Consolidate again; this is a bug.",
+        )
+    return integrity.combine_many([portion.crc32c for portion in ordered], lengths)
+
+
+class RankWork:
+    """The uploads of one rank; a context manager that aborts what was not completed."""
+
+    def __init__(self, plan: ExportPlan, rank: int, store: Store) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._store = store
+        self._keepers = keepers(plan)
+        self._kept: dict[int, SharedUpload] = {}
+        self._open: list[Upload] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        left = [*self._open, *self._kept.values()]
+        for upload in left:
+            # The error that is on its way says more.
+            with contextlib.suppress(CheckpointError):
+                upload.abort()
+
+    def tickets(self) -> dict[int, str]:
+        """Begin the uploads that this rank keeps for several; return their tickets by file."""
+        for file, keeper in self._keepers.items():
+            if keeper == self._rank:
+                self._kept[file] = self._store.start_shared_upload(
+                    self._plan.files[file].name, part_bytes=self._part_bytes(file)
+                )
+        return {file: upload.ticket() for file, upload in self._kept.items()}
+
+    def write(
+        self, writer: RegionWriter, tickets: Mapping[int, str], deadline: Deadline
+    ) -> RankResult:
+        """Write all regions of this rank; complete the files that it writes alone."""
+        portions: list[Portion] = []
+        receipts: dict[int, Sequence[PartReceipt]] = {}
+        completed: dict[int, FileRef] = {}
+
+        def complete(upload: Upload, region: Region, crc32c: int) -> None:
+            if isinstance(upload, SharedUpload):
+                upload.complete(region.file_bytes, existing="replace")
+            else:
+                upload.complete(region.file_bytes)
+            self._open.remove(upload)
+            completed[region.file] = self._record(region.file, crc32c)
+
+        def leave(upload: SharedUpload, region: Region) -> None:
+            receipts[region.file] = upload.receipts()
+            self._open.remove(upload)
+
+        # What is written becomes durable while the next region is being written.
+        with Workers(1, name="complete weight files", deadline=deadline, limit=_WAITING) as ends:
+            for region in self._plan.regions_of(self._rank):
+                file = region.file
+                if file in self._kept:
+                    portions.append(writer.write(region, self._kept[file]))
+                elif file in self._keepers:
+                    joined = self._join(region, tickets[file], deadline)
+                    portions.append(writer.write(region, joined))
+                    ends.submit(partial(leave, joined, region))
+                else:
+                    own = self._begin(region)
+                    portion = writer.write(region, own)
+                    portions.append(portion)
+                    ends.submit(partial(complete, own, region, portion.crc32c))
+            ends.drain()
+        return RankResult(portions=tuple(portions), receipts=receipts, completed=completed)
+
+    def _begin(self, region: Region) -> Upload:
+        name = self._plan.files[region.file].name
+        begin = (
+            self._store.start_shared_upload
+            if self._store.capabilities.shared_uploads
+            else self._store.start_upload
+        )
+        upload = begin(name, part_bytes=region.part_bytes)
+        self._open.append(upload)
+        return upload
+
+    def _join(self, region: Region, ticket: str, deadline: Deadline) -> SharedUpload:
+        name = self._plan.files[region.file].name
+        try:
+            upload = self._store.join_upload(name, ticket, part_bytes=region.part_bytes)
+        except StorageError as error:
+            if error.kind == "not-found":
+                # Its owner may have given it up because of another failure, which then counts.
+                deadline.check(f"Joining the upload of {name}")
+            raise
+        self._open.append(upload)
+        return upload
+
+    def complete(self, orders: Sequence[Completion]) -> dict[int, FileRef]:
+        """Complete the files that this rank keeps, all ranks having reported."""
+        completed = {}
+        for order in orders:
+            upload = self._kept[order.file]
+            upload.complete(
+                self._plan.files[order.file].size_bytes,
+                receipts=order.receipts,
+                existing="replace",
+            )
+            del self._kept[order.file]
+            completed[order.file] = self._record(order.file, order.crc32c)
+        return completed
+
+    def _record(self, file: int, crc32c: int) -> FileRef:
+        weight = self._plan.files[file]
+        reference = FileRef(path=weight.name, size_bytes=weight.size_bytes, crc32c=crc32c)
+        write_record(self._store, self._plan.fingerprint, weight.number, reference)
+        return reference
+
+    def _part_bytes(self, file: int) -> int:
+        return next(r.part_bytes for r in self._plan.regions if r.file == file)

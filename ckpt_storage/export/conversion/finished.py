@@ -1,0 +1,90 @@
+"""The files of a conversion that an earlier call completed before it died.
+
+Knows the note in a folder that is being filled, and how a file is checked against its record.
+Called by `targets`.
+
+A file is kept only if the note, which is of this very conversion, has its length and CRC-32C, and
+the file that lies there has both: every byte of it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_storage.errors import IntegrityError, StorageError
+from ckpt_storage.export.foreignfolder import NOTE, ForeignFolder
+from ckpt_storage.format import integrity
+from ckpt_storage.format.documents import FileRef, ref_from_json
+from ckpt_storage.options import TransferOptions
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.deadline import Deadline
+
+__all__ = ["Finished"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Finished:
+    """Which of the files of one conversion are complete; used by one thread.
+
+    `names` are those of all files but the one that makes them a checkpoint.
+    """
+
+    folder: ForeignFolder
+    store: Store
+    names: Sequence[str]
+    options: TransferOptions
+    deadline: Deadline
+    kept_count: int = field(default=0, init=False)
+
+    def begin(self, identity: str, *, source: str, overwrite: bool) -> None:
+        """Begin to fill the folder, as `ForeignFolder.begin`; what cannot be kept is deleted."""
+        if not self.folder.begin(identity, source=source, overwrite=overwrite):
+            return
+        done = self.folder.done
+        sound = [name for name in self.names if name in done and self._is_whole(done[name])]
+        self.folder.done = {name: done[name] for name in sound}
+        unknown = [name for name in self.names if name not in sound]
+        if unknown:
+            self.store.delete(unknown)
+
+    def write(
+        self, name: str, write: Callable[[], tuple[FileRef, Mapping[str, Any]]]
+    ) -> Mapping[str, Any]:
+        """Have a file written, unless it is there; return what its record has besides the file.
+
+        `write` returns the file as it was written, and that.
+        """
+        known = self.folder.done.get(name)
+        if known is not None:
+            self.kept_count += 1
+        else:
+            reference, more = write()
+            known = {"file": reference.as_json(), **more}
+            self.folder.add(name, known)
+        return known
+
+    def is_kept(self, name: str) -> bool:
+        """Return whether a file is there already."""
+        return name in self.folder.done
+
+    def _is_whole(self, record: Mapping[str, Any]) -> bool:
+        reference = ref_from_json(record["file"], where=NOTE)
+        window = memoryview(bytearray(min(self.options.part_bytes, reference.size_bytes)))
+        crc = 0
+        try:
+            if self.store.stat(reference.path).size_bytes != reference.size_bytes:
+                return False
+            for start in range(0, reference.size_bytes, max(1, len(window))):
+                part = window[: reference.size_bytes - start]
+                self.store.read_into(reference.path, start, part, size_bytes=reference.size_bytes)
+                crc = integrity.crc32c_of(part, crc)
+                self.deadline.check(f"Checking {reference.path}")
+        except IntegrityError:
+            return False
+        except StorageError as error:
+            if error.kind != "not-found":
+                raise
+            return False
+        return crc == reference.crc32c

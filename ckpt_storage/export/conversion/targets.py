@@ -1,0 +1,317 @@
+"""One target of each format, from the first look at the folder to what makes it a checkpoint.
+
+Knows in which order a target comes into being; how a format is spelt is its module's. Called by
+`converting`. The modules that import torch are imported for the formats that need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+from ckpt_storage.commit import attempt as commit
+from ckpt_storage.commit import cleaning
+from ckpt_storage.commit.slotlog import is_there
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CommitUnknownError,
+    InvalidInputError,
+    NotPublishedError,
+)
+from ckpt_storage.export.foreignfolder import NOTE, ForeignFolder
+from ckpt_storage.format import integrity, layout
+from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.manifest import RankManifest
+from ckpt_storage.format.rankreport import RankReport
+from ckpt_storage.options import RetryPolicy, TransferOptions
+from ckpt_storage.store import Location
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.probe import probe_exclusive_create
+from ckpt_storage.transfer.workers import bounded
+
+from .finished import Finished
+from .values import Values
+
+__all__ = ["FORMATS", "Target", "TargetFormat", "Written", "split_file", "write_target"]
+
+TargetFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
+"""ours; stock DCP; torch's sharded safetensors; one Hugging Face export; a file of torch.save."""
+
+FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
+
+_NO_SAVE = "00000000T000000Z-0000000000000000"
+"""Stands where a document of ours has the id of a save: stock DCP knows none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where the values go, in which format and by what means.
+
+    `identity` stands for the content, to the last byte of each file. `open` opens a location with
+    the deadline of the work; `options_for` says what may be used of memory and threads on a store.
+    """
+
+    format: TargetFormat
+    location: Location
+    source_url: str
+    identity: str
+    overwrite: bool
+    max_file_bytes: int
+    unsafe_pickle: bool
+    deadline: Deadline
+    commit_timeout_s: float
+    retry: RetryPolicy
+    on_bytes: Callable[[int], None]
+    open: Callable[[Location], Store]
+    options_for: Callable[[Store], TransferOptions]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What was written: the id of a save of ours; how many files were there from a call before."""
+
+    save_id: str | None = None
+    kept_count: int = 0
+
+
+def write_target(values: Values, target: Target) -> Written:
+    """Write all values.
+
+    Whole on return. After an error the target looks like no checkpoint, or like the one of ours or
+    the file that it was to replace; where a storage cannot replace a file in one step, that file is
+    gone once writing has begun, and only `overwrite` gives leave for it. Raises
+    `CheckpointExistsError`, `InvalidInputError`, `StorageError`, `IntegrityError`,
+    `PhaseTimeoutError`.
+    """
+    if target.format == "ckpt_storage":
+        return Written(save_id=_write_ours(values, target))
+    if target.format == "torch_save":
+        _write_torch(values, target)
+        return Written()
+    if target.format == "dcp":
+        return Written(kept_count=_write_dcp(values, target))
+    return Written(kept_count=_write_safetensors(values, target))
+
+
+def _write_ours(values: Values, target: Target) -> str:
+    """Write one save of one rank and commit it as any save is committed."""
+    from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415  # this target is torch's
+        MetadataIndex,
+        StorageMeta,
+    )
+    from torch.distributed.checkpoint.storage import WriteResult  # noqa: PLC0415  # as above
+
+    from ckpt_storage.commit.committing import commit_save  # noqa: PLC0415  # as above
+
+    from .shards import ShardTarget, metadata_of  # noqa: PLC0415  # as above
+
+    store = target.open(target.location)
+    grant = commit.begin(
+        store,
+        overwrite=target.overwrite,
+        probe=lambda found: probe_exclusive_create(found, key=target.location.scope()).exclusive,
+    )
+    try:
+        manifest = ShardTarget(
+            store=store,
+            path_of=partial(layout.shard_path, grant.save_id, 0),
+            save_id=grant.save_id,
+            options=target.options_for(store),
+            deadline=target.deadline,
+            on_bytes=target.on_bytes,
+            max_file_bytes=target.max_file_bytes,
+        ).write(values)
+        values.check_unchanged()
+        document = integrity.seal(manifest.to_body())
+        reference = FileRef(
+            path=layout.rank_manifest_path(grant.save_id, 0),
+            size_bytes=len(document),
+            crc32c=integrity.crc32c_of(document),
+        )
+        store.write(reference.path, document)
+    except BaseException as error:
+        # Nobody else knows of this attempt, and nothing was asked to commit it.
+        _remove(store, grant.save_id, error)
+        raise
+    result = WriteResult(
+        index=MetadataIndex("ckpt_storage.rank.0"),
+        size_in_bytes=sum(file.size_bytes for file in manifest.files),
+        storage_data=RankReport.of(manifest, reference, document, with_places=True),
+    )
+    deadline = Deadline("commit", target.commit_timeout_s)
+    try:
+        commit_save(
+            bounded(store, deadline),
+            grant,
+            world_size=1,
+            metadata=metadata_of(values),
+            results=[[result]],
+            storage_meta=StorageMeta(checkpoint_id=target.location.url),
+            settled_ties={**{target: target for target in values.ties.values()}, **values.ties},
+            user={},
+            deadline=deadline,
+            retry=target.retry,
+        )
+    except CheckpointError as error:
+        # Any other says that the save is not committed, and never will be: nobody tries again.
+        if not isinstance(error, CommitUnknownError | NotPublishedError):
+            _remove(store, grant.save_id, error)
+        raise
+    return grant.save_id
+
+
+def _remove(store: Store, save_id: str, error: BaseException) -> None:
+    """Delete an attempt that failed; what fails about it is noted on the error it failed with."""
+    try:
+        cleaning.delete_attempt(store, save_id)
+    except CheckpointError as failure:
+        error.add_note(f"Removing what was written failed too: {failure}")
+
+
+def _write_dcp(values: Values, target: Target) -> int:
+    """Write stock torch's layout; `.metadata` makes it a checkpoint."""
+    from .shards import ShardTarget, bytes_of, planned_files, stock_pickle  # noqa: PLC0415  # imports torch
+
+    store = target.open(target.location)
+    path_of = partial(layout.shard_name, 0)
+    groups = planned_files(values, target.max_file_bytes)
+    names = [path_of(number) for number in range(len(groups))]
+    folder = ForeignFolder(store, [*names, layout.STOCK_METADATA], content="metadata")
+    finished = _begun(folder, store, names, target)
+    shards = ShardTarget(
+        store=store,
+        path_of=path_of,
+        save_id="",
+        options=target.options_for(store),
+        deadline=target.deadline,
+        on_bytes=target.on_bytes,
+        max_file_bytes=target.max_file_bytes,
+    )
+
+    def write(number: int) -> tuple[FileRef, dict[str, Any]]:
+        written = shards.write_file(values, number, groups[number])
+        reference = written.files[0].ref()
+        return reference, {"rank": _moved(written, layout.save_folder(_NO_SAVE) + "/").to_body()}
+
+    written: list[RankManifest] = []
+    for number, name in enumerate(names):
+        if finished.is_kept(name):
+            target.on_bytes(bytes_of(values, groups[number]))
+        record = finished.write(name, partial(write, number))
+        written.append(_moved(RankManifest.from_body(record["rank"], where=NOTE), ""))
+    values.check_unchanged()
+    store.replace(layout.STOCK_METADATA, stock_pickle(values, written, target.location.url))
+    folder.end()
+    return finished.kept_count
+
+
+def _moved(manifest: RankManifest, folder: str) -> RankManifest:
+    """Return what tells of files in another folder; a document has them in that of their save."""
+    files = [replace(file, path=folder + file.path.rpartition("/")[2]) for file in manifest.files]
+    return replace(manifest, save_id=_NO_SAVE, files=files)
+
+
+def _write_safetensors(values: Values, target: Target) -> int:
+    from .weights import (  # noqa: PLC0415  # loads numpy, as streaming does
+        Layout,
+        WeightFile,
+        index_of,
+        lay_out,
+        plan_sharded,
+        plan_whole,
+        write_weights,
+    )
+
+    store = target.open(target.location)
+    is_export = target.format == "safetensors"
+    plan = plan_whole if is_export else plan_sharded
+    files = plan(values, target.max_file_bytes)
+    # All of them before anything at the target is touched: they may refuse a name.
+    layouts = [lay_out(values, file) for file in files]
+    names = [file.name for file in files]
+    folder = ForeignFolder(store, names, content="indexed" if is_export else "unindexed")
+    finished = _begun(folder, store, names, target)
+
+    def write(file: WeightFile, laid_out: Layout) -> tuple[FileRef, dict[str, Any]]:
+        written = write_weights(
+            values,
+            file,
+            laid_out,
+            store,
+            options=target.options_for(store),
+            deadline=target.deadline,
+            on_bytes=target.on_bytes,
+        )
+        return written, {}
+
+    for file, laid_out in zip(files, layouts, strict=True):
+        if finished.is_kept(file.name):
+            target.on_bytes(sum(length for *_, length in laid_out[1]))
+        finished.write(file.name, partial(write, file, laid_out))
+    values.check_unchanged()
+    folder.show(index_of(values, files) if is_export else None)
+    folder.end()
+    return finished.kept_count
+
+
+def _begun(folder: ForeignFolder, store: Store, names: list[str], target: Target) -> Finished:
+    finished = Finished(
+        folder=folder,
+        store=store,
+        names=names,
+        options=target.options_for(store),
+        deadline=target.deadline,
+    )
+    finished.begin(target.identity, source=target.source_url, overwrite=target.overwrite)
+    return finished
+
+
+def _write_torch(values: Values, target: Target) -> None:
+    from .torchzip import write_torch_file  # noqa: PLC0415  # imports torch
+
+    parent, name = split_file(target.location)
+    if not name:
+        raise InvalidInputError(
+            f"{target.location.url} names no file.", next_step="Give a file, such as model.pt."
+        )
+    store = target.open(parent)
+    is_taken = is_there(store, name)
+    if is_taken and not target.overwrite:
+        raise CheckpointExistsError(
+            f"{target.location.url} is there.",
+            path=target.location.url,
+            phase="plan",
+            next_step="Give another name, or pass overwrite=True to replace it.",
+        )
+
+    def make_room() -> None:
+        if is_taken and not store.capabilities.atomic_replace:
+            store.delete([name])
+
+    store.prepare([])
+    write_torch_file(
+        values,
+        store,
+        name,
+        options=target.options_for(store),
+        deadline=target.deadline,
+        on_bytes=target.on_bytes,
+        unsafe_pickle=target.unsafe_pickle,
+        make_room=make_room,
+    )
+
+
+def split_file(location: Location) -> tuple[Location, str]:
+    """Return the folder of a file, and the file's name."""
+    head, _, name = location.target.rpartition("/")
+    is_root = not head or head.endswith(":/")
+    target = head or "/"
+    return Location(
+        protocol=location.protocol,
+        target=location.target if is_root and head else target,
+        storage_options=location.storage_options,
+    ), "" if is_root and head else name

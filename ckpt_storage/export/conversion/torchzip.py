@@ -1,0 +1,337 @@
+"""Values as one file of `torch.save`, written from front to back while they are read.
+
+Knows torch's records and the pickle of a state dict; holds no tensor in memory. Lengths are known
+before, so every local header is exact but for the checksum, which follows the bytes as zip allows
+and stands in the directory at the end.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import itertools
+import pickle
+import struct
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+from ckpt_storage.errors import InvalidInputError, StorageError, UnsafeContentError
+from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.options import TransferOptions
+from ckpt_storage.source.model import TensorInfo
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer.filewriter import ShardFileWriter
+
+from .stream import payload_bytes
+from .values import Values
+
+__all__ = ["lists_are_plausible", "write_torch_file"]
+
+_ALIGN_BYTES = 64
+_LOCAL = struct.Struct("<4s5H3L2H")
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64 = struct.Struct("<4sLQL")
+_DESCRIPTOR = struct.Struct("<4s3L")
+_DESCRIPTOR64 = struct.Struct("<4sL2Q")
+_EXTRA64_LOCAL = struct.Struct("<2H2Q")
+_PADDING = struct.Struct("<2H")
+_MAX32 = 0xFFFFFFFF
+_UTF8, _DESCRIBED = 0x0800, 0x0008
+_DATE = 0x0021  # the first day that zip knows
+_VERSION, _VERSION64 = 20, 45
+_PADDING_ID = 0x4246  # torch's own choice; nobody reads it
+_ROOT = "archive"
+_SHORT_LIST = 128
+_ABSENT_PER_KEY = 16
+_ABSENT_COUNT = 1 << 16
+
+_Path = tuple[str | int, ...]
+
+
+def write_torch_file(  # one call site, all named
+    values: Values,
+    store: Store,
+    path: str,
+    *,
+    options: TransferOptions,
+    deadline: Deadline,
+    on_bytes: Callable[[int], None],
+    unsafe_pickle: bool,
+    make_room: Callable[[], None],
+) -> None:
+    """Write all values as a nested state dict; visible only complete, durable on return.
+
+    `make_room` is called once it is known that the values can be written. Tied tensors share their
+    storage, as they did. Raises `UnsafeContentError` for a value that torch does not load with
+    `weights_only`, unless `unsafe_pickle`.
+    """
+    pickled, stored = _pickled(values, unsafe_pickle=unsafe_pickle)
+    make_room()
+    writer = ShardFileWriter(
+        store,
+        path,
+        options=options,
+        planned_bytes=values.total_bytes + len(pickled),
+        deadline=deadline,
+        on_bytes=on_bytes,
+    )
+    archive = _Zip(writer)
+    try:
+        archive.record("data.pkl", len(pickled), [memoryview(pickled)])
+        # No ".format_version": it would let torch compute where records lie, as its own zip
+        # writer places them. Without it torch looks each one up.
+        archive.record("byteorder", 6, [memoryview(b"little")])
+        for key, (length, views) in stored.items():
+            archive.record(f"data/{key}", length, views(), is_aligned=True)
+            deadline.check(f"Writing {path}")
+        archive.record("version", 2, [memoryview(b"3\n")])
+        archive.record(".data/serialization_id", 40, [memoryview(b"0" * 40)])
+        values.check_unchanged()
+        archive.finish()
+    except BaseException as error:
+        try:
+            writer.abort()
+        except StorageError as failure:
+            error.add_note(f"Discarding the upload failed too: {failure}")
+        raise
+
+
+class _Zip:
+    """A zip of stored records, written in one pass."""
+
+    def __init__(self, writer: ShardFileWriter) -> None:
+        self._writer = writer
+        self._directory: list[bytes] = []
+
+    def record(
+        self, name: str, length: int, views: Iterable[memoryview], *, is_aligned: bool = False
+    ) -> None:
+        """Append one record of `length` bytes."""
+        writer, spelt = self._writer, f"{_ROOT}/{name}".encode()
+        start = writer.position
+        is_wide = length >= _MAX32
+        extra = _EXTRA64_LOCAL.pack(1, 16, 0, 0) if is_wide else b""
+        if is_aligned:
+            unpadded = start + _LOCAL.size + len(spelt) + len(extra) + _PADDING.size
+            padding = -unpadded % _ALIGN_BYTES
+            extra += _PADDING.pack(_PADDING_ID, padding) + b"Z" * padding
+        version = _VERSION64 if is_wide else _VERSION
+        told = _MAX32 if is_wide else 0
+        # Lengths and checksum stand behind the bytes, as in torch's own files.
+        fields = (version, _UTF8 | _DESCRIBED, 0, 0, _DATE, 0, told, told)
+        writer.frame(_LOCAL.pack(b"PK\x03\x04", *fields, len(spelt), len(extra)) + spelt + extra)
+        crc = 0
+
+        def checked() -> Iterator[memoryview]:
+            nonlocal crc
+            for view in views:
+                crc = zlib.crc32(view, crc)
+                yield view
+
+        writer.payload(checked())
+        descriptor = _DESCRIPTOR64 if is_wide else _DESCRIPTOR
+        writer.frame(descriptor.pack(b"PK\x07\x08", crc, length, length))
+        self._directory.append(_central(spelt, crc, length, start))
+
+    def finish(self) -> None:
+        """Append the directory and make the file visible."""
+        writer, directory = self._writer, b"".join(self._directory)
+        start, count = writer.position, len(self._directory)
+        writer.frame(directory)
+        fields = (44, _VERSION64, _VERSION64, 0, 0, count, count, len(directory), start)
+        if start >= _MAX32 or count >= 0xFFFF:  # noqa: PLR2004  # 16 bits
+            writer.frame(
+                _END64.pack(b"PK\x06\x06", *fields)
+                + _LOCATOR64.pack(b"PK\x06\x07", 0, start + len(directory), 1)
+            )
+        few = min(count, 0xFFFF)
+        size, at = min(len(directory), _MAX32), min(start, _MAX32)
+        writer.frame(_END.pack(b"PK\x05\x06", 0, 0, few, few, size, at, 0))
+        writer.finish()
+
+
+def _central(spelt: bytes, crc: int, length: int, start: int) -> bytes:
+    wide = [value for value in (length, length, start) if value >= _MAX32]
+    extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    version = _VERSION64 if wide else _VERSION
+    told, at = min(length, _MAX32), min(start, _MAX32)
+    fields = (version, version, _UTF8 | _DESCRIBED, 0, 0, _DATE, crc, told, told)
+    rest = (len(spelt), len(extra), 0, 0, 0, 0, at)
+    return _CENTRAL.pack(b"PK\x01\x02", *fields, *rest) + spelt + extra
+
+
+Stored = dict[str, tuple[int, Callable[[], Iterable[memoryview]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _StorageStub:
+    """The storage of the tensor `fqn`, still in the source."""
+
+    fqn: str
+    kind: object
+    count: int
+    length: int
+
+
+class _TensorStub:
+    """A tensor that is still in the source: it pickles as torch pickles a tensor."""
+
+    def __init__(self, storage: _StorageStub, dtype: str, shape: tuple[int, ...]) -> None:
+        self._storage = storage
+        self._dtype = dtype
+        self._shape = shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        strides: list[int] = []
+        step = 1
+        for size in reversed(self._shape):
+            strides.append(step)
+            step *= max(size, 1)
+        hooks: collections.OrderedDict[str, object] = collections.OrderedDict()
+        common = (self._storage, 0, self._shape, tuple(reversed(strides)), False, hooks)
+        if DTYPES[self._dtype].storage_class is not None:
+            return torch._utils._rebuild_tensor_v2, common  # noqa: SLF001  # what torch.save names
+        return torch._utils._rebuild_tensor_v3, (*common, getattr(torch, self._dtype))  # noqa: SLF001
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a state dict whose tensors are stubs; storages of small values it keeps.
+
+    Storages are numbered in the order in which the pickle names them, as in torch's own files.
+    """
+
+    def __init__(self, file: io.BytesIO, values: Values) -> None:
+        super().__init__(file, protocol=2)
+        self.stored: Stored = {}
+        self.streamed: list[str] = []
+        self._values = values
+        self._numbers: dict[int | str, str] = {}
+        self._kept: list[object] = []
+
+    def persistent_id(self, obj: Any) -> Any:  # noqa: ANN401  # whatever is in the state dict
+        """Return what stands for a storage."""
+        if isinstance(obj, _StorageStub):
+            if obj.fqn not in self._numbers:
+                self._number(obj.fqn, obj.length, partial(self._values.whole, obj.fqn))
+                self.streamed.append(obj.fqn)
+            return ("storage", obj.kind, self._numbers[obj.fqn], "cpu", obj.count)
+        if not (isinstance(obj, torch.storage.TypedStorage) or torch.is_storage(obj)):
+            return None
+        typed: Any = obj if isinstance(obj, torch.storage.TypedStorage) else None
+        untyped: Any = obj if typed is None else typed._untyped_storage  # noqa: SLF001  # as torch.save
+        address: int = untyped._cdata  # noqa: SLF001  # as above
+        if address not in self._numbers:
+            data = _bytes_of(untyped)
+            self._number(address, len(data), lambda: [memoryview(data)])
+            self._kept.append(untyped)  # its address must not come again
+        number = self._numbers[address]
+        if typed is not None:
+            kind: object = getattr(torch, typed._pickle_storage_type())  # noqa: SLF001  # as above
+            return ("storage", kind, number, "cpu", typed._size())  # noqa: SLF001  # as above
+        return ("storage", torch.UntypedStorage, number, "cpu", untyped.nbytes())
+
+    def _number(
+        self, key: int | str, length: int, views: Callable[[], Iterable[memoryview]]
+    ) -> None:
+        number = self._numbers[key] = str(len(self.stored))
+        self.stored[number] = (length, views)
+
+
+def _bytes_of(storage: Any) -> bytes:  # noqa: ANN401  # torch's storages are half typed
+    """Return the bytes of a small storage that is in memory."""
+    if not storage.nbytes():
+        return b""
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
+    data: bytes = flat.numpy().tobytes()
+    return data
+
+
+def _pickled(values: Values, *, unsafe_pickle: bool) -> tuple[bytes, Stored]:
+    """Return the pickle of the nested state dict, and how to get the bytes of each storage."""
+    storages: dict[str, _StorageStub] = {}
+    flat: dict[str, object] = {}
+    for fqn, info in values.tensors.items():
+        target = values.ties.get(fqn, fqn)
+        if target not in storages:
+            storages[target] = _storage_of(target, values.tensors[target])
+        flat[fqn] = _TensorStub(storages[target], info.dtype, info.shape)
+    values.expect((fqn, None) for fqn in sorted(values.blobs))
+    for fqn in sorted(values.blobs):
+        flat[fqn] = _value(values, fqn, unsafe_pickle=unsafe_pickle)
+    file = io.BytesIO()
+    pickler = _Pickler(file, values)
+    pickler.dump(_nested(flat, values))
+    # The caller writes them in this order.
+    values.expect((fqn, values.whole_box(fqn)) for fqn in pickler.streamed)
+    return file.getvalue(), pickler.stored
+
+
+def _storage_of(fqn: str, info: TensorInfo) -> _StorageStub:
+    length = payload_bytes(info)
+    kind = DTYPES[info.dtype]
+    if kind.storage_class is None:
+        return _StorageStub(fqn, torch.UntypedStorage, length, length)
+    storage = getattr(torch, kind.storage_class)
+    return _StorageStub(fqn, storage, length // kind.item_bytes, length)
+
+
+def _value(values: Values, fqn: str, *, unsafe_pickle: bool) -> object:
+    """Return a value that is no tensor as the object that it is."""
+    if fqn in values.held:
+        return values.held[fqn]
+    data = io.BytesIO(values.pickled(fqn))
+    try:
+        return torch.load(data, map_location="cpu", weights_only=not unsafe_pickle)
+    except Exception as error:
+        raise UnsafeContentError(
+            f"{fqn} is not a value that torch loads with weights_only=True.",
+            next_step="Leave it out with exclude=, or, if you trust who wrote it, pass "
+            "unsafe_pickle=True.",
+        ) from error
+
+
+def lists_are_plausible(paths: Collection[_Path]) -> bool:
+    """Return whether the lists that paths lead through are about as long as what is in them.
+
+    Whoever nests values anew makes a list as long as its highest index, so one number could take
+    all memory. Planners may leave out some values, but not nearly all.
+    """
+    indices = [key for key in itertools.chain.from_iterable(paths) if type(key) is int]
+    if min(indices, default=0) < 0:
+        return False
+    if max(indices, default=0) <= _SHORT_LIST:
+        return True
+    longest: dict[_Path, int] = {}
+    for path in paths:
+        for at, key in enumerate(path):
+            if isinstance(key, int):
+                longest[path[:at]] = max(longest.get(path[:at], 0), key + 1)
+    key_count = sum(map(len, paths))
+    return sum(longest.values()) <= _ABSENT_PER_KEY * key_count + _ABSENT_COUNT
+
+
+def _nested(flat: Mapping[str, object], values: Values) -> object:
+    """Return the nested state dict; lists of which a part was dropped would shift, so refuse."""
+    paths = {fqn: values.path_of(fqn) for fqn in flat}
+    if not lists_are_plausible(paths.values()):
+        raise InvalidInputError(
+            "The values do not form a nested state dict: its lists would be far longer than what "
+            "is in them.",
+            next_step="Leave the names whose paths are wrong out with exclude=.",
+        )
+    try:
+        return unflatten_state_dict(dict(flat), paths)
+    except Exception as error:
+        raise InvalidInputError(
+            f"The values do not form a nested state dict: {error}.",
+            next_step="Leave the names that contradict each other out with exclude=.",
+        ) from error

@@ -1,0 +1,303 @@
+"""One save attempt that holds the files of another checkpoint: sent, then committed.
+
+Knows the commit protocol and the order of the documents (`docs/invariants.md`, I1 and I7); the
+files go through `filecopies`. Why the save id is kept, and when not, is told in `copying`, which
+calls it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ckpt_storage.commit import attempt as commit
+from ckpt_storage.commit import cleaning, publishing, slotlog
+from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.slotlog import CommitLog
+from ckpt_storage.commit.stockfooter import is_foreign
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CommitConflictError,
+    IntegrityError,
+    StorageError,
+)
+from ckpt_storage.format import integrity, layout
+from ckpt_storage.format.ceilings import MOST_STOCK_BYTES
+from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.manifest import Manifest, RankManifest
+from ckpt_storage.format.shardspans import ShardSpans
+from ckpt_storage.format.slots import SlotRecord
+from ckpt_storage.options import RetryPolicy
+from ckpt_storage.source.model import read_document
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.probe import probe_exclusive_create
+from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.workers import Workers, bounded
+
+from .copyparts import FileToCopy
+from .filecopies import FileCopier
+
+__all__ = ["CopyAttempt", "CopyMeans"]
+
+log = logging.getLogger("ckpt_storage")
+
+_BATCH_COUNT = 64
+"""Rank manifests in memory at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyMeans:
+    """What an attempt works with; `scope` is what is one storage with the target."""
+
+    source: Store
+    target: Store
+    scope: Hashable
+    overwrite: bool
+    thread_count: int
+    deadline: Deadline
+    commit_timeout_s: float
+    retry: RetryPolicy
+
+
+class CopyAttempt:
+    """One save attempt at the target that holds the files of the source's head."""
+
+    def __init__(
+        self,
+        means: CopyMeans,
+        copier: FileCopier,
+        head: SlotRecord,
+        manifest: Manifest,
+        found: CommitLog,
+        save_id: str,
+    ) -> None:
+        self._means = means
+        self._paces = copier.paces
+        self._source = bounded(
+            means.source, means.deadline, throttled=self._paces.source.slowed_down
+        )
+        self._target = bounded(
+            means.target, means.deadline, throttled=self._paces.target.slowed_down
+        )
+        self._copier = copier
+        self._head = head
+        self._manifest = manifest
+        self._found = found
+        self._save_id = save_id
+
+    def run(self) -> SlotRecord:
+        """Send, commit, publish; return the record of the commit."""
+        grant, is_resumed = self._begin()
+        references = list(self._send_ranks(is_resumed=is_resumed))
+        stock, stock_bytes = self._send_stock()
+        manifest = self._send_manifest(references, stock)
+        record = self._commit(grant, manifest, stock)
+        self._after_commit(grant, record, stock_bytes)
+        return record
+
+    def _begin(self) -> tuple[Grant, bool]:
+        """Check what is at the target and make the folders; return whether a copy began before."""
+        means, store, found, save_id = self._means, self._target, self._found, self._save_id
+        holds_other = found.head is not None or is_foreign(store, found)
+        if holds_other and not means.overwrite:
+            what = f"save {found.head.save_id}" if found.head else "one of another writer"
+            raise CheckpointExistsError(
+                f"{store.url} holds a checkpoint ({what}).",
+                path=store.url,
+                phase="plan",
+                next_step="Copy to another folder, or pass overwrite=True to replace it.",
+            )
+        is_resumed = slotlog.is_there(store, layout.begun_path(save_id))
+        folders = [layout.COMMITS, layout.save_folder(save_id), layout.ranks_folder(save_id)]
+        store.prepare(folders)
+        probed = probe_exclusive_create(store, key=means.scope)
+        if not probed.exclusive:
+            log.warning("%s is single-writer: %s", store.url, probed.reason)
+        if is_resumed:
+            # Its process is dead, or is ended by this: the later copy goes on.
+            self._abort_uploads()
+        else:
+            begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **slotlog.stamp()}
+            store.write(layout.begun_path(save_id), integrity.seal(begun))
+        grant = Grant(
+            save_id=save_id,
+            last_slot=found.last_slot,
+            previous=found.head.head if found.head else None,
+            exclusive=probed.exclusive,
+        )
+        return grant, is_resumed
+
+    def _abort_uploads(self) -> None:
+        try:
+            self._target.abort_uploads(layout.save_folder(self._save_id))
+        except StorageError as error:
+            if error.kind not in {"permission", "unsupported"}:
+                raise
+            # What a dead copy left open takes room, but no part in this one.
+            log.info("uploads of an earlier copy cannot be looked for: %s", error)
+
+    def _send_ranks(self, *, is_resumed: bool) -> Iterator[FileRef]:
+        """Send shard files and then the rank manifests that describe them, some ranks at a time."""
+        ranks = self._manifest.ranks
+        listed: dict[int, dict[str, FileRef]] = {}
+        for reference, rank in self._manifest.files:
+            listed.setdefault(rank, {})[reference.path] = reference
+        for first in range(0, len(ranks), _BATCH_COUNT):
+            numbers = range(first, min(first + _BATCH_COUNT, len(ranks)))
+            sent: list[tuple[str, bytes]] = []
+            files: list[FileToCopy] = []
+            for rank, data in zip(
+                numbers, self._fetched([ranks[rank] for rank in numbers]), strict=True
+            ):
+                body = integrity.unseal(data, path=ranks[rank].path)
+                document = RankManifest.from_body(body, where=ranks[rank].path)
+                self._check_rank(rank, document, listed.get(rank, {}))
+                sent.append((self._renamed_path(ranks[rank].path), self._renamed(document, data)))
+                files += [
+                    FileToCopy(
+                        path=file.path,
+                        target=self._renamed_path(file.path),
+                        size_bytes=file.size_bytes,
+                        spans=ShardSpans(document, file),
+                    )
+                    for file in document.files
+                ]
+            self._copier.copy(self._copier.check(files) if is_resumed else files)
+            self._write_all(sent)
+            yield from itertools.starmap(_reference, sent)
+
+    def _check_rank(self, rank: int, document: RankManifest, listed: Mapping[str, FileRef]) -> None:
+        """Refuse a rank manifest that is not what the manifest says: files would be left behind."""
+        held = {file.path: file.ref() for file in document.files}
+        named = (document.rank, document.save_id)
+        if named != (rank, self._manifest.save_id) or held != dict(listed):
+            path = self._manifest.ranks[rank].path
+            raise IntegrityError(
+                f"{path} and the manifest do not describe the same files.",
+                path=path,
+                rank=rank,
+                offset=0,
+                next_step="Restore the file from a copy, or copy another checkpoint.",
+            )
+
+    def _fetched(self, references: Sequence[FileRef]) -> list[bytes]:
+        """Return documents of the source, each checked against what names it."""
+        found: dict[str, bytes] = {}
+
+        def fetch(reference: FileRef) -> None:
+            found[reference.path] = read_document(
+                self._source, reference, save_id=self._manifest.save_id
+            )
+
+        jobs = [partial(fetch, reference) for reference in references]
+        self._all(jobs, "read rank manifests", self._paces.source)
+        return [found[reference.path] for reference in references]
+
+    def _write_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
+        jobs = [partial(self._target.write, path, data) for path, data in documents]
+        self._all(jobs, "write rank manifests", self._paces.target)
+
+    def _all(self, jobs: Sequence[partial[None]], name: str, pacer: Pacer) -> None:
+        count = min(self._means.thread_count, len(jobs))
+        deadline = self._means.deadline
+        with Workers(count, name=name, deadline=deadline, limit=pacer.limit) as workers:
+            for one in jobs:
+                workers.submit(one)
+            workers.drain()
+
+    def _send_stock(self) -> tuple[FileRef | None, bytes | None]:
+        """Send what `.metadata` is made from."""
+        reference = self._manifest.stock
+        if reference is None:
+            return None, None
+        data = read_document(
+            self._source,
+            reference,
+            save_id=self._manifest.save_id,
+            most_bytes=MOST_STOCK_BYTES,
+        )
+        # A save id has a fixed length, so the lengths that the pickle holds stay true.
+        data = data.replace(self._manifest.save_id.encode(), self._save_id.encode())
+        path = self._renamed_path(reference.path)
+        self._target.write(path, data)
+        return _reference(path, data), data
+
+    def _send_manifest(self, ranks: Sequence[FileRef], stock: FileRef | None) -> FileRef:
+        reference = self._head.manifest
+        assert reference is not None  # noqa: S101  # a commit record names one; decode saw to it
+        data = read_document(self._source, reference, save_id=self._manifest.save_id)
+        if self._save_id != self._manifest.save_id:
+            renamed = dataclasses.replace(
+                self._manifest,
+                save_id=self._save_id,
+                files=[
+                    (dataclasses.replace(file, path=self._renamed_path(file.path)), rank)
+                    for file, rank in self._manifest.files
+                ],
+                ranks=list(ranks),
+                stock=stock,
+                inline_ranks=None,
+            )
+            data = integrity.seal(renamed.to_body())
+        path = self._renamed_path(reference.path)
+        self._target.write(path, data)
+        return _reference(path, data)
+
+    def _renamed_path(self, path: str) -> str:
+        return path.replace(self._manifest.save_id, self._save_id)
+
+    def _renamed(self, document: RankManifest, data: bytes) -> bytes:
+        """Return a rank manifest, whose bytes are `data`, with the copy's save id."""
+        if self._save_id == self._manifest.save_id:
+            return data
+        files = [
+            dataclasses.replace(file, path=self._renamed_path(file.path)) for file in document.files
+        ]
+        renamed = dataclasses.replace(document, save_id=self._save_id, files=files)
+        return integrity.seal(renamed.to_body())
+
+    def _commit(self, grant: Grant, manifest: FileRef, stock: FileRef | None) -> SlotRecord:
+        deadline = Deadline("commit", self._means.commit_timeout_s)
+        try:
+            record = commit.commit(
+                bounded(self._target, deadline),
+                grant,
+                manifest=manifest,
+                stock=stock,
+                stock_entries=self._head.stock_entries,
+                user=self._head.user,
+                deadline=deadline,
+                retry=self._means.retry,
+            )
+        except CommitConflictError as error:
+            if error.winner.get("save_id") != grant.save_id:
+                raise
+            # Another copy of the same save was faster: it committed these very files.
+            head = slotlog.read_log(self._target).head
+            if head is None or head.save_id != grant.save_id:
+                raise
+            record = head
+        log.info(
+            "copy of %s to %s committed in slot %d", grant.save_id, self._target.url, record.slot
+        )
+        return record
+
+    def _after_commit(self, grant: Grant, record: SlotRecord, stock: bytes | None) -> None:
+        """Publish and clean up; what fails here is repeated by the next save or load."""
+        try:
+            if record.stock is not None:
+                publishing.publish(self._target, own=record, own_stock=stock)
+            if grant.previous is not None:
+                cleaning.free_superseded(self._target, known=record)
+        except CheckpointError as error:
+            log.warning("the copy is committed; what follows failed: %s", error)
+
+
+def _reference(path: str, data: bytes) -> FileRef:
+    return FileRef(path=path, size_bytes=len(data), crc32c=integrity.crc32c_of(data))

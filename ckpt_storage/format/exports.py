@@ -1,0 +1,309 @@
+"""The documents of an export folder as values: their names, and a strict codec to sealed JSON.
+
+Knows `docs/format.md`, section "Exports"; does no I/O. Called by `folder`, `run` and
+`exportcheck`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from ckpt_storage.errors import FormatError
+
+from . import integrity, layout
+from .documents import FileRef, Getter, ref_from_json
+from .layout import INDEX_NAME
+
+__all__ = [
+    "DEFAULT_FOLDER",
+    "DOCUMENTS",
+    "HOLDER_PATH",
+    "INDEX_NAME",
+    "NAMES_PATH",
+    "SINGLE_NAME",
+    "ExportRecord",
+    "Holder",
+    "IndexTag",
+    "Names",
+    "Series",
+    "WeightFileRecord",
+    "export_path",
+    "is_document",
+    "is_probe",
+    "is_weight_file",
+    "probe_path",
+    "records_folder",
+    "records_tag",
+    "suffix_of",
+    "weight_file_path",
+]
+
+DEFAULT_FOLDER = "hf"
+"""Where an export goes unless told otherwise, below its checkpoint."""
+
+DOCUMENTS = "exports"
+"""Folder of the documents, in the output folder."""
+
+NAMES_PATH = f"{DOCUMENTS}/names.json"
+HOLDER_PATH = f"{DOCUMENTS}/holder.json"
+SINGLE_NAME = "model.safetensors"
+_PROBE = f"{DOCUMENTS}/probe-"
+
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+_WEIGHT_FILE = re.compile(r"model(-[0-9]{5,}-of-([0-9]{5,})(-([0-9a-f]{8}))?)?\.safetensors")
+_DOCUMENT = re.compile(
+    rf"{DOCUMENTS}/((names|holder)\.json|probe-[0-9a-f]{{16}}|[0-9a-f]{{16}}/([0-9]{{5,}}|export)\.json)"
+)
+_MOST_SERIES = 64
+"""How many a holder remembers: whoever takes a folder over clears away those before it."""
+_TAG_DIGITS = 16
+_SUFFIX_DIGITS = 8
+
+
+def records_tag(fingerprint: str) -> str:
+    """Return the name of the folder of one export's records."""
+    return fingerprint[:_TAG_DIGITS]
+
+
+def records_folder(fingerprint: str) -> str:
+    """Return the folder of the records of one export."""
+    return f"{DOCUMENTS}/{records_tag(fingerprint)}"
+
+
+def export_path(fingerprint: str) -> str:
+    """Return the path of the record of a complete export."""
+    return f"{records_folder(fingerprint)}/export.json"
+
+
+def weight_file_path(fingerprint: str, number: int) -> str:
+    """Return the path of the record that says weight file `number` (from 1) is complete."""
+    return f"{records_folder(fingerprint)}/{number:05d}.json"
+
+
+def suffix_of(fingerprint: str) -> str:
+    """Return what sets names of this content apart from those of another."""
+    return fingerprint[:_SUFFIX_DIGITS]
+
+
+def probe_path() -> str:
+    """Return a new name for what the coordinator writes and all ranks look for."""
+    return f"{_PROBE}{os.urandom(8).hex()}"
+
+
+def is_probe(path: str) -> bool:
+    """Return whether `path` is such a name; one that stays was left by a run that died."""
+    return path.startswith(_PROBE)
+
+
+def is_weight_file(name: str) -> bool:
+    """Return whether a file name is one that an export gives."""
+    return _WEIGHT_FILE.fullmatch(name) is not None
+
+
+def is_document(path: str) -> bool:
+    """Return whether `path`, in an output folder, is that of one of our documents."""
+    return path == INDEX_NAME or _DOCUMENT.fullmatch(path) is not None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Series:
+    """The names of the weight files of one export: how many there are, and their suffix."""
+
+    count: int
+    suffix: str = ""
+
+    @classmethod
+    def of(cls, name: str) -> Self | None:
+        """Return the series that a file name belongs to; None unless an export gives it."""
+        if name == SINGLE_NAME:
+            return cls(1)
+        found = _WEIGHT_FILE.fullmatch(name)
+        one = None if found is None else cls(int(found[2]), found[4] or "")
+        return None if one == cls(1) else one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Which content may use names without a suffix."""
+
+    fingerprint: str
+    stamp: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Return the sealed document."""
+        return _sealed("names", {"fingerprint": self.fingerprint}, self.stamp)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Return what a document says. Raises `IntegrityError`, `FormatError`."""
+        get = _opened(data, "names", NAMES_PATH)
+        return cls(fingerprint=_fingerprint(get))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The consolidation that works in the folder now.
+
+    `series` are the names that it writes, and those that holders before it said they would: by
+    them, uploads that a dead one left open are told from those of others.
+    """
+
+    run_id: str
+    fingerprint: str
+    series: tuple[Series, ...] = ()
+    stamp: Mapping[str, Any] = field(default_factory=dict)
+
+    def after(self, earlier: Self | None) -> Self:
+        """Return this holder with the names of the one whose place it takes."""
+        known = dict.fromkeys((*(earlier.series if earlier else ()), *self.series))
+        return replace(self, series=tuple(known)[-_MOST_SERIES:])
+
+    def wrote(self, path: str) -> bool:
+        """Return whether an upload to `path`, in the output folder, can only be of one of these."""
+        return is_document(path) or Series.of(path) in self.series
+
+    def encode(self) -> bytes:
+        """Return the sealed document."""
+        body = {
+            "run_id": self.run_id,
+            "fingerprint": self.fingerprint,
+            "series": [[one.count, one.suffix] for one in self.series],
+        }
+        return _sealed("holder", body, self.stamp)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Return what a document says. Raises `IntegrityError`, `FormatError`."""
+        get = _opened(data, "holder", HOLDER_PATH)
+        return cls(
+            run_id=get.string("run_id"),
+            fingerprint=_fingerprint(get),
+            series=tuple(_series(get)),
+            stamp={"host": str(get.body.get("host", "")), "pid": get.body.get("pid", 0)},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFileRecord:
+    """A weight file that is complete."""
+
+    fingerprint: str
+    file: FileRef
+
+    def encode(self) -> bytes:
+        """Return the sealed document."""
+        body = {"fingerprint": self.fingerprint, "file": self.file.as_json()}
+        return _sealed("weight_file", body, {})
+
+    @classmethod
+    def decode(cls, data: bytes, *, path: str) -> Self:
+        """Return what a document says. Raises `IntegrityError`, `FormatError`."""
+        get = _opened(data, "weight_file", path)
+        return cls(
+            fingerprint=_fingerprint(get), file=ref_from_json(get.mapping("file"), where=path)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRecord:
+    """A complete export."""
+
+    fingerprint: str
+    save_id: str | None
+    source_format: str
+    files: Sequence[FileRef]
+    index: FileRef
+    source: str = ""
+    ties: Mapping[str, str] = field(default_factory=dict)
+    stamp: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Return the sealed document."""
+        body = {
+            "fingerprint": self.fingerprint,
+            "save_id": self.save_id,
+            "source_format": self.source_format,
+            "source": self.source,
+            "files": [file.as_json() for file in self.files],
+            "index": self.index.as_json(),
+            "ties": dict(self.ties),
+        }
+        return _sealed("export", body, self.stamp)
+
+    @classmethod
+    def decode(cls, data: bytes, *, path: str) -> Self:
+        """Return what a document says. Raises `IntegrityError`, `FormatError`."""
+        get = _opened(data, "export", path)
+        save_id = get.body.get("save_id")
+        if save_id is not None and not (isinstance(save_id, str) and layout.is_save_id(save_id)):
+            get.fail(f"has {save_id!r:.80} where a save id should be")
+        return cls(
+            fingerprint=_fingerprint(get),
+            save_id=save_id,
+            source_format=get.string("source_format"),
+            source=str(get.body.get("source", "")),
+            files=tuple(ref_from_json(one.body, path) for one in get.objects("files")),
+            index=ref_from_json(get.mapping("index"), path),
+            ties={str(alias): str(target) for alias, target in get.mapping("ties").items()},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexTag:
+    """What an index of ours says of its export."""
+
+    fingerprint: str
+    save_id: str | None
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, data: bytes) -> Self | None:
+        """Return what `data`, the content of an index, says; None unless it is one of ours."""
+        try:
+            body = json.loads(data)
+            metadata, names = body["metadata"], body["weight_map"].values()
+            fingerprint, save_id = metadata["fingerprint"], metadata["save_id"]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+        if not isinstance(fingerprint, str) or not _FINGERPRINT.fullmatch(fingerprint):
+            return None
+        return cls(
+            fingerprint=fingerprint,
+            save_id=save_id if isinstance(save_id, str) else None,
+            names=frozenset(map(str, names)),
+        )
+
+
+def _sealed(kind: str, body: Mapping[str, Any], stamp: Mapping[str, Any]) -> bytes:
+    return integrity.seal({"format": integrity.encode_format(kind, 1), **body, **stamp})
+
+
+def _opened(data: bytes, kind: str, path: str) -> Getter:
+    body = integrity.unseal(data, path=path)
+    integrity.check_format(body, kind, 1, path=path)
+    return Getter(body, path)
+
+
+def _series(get: Getter) -> Iterator[Series]:
+    for one in get.body.get("series", ()):
+        match one:
+            case [int(count), str(suffix)] if count > 0:
+                yield Series(count, suffix)
+            case _:
+                get.fail(f"has {one!r:.80} where a series of names should be")
+
+
+def _fingerprint(get: Getter) -> str:
+    text = get.string("fingerprint")
+    if not _FINGERPRINT.fullmatch(text):
+        raise FormatError(
+            f"{get.where} has {text!r:.80} where a fingerprint should be.",
+            path=get.where,
+            next_step="Delete the folder of the export and consolidate again.",
+        )
+    return text

@@ -1,0 +1,162 @@
+"""The only place where a path or file name of the checkpoint format is spelt.
+
+Pure string functions; `docs/format.md` section "Layout" is their specification.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import UTC, datetime
+
+from ckpt_storage.errors import UnsafeContentError
+
+STOCK_METADATA = ".metadata"
+INDEX_NAME = "model.safetensors.index.json"
+"""What Hugging Face calls the map from tensors to weight files."""
+BLOCKER = (
+    b'{"metadata": {"total_size": 0}, "weight_map": {"ckpt_storage is still writing here": '
+    b'"still-being-written.safetensors"}}\n'
+)
+"""The index of a folder that is being filled: it names a tensor and a file that nobody writes.
+
+Readers that follow an index refuse it. A file that is there already would be loaded by some.
+"""
+COMMITS = "commits"
+SAVES = "saves"
+PROBE_PREFIX = ".ckpt-storage-probe-"
+
+_SAVE_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
+_SLOT = re.compile(r"commits/([0-9]{8,})\.json")
+_PUBLISHING = re.compile(r"saves/[^/]+/publishing-[0-9a-f]{16}\.json")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+
+
+def is_blocker(index: bytes) -> bool:
+    """Return whether the content of an index is that of a folder that is being filled."""
+    return index == BLOCKER
+
+
+def new_save_id() -> str:
+    """Return an id for one save attempt: UTC time for people, 64 random bits for uniqueness."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    return f"{stamp}-{os.urandom(8).hex()}"
+
+
+def new_write_id() -> str:
+    """Return a random token that tells one create of a slot from every other."""
+    return os.urandom(16).hex()
+
+
+def is_save_id(text: str) -> bool:
+    """Return whether `text` has the form of a save id."""
+    return _SAVE_ID.fullmatch(text) is not None
+
+
+def slot_path(slot: int) -> str:
+    """Return the path of commit slot `slot` (from 1)."""
+    return f"{COMMITS}/{slot:08d}.json"
+
+
+def slot_of(path: str) -> int | None:
+    """Return the slot number that `path` spells, or None."""
+    match = _SLOT.fullmatch(path)
+    return int(match.group(1)) if match else None
+
+
+def save_folder(save_id: str) -> str:
+    """Return the folder that belongs to one save attempt."""
+    return f"{SAVES}/{save_id}"
+
+
+def manifest_path(save_id: str) -> str:
+    """Return the path of the manifest of one save attempt."""
+    return f"{SAVES}/{save_id}/manifest.json"
+
+
+def stock_copy_path(save_id: str) -> str:
+    """Return the path of the immutable copy from which `.metadata` is published."""
+    return f"{SAVES}/{save_id}/stock.metadata"
+
+
+def published_path(save_id: str) -> str:
+    """Return the path of the marker that says `.metadata` of this attempt was published."""
+    return f"{SAVES}/{save_id}/published.json"
+
+
+def begun_path(save_id: str) -> str:
+    """Return the path of the file that shows that an attempt began, and when."""
+    return f"{save_folder(save_id)}/begun.json"
+
+
+def publishing_path(save_id: str) -> str:
+    """Return a new path for the note of one who publishes the attempt of another."""
+    return f"{save_folder(save_id)}/publishing-{os.urandom(8).hex()}.json"
+
+
+def is_publishing_path(path: str) -> bool:
+    """Return whether `path` is that of such a note."""
+    return _PUBLISHING.fullmatch(path) is not None
+
+
+def markers_of(save_id: str) -> list[str]:
+    """Return the paths of the sealed documents that an attempt has and no document names."""
+    return [begun_path(save_id), published_path(save_id)]
+
+
+def ranks_folder(save_id: str) -> str:
+    """Return the folder of the rank manifests of one save attempt."""
+    return f"{SAVES}/{save_id}/ranks"
+
+
+def rank_manifest_path(save_id: str, rank: int) -> str:
+    """Return the path of the manifest of one rank."""
+    return f"{SAVES}/{save_id}/ranks/rank-{rank:05d}.json"
+
+
+def shard_name(rank: int, index: int) -> str:
+    """Return the file name of shard file `index` (from 0) of one rank, as stock torch spells it."""
+    return f"__{rank}_{index}.distcp"
+
+
+def shard_path(save_id: str, rank: int, index: int) -> str:
+    """Return the path of one shard file."""
+    return f"{SAVES}/{save_id}/{shard_name(rank, index)}"
+
+
+def probe_path() -> str:
+    """Return a new name at the root for a capability probe."""
+    return f"{PROBE_PREFIX}{os.urandom(8).hex()}"
+
+
+def checked_path(path: str, *, where: str) -> str:
+    """Return `path` if it stays below the root it is joined to.
+
+    Raises `UnsafeContentError` naming the document `where` it was found, for a path
+    that is empty, absolute, contains `..`, `.`, an empty part, a backslash, a NUL or
+    half of a surrogate pair, or names a scheme.
+    """
+    parts = path.split("/")
+    if (
+        not path
+        or path.startswith("/")
+        or "\\" in path
+        or "\0" in path
+        or _SCHEME.match(path)
+        or any(part in {"", ".", ".."} for part in parts)
+        or not _is_text(path)
+    ):
+        raise UnsafeContentError(
+            f"{where} names the file {path!r}, which does not stay below the checkpoint.",
+            path=where,
+            next_step="Do not load this checkpoint; find out who wrote it.",
+        )
+    return path
+
+
+def _is_text(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

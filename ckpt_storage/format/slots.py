@@ -1,0 +1,160 @@
+"""The records under `commits/` as values, with a strict codec to and from sealed JSON.
+
+Knows `docs/format.md`, section "Commit slots"; does no I/O. Called by `commit` and `source`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ckpt_storage.errors import FormatError, InvalidInputError, UnsafeContentError
+
+from . import integrity, layout
+from .ceilings import MOST_SLOT_BYTES
+from .documents import FileRef, Getter, ref_from_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRef:
+    """A commit, by slot number and save id."""
+
+    slot: int
+    save_id: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return {"slot": self.slot, "save_id": self.save_id}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRecord:
+    """One slot under `commits/` (`docs/format.md`, "Commit slots").
+
+    `stock_entries` is as in the manifest: 0 if torch's own readers find a note only.
+    `user` is what whoever saved wants to be told again by a list of checkpoints; plain JSON.
+    """
+
+    type: Literal["commit", "fence", "deleted"]
+    slot: int
+    write_id: str
+    head: HeadRef | None
+    save_id: str | None = None
+    manifest: FileRef | None = None
+    stock: FileRef | None = None
+    stock_entries: int | None = None
+    previous: HeadRef | None = None
+    fenced: Sequence[str] = ()
+    user: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    created_at: str = ""
+    host: str = ""
+    pid: int = 0
+
+    def encode(self) -> bytes:
+        """Return the sealed document.
+
+        Raises `InvalidInputError` for one that is longer than readers take.
+        """
+        body: dict[str, Any] = {
+            "format": "ckpt_storage.commit/1",
+            "type": self.type,
+            "slot": self.slot,
+            "write_id": self.write_id,
+            "head": self.head.as_json() if self.head else None,
+        }
+        if self.type == "commit":
+            body["save_id"] = self.save_id
+            body["manifest"] = self.manifest.as_json() if self.manifest else None
+            body["stock"] = self.stock.as_json() if self.stock else None
+            if self.stock_entries is not None:
+                body["stock_entries"] = self.stock_entries
+            body["previous"] = self.previous.as_json() if self.previous else None
+            if self.user:
+                body["user"] = dict(self.user)
+        if self.type != "commit":
+            body["fenced"] = list(self.fenced)
+        body.update(created_at=self.created_at, host=self.host, pid=self.pid)
+        sealed = integrity.seal(body)
+        if len(sealed) > MOST_SLOT_BYTES:
+            raise InvalidInputError(
+                f"The record in {layout.slot_path(self.slot)} would have {len(sealed)} bytes; "
+                f"readers take {MOST_SLOT_BYTES}.",
+                path=layout.slot_path(self.slot),
+                next_step="Keep fewer annotations with a save."
+                if self.user
+                else "Delete leftovers below saves/ by hand, once no job saves here.",
+            )
+        return sealed
+
+    @classmethod
+    def decode(cls, data: bytes, *, slot: int) -> SlotRecord:
+        """Return the record in `data`, which was read from slot `slot`.
+
+        Raises `IntegrityError` for damage, `FormatError` for a record this release cannot follow.
+        """
+        where = layout.slot_path(slot)
+        body = integrity.unseal(data, path=where)
+        integrity.check_format(body, "commit", 1, path=where)
+        get = Getter(body, where)
+        kind = get.string("type")
+        if kind not in {"commit", "fence", "deleted"}:
+            raise FormatError(
+                f"{where} is a record of type {kind!r}, which this release does not know.",
+                path=where,
+                next_step="Install a newer ckpt_storage.",
+            )
+        if get.count("slot") != slot:
+            get.fail(f"says that it is slot {body['slot']}; it was copied or renamed")
+        user = body.get("user")
+        record = cls(
+            type=kind,  # type: ignore[arg-type]  # checked above
+            slot=slot,
+            write_id=get.string("write_id"),
+            head=_head_from_json(body.get("head"), where),
+            save_id=get.string("save_id") if kind == "commit" else None,
+            manifest=ref_from_json(body["manifest"], where) if body.get("manifest") else None,
+            stock=ref_from_json(body["stock"], where) if body.get("stock") else None,
+            stock_entries=get.count("stock_entries") if "stock_entries" in body else None,
+            previous=_head_from_json(body.get("previous"), where),
+            fenced=tuple(get.strings("fenced")) if kind != "commit" else (),
+            # Whatever is in it, the checkpoint can be read.
+            user=user if kind == "commit" and isinstance(user, dict) else {},
+            created_at=str(body.get("created_at", "")),
+            host=str(body.get("host", "")),
+            pid=get.count("pid") if "pid" in body else 0,
+        )
+        if kind == "commit" and (
+            record.manifest is None
+            or not record.save_id
+            or not layout.is_save_id(record.save_id)
+            or record.head != HeadRef(slot=slot, save_id=record.save_id)
+        ):
+            get.fail("is a commit record without a save id, a manifest or itself as head")
+        for reference, path_of in (
+            (record.manifest, layout.manifest_path),
+            (record.stock, layout.stock_copy_path),
+        ):
+            # Who copies writes to the same place below another root.
+            if kind == "commit" and reference and reference.path != path_of(record.save_id or ""):
+                get.fail(f"names {reference.path!r:.200}, which is no document of this save")
+        if not all(map(layout.is_save_id, record.fenced)):
+            # Folders of these names get deleted.
+            raise UnsafeContentError(
+                f"{where} fences {list(record.fenced)!r:.200}, which are no save ids.",
+                path=where,
+                next_step="Do not load or delete this checkpoint; find out who wrote it.",
+            )
+        if (record.head and record.head.slot > slot) or (
+            # Whoever walks back through the commits must come to an end.
+            record.previous and record.previous.slot >= slot
+        ):
+            get.fail("refers to a slot that comes after it")
+        return record
+
+
+def _head_from_json(value: object, where: str) -> HeadRef | None:
+    if value is None:
+        return None
+    get = Getter(value, where)
+    return HeadRef(slot=get.count("slot"), save_id=get.string("save_id"))

@@ -1,0 +1,351 @@
+"""The `.metadata` file of torch's own DCP writers, read without running any of it.
+
+Knows the classes that torch 2.0 and later pickle there, and turns their inert stand-ins
+into plain values. It reads no storage, imports no torch, and judges neither whether the
+chunks cover their tensors, as `foreign` does, nor whether the files exist. Called by `reader` and
+`checkpoint` for checkpoints that are not ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath, PureWindowsPath
+
+from ckpt_storage.errors import FormatError, UnsafeContentError
+
+from . import layout
+from .ceilings import MOST_STOCK_BYTES
+from .tensorfile.dtypes import DTYPES
+from .tensorfile.inertpickle import (
+    Allowed,
+    ForbiddenGlobalError,
+    Global,
+    Pairs,
+    PickleMalformedError,
+    PickleTruncatedError,
+    Record,
+    build_ordered_dict,
+    interpret,
+)
+
+# Torch has no tensors of more dimensions, and addresses elements with 63 bits.
+_MAX_DIMS = 64
+_MAX_COUNT = (1 << 63) - 1
+_MAX_PATH_CHARS = 1 << 16
+_MAX_PATH_PARTS = 1 << 10
+_SHOWN_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockChunk:
+    """A box of a tensor that was stored as one item; `offsets` and `sizes` in elements."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockTensor:
+    """A tensor as the metadata describes it; `dtype` is torch's name without `torch.`.
+
+    The dtype may be one that `tensorfile.DTYPES` lacks, such as a quantised one.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[StockChunk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockItem:
+    """Where one item lies: `length` bytes from `offset` on, in a file below the checkpoint.
+
+    `transforms` names what a reader has to undo, in that order; mostly nothing.
+    """
+
+    relative_path: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...]
+
+
+StockKey = tuple[str, tuple[int, ...] | None]
+"""FQN and chunk offsets; None instead of offsets for a blob."""
+
+ObjectPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockMetadata:
+    """What a stock `.metadata` says.
+
+    `blobs` are the FQNs of what is no tensor. `paths` maps an FQN to the keys and indices
+    that lead to it in the nested state dict; None where a planner kept something else or
+    nothing. `version`, `checkpoint_id` and `save_id` are None where torch wrote none.
+    `pickle_bytes` is where the pickle ends; what lies behind it was not looked at.
+    """
+
+    tensors: Mapping[str, StockTensor]
+    blobs: frozenset[str]
+    paths: Mapping[str, ObjectPath] | None
+    items: Mapping[StockKey, StockItem]
+    version: str | None
+    checkpoint_id: str | None
+    save_id: str | None
+    pickle_bytes: int
+
+
+def decode_stock_metadata(data: bytes, *, path: str = layout.STOCK_METADATA) -> StockMetadata:
+    """Return what the `.metadata` file with these bytes says.
+
+    Only the classes that stock torch pickles there are accepted, and they too become inert
+    stand-ins: nothing named in the file is imported or called. Bytes behind the pickle
+    are allowed. Time and memory are linear in its length. `path` is for error messages.
+
+    Raises `UnsafeContentError` for a class or function outside that list and for an item
+    path that leaves the checkpoint's folder, naming either; `FormatError` for bytes that
+    are cut short, are no pickle of that kind, or are too many.
+    """
+    if len(data) > MOST_STOCK_BYTES:
+        raise _unusable(path, f"is {len(data)} bytes long; {MOST_STOCK_BYTES} is the limit")
+    try:
+        value, pickle_bytes = interpret(data, allowed=_ALLOWED)
+        return _Decoder(path, pickle_bytes).metadata(value)
+    except ForbiddenGlobalError as error:
+        raise UnsafeContentError(
+            f"{path} names {error.name!r}, which stock torch does not write there; "
+            "loading it with torch might run code. Nothing was run.",
+            path=path,
+            next_step="Do not load this checkpoint with torch; find out who wrote it.",
+        ) from error
+    except PickleTruncatedError as error:
+        raise _unusable(path, f"is cut short: it ends after {len(data)} bytes") from error
+    except PickleMalformedError as error:
+        raise _unusable(path, f"is no metadata of torch's DCP ({error})") from error
+
+
+def _unusable(path: str, problem: str) -> FormatError:
+    return FormatError(
+        f"{path} {problem}.",
+        path=path,
+        next_step="Fetch it again or restore it from a copy; else load another checkpoint.",
+    )
+
+
+_META = "torch.distributed.checkpoint.metadata."
+_METADATA = f"{_META}Metadata"
+_TENSOR = f"{_META}TensorStorageMetadata"
+_BYTES = f"{_META}BytesStorageMetadata"
+_CHUNK = f"{_META}ChunkStorageMetadata"
+_INDEX = f"{_META}MetadataIndex"
+_STORAGE_META = f"{_META}StorageMeta"
+_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+# Files of torch 2.0 to 2.2 name the older place.
+_OLD_META = "torch.distributed._shard.sharded_tensor.metadata."
+_PROPERTIES = frozenset((f"{_META}TensorProperties", f"{_OLD_META}TensorProperties"))
+_ENUMS = frozenset((f"{_META}_MEM_FORMAT_ENCODING", f"{_OLD_META}MEM_FORMAT_ENCODING"))
+# Python 3.13 alone calls the module of paths `pathlib._local`.
+_PATHS = frozenset(
+    f"{module}.{name}"
+    for module in ("pathlib", "pathlib._local")
+    for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+)
+_DTYPES = {
+    f"torch.{name}": name
+    for name in (
+        *DTYPES,
+        *("qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+    )
+}
+
+
+def _build_size(args: tuple[object, ...]) -> object:
+    match args:
+        case (tuple(values),):
+            return _counts(values)
+        case _:
+            raise PickleMalformedError("torch.Size is not given one tuple")
+
+
+def _build_enum_member(args: tuple[object, ...]) -> object:
+    """Accept what Python 3.11.0 to 3.11.3 pickles for an enum member (bpo-44342)."""
+    match args:
+        case (Global(name=name), str()) if name in _ENUMS:
+            return None
+        case _:
+            raise ForbiddenGlobalError("builtins.getattr")
+
+
+_ALLOWED: Allowed = {
+    **dict.fromkeys((_METADATA, _TENSOR, _BYTES, _CHUNK, _INDEX, _STORAGE_META, _INFO)),
+    **dict.fromkeys((*_PROPERTIES, *_ENUMS, *_PATHS, *_DTYPES)),
+    "torch.serialization._get_layout": None,
+    "torch.Size": _build_size,
+    "builtins.getattr": _build_enum_member,
+    "collections.OrderedDict": build_ordered_dict,
+}
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+        raise PickleMalformedError("a size, offset or length is no count")
+    return value
+
+
+def _counts(value: object) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list) or len(value) > _MAX_DIMS:
+        raise PickleMalformedError("a shape is no tuple of sizes")
+    return tuple(map(_count, value))
+
+
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise PickleMalformedError("a name is no text")
+    return value
+
+
+def _fields(value: object, name: str) -> dict[str, object]:
+    """Return the attributes of a stand-in of the class `name`."""
+    match value:
+        case Record(name=found, args=(), state=Pairs() as state) if found == name:
+            return state.fields()
+        case _:
+            raise PickleMalformedError(f"something else stands where {name!r} belongs")
+
+
+def _pairs(value: object) -> Pairs:
+    if not isinstance(value, Pairs):
+        raise PickleMalformedError("something else stands where a dict belongs")
+    return value
+
+
+class _Decoder:
+    """Turns stand-ins into values, and stops when a file repeats itself without end.
+
+    A pickle can name one large value any number of times at two bytes each. Torch does
+    not, so what is decoded never exceeds the length of the pickle.
+    """
+
+    def __init__(self, path: str, budget: int) -> None:
+        self._path = path
+        self._pickle_bytes = self._budget = budget
+        self._checked: set[str] = set()
+
+    def _spend(self, amount: int) -> None:
+        self._budget -= amount
+        if self._budget < 0:
+            raise PickleMalformedError("it repeats its contents")
+
+    def metadata(self, value: object) -> StockMetadata:
+        fields = _fields(value, _METADATA)
+        tensors: dict[str, StockTensor] = {}
+        blobs: set[str] = set()
+        for key, described in _pairs(fields.get("state_dict_metadata")):
+            self._spend(1)
+            fqn = _text(key)
+            if fqn in tensors or fqn in blobs:
+                raise PickleMalformedError(f"{fqn[:_SHOWN_CHARS]!r} occurs twice")
+            if isinstance(described, Record) and described.name == _BYTES:
+                blobs.add(fqn)
+            else:
+                tensors[fqn] = self._tensor(described)
+        meta = fields.get("storage_meta")
+        identity = {} if meta is None else _fields(meta, _STORAGE_META)
+        return StockMetadata(
+            tensors=tensors,
+            blobs=frozenset(blobs),
+            paths=self._object_paths(fields.get("planner_data")),
+            items=self._items(fields.get("storage_data")),
+            version=_optional_text(fields.get("version")),
+            checkpoint_id=_path_text(identity.get("checkpoint_id")),
+            save_id=_optional_text(identity.get("save_id")),
+            pickle_bytes=self._pickle_bytes,
+        )
+
+    def _tensor(self, value: object) -> StockTensor:
+        fields = _fields(value, _TENSOR)
+        match fields.get("properties"):
+            # Torch 2.15 adds strides to the five that there were. None but the first counts.
+            case Record(name=name, args=(), state=(Global(name=dtype), _, _, _, _, *_)) if (
+                name in _PROPERTIES and dtype in _DTYPES
+            ):
+                pass
+            case _:
+                raise PickleMalformedError("a tensor has no dtype")
+        shape = _counts(fields.get("size"))
+        described = fields.get("chunks")
+        if not isinstance(described, list):
+            raise PickleMalformedError("a tensor has no list of chunks")
+        self._spend(len(described))
+        chunks = tuple(_chunk(chunk, shape) for chunk in described)
+        return StockTensor(dtype=_DTYPES[dtype], shape=shape, chunks=chunks)
+
+    def _items(self, value: object) -> dict[StockKey, StockItem]:
+        items: dict[StockKey, StockItem] = {}
+        # Some writers, such as torch's for safetensors, keep no table of items.
+        for index, info in Pairs() if value is None else _pairs(value):
+            self._spend(1)
+            fields = _fields(index, _INDEX)
+            offset = fields.get("offset")
+            key = (_text(fields.get("fqn")), None if offset is None else _counts(offset))
+            if key in items:
+                raise PickleMalformedError(f"{key[0][:_SHOWN_CHARS]!r} is stored twice")
+            items[key] = self._item(info)
+        return items
+
+    def _item(self, value: object) -> StockItem:
+        fields = _fields(value, _INFO)
+        relative_path = _text(fields.get("relative_path"))
+        if relative_path not in self._checked:
+            self._checked.add(layout.checked_path(relative_path, where=self._path))
+        transforms = fields.get("transform_descriptors") or ()
+        if not isinstance(transforms, tuple | list):
+            raise PickleMalformedError("the transforms of an item are no list")
+        self._spend(len(transforms))
+        return StockItem(
+            relative_path=relative_path,
+            offset=_count(fields.get("offset")),
+            length=_count(fields.get("length")),
+            transforms=tuple(map(_text, transforms)),
+        )
+
+    def _object_paths(self, value: object) -> dict[str, ObjectPath] | None:
+        if not isinstance(value, Pairs):
+            return None
+        paths: dict[str, ObjectPath] = {}
+        for fqn, steps in value:
+            if type(fqn) is not str or not isinstance(steps, tuple):
+                return None
+            self._spend(1 + len(steps))
+            if not all(type(step) in {str, int} for step in steps):
+                return None
+            paths[fqn] = steps
+        return paths
+
+
+def _chunk(value: object, shape: tuple[int, ...]) -> StockChunk:
+    fields = _fields(value, _CHUNK)
+    offsets, sizes = _counts(fields.get("offsets")), _counts(fields.get("sizes"))
+    if not len(offsets) == len(sizes) == len(shape) or any(
+        offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+    ):
+        raise PickleMalformedError("a chunk lies outside its tensor")
+    return StockChunk(offsets=offsets, sizes=sizes)
+
+
+def _optional_text(value: object) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _path_text(value: object) -> str | None:
+    match value:
+        case Record(name=name, args=parts, state=None) if name in _PATHS:
+            # Checked before it is joined: a pickle can name one long part many times.
+            if len(parts) > _MAX_PATH_PARTS or sum(len(_text(p)) for p in parts) > _MAX_PATH_CHARS:
+                raise PickleMalformedError("the checkpoint id is too long")
+            flavour = PureWindowsPath if "Windows" in name else PurePosixPath
+            return str(flavour(*map(_text, parts)))
+        case _:
+            return _optional_text(value)

@@ -1,0 +1,1 @@
+"""Reading without a process group: open, compare, verify, and examine a storage."""

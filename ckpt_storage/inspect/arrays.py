@@ -1,0 +1,469 @@
+"""Regions of tensors into memory: which blocks to read, in one batch, verified, and copied out.
+
+Elements are moved as words of their size: what they mean is the caller's business, so that types
+numpy lacks are read alike. Knows numpy (imported when first needed), no torch. Called by
+`lazytensor`, `holdings`, `comparing` and `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, StorageError
+from ckpt_storage.format.regions import Box, coalesce, round_out, run_count
+from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.options import DEFAULT_BLOCK_BYTES
+from ckpt_storage.source.model import Place, concerns
+from ckpt_storage.source.readplan import Request, bytes_request, plan_reads
+from ckpt_storage.store.base import Store
+from ckpt_storage.transfer.fetching import Fetch, run_fetches
+
+from .indexing import clip, slabs, strided_copies, touched_spans
+from .session import Key, Session
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Words = NDArray[np.generic]
+
+__all__ = ["Region", "elements_of", "read_blobs", "read_regions", "read_slabs"]
+
+_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+"""The numpy type that moves an element of so many bytes as it is."""
+
+_DIRECT_MIN_BYTES = 4 << 20
+"""From here on reading into place saves more than the requests for ragged ends cost."""
+
+_ML_DTYPES = {
+    "bfloat16": "bfloat16",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "float8_e4m3fnuz": "float8_e4m3fnuz",
+    "float8_e5m2": "float8_e5m2",
+    "float8_e5m2fnuz": "float8_e5m2fnuz",
+    "float8_e8m0fnu": "float8_e8m0fnu",
+}
+"""Torch's names of types that `ml_dtypes` adds to numpy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """The elements of one tensor at some positions: per dimension an ascending range."""
+
+    fqn: str
+    ranges: tuple[range, ...]
+
+    @classmethod
+    def whole(cls, fqn: str, shape: Sequence[int]) -> Region:
+        """Return the region of all elements."""
+        return cls(fqn=fqn, ranges=tuple(map(range, shape)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array of these elements."""
+        return tuple(map(len, self.ranges))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """The part of a region that lies in one chunk, and the memory for it."""
+
+    place: Place
+    item_bytes: int
+    chunk_sizes: tuple[int, ...]
+    ranges: tuple[range, ...]
+    target: Words
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether its bytes are adjacent in the payload and in memory."""
+        box = Box(tuple(r.start for r in self.ranges), tuple(map(len, self.ranges)))
+        return (
+            self.target.flags.c_contiguous
+            and all(len(r) == 1 or r.step == 1 for r in self.ranges)
+            and run_count(self.chunk_sizes, box) == 1
+        )
+
+    def request(self) -> Request:
+        """Return the request that reads one run into place."""
+        box = Box(tuple(r.start for r in self.ranges), tuple(map(len, self.ranges)))
+        return Request(
+            place=self.place,
+            item_bytes=self.item_bytes,
+            chunk_sizes=self.chunk_sizes,
+            region=box,
+            sink=lambda window, copies: _copy(window, self.target, copies),
+            target=memoryview(self.target.reshape(-1).view("u1")),  # type: ignore[arg-type]  # as in loads
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    piece: _Piece
+    start: int  # bytes in the payload, as is stop
+    stop: int
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        origin = self.piece.place.start
+        return origin + self.start, origin + self.stop
+
+
+def read_regions(
+    session: Session,
+    regions: Sequence[Region],
+    *,
+    gaps: Literal["none", "cheap"] = "none",
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> list[Words]:
+    """Return the elements of each region as an array of words, all read in one batch.
+
+    Of a checkpoint with checksums whole blocks are read, and none in which no element of a region
+    lies; with `gaps` "cheap", what lies between two is read too where another request would take
+    longer. Any thread.
+
+    Raises `IntegrityError` (file, FQN, offset), `CheckpointGoneError`, `StorageError`,
+    `FormatError`, `PhaseTimeoutError`.
+    """
+    import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
+
+    arrays: list[Words] = [
+        np.empty(region.shape, _WORDS[session.outline(region.fqn).item_bytes]) for region in regions
+    ]
+    store, deadline = session.begin()
+    known: list[Place] = []
+    with (
+        deadline.governs(f"Reading from {session.url}"),
+        _explained(session, known, store),
+    ):
+        pieces = _pieces(
+            session,
+            regions,
+            arrays,
+            partial(session.places, store=store, deadline=deadline),
+        )
+        known.extend(piece.place for piece in pieces)
+        run = partial(
+            run_fetches,
+            store,
+            options=session.options,
+            deadline=deadline,
+            on_bytes=on_bytes,
+            pacer=session.pacer,
+        )
+        run(_plan(session, [p for p in pieces if p.place.container == "raw"], gaps))
+        for place, users in _wholes(pieces):
+            buffer = bytearray(place.size_bytes)
+            run(_plan_bytes(session, [bytes_request(place, buffer)]))
+            _deliver_whole(buffer, place, users)
+    return arrays
+
+
+def read_blobs(
+    session: Session,
+    fqns: Sequence[str],
+    *,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> list[tuple[bytearray, Place]]:
+    """Return the stored bytes of values that are no tensors, verified, all read in one batch.
+
+    Raises as `read_regions`.
+    """
+    store, deadline = session.begin()
+    known: list[Place] = []
+    with (
+        deadline.governs(f"Reading from {session.url}"),
+        _explained(session, known, store),
+    ):
+        known.extend(session.places([(fqn, None) for fqn in fqns], store, deadline))
+        buffers = [bytearray(place.size_bytes) for place in known]
+        requests = [bytes_request(*pair) for pair in zip(known, buffers, strict=True)]
+        run_fetches(
+            store,
+            _plan_bytes(session, requests),
+            options=session.options,
+            deadline=deadline,
+            on_bytes=on_bytes,
+            pacer=session.pacer,
+        )
+    return list(zip(buffers, known, strict=True))
+
+
+@contextmanager
+def _explained(session: Session, places: Sequence[Place], store: Store) -> Iterator[None]:
+    """Make of errors, and of files that changed meanwhile, what they mean to whoever reads.
+
+    `places` are filled in by the block, as far as it comes.
+    """
+    try:
+        yield
+    except StorageError as error:
+        raise session.explain(error, places) from error
+    except (IntegrityError, FormatError) as error:
+        # Damage, unless another writer has replaced files since.
+        session.check_unchanged(store, places)
+        if isinstance(error, IntegrityError) and error.fqn is None:
+            raise _named(error, places) from error
+        raise
+    session.check_unchanged(store, places)
+
+
+def _named(error: IntegrityError, places: Sequence[Place]) -> IntegrityError:
+    """Return `error`, which a store raised about a file, with what the file holds."""
+    place = next((place for place in places if concerns(error, place.path)), None)
+    if place is None:
+        return error
+    step = error.next_step or ""
+    return IntegrityError(
+        f"{str(error).removesuffix(step).strip()} The file holds {place.fqn}.",
+        fqn=place.fqn,
+        offset=error.offset,
+        path=error.path,
+        rank=place.rank,
+        phase=error.phase,
+        next_step=error.next_step,
+    )
+
+
+def elements_of(words: Words, dtype: str) -> NDArray[Any]:
+    """Return words as elements of torch's type `dtype`, in the same memory.
+
+    Raises `CheckpointError` for a type that numpy lacks, and that `ml_dtypes`, if it is not
+    installed, does not add.
+    """
+    name = DTYPES[dtype].numpy
+    if name is not None:
+        return words.view(name)
+    added = _ML_DTYPES.get(dtype)
+    if added is None:
+        raise CheckpointError(
+            f"numpy has no type for {dtype}.", next_step="Read the tensor with .torch()."
+        )
+    try:
+        import ml_dtypes  # noqa: PLC0415  # an extra
+    except ImportError as error:
+        raise CheckpointError(
+            f"numpy has no {dtype} of its own.",
+            next_step="Install ckpt-storage[notebook], which adds it, or read with .torch().",
+        ) from error
+    return words.view(getattr(ml_dtypes, added))
+
+
+def read_slabs(session: Session, fqn: str, most_count: int) -> Iterator[Words]:
+    """Yield the elements of a tensor in C order, as flat arrays of at most `most_count` words.
+
+    Each is read when it is asked for. Raises as `read_regions`.
+    """
+    for ranges in slabs(session.outline(fqn).shape, most_count):
+        (words,) = read_regions(session, [Region(fqn=fqn, ranges=ranges)])
+        yield words.reshape(-1)
+
+
+def _pieces(
+    session: Session,
+    regions: Sequence[Region],
+    arrays: Sequence[Words],
+    places_of: Callable[[Sequence[Key]], list[Place]],
+) -> list[_Piece]:
+    parts: list[tuple[Key, int, tuple[int, ...], tuple[range, ...], Words]] = []
+    for region, array in zip(regions, arrays, strict=True):
+        if 0 in region.shape:
+            continue
+        hull = Box(
+            tuple(r.start for r in region.ranges),
+            tuple(r[-1] + 1 - r.start for r in region.ranges),
+        )
+        for chunk in session.sharding(region.fqn).intersecting(hull):
+            inside = clip(region.ranges, chunk)
+            if inside is not None:
+                ranges, where = inside
+                target: Words = array[_view_index(where)]
+                key = (region.fqn, chunk.offsets)
+                parts.append((key, array.itemsize, chunk.sizes, ranges, target))
+    places = places_of([part[0] for part in parts])
+    _check_whole(session, regions, parts)
+    pieces = []
+    for place, (_, item_bytes, sizes, ranges, target) in zip(places, parts, strict=True):
+        if place.container == "raw" and place.size_bytes != math.prod(sizes) * item_bytes:
+            raise _contradiction(place, f"{place.size_bytes} bytes", sizes)
+        pieces.append(
+            _Piece(
+                place=place,
+                item_bytes=item_bytes,
+                chunk_sizes=sizes,
+                ranges=ranges,
+                target=target,
+            )
+        )
+    return pieces
+
+
+def _check_whole(
+    session: Session, regions: Sequence[Region], parts: Sequence[tuple[Key, int, Any, Any, Words]]
+) -> None:
+    """Refuse to return memory that no chunk fills: whatever lay there would pass for values."""
+    held: dict[str, int] = {}
+    for (fqn, _), _, _, _, target in parts:
+        held[fqn] = held.get(fqn, 0) + target.size
+    wanted: dict[str, int] = {}
+    for region in regions:
+        wanted[region.fqn] = wanted.get(region.fqn, 0) + math.prod(region.shape)
+    for fqn, count in wanted.items():
+        if held.get(fqn, 0) != count:
+            raise FormatError(
+                f"{session.url}: the chunks of {fqn} hold {held.get(fqn, 0)} of {count} elements "
+                "that were asked for.",
+                next_step="The save was incomplete, or its metadata is damaged; load another "
+                "checkpoint.",
+            )
+
+
+def _plan(
+    session: Session, pieces: Sequence[_Piece], gaps: Literal["none", "cheap"]
+) -> list[Fetch]:
+    """Return the reads for `pieces`, in order of file and offset."""
+    part_bytes, costs = session.options.part_bytes, session.costs
+    if gaps == "none":
+        costs = dataclasses.replace(costs, gap_max_bytes=0)
+    gap_bytes = costs.gap_bytes
+    direct: list[Request] = []
+    windows: dict[str, list[_Window]] = {}
+    for piece in pieces:
+        if piece.target.nbytes >= _DIRECT_MIN_BYTES and piece.is_one_run:
+            direct.append(piece.request())
+        else:
+            windows.setdefault(piece.place.path, []).extend(_windows(piece, part_bytes, gap_bytes))
+    fetches = plan_reads(
+        direct, part_bytes=part_bytes, costs=costs, stream_count=session.options.thread_count
+    )
+    for path, wanted in windows.items():
+        wanted.sort(key=lambda window: window.interval)
+        for extent in coalesce([window.interval for window in wanted], gap_bytes, part_bytes):
+            members = [wanted[i] for i in extent.members]
+            fetches.append(
+                Fetch(
+                    path=path,
+                    start=extent.start,
+                    stop=extent.stop,
+                    done=partial(_deliver, members, extent.start),
+                    size_bytes=members[0].piece.place.file_bytes,
+                )
+            )
+    fetches.sort(key=lambda fetch: (fetch.path, fetch.start))
+    return fetches
+
+
+def _plan_bytes(session: Session, requests: Sequence[Request]) -> list[Fetch]:
+    """Return the reads for whole items, which nobody cuts out of."""
+    options = session.options
+    return plan_reads(
+        requests,
+        part_bytes=options.part_bytes,
+        costs=session.costs,
+        stream_count=options.thread_count,
+    )
+
+
+def _windows(piece: _Piece, part_bytes: int, gap_bytes: int) -> Iterator[_Window]:
+    """Yield the intervals of whole blocks to read for `piece`, in windows of one part at the most.
+
+    Without checksums there are no blocks to heed: then what costs less than a request is read
+    over.
+    """
+    place = piece.place
+    block = place.block_bytes
+    grain = max(DEFAULT_BLOCK_BYTES if place.crcs is None else block, gap_bytes)
+    step = max(block, part_bytes - part_bytes % block)
+    step = max(piece.item_bytes, step - step % piece.item_bytes)
+    spans = touched_spans(piece.chunk_sizes, piece.ranges, piece.item_bytes, grain)
+    for start, stop in _rounded(spans, block, place.size_bytes):
+        for at in range(start, stop, step):
+            yield _Window(piece=piece, start=at, stop=min(at + step, stop))
+
+
+def _rounded(spans: Iterable[tuple[int, int]], block: int, total: int) -> Iterator[tuple[int, int]]:
+    """Yield `spans`, which ascend, rounded out to whole blocks, those that then meet as one."""
+    held: tuple[int, int] | None = None
+    for start, stop in spans:
+        first, last = round_out(start, stop, block, total)
+        if held is not None and first <= held[1]:
+            held = (held[0], max(held[1], last))
+            continue
+        if held is not None:
+            yield held
+        held = (first, last)
+    if held is not None:
+        yield held
+
+
+def _deliver(members: Sequence[_Window], extent_start: int, view: memoryview) -> None:
+    for window in members:
+        piece = window.piece
+        start, stop = window.interval
+        part = view[start - extent_start : stop - extent_start]
+        piece.place.check(part, window.start)
+        size = piece.item_bytes
+        copies = strided_copies(
+            piece.chunk_sizes, piece.ranges, window.start // size, window.stop // size
+        )
+        _copy(part, piece.target, copies)
+
+
+def _copy(window: memoryview, target: Words, copies: Sequence[Any]) -> None:
+    import numpy as np  # noqa: PLC0415  # read_regions imported it
+
+    size = target.itemsize
+    flat = np.frombuffer(window, target.dtype)
+    for copy in copies:
+        source = np.lib.stride_tricks.as_strided(
+            flat[copy.source_offset_elements :],
+            copy.sizes,
+            tuple(stride * size for stride in copy.source_strides),
+            writeable=False,
+        )
+        where = tuple(
+            slice(start, start + count)
+            for start, count in zip(copy.dest_offsets, copy.sizes, strict=True)
+        )
+        target[_view_index(where)] = source
+
+
+def _view_index(where: tuple[slice, ...]) -> tuple[slice | EllipsisType, ...]:
+    """Return an index that gives a view always: of no dimensions it would copy the element."""
+    return (*where, ...)
+
+
+def _wholes(pieces: Sequence[_Piece]) -> Iterator[tuple[Place, list[_Piece]]]:
+    """Yield the items that only torch itself can read, each with all that is wanted of it."""
+    found: dict[tuple[str, int], list[_Piece]] = {}
+    for piece in pieces:
+        if piece.place.container == "torch_zip":
+            found.setdefault((piece.place.path, piece.place.start), []).append(piece)
+    for users in found.values():
+        yield users[0].place, users
+
+
+def _deliver_whole(buffer: bytearray, place: Place, users: Sequence[_Piece]) -> None:
+    from .torchvalues import words_of  # noqa: PLC0415  # torch, where nothing else can read it
+
+    words = words_of(buffer, place, users[0].target.dtype.str)
+    for piece in users:
+        if words.shape != piece.chunk_sizes:
+            raise _contradiction(place, f"shape {list(words.shape)}", piece.chunk_sizes)
+        where = tuple(slice(r.start, r[-1] + 1, r.step) for r in piece.ranges)
+        piece.target[...] = words[where]
+
+
+def _contradiction(place: Place, found: str, sizes: tuple[int, ...]) -> FormatError:
+    return FormatError(
+        f"{place.fqn} in {place.path} has {found}; the metadata says {list(sizes)} elements.",
+        path=place.path,
+        next_step="Check that the checkpoint is complete and that its files belong together.",
+    )

@@ -1,0 +1,403 @@
+"""`open_checkpoint`: a checkpoint as a mapping from FQN to tensor or object, read when asked for.
+
+Knows what lies beside it and puts it together; imports torch only for a value that is asked for as
+torch, or is no tensor. Called by users in notebooks and by the command line. Needs no process
+group.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.errors import CheckpointGoneError
+from ckpt_storage.options import Progress, RetryPolicy, Timeouts
+from ckpt_storage.progress import reporting
+from ckpt_storage.source.model import SourceFormat
+from ckpt_storage.store import Location
+
+from .arrays import elements_of, read_slabs
+from .comparing import CheckpointDiff, compare
+from .elementdiff import Tolerance
+from .facts import HistoryEntry, StoredFile, StoredRank
+from .holdings import Holdings, Names
+from .markup import human_bytes
+from .nametree import Entry, Node, tree_of
+from .session import Session, Settings
+from .statistics import TensorStats, summarise
+from .verification import VerifyReport, verify
+from .views import TreeView, checkpoint_html, checkpoint_text
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .arrays import Words
+    from .torchvalues import Device
+
+__all__ = ["Checkpoint", "diff", "open_checkpoint"]
+
+_MOST_UNASKED = 50_000
+"""Names that are put into a tree within a second, whenever an object is shown."""
+
+_STEP = re.compile(r"(?:.*(?:[-_=. ]|step|iter|epoch))?([0-9]+)", re.IGNORECASE)
+
+
+def open_checkpoint(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    thread_count: int | None = None,
+    memory_limit_bytes: int | None = None,
+    unsafe_pickle: bool = False,
+    timeout: float | Timeouts | Any = None,  # noqa: ANN401  # timedelta too; Timeouts.of checks
+    retry: RetryPolicy | None = None,
+) -> Checkpoint:
+    """Return what lies at a URL or path, as a mapping from FQN to `LazyTensor` or object.
+
+    Opens checkpoints of ours, stock DCP's, torch's sharded safetensors and Hugging Face folders, by
+    their documents alone: three small reads for one of ours. Runs no code from the checkpoint,
+    unless `unsafe_pickle` lets objects be unpickled that torch does not load with
+    `weights_only=True`. `timeout` bounds each read. Any process; not
+    collective; changes nothing.
+
+    Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
+    `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`, `InvalidInputError`.
+    """
+    settings = Settings(
+        timeouts=Timeouts.of(timeout),
+        retry=retry or RetryPolicy(),
+        thread_count=thread_count,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    session = Session(Location.of(url, storage_options), settings)
+    return Checkpoint(Holdings(session, unsafe_pickle=unsafe_pickle))
+
+
+class Checkpoint(Mapping[str, Any]):
+    """An open checkpoint, made by `open_checkpoint`: FQN -> `LazyTensor`, or object if it is none.
+
+    It stays at the save that was found when it was opened. Once that save has been deleted or
+    superseded and freed, reads raise `CheckpointGoneError`; they never return bytes of another
+    save. As a context manager it is closed at the end of the block.
+    """
+
+    def __init__(self, holdings: Holdings) -> None:
+        self._holdings = holdings
+        self._session = holdings.session
+
+    def __getitem__(self, fqn: str) -> Any:  # noqa: ANN401  # a LazyTensor, or what was saved
+        return self._holdings.value(fqn)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._holdings)
+
+    def __len__(self) -> int:
+        return len(self._holdings)
+
+    def __contains__(self, fqn: object) -> bool:
+        # Mapping's own would read the object to find out.
+        return fqn in self._holdings
+
+    # Mapping compares all values, which would read the whole checkpoint; `diff` does that.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @property
+    def url(self) -> str:
+        """Where it lies, without credentials."""
+        return self._session.url
+
+    @property
+    def format(self) -> SourceFormat:
+        """What was found: "ckpt_storage", "dcp", "dcp_safetensors" or "safetensors"."""
+        return self._session.format
+
+    @property
+    def save_id(self) -> str | None:
+        """The save that is read; None where the format has no such thing."""
+        return self._session.save_id
+
+    @property
+    def info(self) -> CheckpointInfo:
+        """What its commit record tells: name, step, metrics, time."""
+        return self._session.info()
+
+    @property
+    def step(self) -> int | None:
+        """The step recorded with the save, else the number that its name ends with ("step-1000").
+
+        None if there is neither.
+        """
+        if self.info.step is not None:
+            return self.info.step
+        match = _STEP.fullmatch(self.info.name)
+        return int(match[1]) if match else None
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of ranks that saved it; None where the format does not tell."""
+        return self._session.world_size()
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(entry.size_bytes for entry in self._entries())
+
+    @property
+    def files(self) -> tuple[StoredFile, ...]:
+        """The files that hold the values."""
+        return tuple(self._session.files())
+
+    @property
+    def ranks(self) -> tuple[StoredRank, ...]:
+        """The ranks that wrote it, and how much each; empty where the format does not tell."""
+        hosts = self._session.rank_hosts()
+        held: dict[int, list[int]] = {rank: [] for rank in range(self.world_size or 0)}
+        for file in self.files:
+            if file.rank is not None:
+                held.setdefault(file.rank, []).append(file.size_bytes)
+        return tuple(
+            StoredRank(
+                rank=rank,
+                file_count=len(held[rank]),
+                size_bytes=sum(held[rank]),
+                host=hosts.get(rank) or None,
+            )
+            for rank in sorted(held)
+        )
+
+    @property
+    def history(self) -> tuple[HistoryEntry, ...]:
+        """What was done to this checkpoint, oldest first, as its commit slots say now.
+
+        Costs a small read per slot. Empty where the format keeps no history.
+        """
+        return tuple(
+            HistoryEntry(
+                slot=record.slot,
+                type=record.type,
+                created_at=record.created_at,
+                host=record.host,
+                pid=record.pid,
+                save_id=record.save_id,
+                fenced=tuple(record.fenced),
+                is_open=record.type == "commit" and record.save_id == self.save_id,
+            )
+            for record in self._session.slots()
+        )
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Return name, dtype, shape and size of every value; `dtype` is None for an object."""
+        return tuple(self._entries())
+
+    def tree(self, depth: int | None = None) -> TreeView:
+        """Return the names as a tree with shapes and sizes, down to `depth` levels."""
+        return TreeView(root=self._root, sharding_of=self._session.sharding, depth=depth)
+
+    def load(
+        self,
+        names: Names = None,
+        *,
+        prefix: str | None = None,
+        kind: Literal["numpy", "torch"] = "numpy",
+        device: Device | None = None,
+        progress: Progress = None,
+    ) -> dict[str, Any]:
+        """Read whole values, all tensors in one batch, and return them by FQN.
+
+        `names` are names, or a function that says of each whether it is wanted; `prefix` chooses
+        those that begin with it; both narrow, neither means everything. Tensors come as arrays of
+        their own, or with `kind="torch"` as tensors on `device`. `progress=True` shows a bar.
+
+        Raises `KeyError` for a name that is not there and a prefix that no name has, otherwise as
+        indexing a `LazyTensor`.
+        """
+        chosen = self._holdings.chosen(names, prefix)
+        if prefix is not None and names is None and not chosen and len(self):
+            raise KeyError(f"No name in {self.url} begins with {prefix!r:.200}")
+        return self._holdings.load(chosen, kind=kind, device=device, progress=progress)
+
+    def stats(self, fqn: str, *, bin_count: int = 64, progress: Progress = None) -> TensorStats:
+        """Return mean, spread, extremes, NaN and Inf counts and a histogram of one tensor.
+
+        Reads it in pieces, twice if it does not fit into the memory limit. `progress=True` shows a
+        bar. Raises
+        `KeyError`, `InvalidInputError` for complex numbers, otherwise as indexing.
+        """
+        tensor = self._holdings.tensor(fqn)
+        most_count = max(1, self._holdings.piece_bytes // tensor.itemsize)
+
+        is_held = tensor.size <= most_count
+        with reporting(
+            progress,
+            phase="load",
+            rank=0,
+            total_bytes=tensor.nbytes * (1 if is_held else 2),
+            save_id=self._session.save_id,
+            with_bar=True,
+        ) as on_bytes:
+
+            def slabs() -> Iterator[Words]:
+                for words in read_slabs(self._session, fqn, most_count):
+                    yield words
+                    on_bytes(words.nbytes)
+
+            held = list(slabs()) if is_held else None
+
+            def pieces() -> Iterator[NDArray[Any]]:
+                for words in slabs() if held is None else held:
+                    yield elements_of(words, tensor.dtype)
+
+            return summarise(
+                pieces, fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, bin_count=bin_count
+            )
+
+    def diff(
+        self,
+        other: Checkpoint | str | os.PathLike[str],
+        *,
+        names: Names = None,
+        prefix: str | None = None,
+        values: bool = True,
+        rtol: float = 0.0,
+        atol: float = 0.0,
+        progress: Progress = None,
+    ) -> CheckpointDiff:
+        """Compare with another checkpoint, streamed: names, shapes, types, values.
+
+        Whatever their shardings and formats. `other` may be a URL, opened without storage options.
+        `values=False` reads no tensor. Elements are alike within `rtol` and `atol`, NaN and NaN
+        always. `names` and `prefix` narrow as in `load`; names may be in either one only.
+
+        Raises what reading raises, and `KeyError` for a name that is in neither.
+        """
+        if not isinstance(other, Checkpoint):
+            with open_checkpoint(other) as opened:
+                return self.diff(
+                    opened,
+                    names=names,
+                    prefix=prefix,
+                    values=values,
+                    rtol=rtol,
+                    atol=atol,
+                    progress=progress,
+                )
+        return compare(
+            self._holdings,
+            other._holdings,  # noqa: SLF001  # of this class
+            names=names,
+            prefix=prefix,
+            values=values,
+            tolerance=Tolerance(absolute=atol, relative=rtol),
+            progress=progress,
+        )
+
+    def verify(self, *, deep: bool = True) -> VerifyReport:
+        """Check every byte of the save that is open, and report all damage; see `verify`.
+
+        Raises `CheckpointGoneError` if another save has taken its place.
+        """
+        settings = self._session.settings
+        report = verify(
+            self._session.location.target,
+            deep=deep,
+            storage_options=self._session.location.storage_options,
+            thread_count=settings.thread_count,
+            memory_limit_bytes=settings.memory_limit_bytes,
+            timeout=settings.timeouts,
+            retry=settings.retry,
+        )
+        if report.save_id != self.save_id:
+            raise CheckpointGoneError(
+                f"Save {self.save_id} of {self.url} is gone: save {report.save_id} replaced it.",
+                path=self.url,
+                phase="load",
+                next_step="Open the checkpoint again to check what is there now.",
+            )
+        return report
+
+    def close(self) -> None:
+        """Refuse reads from now on; idempotent. Clients stay for the next to open."""
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _entries(self) -> Iterator[Entry]:
+        for fqn in self._holdings.tensors:
+            outline = self._session.outline(fqn)
+            yield Entry(
+                fqn=fqn, dtype=outline.dtype, shape=outline.shape, size_bytes=outline.size_bytes
+            )
+        for fqn in self._holdings.objects:
+            yield Entry(fqn=fqn)
+
+    @cached_property
+    def _root(self) -> Node:
+        return tree_of(self._entries())
+
+    def _root_unasked(self) -> Node | None:
+        """Return the tree for who only happens to look, a debugger say; None if that is slow."""
+        is_quick = len(self) <= _MOST_UNASKED or "_root" in self.__dict__
+        return self._root if is_quick else None
+
+    def _facts(self) -> dict[str, object]:
+        info, object_count = self.info, len(self._holdings.objects)
+        facts = {
+            "format": self.format,
+            "step": self.step,
+            "ranks": self.world_size,
+            "tensors": f"{len(self._holdings.tensors):,}",
+            "size": human_bytes(self.nbytes) if self._root_unasked() is not None else None,
+            "objects": f"{object_count:,}" if object_count else None,
+            "saved": info.created_at,
+            "save": info.save_id,
+        }
+        # Whoever saved chose the names of metrics: none may take the place of a fact.
+        facts.update((f"metric {name}", f"{value:.6g}") for name, value in info.metrics.items())
+        return {name: value for name, value in facts.items() if value is not None}
+
+    def __repr__(self) -> str:
+        return checkpoint_text(self.url, self._facts(), self._root_unasked())
+
+    def _repr_html_(self) -> str:
+        return checkpoint_html(
+            self.info.name,
+            self.url,
+            self._facts(),
+            self._root_unasked(),
+            self._session.sharding,
+        )
+
+
+def diff(
+    left: Checkpoint | str | os.PathLike[str],
+    right: Checkpoint | str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    **options: Any,  # noqa: ANN401  # those of Checkpoint.diff
+) -> CheckpointDiff:
+    """Compare two checkpoints, open ones or URLs, which are opened with `storage_options`.
+
+    Takes the options of `Checkpoint.diff` and raises as it does, and as `open_checkpoint`.
+    """
+    if not isinstance(left, Checkpoint):
+        with open_checkpoint(left, storage_options=storage_options) as opened:
+            return diff(opened, right, storage_options=storage_options, **options)
+    if not isinstance(right, Checkpoint):
+        with open_checkpoint(right, storage_options=storage_options) as opened:
+            return left.diff(opened, **options)
+    return left.diff(right, **options)

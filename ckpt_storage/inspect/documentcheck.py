@@ -1,0 +1,143 @@
+"""The documents of a checkpoint, each held against the others.
+
+Knows what manifest, rank manifests, markers and `.metadata` promise of one another; reads no shard
+file. Called by `verification`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckpt_storage.commit import slotlog, stockfooter
+from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError
+from ckpt_storage.format import integrity, layout
+from ckpt_storage.format.ceilings import MOST_SLOT_BYTES, MOST_STOCK_BYTES
+from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.manifest import Manifest, RankManifest
+from ckpt_storage.format.slots import SlotRecord
+from ckpt_storage.format.tiling import covers_exactly
+from ckpt_storage.source.model import CommittedSource
+from ckpt_storage.source.sourcekeys import value_keys
+from ckpt_storage.store.base import Store
+
+from .findings import Findings, Problem
+
+__all__ = ["check_coverage", "check_markers", "check_places", "check_rank", "check_stock"]
+
+
+def check_markers(store: Store, save_id: str, findings: Findings) -> None:
+    """Check that the markers of a save, where there are any, are sealed as they were written."""
+    for path in layout.markers_of(save_id):
+        try:
+            found = slotlog.read_if_there(store, path, most_bytes=MOST_SLOT_BYTES)
+            if found is not None:
+                findings.file_count += 1
+                integrity.unseal(found.data, path=path)
+        except CheckpointError as error:
+            findings.note_or_raise(error, path=path)
+
+
+def check_coverage(head: SlotRecord, manifest: Manifest, findings: Findings) -> None:
+    """Check that chunks hold every element once; where they form a grid they do."""
+    exact: dict[tuple[int, tuple[int, ...]], bool] = {}
+    for tensor in manifest.tensors.values():
+        # Tensors that are cut alike share one list.
+        key = (id(tensor.chunks), tensor.shape)
+        if key not in exact:
+            boxes = [box for box, _ in tensor.chunks or ()]
+            exact[key] = not boxes or covers_exactly(tensor.shape, boxes).is_exact
+        if not exact[key]:
+            findings.note(
+                IntegrityError(
+                    f"The chunks of {tensor.fqn} do not cover its shape {list(tensor.shape)} "
+                    "exactly.",
+                    fqn=tensor.fqn,
+                    path=head.manifest.path if head.manifest else None,
+                    offset=0,
+                    next_step="Load another checkpoint.",
+                )
+            )
+
+
+def check_rank(
+    manifest: Manifest, document: RankManifest, *, rank: int, listed: Mapping[str, FileRef]
+) -> None:
+    """Check that a rank manifest is the one of `rank`, and names the files that are `listed`.
+
+    Raises `IntegrityError` if the two documents do not say the same.
+    """
+    reference = manifest.ranks[rank]
+    held = {file.path: file.ref() for file in document.files}
+    inlined = document if manifest.inline_ranks is None else manifest.inline_ranks[rank]
+    if (
+        (document.rank, document.save_id) != (rank, manifest.save_id)
+        or listed != held
+        or document != inlined
+    ):
+        raise IntegrityError(
+            f"{reference.path} and the manifest do not describe the same files.",
+            path=reference.path,
+            rank=rank,
+            offset=0,
+            next_step="Restore the file from a copy, or load another checkpoint.",
+        )
+
+
+def check_places(source: CommittedSource, findings: Findings) -> None:
+    """Check that the rank manifests hold every chunk and blob that the manifest promises."""
+    for fqn, offsets in value_keys(source):
+        try:
+            source.place(fqn, offsets)
+        except CheckpointError as error:
+            findings.note_or_raise(error)
+
+
+def check_stock(store: Store, head: SlotRecord, manifest: Manifest, findings: Findings) -> None:
+    """Check `.metadata` and the copy that it is made from, byte by byte."""
+    if manifest.stock is None:
+        return
+    findings.file_count += 2
+    try:
+        copy = slotlog.read_referenced(store, manifest.stock, most_bytes=MOST_STOCK_BYTES)
+    except CheckpointError as error:
+        findings.note_or_raise(error, path=manifest.stock.path)
+        return
+    try:
+        current = slotlog.read_stock(store)
+    except IntegrityError as error:
+        findings.note_or_raise(error, path=layout.STOCK_METADATA)
+        return
+    named = stockfooter.split_footer(current.data)[1] if current else None
+    pickled = stockfooter.split_footer(copy)[0]
+    expected = stockfooter.with_footer(pickled, slot=head.slot, save_id=manifest.save_id)
+    if current is None:
+        what = ".metadata is missing; torch's own readers find no checkpoint."
+        step = "Load it once with the right to write, or save again: either publishes it."
+    elif current.data == expected:
+        return
+    elif (newer := _newer(store, head, current.data)) is not None:
+        step = newer.next_step or ""
+        what = str(newer).removesuffix(step).strip()
+    elif named is not None and named.save_id != manifest.save_id:
+        what = f".metadata shows save {named.save_id}; the head is {manifest.save_id}."
+        step = "Load it once with the right to write, or save again: either publishes it."
+    else:
+        what = ".metadata is damaged, or another program wrote it: it is not stock.metadata."
+        step = "Delete .metadata and load the checkpoint once with the right to write."
+    offset = 0 if current is None else _first_difference(current.data, expected)
+    findings.problems.append(
+        Problem(message=what, next_step=step, file=layout.STOCK_METADATA, offset=offset)
+    )
+
+
+def _newer(store: Store, head: SlotRecord, stock: bytes) -> FormatError | None:
+    try:
+        stockfooter.check_newest(store, head, stock)
+    except FormatError as error:
+        return error
+    return None
+
+
+def _first_difference(found: bytes, expected: bytes) -> int:
+    pairs = enumerate(zip(found, expected, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(found), len(expected)))

@@ -1,0 +1,85 @@
+"""What only `torch.load` can read: blobs, and tensors that do not lie in their item as plain bytes.
+
+Runs nothing that a checkpoint names (invariant I10). Called by `loads`.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import torch
+
+from ckpt_storage.errors import CheckpointError, FormatError, UnsafeContentError
+from ckpt_storage.format.tensorfile import is_inert_with_numpy
+from ckpt_storage.source.model import Place
+
+_FORBIDDEN = re.compile(r"GLOBAL ([\w.]+)")
+
+_ZIP_START = b"PK\x03\x04"
+
+
+def load_whole(buffer: bytearray, place: Place) -> torch.Tensor:
+    """Return the tensor in an item that is no plain contiguous one, read by torch itself."""
+    try:
+        tensor = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise _not_loadable(error, place, "add_safe_globals.") from error
+    if not isinstance(tensor, torch.Tensor):
+        raise FormatError(
+            f"The item of {place.fqn} in {place.path} holds a {type(tensor).__name__}.",
+            path=place.path,
+            next_step="Check the metadata beside it.",
+        )
+    return tensor.detach()
+
+
+def scan_blob(buffer: bytearray, place: Place) -> None:
+    """Raise `UnsafeContentError` or `FormatError` if unpickling the blob could do anything else.
+
+    Planners call `torch.load(weights_only=False)`; what torch's restricted unpickler accepts
+    resolves only allow-listed names there too. Arrays of numbers, which it refuses, pass as well.
+    """
+    try:
+        torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+    except Exception as error:
+        if _holds_numpy_only(buffer):
+            return
+        step = "add_safe_globals, or pass unsafe_pickle=True."
+        raise _not_loadable(error, place, step) from error
+
+
+def _not_loadable(error: Exception, place: Place, step: str) -> CheckpointError:
+    """Return in one line what torch's restricted unpickler says in many."""
+    found = _FORBIDDEN.search(str(error))
+    if isinstance(error, EOFError) or "PytorchStreamReader" in str(error):
+        return FormatError(
+            f"{place.fqn} in {place.path} cannot be read ({type(error).__name__}).",
+            path=place.path,
+            phase="load",
+            next_step="Check that the checkpoint is complete and not damaged.",
+        )
+    return UnsafeContentError(
+        f"{place.fqn} in {place.path} is not a value that torch loads with weights_only=True"
+        f"{': it names ' + found.group(1) if found else ''}.",
+        path=place.path,
+        phase="load",
+        next_step=f"If you trust who wrote it, allow its types by torch.serialization.{step}",
+    )
+
+
+def _holds_numpy_only(buffer: bytearray) -> bool:
+    # A reader of archives looks at the end of the bytes, torch.load at their start: where no
+    # archive starts it runs the pickle there, whatever archive may follow.
+    if not buffer.startswith(_ZIP_START):
+        return False
+    try:
+        # What torch.load itself opens, so that both see the same records.
+        archive: Any = torch._C.PyTorchFileReader(io.BytesIO(buffer))  # noqa: SLF001
+        # torch.load gives an archive with this record to TorchScript.
+        if archive.has_record("constants.pkl"):
+            return False
+        return is_inert_with_numpy(archive.get_record("data.pkl"))
+    except RuntimeError:
+        return False

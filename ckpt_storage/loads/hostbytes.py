@@ -1,0 +1,132 @@
+"""Tensors as host bytes: views where the memory can be used as it is, bounded copies elsewhere.
+
+Knows torch tensors; knows no file and no plan. Called by `shards`, `stagewalk` and `loads`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from ckpt_storage.errors import InvalidInputError
+
+from .devicecopies import DeviceCopies
+
+__all__ = ["HostCopies", "check_plain", "dtype_name", "host_bytes", "is_as_stored", "is_freed"]
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype without the prefix, as the format spells it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has elements, but the memory of all of them was given back.
+
+    As FSDP does with parameters it has gathered: their storage is resized to nothing. Kinds of
+    tensors that wrap others have no memory of their own, and are not judged.
+    """
+    return (
+        type(tensor) in _PLAIN
+        and not tensor.untyped_storage().nbytes()
+        and tensor.numel() != 0
+        and not tensor.is_meta
+    )
+
+
+def check_plain(tensor: torch.Tensor, fqn: str) -> None:
+    """Raise `InvalidInputError` unless the tensor is dense, with its elements stored as such."""
+    reason = None
+    if tensor.layout is not torch.strided:
+        reason = f"its layout is {tensor.layout}"
+    elif tensor.is_quantized:
+        reason = "it is quantised"
+    elif tensor.is_meta:
+        reason = "it is on the meta device and has no data"
+    elif is_freed(tensor):
+        reason = "its memory was given back (its storage was resized to nothing)"
+    if reason:
+        raise InvalidInputError(
+            f"{fqn} cannot be saved: {reason}.",
+            phase="write",
+            next_step="Convert it to a dense tensor with data before saving, or leave it out.",
+        )
+
+
+def host_bytes(tensor: torch.Tensor) -> bytes:
+    """Return a copy of the elements of a small tensor in C order."""
+    if type(tensor) in _PLAIN and is_as_stored(tensor):
+        # A view, an array and a buffer cost ten times this, which many small tensors feel.
+        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
+    plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    return bytes(_view(plain))
+
+
+class HostCopies:
+    """Gives the elements of one tensor after the other as host memory; used by one thread.
+
+    All with the same `window_bytes`.
+    """
+
+    def __init__(self) -> None:
+        self._device_copies: dict[torch.device, DeviceCopies] = {}
+
+    def views(self, tensor: torch.Tensor, window_bytes: int) -> Iterator[memoryview]:
+        """Yield the elements of `tensor` in C order as consecutive byte views.
+
+        A contiguous CPU tensor is one view of its own memory, not copied, and must not change
+        while the view is in use. Anything else is copied window by window, each of at most
+        `window_bytes` (or one element), so memory stays bounded whatever the tensor's size; from a
+        CUDA device the next window is copied while the one before is in use.
+        """
+        tensor = tensor.detach()
+        if is_as_stored(tensor):
+            yield _view(tensor)
+            return
+        if tensor.device.type == "cuda":
+            copies = self._device_copies.get(tensor.device)
+            if copies is None:
+                copies = DeviceCopies(tensor.device, window_bytes)
+                self._device_copies[tensor.device] = copies
+            yield from copies.views(_windows(tensor, _count(tensor, copies.window_bytes)))
+            return
+        for window in _windows(tensor, _count(tensor, window_bytes)):
+            yield _view(window.resolve_conj().resolve_neg().to("cpu").contiguous())
+
+
+def is_as_stored(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor is what is to be written."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not lazy
+
+
+def _count(tensor: torch.Tensor, window_bytes: int) -> int:
+    return max(1, window_bytes // max(1, tensor.element_size()))
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    # Not `reshape`: it leaves the stride of a single element, which may be anything.
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
+
+
+def _windows(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    if tensor.numel() <= most:
+        yield tensor
+        return
+    length = tensor.size(0)
+    rows = max(1, most * length // tensor.numel())
+    if rows == 1:
+        for row in tensor.unbind(0):
+            yield from _windows(row, most)
+        return
+    for start in range(0, length, rows):
+        yield tensor.narrow(0, start, min(rows, length - start))

@@ -1,0 +1,200 @@
+"""`load`: one bounded, collective load; DCP's steps without its collectives."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from ckpt_storage.coordination.frontdoor import exchange_plans, is_stateful, plain_state
+from ckpt_storage.coordination.groups import coordinator_of
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.peers import Peers, peers_of
+from ckpt_storage.coordination.reports import as_checkpoint_errors, place_of
+from ckpt_storage.errors import CheckpointError, CheckpointGoneError
+from ckpt_storage.options import Progress, RetryPolicy, Timeouts
+
+from .loadplanner import OwnChunksLoadPlanner
+from .loadreads import Sharing
+from .reader import CheckpointStorageReader
+from .sharing import ShareOrder
+
+__all__ = ["load"]
+
+_MOST_LOOKS = 5
+"""How often the newest checkpoint is looked for while saves overwrite what is read."""
+
+
+def load(  # the public surface, all keyword-only
+    state: MutableMapping[str, Any],
+    url: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    timeout: float | timedelta | Timeouts | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    planner: LoadPlanner | None = None,
+    progress: Progress = None,
+    verify: bool = True,
+    thread_count: int | None = None,
+    memory_limit_bytes: int | None = None,
+    shared_reads: Literal["auto", "never"] = "auto",
+    unsafe_pickle: bool = False,
+    retry: RetryPolicy | None = None,
+) -> None:
+    """Load the checkpoint at `url` into `state`, in place; all ranks of the group call.
+
+    Does what `dcp.load` does, with the bounds of `save`: no collective runs on any process
+    group, each phase has a deadline, and every live rank learns which rank failed. Returns when
+    every rank has loaded and verified its part.
+
+    Args:
+        state: state dict as for `dcp.load`: tensors are filled, `Stateful` objects get their
+            `load_state_dict` called, plain values are replaced.
+        url: URL or local path of anything that `CheckpointStorageReader` opens.
+        process_group: the ranks that load; default: the default group; without one, this process.
+        timeout: seconds, `timedelta` or `Timeouts` (`plan` and `load` count); default ten
+            minutes and an hour.
+        storage_options: passed to the fsspec file system.
+        planner: a DCP `LoadPlanner`; by default one that plans what `DefaultLoadPlanner()` does.
+            Ranks may differ in it; the coordinator's sees all plans.
+        progress: True: a bar on rank 0; or a callable that takes each `ProgressEvent`.
+        verify: as for `CheckpointStorageReader`, like all that follow.
+        thread_count: parallel reads per rank.
+        memory_limit_bytes: ceiling of buffers per rank.
+        shared_reads: "auto" or "never", as for `CheckpointStorageReader`.
+        unsafe_pickle: hand blobs to the planner without checking that unpickling runs no code.
+        retry: how failed storage requests are repeated.
+
+    Raises:
+        CheckpointError: on every live rank, naming the rank that failed, the phase and what to
+            do: `CheckpointNotFoundError`, `IntegrityError`, `RankMismatchError`,
+            `RankFailedError`, `PhaseTimeoutError`, `StorageError`, `UnsafeContentError`. Tensors
+            of `state` then hold undefined values, and may change for as long as a storage
+            request takes; no `load_state_dict` was called, unless the error is from one itself.
+
+    """
+    coordinator = coordinator_of(process_group)
+    try:
+        timeouts, refusal = Timeouts.of(timeout), None
+    except CheckpointError as error:
+        # The other ranks are waiting to be told.
+        timeouts, refusal = Timeouts(), error
+    what = f"the load from {place_of(url)}"
+
+    def once() -> None:
+        with (
+            coordinator.operation(what, timeouts=timeouts) as operation,
+            as_checkpoint_errors(what, operation.rank),
+        ):
+            if refusal is not None:
+                raise refusal
+            reader = CheckpointStorageReader(
+                url,
+                storage_options=storage_options,
+                verify=verify,
+                thread_count=thread_count,
+                memory_limit_bytes=memory_limit_bytes,
+                shared_reads=shared_reads,
+                unsafe_pickle=unsafe_pickle,
+                timeout=timeouts,
+                retry=retry,
+                progress=progress,
+            )
+            operation.what = f"the load from {reader.checkpoint_id}"
+            plain = plain_state(dict(sorted(state.items())))
+            reader.attend(operation.phase)
+            chosen = planner or OwnChunksLoadPlanner()
+            _run(operation, peers_of(coordinator), reader, chosen, plain)
+            operation.all_gather(pickle.dumps(None))
+            for key, value in plain.items():
+                target = state[key]
+                if is_stateful(target):
+                    target.load_state_dict(value)
+                else:
+                    state[key] = value
+
+    # Several ranks cannot tell yet whether all of them would look again.
+    looks_left = _MOST_LOOKS if coordinator.world_size == 1 else 1
+    while True:
+        looks_left -= 1
+        try:
+            return once()
+        except CheckpointGoneError:
+            # Overwritten, and freed, while it was read.
+            if not looks_left:
+                raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Proposal:
+    """What a rank sends: its plan, without items if nobody else needs them.
+
+    With `is_own` its planner is ours, and no other rank's planner has a say in the plan.
+    """
+
+    plan: LoadPlan
+    is_own: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What a rank is told: its plan, None if it is as the rank proposed, and what it shares."""
+
+    plan: LoadPlan | None
+    order: ShareOrder | None
+
+
+def _run(
+    operation: Operation,
+    peers: Peers,
+    reader: CheckpointStorageReader,
+    planner: LoadPlanner,
+    state: dict[str, Any],
+) -> None:
+    """Plan and read.
+
+    A planner that was given may look at all ranks' plans, as under `dcp.load`. With ours, ranks
+    still agree on what they read, but their plans travel only where reads may be shared. Where some
+    ranks give a planner and others none, all send their plans in full, once that is known.
+    """
+    operation.meet(reader.terms())
+    operation.phase("load")
+    is_own = type(planner) is OwnChunksLoadPlanner
+    metadata = reader.read_lazily() if is_own else reader.read_metadata()
+    planner.set_up_planner(state, metadata, operation.is_coordinator)
+    reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
+    plan = planner.create_local_plan()
+    told = plan
+    if is_own and not reader.may_share(operation.world_size):
+        told = replace(plan, items=[])
+    proposal = _Proposal(plan=reader.prepare_local_plan(told), is_own=is_own)
+
+    def decide(proposals: list[_Proposal]) -> Sequence[_Answer | None]:
+        plans = [proposal.plan for proposal in proposals]
+        if len({proposal.is_own for proposal in proposals}) > 1:
+            return [None] * len(plans)
+        if not is_own:
+            return decide_in_full(plans)
+        plans = reader.prepare_global_plan(plans)
+        return [_Answer(plan=None, order=order) for order in reader.share_orders(plans)]
+
+    def decide_in_full(plans: list[LoadPlan]) -> list[_Answer]:
+        plans = reader.prepare_global_plan(planner.create_global_plan(plans))
+        orders = reader.share_orders(plans)
+        return [_Answer(plan=plan, order=order) for plan, order in zip(plans, orders, strict=True)]
+
+    answer = exchange_plans(operation, proposal, decide)
+    if answer is None:
+        answer = exchange_plans(operation, reader.prepare_local_plan(plan), decide_in_full)
+    if answer.plan is not None:
+        plan = planner.finish_plan(answer.plan)
+    sharing = None
+    if answer.order is not None:
+        sharing = Sharing(order=answer.order, operation=operation, peers=peers)
+    reader.read(plan, planner, sharing)

@@ -1,0 +1,318 @@
+"""What must be known of a root to plan a prune, and no more: asks the storage, then plans.
+
+Knows a census and policies; changes nothing and imports no torch. Called by `pruning`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+
+from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.errors import (
+    CheckpointGoneError,
+    CheckpointInProgressError,
+    CheckpointNotFoundError,
+    IntegrityError,
+    StorageError,
+)
+from ckpt_storage.format import layout
+from ckpt_storage.inspect.partcheck import check_part
+from ckpt_storage.inspect.shardspots import Part
+from ckpt_storage.store.deadline import Deadline
+
+from .census import Census, Sight
+from .claims import Claims
+from .retention import (
+    Decision,
+    Keep,
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    KeepNewerThan,
+    PrunePlan,
+    Save,
+    kept_by_name,
+    last_committed,
+    newest_count,
+    plan_prune,
+    policies_of,
+    save_of,
+)
+from .settled import SettledSteps
+
+__all__ = ["Planner", "Soundness", "pinned"]
+
+log = logging.getLogger("ckpt_storage")
+
+_ASK_LITTLE: frozenset[type] = frozenset({KeepLatest, KeepEvery, KeepNewerThan})
+"""Policies to which what is kept by its name alone makes no difference."""
+
+_TIMELESS: frozenset[type] = frozenset({KeepLatest, KeepEvery, KeepBest})
+"""Policies that do not go by age. One that is not known here, or was derived, may."""
+
+
+class Soundness:
+    """Checkpoints whose soundness this process knows, by name and save id.
+
+    A copy keeps the save id: it can be damaged where the original is sound.
+    """
+
+    def __init__(self) -> None:
+        self._verified: set[Save] = set()
+        self.damaged: set[Save] = set()
+
+    def is_known(self, info: CheckpointInfo) -> bool:
+        """Return whether it was saved, loaded or checked here, and found sound."""
+        return save_of(info) in self._verified
+
+    def damaged_ids(self, name: str) -> frozenset[str]:
+        """Return the saves under a name that are known to be damaged; from any thread."""
+        return frozenset(save_id for one, save_id in list(self.damaged) if one == name)
+
+    def found_sound(self, name: str, save_id: str | None) -> None:
+        """Note that a checkpoint is sound."""
+        if save_id is not None:
+            self._verified.add((name, save_id))
+
+    def found_damaged(self, info: CheckpointInfo, why: str) -> None:
+        """Note that a checkpoint is damaged: no policy counts it any more."""
+        log.warning("%s is not counted as a checkpoint: %s", info.url, why)
+        if info.save_id is not None:
+            self.damaged.add(save_of(info))
+            self._verified.discard(save_of(info))
+
+
+class Planner:
+    """Plans prunes of one root, again and again; used by one thread at a time.
+
+    `protected` maps names that no plan deletes to the reason.
+    """
+
+    def __init__(
+        self,
+        census: Census,
+        keep: Keep,
+        *,
+        min_age_s: float,
+        claims: Claims,
+        soundness: Soundness,
+    ) -> None:
+        self._census = census
+        self._policies = policies_of(keep)
+        self._min_age_s = min_age_s
+        self._claims = claims
+        self._soundness = soundness
+        self._linked: Mapping[str, str] = {}
+        self.protected: Mapping[str, str] = {}
+        self._settled_steps = SettledSteps(census.names.template)
+
+    def plan(self, deadline: Deadline) -> PrunePlan:
+        """Find out what a plan needs to know, and make it.
+
+        Costs a listing of the root; two reads for each of the newest; one listing and two reads
+        for every other that its name does not keep, or a listing where only slots are left and no
+        earlier process noted so; one look at the time of each that no policy keeps; and for
+        `KeepBest` two reads for all, for policies of the user's own a look at the time of all as
+        well: all but the first two once in this process.
+        """
+        census = self._census
+        folders = census.folders(deadline)
+        links = census.links()
+        self._linked = pinned(links)
+        # What lies behind a link may be another checkpoint of this root, or of somebody else.
+        steps = [(step, name) for step, name in census.steps(folders) if name not in links]
+        by_name = {name: step for step, name in steps}
+        sights = self._newest(steps, deadline)
+        newest = set(sights)
+        unsettled = census.unsettled()
+        asks_all = any(type(policy) not in _ASK_LITTLE for policy in self._policies)
+        held = {
+            name: why
+            for step, name in steps
+            if name not in sights
+            and name not in unsettled
+            and (why := kept_by_name(step, self._policies)) is not None
+        }
+        others = [name for _, name in steps if name not in sights and name not in held]
+        self._settled_steps.load(census.root(deadline))
+        open_names = [name for name in others if not self._settled_steps.is_known(by_name[name])]
+        sights |= census.look(open_names, deadline, freshness="ever", lists=True)
+        self._settled_steps.note(
+            {by_name[name]: sights[name].status == "empty" for name in open_names},
+            by_name.values(),
+        )
+        if asks_all:
+            sights |= census.look(list(held), deadline, freshness="ever")
+        plan = self._settled(sights, newest, deadline)
+        decided = {decision.name for decision in (*plan.kept, *plan.deleted)}
+        extra = [
+            Decision(name=name, step=by_name[name], reasons=(why,))
+            for name, why in held.items()
+            if name not in decided
+        ]
+        extra += [
+            Decision(
+                name=sight.name, step=by_name[sight.name], reasons=(f"unreadable: {sight.problem}",)
+            )
+            for sight in sights.values()
+            if sight.status == "unreadable"
+        ]
+        extra += [
+            Decision(
+                name=name,
+                step=None,
+                reasons=("it is a link" if name in links else "it does not belong to this run",),
+            )
+            for name in folders
+            if name not in by_name
+        ]
+        kept = sorted(
+            (*plan.kept, *extra), key=lambda d: (-1 if d.step is None else d.step, d.name)
+        )
+        leftovers = tuple(name for _, name in steps if _is_leftover(sights.get(name)))
+        return dataclasses.replace(plan, kept=tuple(kept), leftovers=leftovers)
+
+    def saved(self, name: str, why: str) -> None:
+        """Note that `name` was saved: no plan deletes it until another one is; from any thread."""
+        self.protected = {name: why}
+        self._census.forget(name)
+        step = self._census.names.step_of(name)
+        if step is not None:
+            self._settled_steps.forget(step)
+
+    def doubt(self) -> None:
+        """Look at every step with the next plan, whatever earlier processes noted."""
+        self._settled_steps.doubt()
+
+    def keep(self, deadline: Deadline) -> None:
+        """Note for later processes which steps they need not look at."""
+        self._settled_steps.keep(self._census.root(deadline))
+
+    def _newest(self, steps: Sequence[tuple[int, str]], deadline: Deadline) -> dict[str, Sight]:
+        """Look at the newest, until as many sound ones are known as the policies count."""
+        wanted = newest_count(self._policies)
+        sights: dict[str, Sight] = {}
+        names = [name for _, name in reversed(steps)]
+        while names and wanted > 0:
+            batch, names = names[:wanted], names[wanted:]
+            looked = self._census.look(batch, deadline)
+            sights |= looked
+            for sight in looked.values():
+                if sight.status == "committed" and sight.info is not None:
+                    wanted -= save_of(sight.info) not in self._soundness.damaged
+        return sights
+
+    def _settled(self, sights: dict[str, Sight], looked: set[str], deadline: Deadline) -> PrunePlan:
+        """Plan; look again at what the plan counts on and was not `looked` at, until that is so."""
+        while True:
+            plan = self._dated(sights, deadline)
+            if plan.deleted:
+                stale = [name for name in plan.counted if name not in looked]
+                looked.update(stale)
+                fresh = self._census.look(stale, deadline)
+                changed = {
+                    name for name, sight in fresh.items() if _seen(sight) != _seen(sights[name])
+                }
+                sights.update(fresh)
+                if changed or not self._is_sound(plan.anchor, deadline):
+                    continue
+            return plan
+
+    def _dated(self, sights: Mapping[str, Sight], deadline: Deadline) -> PrunePlan:
+        """Plan, with the times of those that no policy but an age may save, and what comes last."""
+        infos = [sight.info for sight in sights.values() if sight.info is not None]
+        damaged = self._soundness.damaged
+        in_use = {**self._linked, **self._claims.in_use(), **self.protected}
+        timeless = [policy for policy in self._policies if type(policy) in _TIMELESS]
+        # Without its ages a policy of the user's own would be asked what it cannot answer.
+        is_known = all(type(one) in _TIMELESS | {KeepNewerThan} for one in self._policies)
+        if timeless and is_known:
+            first = plan_prune(infos, timeless, damaged=damaged, in_use=in_use)
+            doubtful = [decision.info for decision in first.deleted if decision.info is not None]
+            if not doubtful:
+                return first
+            # What counts, and what was saved here, may have been committed later than these.
+            others = {*first.counted, *in_use}
+            dated = [*doubtful, *(info for info in infos if info.name in others)]
+        else:
+            dated = [info for info in infos if info.format == "ckpt_storage"]
+        times_s = self._census.committed_s(dated, deadline)
+        sound = [one for one in dated if save_of(one) not in damaged]
+        last = last_committed(sound, times_s)
+        if last is not None and any((one.step or 0) > (last.step or 0) for one in sound):
+            # After training went back to an earlier step, this is the newest work.
+            in_use.setdefault(last.name, "it was committed last")
+        if len(timeless) == len(self._policies) and self._min_age_s == 0:
+            return plan_prune(infos, self._policies, damaged=damaged, in_use=in_use)
+        now_s = self._now_s(times_s, deadline)
+        # The others are kept, whatever their age is: one that makes no difference will do.
+        old = {info.name: 0.0 for info in infos if info.name not in times_s}
+        return plan_prune(
+            infos,
+            self._policies,
+            now_s=now_s,
+            committed_s={**old, **times_s},
+            min_age_s=self._min_age_s,
+            damaged=damaged,
+            in_use=in_use,
+        )
+
+    def _now_s(self, times_s: Mapping[str, float | None], deadline: Deadline) -> float:
+        """Return the storage's clock; without the right to write, the latest time that was seen.
+
+        Ages are then too low, so more is kept; and a plan can still be made.
+        """
+        try:
+            return self._census.root(deadline).now_s(layout.probe_path())
+        except StorageError as error:
+            if error.kind not in {"permission", "unsupported"}:
+                raise
+            log.info(
+                "%s: the storage's clock cannot be read, as that takes a write; ages count from "
+                "the latest commit: %s",
+                self._census.location.url,
+                error,
+            )
+            return max((time_s for time_s in times_s.values() if time_s is not None), default=0.0)
+
+    def _is_sound(self, anchor: CheckpointInfo | None, deadline: Deadline) -> bool:
+        """Return whether the newest is known to be sound; it is checked once, by its documents."""
+        if anchor is None or anchor.save_id is None or self._soundness.is_known(anchor):
+            return True
+        try:
+            checked_id = check_part(
+                self._census.store(anchor.name, deadline), Part(), deep=False, deadline=deadline
+            )
+        except (
+            CheckpointGoneError,
+            CheckpointInProgressError,
+            CheckpointNotFoundError,
+            IntegrityError,
+        ) as error:
+            why = str(error)
+        else:
+            if checked_id == anchor.save_id:
+                self._soundness.found_sound(anchor.name, anchor.save_id)
+                return True
+            why = "it was saved anew"
+        self._soundness.found_damaged(anchor, why)
+        return False
+
+
+def pinned(links: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the folders that links lead into, each with the reason why it stays."""
+    return {
+        target: f"{name} is a link to it"
+        for name, target in sorted(links.items())
+        if target is not None
+    }
+
+
+def _seen(sight: Sight) -> tuple[str, str | None]:
+    return (sight.status, sight.info.save_id if sight.info is not None else None)
+
+
+def _is_leftover(sight: Sight | None) -> bool:
+    return sight is not None and sight.status == "uncommitted"

@@ -1,0 +1,1 @@
+"""One save on one rank: plans, shard files, and `save`."""

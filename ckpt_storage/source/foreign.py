@@ -1,0 +1,429 @@
+"""Checkpoints that others wrote: stock DCP, torch's sharded safetensors, Hugging Face folders.
+
+Knows their documents through `stockmeta` and `tensorfile`; runs nothing they contain and
+imports no torch. They carry no checksums of ours: only lengths can be checked. Called by
+`opening`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointInProgressError,
+    FormatError,
+    IntegrityError,
+    StorageError,
+)
+from ckpt_storage.format import layout
+from ckpt_storage.format.ceilings import MOST_DOCUMENT_BYTES
+from ckpt_storage.format.layout import INDEX_NAME
+from ckpt_storage.format.regions import Box
+from ckpt_storage.format.stockmeta import StockMetadata, StockTensor, decode_stock_metadata
+from ckpt_storage.format.tensorfile import (
+    DTYPES,
+    NeedMoreBytes,
+    SafetensorsHeader,
+    parse_safetensors_header,
+    parse_tensor_item,
+)
+from ckpt_storage.format.tensorlayout import Flaw, find_flaw
+from ckpt_storage.format.tiling import covers_exactly
+from ckpt_storage.options import TransferOptions
+from ckpt_storage.store.base import Entry, Store
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer.costs import costs_for
+from ckpt_storage.transfer.fetching import Fetch, run_fetches
+from ckpt_storage.transfer.pacing import Pacer
+
+from .model import Place, SourceFormat, TensorInfo, concerns
+from .readplan import bytes_request, plan_reads
+
+log = logging.getLogger("ckpt_storage")
+
+_HEAD_BYTES = 2048
+_MOST_SEARCHED = 1000
+"""Of so many chunks a gap is told with its sizes, of more by its first element."""
+_HEADER_GUESS_BYTES = 64 * 1024
+_RESTORE = "Check that the checkpoint is complete; restore the file from a copy."
+_RANK_LOCAL = re.compile(r"__[0-9]+\.metadata")
+
+Key = tuple[str, tuple[int, ...] | None]
+
+
+def is_rank_local(name: str) -> bool:
+    """Return whether a file name is the metadata of one rank (`use_collectives=False`)."""
+    return _RANK_LOCAL.fullmatch(name) is not None
+
+
+def _missing(store: Store, place: Place) -> IntegrityError:
+    return IntegrityError(
+        f"{store.url}: {place.path}, which {place.fqn} needs, is missing.",
+        fqn=place.fqn,
+        path=place.path,
+        offset=0,
+        next_step=_RESTORE,
+    )
+
+
+@dataclass(slots=True)
+class StockSource:
+    """A checkpoint of stock `FileSystemWriter` or `FsspecWriter`, through its `.metadata`."""
+
+    store: Store
+    metadata: StockMetadata
+    options: TransferOptions
+    deadline: Deadline
+    format: SourceFormat = "dcp"
+    save_id: str | None = None
+    tensors: Mapping[str, TensorInfo] = field(init=False)
+    blobs: frozenset[str] = field(init=False)
+    planner_data: Mapping[str, tuple[str | int, ...]] | None = field(init=False)
+    _places: dict[Key, Place] = field(default_factory=dict)
+    _sizes: dict[Key, tuple[int, ...]] = field(init=False)
+    _pacer: Pacer = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.tensors = {
+            fqn: _stock_info(fqn, tensor) for fqn, tensor in self.metadata.tensors.items()
+        }
+        self._sizes = {
+            (fqn, box.offsets): box.sizes
+            for fqn, info in self.tensors.items()
+            for box in info.boxes
+        }
+        self.blobs = self.metadata.blobs
+        self.planner_data = self.metadata.paths
+        self._pacer = Pacer(self.options.thread_count)
+
+    def renew(self, store: Store, deadline: Deadline) -> None:
+        """Take over the store and deadline of the step that begins."""
+        self.store, self.deadline = store, deadline
+
+    def _item_place(self, key: Key) -> Place:
+        fqn, offsets = key
+        item = self.metadata.items.get(key)
+        if item is None:
+            raise FormatError(
+                f"{layout.STOCK_METADATA} says that {fqn} has a part at {offsets} but not where "
+                "it lies.",
+                path=layout.STOCK_METADATA,
+                next_step="The save was incomplete; load another checkpoint.",
+            )
+        if item.transforms:
+            raise FormatError(
+                f"{fqn} in {item.relative_path} is transformed by {', '.join(item.transforms)}.",
+                path=item.relative_path,
+                next_step="Load it with torch's FileSystemReader and that extension.",
+            )
+        return Place(
+            path=layout.checked_path(item.relative_path, where=layout.STOCK_METADATA),
+            fqn=fqn,
+            start=item.offset,
+            size_bytes=item.length,
+            container="raw" if offsets is None else "torch_zip",
+        )
+
+    def require(self, chunks: Iterable[Key]) -> None:
+        """Read the head of every item needed and note where its raw bytes lie."""
+        wanted = {
+            key: (self._item_place(key), _HEAD_BYTES) for key in chunks if key not in self._places
+        }
+        while wanted:
+            buffers = {
+                key: bytearray(min(size, place.size_bytes))
+                for key, (place, size) in wanted.items()
+                if place.container == "torch_zip"
+            }
+            requests = [bytes_request(wanted[key][0], buffer) for key, buffer in buffers.items()]
+            fetches = plan_reads(
+                requests,
+                part_bytes=self.options.part_bytes,
+                costs=costs_for(is_remote=self.store.capabilities.is_remote),
+            )
+            try:
+                run_fetches(
+                    self.store,
+                    fetches,
+                    options=self.options,
+                    deadline=self.deadline,
+                    pacer=self._pacer,
+                )
+            except StorageError as error:
+                if error.kind != "not-found":
+                    raise
+                place = next((p for p, _ in wanted.values() if concerns(error, p.path)), None)
+                raise (_missing(self.store, place) if place else error) from error
+            again: dict[Key, tuple[Place, int]] = {}
+            for key, (place, _) in wanted.items():
+                if key not in buffers:
+                    self._places[key] = place
+                    continue
+                found = self._raw_place(key, place, buffers[key])
+                if isinstance(found, NeedMoreBytes):
+                    again[key] = (place, found.total_bytes)
+                else:
+                    self._places[key] = found
+            wanted = again
+
+    def _raw_place(self, key: Key, place: Place, head: bytearray) -> Place | NeedMoreBytes:
+        parsed = parse_tensor_item(bytes(head), item_bytes=place.size_bytes, path=place.path)
+        if isinstance(parsed, NeedMoreBytes):
+            return parsed
+        if parsed is None or parsed.dtype != self.tensors[place.fqn].dtype:
+            return place  # torch itself has to read the whole item
+        if parsed.shape != self._sizes[key]:
+            raise FormatError(
+                f"{place.fqn} in {place.path} has the shape {list(parsed.shape)}; "
+                f"{layout.STOCK_METADATA} says {list(self._sizes[key])}.",
+                path=place.path,
+                next_step=_RESTORE,
+            )
+        return replace(
+            place,
+            start=place.start + parsed.payload_offset,
+            size_bytes=parsed.payload_bytes,
+            container="raw",
+        )
+
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+        """Return where a chunk or blob lies."""
+        return self._places[fqn, offsets]
+
+    def places(self, keys: Sequence[Key]) -> list[Place]:
+        """Return where chunks and blobs lie."""
+        self.require(keys)
+        return [self.place(*key) for key in keys]
+
+    def explain_missing(self, place: Place) -> Exception:
+        """Return the error for a file that is not there."""
+        return _missing(self.store, place)
+
+
+def _stock_info(fqn: str, tensor: StockTensor) -> TensorInfo:
+    if tensor.dtype not in DTYPES:
+        raise FormatError(
+            f"{fqn} has dtype {tensor.dtype}, which this release does not read.",
+            path=layout.STOCK_METADATA,
+            next_step="Load it with torch's FileSystemReader.",
+        )
+    boxes = [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
+    # Ranks that hold replicas may each have stored an equal chunk.
+    flaw = find_flaw(tensor.shape, list(dict.fromkeys(boxes)))
+    if flaw is not None:
+        raise FormatError(
+            f"{layout.STOCK_METADATA} describes chunks of {fqn} that do not make up its shape "
+            f"{list(tensor.shape)}: {_flaw_text(tensor.shape, boxes, flaw)}.",
+            path=layout.STOCK_METADATA,
+            next_step="The save was incomplete, or the file is damaged; load another checkpoint.",
+        )
+    return TensorInfo(fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, boxes=boxes)
+
+
+def _flaw_text(shape: tuple[int, ...], boxes: Sequence[Box], flaw: Flaw) -> str:
+    """Return which elements no chunk holds, or which several do."""
+    if flaw.at is None:
+        return "they are cut in more ways than can be checked"
+    at = list(flaw.at)
+    if flaw.held_count:
+        return f"{flaw.held_count} different ones hold the element {at}"
+    gap = covers_exactly(shape, boxes).gap if len(boxes) <= _MOST_SEARCHED else None
+    region = f"the region of sizes {list(gap.sizes)} at {list(gap.offsets)}" if gap else at
+    return f"none holds {region}"
+
+
+def open_stock(
+    store: Store, data: bytes, *, options: TransferOptions, deadline: Deadline
+) -> StockSource:
+    """Return the source that a stock `.metadata` describes.
+
+    Raises as `decode_stock_metadata`, and `FormatError` if chunks do not make up their tensor: of
+    what none holds, a reader could only make values up.
+    """
+    return StockSource(store, decode_stock_metadata(data), options, deadline)
+
+
+@dataclass(slots=True)
+class SafetensorsSource:
+    """Weight files with raw tensors in them: whole ones, or torch's sharded ones."""
+
+    store: Store
+    format: SourceFormat
+    tensors: Mapping[str, TensorInfo]
+    held: Mapping[Key, Place]
+    save_id: str | None = None
+    blobs: frozenset[str] = frozenset()
+    planner_data: Mapping[str, tuple[str | int, ...]] | None = None
+
+    def require(self, chunks: Iterable[Key]) -> None:
+        """Nothing to fetch: the headers said it all."""
+
+    def renew(self, store: Store, deadline: Deadline) -> None:
+        """Take over the store of the step that begins."""
+        del deadline
+        self.store = store
+
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+        """Return where a chunk or blob lies."""
+        return self.held[fqn, offsets]
+
+    def places(self, keys: Sequence[Key]) -> list[Place]:
+        """Return where chunks and blobs lie."""
+        self.require(keys)
+        return [self.place(*key) for key in keys]
+
+    def explain_missing(self, place: Place) -> Exception:
+        """Return the error for a file that is not there."""
+        return _missing(self.store, place)
+
+
+def open_safetensors(
+    store: Store, entries: Iterable[Entry], *, options: TransferOptions, deadline: Deadline
+) -> SafetensorsSource:
+    """Return the source that the safetensors files among `entries`, and an index if any, make.
+
+    With an index only the files that it names count, and each must hold what it says. Raises
+    `FormatError`, `IntegrityError`.
+    """
+    sizes = {entry.path: entry.size_bytes for entry in entries}
+    weight_map = _read_index(store) if INDEX_NAME in sizes else None
+    weights = sorted(name for name in sizes if name.endswith(".safetensors"))
+    if weight_map is not None:
+        listed = sorted(set(weight_map.values()))
+        missing = [name for name in listed if name not in weights]
+        if missing:
+            raise IntegrityError(
+                f"{store.url}: {INDEX_NAME} names {missing[0]}, which is missing.",
+                path=missing[0],
+                offset=0,
+                next_step=_RESTORE,
+            )
+        weights = listed
+    boxes: dict[str, list[Box]] = {}
+    kinds: dict[str, tuple[str, int]] = {}
+    homes: dict[str, str] = {}
+    places: dict[Key, Place] = {}
+    sharded = False
+    sizes = {name: sizes[name] for name in weights}
+    headers = _read_headers(store, sizes, options=options, deadline=deadline)
+    for name, file_bytes in sizes.items():
+        header = headers[name]
+        sharded = sharded or header.saved_offsets is not None
+        for fqn, entry in header.entries.items():
+            if weight_map is not None and weight_map.get(fqn) != name:
+                continue
+            zeros = tuple(0 for _ in entry.shape)
+            offsets = (header.saved_offsets or {}).get(fqn, zeros)
+            kind = entry.dtype, len(entry.shape)
+            home = homes.setdefault(fqn, name)
+            if (fqn, offsets) in places or kinds.setdefault(fqn, kind) != kind:
+                raise FormatError(
+                    f"{fqn} is in {home} and again, or with another dtype or number of "
+                    f"dimensions, in {name}.",
+                    path=name,
+                    next_step="Remove the files of other checkpoints from this folder.",
+                )
+            boxes.setdefault(fqn, []).append(Box(offsets, entry.shape))
+            places[fqn, offsets] = Place(
+                path=name,
+                fqn=fqn,
+                start=header.data_offset + entry.start,
+                size_bytes=entry.end - entry.start,
+                file_bytes=file_bytes,
+            )
+    absent = sorted(set(weight_map or ()) - set(boxes))
+    if absent:
+        raise IntegrityError(
+            f"{store.url}: {(weight_map or {})[absent[0]]} does not hold {absent[0]}, which "
+            f"{INDEX_NAME} says it does.",
+            fqn=absent[0],
+            path=(weight_map or {})[absent[0]],
+            offset=0,
+            next_step=_RESTORE,
+        )
+    if sharded:
+        log.warning(
+            "%s: torch's sharded safetensors do not record the tensors' shapes; a missing last "
+            "part cannot be told from a smaller tensor",
+            store.url,
+        )
+    tensors = {fqn: _merged(fqn, kinds[fqn][0], held) for fqn, held in boxes.items()}
+    form: SourceFormat = "dcp_safetensors" if sharded else "safetensors"
+    return SafetensorsSource(store, form, tensors, places)
+
+
+def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorInfo:
+    """Return the tensor that chunks make: as large as they reach, without a gap."""
+    shape = tuple(max(stops) for stops in zip(*(box.stops for box in boxes), strict=True))
+    held = [box for box in boxes if not box.is_empty]
+    coverage = covers_exactly(shape, held) if held else None
+    if coverage is not None and not coverage.is_exact:
+        raise IntegrityError(
+            f"The parts of {fqn} do not make up its shape {list(shape)}: "
+            f"{'there is a gap at ' + str(coverage.gap) if coverage.gap else 'they overlap'}.",
+            fqn=fqn,
+            next_step="Files are missing, or those of another save are among them.",
+        )
+    return TensorInfo(fqn=fqn, dtype=dtype, shape=shape, boxes=boxes)
+
+
+def in_progress(url: str) -> CheckpointInProgressError:
+    """Return the error that the weight files at `url` are not all there yet."""
+    return CheckpointInProgressError(
+        f"{url} is still being written, or its writer died.",
+        path=f"{url}/{INDEX_NAME}",
+        phase="load",
+        next_step="Wait for the consolidation, conversion or copy, or call it again: it goes on.",
+    )
+
+
+def _read_index(store: Store) -> dict[str, str]:
+    data = store.read(INDEX_NAME, most_bytes=MOST_DOCUMENT_BYTES)
+    if layout.is_blocker(data):
+        raise in_progress(store.url)
+    try:
+        weight_map = json.loads(data)["weight_map"]
+    except (ValueError, KeyError, TypeError):
+        weight_map = None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(key, str) and isinstance(value, str) for key, value in weight_map.items()
+    ):
+        raise FormatError(
+            f"{store.url}: {INDEX_NAME} has no readable weight_map.",
+            path=INDEX_NAME,
+            next_step=_RESTORE,
+        )
+    return {fqn: layout.checked_path(name, where=INDEX_NAME) for fqn, name in weight_map.items()}
+
+
+def _read_headers(
+    store: Store, sizes: Mapping[str, int], *, options: TransferOptions, deadline: Deadline
+) -> dict[str, SafetensorsHeader]:
+    """Return the headers of files of these lengths in bytes, read side by side."""
+    headers: dict[str, SafetensorsHeader] = {}
+    wanted = {name: min(_HEADER_GUESS_BYTES, size) for name, size in sizes.items()}
+
+    def parse(name: str, view: memoryview) -> None:
+        parsed = parse_safetensors_header(bytes(view), file_bytes=sizes[name], path=name)
+        if not isinstance(parsed, NeedMoreBytes):
+            headers[name] = parsed
+            return
+        if parsed.total_bytes <= len(view):  # pragma: no cover  # the parser asks for more or ends
+            raise CheckpointError(f"{name} cannot be parsed.")
+        again[name] = min(parsed.total_bytes, sizes[name])
+
+    while wanted:
+        again: dict[str, int] = {}
+        fetches = [
+            Fetch(path=name, start=0, stop=stop, done=partial(parse, name), size_bytes=sizes[name])
+            for name, stop in wanted.items()
+        ]
+        run_fetches(store, fetches, options=options, deadline=deadline)
+        wanted = again
+    return headers

@@ -1,0 +1,491 @@
+"""One view of anything that can be read: which tensors there are, and where their bytes lie.
+
+Knows our documents and what `foreign` makes of other formats; moves no tensor bytes, imports no
+torch. Called by `catalog` and `reader`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, Protocol
+
+from ckpt_storage.commit import slotlog
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    FormatError,
+    IntegrityError,
+    StorageError,
+)
+from ckpt_storage.format import integrity, layout
+from ckpt_storage.format.ceilings import MOST_DOCUMENT_BYTES
+from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.manifest import ItemTable, Manifest, RankManifest, TensorRecord
+from ckpt_storage.format.regions import Box
+from ckpt_storage.format.slots import SlotRecord
+from ckpt_storage.format.tensorlayout import GridBoxes
+from ckpt_storage.options import TransferOptions
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer.workers import Workers
+
+Key = tuple[str, tuple[int, ...] | None]
+"""FQN and offsets of a chunk; None for a blob."""
+
+SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors"]
+
+_RESTORE = "Restore the file from a copy, or load another checkpoint."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the bytes of one chunk or blob lie, and their checksums if there are any.
+
+    `start` and `size_bytes` delimit the payload in the file, in bytes; `file_bytes` is the
+    length the file must have, None if unknown. `crcs` are of its blocks of `block_bytes`; None:
+    no checksums. `container` is "torch_zip" while the payload's place inside a zip is still to
+    be found: then start and size are those of the whole item.
+    """
+
+    path: str
+    fqn: str
+    start: int
+    size_bytes: int
+    file_bytes: int | None = None
+    rank: int | None = None
+    block_bytes: int = 1
+    crcs: Sequence[int] | None = None
+    container: Literal["raw", "torch_zip"] = "raw"
+
+    def check(self, view: memoryview, first_byte: int) -> None:
+        """Raise `IntegrityError` unless `view` is what was written from `first_byte` on.
+
+        `first_byte` is a multiple of `block_bytes`, and the view ends with a block or with the
+        payload.
+        """
+        if self.crcs is None:
+            return
+        size = self.block_bytes
+        at = integrity.first_wrong_block(view, size, self.crcs, first_byte // size)
+        if at is not None:
+            raise self.damage(first_byte + at)
+
+    def damage(self, payload_byte: int) -> IntegrityError:
+        """Return the error that says the block at `payload_byte` is not what was written."""
+        offset = self.start + payload_byte
+        by = f" (written by rank {self.rank})" if self.rank is not None else ""
+        return IntegrityError(
+            f"{self.path}{by} is damaged: the block of {self.fqn} at byte {offset} does not have "
+            "the checksum it was written with. Targets of this load hold undefined values.",
+            fqn=self.fqn,
+            offset=offset,
+            path=self.path,
+            rank=self.rank,
+            next_step=_RESTORE,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """A tensor as far as it is known without reading it; `boxes` are its chunks.
+
+    Of a regular sharding `boxes` makes each when it is asked for; `chunk_at` and `overlapping`
+    ask for those that are needed.
+    """
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: Sequence[Box]
+
+    def chunk_at(self, offsets: tuple[int, ...]) -> Box | None:
+        """Return the chunk that begins at `offsets`, None if none does."""
+        if isinstance(self.boxes, GridBoxes):
+            cell = self.boxes.grid.cell_at(offsets)
+            return None if cell is None else self.boxes[cell]
+        return next((box for box in self.boxes if box.offsets == offsets), None)
+
+    def overlapping(self, box: Box) -> list[int]:
+        """Return the positions, ascending, of the chunks that share elements with `box`."""
+        if isinstance(self.boxes, GridBoxes):
+            return self.boxes.grid.intersecting(box)
+        return [at for at, chunk in enumerate(self.boxes) if chunk.intersect(box) is not None]
+
+
+class Source(Protocol):
+    """What a checkpoint of any format offers to readers."""
+
+    @property
+    def format(self) -> SourceFormat:
+        """What was found."""
+
+    @property
+    def save_id(self) -> str | None:
+        """The save that is read; None where the format has no such thing."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All tensors by FQN."""
+
+    @property
+    def blobs(self) -> frozenset[str]:
+        """FQNs of the values that are no tensors."""
+
+    @property
+    def planner_data(self) -> Mapping[str, tuple[str | int, ...]] | None:
+        """Where each value sits in the nested state dict; None if unknown."""
+
+    def require(self, chunks: Iterable[tuple[str, tuple[int, ...] | None]]) -> None:
+        """Fetch what `place` needs for these chunks (FQN, offsets; None for a blob) in one go."""
+
+    def renew(self, store: Store, deadline: Deadline) -> None:
+        """Take over the store and deadline of the step that begins."""
+
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+        """Return where a chunk (or, with None, a blob) lies. `require` was called for it."""
+
+    def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> Sequence[Place]:
+        """Return where chunks and blobs lie; does what `require` does first."""
+
+    def explain_missing(self, place: Place) -> Exception:
+        """Return the error to raise when the file of `place` is not there."""
+
+
+class _Tensors(Mapping[str, TensorInfo]):
+    """What the manifest says of each tensor, made when it is asked for."""
+
+    def __init__(self, records: Mapping[str, TensorRecord]) -> None:
+        self._records = records
+        self._made: dict[str, TensorInfo] = {}
+        self._boxes: dict[tuple[int, tuple[int, ...]], Sequence[Box]] = {}
+
+    def __getitem__(self, fqn: str) -> TensorInfo:
+        found = self._made.get(fqn)
+        if found is None:
+            record = self._records[fqn]
+            found = self._made[fqn] = TensorInfo(
+                fqn=fqn,
+                dtype=record.dtype,
+                shape=record.shape,
+                boxes=self._boxes_of(record),
+            )
+        return found
+
+    def _boxes_of(self, record: TensorRecord) -> Sequence[Box]:
+        # Tensors that are cut alike share one layout, which lives as long as the records.
+        key = (id(record.chunks if record.grid is None else record.grid), record.shape)
+        found = self._boxes.get(key)
+        if found is None:
+            found = self._boxes[key] = (
+                [box for box, _ in record.chunks or ()]
+                if record.grid is None
+                else GridBoxes(record.grid, record.shape)
+            )
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self._records
+
+
+@dataclass(frozen=True, slots=True)
+class _RankIndex:
+    """The rank manifest of one rank, and where its items are in it."""
+
+    manifest: RankManifest
+    items: Mapping[Key, tuple[int, int]]
+    blocks: Sequence[memoryview]
+    block_starts: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, manifest: RankManifest) -> _RankIndex:
+        """Return the index; of chunks at one place the first counts that has elements."""
+        fqns = manifest.fqns
+        items: dict[Key, tuple[int, int]] = {}
+        for number, file in enumerate(manifest.files):
+            for item, (name, at) in enumerate(zip(file.items.fqn, file.items.offsets, strict=True)):
+                key = (fqns[name], None if at is None else tuple(at))
+                if key not in items or _is_first_solid(manifest, items[key], file.items, item):
+                    items[key] = number, item
+        return cls(
+            manifest,
+            items,
+            [memoryview(array("I", file.items.block_crcs)) for file in manifest.files],
+            [file.block_starts() for file in manifest.files],
+        )
+
+
+def _is_first_solid(
+    manifest: RankManifest, known: tuple[int, int], items: ItemTable, item: int
+) -> bool:
+    """Return whether an item has elements and the one that is known at its place has none."""
+    number, at = known
+    before, sizes = manifest.files[number].items.sizes[at], items.sizes[item]
+    return before is not None and sizes is not None and 0 in before and 0 not in sizes
+
+
+@dataclass(slots=True)
+class CommittedSource:
+    """A checkpoint of ours, by head and manifest; rank manifests are fetched when needed."""
+
+    store: Store
+    record: SlotRecord
+    manifest: Manifest
+    deadline: Deadline
+    options: TransferOptions
+    format: SourceFormat = "ckpt_storage"
+    _tensors: _Tensors | None = None
+    _ranks: dict[int, RankManifest] = field(default_factory=dict)
+    _indexes: dict[int, _RankIndex] = field(default_factory=dict)
+    _found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[Box, int]] = field(
+        default_factory=dict
+    )
+    _listed: dict[int, dict[tuple[int, ...], tuple[Box, int]]] = field(default_factory=dict)
+
+    @property
+    def save_id(self) -> str | None:
+        """The save that is read."""
+        return self.manifest.save_id
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """All tensors by FQN, from the manifest."""
+        if self._tensors is None:
+            self._tensors = _Tensors(self.manifest.tensors)
+        return self._tensors
+
+    @property
+    def blobs(self) -> frozenset[str]:
+        """FQNs of the values that are no tensors."""
+        return frozenset(self.manifest.blobs)
+
+    @property
+    def planner_data(self) -> Mapping[str, tuple[str | int, ...]] | None:
+        """Where each value sits in the nested state dict; None if unknown."""
+        return self.manifest.planner_data
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Alias -> target, FQNs of tensors that were the same memory when they were saved."""
+        return self.manifest.ties
+
+    def rank_manifest(self, rank: int) -> RankManifest:
+        """Return the manifest of one rank, inlined or fetched and checked."""
+        found = self._ranks.get(rank)
+        if found is None:
+            if self.manifest.inline_ranks is not None:
+                found = self.manifest.inline_ranks[rank]
+            else:
+                found = read_rank_manifest(
+                    self.store, self.manifest.ranks[rank], save_id=self.manifest.save_id
+                )
+            if (found.rank, found.save_id) != (rank, self.manifest.save_id):
+                raise FormatError(
+                    f"{self.manifest.ranks[rank].path} is the manifest of rank {found.rank} of "
+                    f"save {found.save_id}.",
+                    path=self.manifest.ranks[rank].path,
+                    next_step=_RESTORE,
+                )
+            self._ranks[rank] = found
+        return found
+
+    def require(self, chunks: Iterable[Key]) -> None:
+        """Fetch the rank manifests that these chunks need, in parallel."""
+        if self.manifest.inline_ranks is None:
+            self._fetch_all({self._chunk(*key)[1] for key in chunks})
+
+    def _fetch_all(self, ranks: Iterable[int]) -> None:
+        needed = set(ranks).difference(self._ranks)
+        count = min(self.options.thread_count, len(needed))
+        if count:
+            with Workers(count, name="read rank manifests", deadline=self.deadline) as workers:
+                for rank in sorted(needed):
+                    workers.submit(partial(self._fetch, rank))
+                workers.drain()
+
+    def renew(self, store: Store, deadline: Deadline) -> None:
+        """Take over the store and deadline of the step that begins."""
+        self.store, self.deadline = store, deadline
+
+    def _fetch(self, rank: int) -> None:
+        self.rank_manifest(rank)
+
+    def _chunk(self, fqn: str, offsets: tuple[int, ...] | None) -> tuple[Box | None, int]:
+        """Return the chunk at `offsets`, None for a blob, and the rank that wrote it."""
+        if offsets is None:
+            return None, self.manifest.blobs[fqn]
+        tensor = self.manifest.tensors[fqn]
+        cut: object = tensor.chunks if tensor.grid is None else tensor.grid
+        # Tensors that are cut alike share one layout, and so what was found of it.
+        key = (id(cut), tensor.shape, offsets)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._find(tensor, offsets)
+        return found
+
+    def _find(self, tensor: TensorRecord, offsets: tuple[int, ...]) -> tuple[Box, int]:
+        grid = tensor.grid
+        found: tuple[Box, int] | None = None
+        if grid is None:
+            listed = self._listed.get(id(tensor.chunks))
+            if listed is None:
+                # Of equal offsets the first counts; so ascending would overwrite it.
+                pairs = {box.offsets: (box, rank) for box, rank in reversed(tensor.chunks or ())}
+                listed = self._listed[id(tensor.chunks)] = pairs
+            found = listed.get(offsets)
+        else:
+            cell = grid.cell_at(offsets)
+            if cell is not None:
+                found = grid.box(cell, tensor.shape), grid.owners[cell]
+        if found is None:
+            raise FormatError(
+                f"{tensor.fqn} has no chunk at {offsets}.",
+                next_step="Load with the metadata that belongs to this checkpoint.",
+            )
+        return found
+
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+        """Return where a chunk or blob lies. Raises `FormatError` if documents disagree."""
+        return self._place((fqn, offsets), *self._chunk(fqn, offsets))
+
+    def places(self, keys: Sequence[Key]) -> list[Place]:
+        """Return where chunks and blobs lie, after fetching what tells it, in parallel.
+
+        Raises as `place`.
+        """
+        chunks = [self._chunk(*key) for key in keys]
+        if self.manifest.inline_ranks is None:
+            self._fetch_all(rank for _, rank in chunks)
+        return [self._place(key, box, rank) for key, (box, rank) in zip(keys, chunks, strict=True)]
+
+    def _place(self, key: Key, box: Box | None, rank: int) -> Place:
+        index = self._indexes.get(rank)
+        if index is None:
+            index = self._indexes[rank] = _RankIndex.of(self.rank_manifest(rank))
+        at = index.items.get(key)
+        if at is None:
+            raise FormatError(
+                f"The manifest says that rank {rank} wrote {key[0]} at {key[1]}; its rank manifest "
+                "does not list that.",
+                path=self.manifest.ranks[rank].path,
+                rank=rank,
+                next_step=_RESTORE,
+            )
+        number, item = at
+        file = index.manifest.files[number]
+        items = file.items
+        if box is not None:
+            dtype, sizes = items.dtype[item], items.sizes[item]
+            found = index.manifest.dtypes[dtype] if dtype >= 0 else "blob"
+            if found != self.manifest.tensors[key[0]].dtype or sizes != box.sizes:
+                raise self._contradiction(key[0], box, found, sizes, rank)
+        starts = index.block_starts[number]
+        return Place(
+            path=file.path,
+            fqn=key[0],
+            start=items.payload_start[item],
+            size_bytes=items.payload_bytes[item],
+            file_bytes=file.size_bytes,
+            rank=rank,
+            block_bytes=file.block_bytes,
+            crcs=index.blocks[number][starts[item] : starts[item + 1]],
+        )
+
+    def _contradiction(
+        self, fqn: str, box: Box, found: str, sizes: Sequence[int] | None, rank: int
+    ) -> FormatError:
+        dtype = self.manifest.tensors[fqn].dtype
+        return FormatError(
+            f"The manifest says that {fqn} has a {dtype} chunk of {list(box.sizes)} at "
+            f"{list(box.offsets)}; rank {rank} lists {found} of {list(sizes or ())}.",
+            path=self.manifest.ranks[rank].path,
+            rank=rank,
+            next_step=_RESTORE,
+        )
+
+    def explain_missing(self, place: Place) -> Exception:
+        """Return `CheckpointGoneError` if the head has moved, else `IntegrityError`."""
+        return gone(self.store, self.manifest.save_id, place.path) or IntegrityError(
+            f"{place.path}, which rank {place.rank} wrote and {place.fqn} needs, is missing.",
+            fqn=place.fqn,
+            path=place.path,
+            rank=place.rank,
+            offset=0,
+            next_step=_RESTORE,
+        )
+
+
+def concerns(error: CheckpointError, path: str) -> bool:
+    """Return whether `error` is about the file at `path`; stores may name it by its whole URL."""
+    return error.path is not None and (error.path == path or error.path.endswith(f"/{path}"))
+
+
+def gone(store: Store, save_id: str, path: str) -> CheckpointGoneError | None:
+    """Return the error that says that `save_id` is not the head any more, None while it is.
+
+    `path` is the file that was not found.
+    """
+    head = slotlog.read_log(store).head
+    if head is not None and head.save_id == save_id:
+        return None
+    now = "it was deleted" if head is None else f"save {head.save_id} replaced it"
+    return CheckpointGoneError(
+        f"Save {save_id} of {store.url} is gone: {now}.",
+        path=path,
+        phase="load",
+        next_step="Load again to get what is there now.",
+    )
+
+
+def read_document(
+    store: Store, reference: FileRef, *, save_id: str, most_bytes: int = MOST_DOCUMENT_BYTES
+) -> bytes:
+    """Return a document that another one of `save_id` names, checked by length and checksum.
+
+    A missing one is `IntegrityError`, because what names it was written after it; or
+    `CheckpointGoneError`, if `save_id` has been superseded and freed meanwhile. `most_bytes` and
+    other errors as for `slotlog.read_referenced`.
+    """
+    try:
+        return slotlog.read_referenced(store, reference, most_bytes=most_bytes)
+    except StorageError as error:
+        if error.kind != "not-found":
+            raise
+        raise gone(store, save_id, reference.path) or IntegrityError(
+            f"{store.url}: {reference.path} is missing.",
+            path=reference.path,
+            offset=0,
+            next_step=_RESTORE,
+        ) from error
+
+
+def read_rank_manifest(store: Store, reference: FileRef, *, save_id: str) -> RankManifest:
+    """Return one rank manifest of `save_id`, checked. Raises as `read_document`."""
+    document = read_document(store, reference, save_id=save_id)
+    body = integrity.unseal(document, path=reference.path)
+    return RankManifest.from_body(body, where=reference.path)
+
+
+def read_manifest(store: Store, record: SlotRecord) -> Manifest:
+    """Return the manifest that a commit record names, checked. Raises as `read_document`."""
+    reference, save_id = record.manifest, record.save_id
+    if reference is None or save_id is None:  # pragma: no cover  # SlotRecord.decode refuses it
+        raise FormatError(f"{layout.slot_path(record.slot)} names no manifest.")
+    document = read_document(store, reference, save_id=save_id)
+    body = integrity.unseal(document, path=reference.path)
+    manifest = Manifest.from_body(body, where=reference.path)
+    if manifest.save_id != record.save_id:
+        raise FormatError(
+            f"{reference.path} belongs to save {manifest.save_id}.",
+            path=reference.path,
+            next_step=_RESTORE,
+        )
+    return manifest

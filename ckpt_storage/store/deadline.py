@@ -1,0 +1,160 @@
+"""The instant at which a phase gives up, and the word from outside that it must give up sooner.
+
+Knows clocks and errors; knows no storage and no rank. Called by everything that waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from ckpt_storage.errors import CheckpointError, PhaseTimeoutError, StorageError
+from ckpt_storage.options import Phase, Timeouts
+
+__all__ = ["Deadline", "Watch"]
+
+# A request that was cut by a phase's deadline ends within this of it.
+_CUT_S = 0.05
+
+_LOOK_S = 0.2
+
+
+class Watch(Protocol):
+    """The operation that a phase belongs to, as its transfers see it; safe in any thread."""
+
+    def failure(self) -> CheckpointError | None:
+        """Return why the operation cannot go on (another rank failed, say), None while it can."""
+
+    def advanced(self, byte_count: int) -> None:
+        """Note that `byte_count` more bytes of the phase are done."""
+
+    def expect(self, total_bytes: int) -> None:
+        """Note how many bytes the phase has in all."""
+
+    def failed(self, error: CheckpointError) -> None:
+        """Note a failure at once, because what it leaves behind hangs."""
+
+    def ended_file(self) -> None:
+        """Note that one more file is complete."""
+
+
+class Deadline:
+    """The instant at which a phase gives up; shared by all its waits.
+
+    With a `watch`, the phase also gives up soon after its operation failed elsewhere.
+    """
+
+    __slots__ = ("_at", "_clock", "_watch", "phase", "timeout_s")
+
+    def __init__(
+        self,
+        phase: Phase,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        watch: Watch | None = None,
+    ) -> None:
+        self.phase = phase
+        self.timeout_s = timeout_s
+        self._clock = clock
+        self._watch = watch
+        self._at = clock() + timeout_s
+
+    @classmethod
+    def of(cls, timeouts: Timeouts, phase: Phase) -> Deadline:
+        """Return the deadline of a phase that begins now."""
+        return cls(phase, getattr(timeouts, phase))
+
+    @property
+    def at_monotonic_s(self) -> float:
+        """The instant on `time.monotonic`'s scale."""
+        return self._at
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the phase may have to give up before its time."""
+        return self._watch is not None
+
+    def has_failed(self) -> bool:
+        """Return whether the operation that the phase belongs to cannot go on."""
+        return self._watch is not None and self._watch.failure() is not None
+
+    def advanced(self, byte_count: int) -> None:
+        """Tell whoever watches that `byte_count` more bytes are done."""
+        if self._watch is not None:
+            self._watch.advanced(byte_count)
+
+    def expect(self, total_bytes: int) -> None:
+        """Tell whoever watches how many bytes the phase has in all."""
+        if self._watch is not None:
+            self._watch.expect(total_bytes)
+
+    def ended_file(self) -> None:
+        """Tell whoever watches that one more file is complete."""
+        if self._watch is not None:
+            self._watch.ended_file()
+
+    def failed(self, error: CheckpointError) -> None:
+        """Tell whoever watches of a failure at once: what it leaves behind hangs."""
+        if self._watch is not None:
+            self._watch.failed(error)
+
+    def remaining_s(self) -> float:
+        """Return the seconds left, 0 when there are none."""
+        return max(0.0, self._at - self._clock())
+
+    def sleep(self, seconds: float) -> None:
+        """Pause for `seconds`, less where the instant or a failure of the operation is nearer."""
+        end = time.monotonic() + min(seconds, self.remaining_s())
+        while (left_s := end - time.monotonic()) > 0 and not self.has_failed():
+            time.sleep(min(left_s, _LOOK_S) if self.is_watched else left_s)
+
+    def check(self, what: str) -> None:
+        """Raise `PhaseTimeoutError` naming `what` if the instant has passed.
+
+        Raises why the operation cannot go on, if it failed elsewhere.
+        """
+        self._check_watch()
+        if self._clock() >= self._at:
+            raise self.error(what)
+
+    def _check_watch(self) -> None:
+        failure = self._watch.failure() if self._watch is not None else None
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def governs(self, what: str, *, rank: int | None = None) -> Iterator[None]:
+        """Give errors inside their rank and phase.
+
+        One caused by this deadline becomes its own, one caused by giving up becomes the reason.
+        """
+        try:
+            yield
+        except CheckpointError as error:
+            failure = self._watch.failure() if self._watch is not None else None
+            if failure is not None and failure is not error and isinstance(error, StorageError):
+                raise failure from error
+            if (
+                isinstance(error, StorageError)
+                and error.kind == "timeout"
+                and self.remaining_s() < _CUT_S
+            ):
+                late = self.error(what)
+                late.rank, late.path = rank, error.path
+                raise late from error
+            if error is not failure:
+                error.rank = rank if error.rank is None else error.rank
+                error.phase = error.phase or self.phase
+            raise
+
+    def error(self, what: str) -> PhaseTimeoutError:
+        """Return the error that says `what` did not end in time."""
+        return PhaseTimeoutError(
+            f"{what} did not end within {self.timeout_s:g} s ({self.phase} phase).",
+            phase=self.phase,
+            timeout_s=self.timeout_s,
+            next_step=f"Check the storage, or raise Timeouts.{self.phase}.",
+        )

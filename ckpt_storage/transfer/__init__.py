@@ -1,0 +1,1 @@
+"""Bytes between memory and a store: verified, many at a time, in bounded memory."""

@@ -1,0 +1,241 @@
+"""Threads that move bytes, and stores that end with their deadline.
+
+Knows threads, deadlines and stores' retry wrapper; knows no file and no format. Called by all that
+reads or writes in parallel. Threads are daemons with names: one that is stuck in the kernel is
+abandoned, never joined at exit.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self, TypeVar
+
+from ckpt_storage.errors import CheckpointError
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.deadline import Deadline
+
+T = TypeVar("T")
+
+_GRACE_S = 10.0
+_REPORT_S = 1.0
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Job(NamedTuple):
+    """What a thread is to do, and what is due once it has, or never will."""
+
+    run: Callable[[], None]
+    ended: Callable[[], None]
+
+
+class Workers:
+    """A few daemon threads that run jobs in parallel; the first failure stops the rest.
+
+    Used as a context manager by one thread. `submit` blocks while `limit` jobs wait or run; the
+    limit may change meanwhile.
+    Leaving the block waits at most a grace period for running jobs when it is left by an
+    exception, and none are started any more.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        name: str,
+        deadline: Deadline,
+        limit: int | Callable[[], int] | None = None,
+        grace_s: float = _GRACE_S,
+    ) -> None:
+        self._deadline = deadline
+        self._name = name
+        self._grace_s = grace_s
+        most = limit or 2 * count
+        self._limit = most if callable(most) else lambda: most
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._open_count = 0
+        self._failure: BaseException | None = None
+        self._cancelled = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
+            for i in range(count)
+        ]
+        for number, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except BaseException:
+                # A process may have no more threads; those that it has would wait for ever.
+                for _ in range(number):
+                    self._jobs.put(None)
+                raise
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                try:
+                    if not self._cancelled:
+                        job.run()
+                finally:
+                    job.ended()
+            except BaseException as error:  # noqa: BLE001  # handed to the submitting thread
+                with self._changed:
+                    self._failure = self._failure or error
+                    self._cancelled = True
+            finally:
+                del job
+                with self._changed:
+                    self._open_count -= 1
+                    self._changed.notify_all()
+
+    def submit(self, job: Callable[[], None], *, ended: Callable[[], None] = _nothing) -> None:
+        """Queue `job`; raise the failure of an earlier one, or `PhaseTimeoutError`.
+
+        `ended` is called once, after `job` or in its place where it is not run any more.
+        """
+        try:
+            self.wait_for_place()
+        except BaseException:
+            ended()
+            raise
+        with self._changed:
+            self._open_count += 1
+        self._jobs.put(_Job(job, ended))
+
+    def wait_for_place(self) -> None:
+        """Wait until `submit` would not; raises what it would."""
+        self._wait(lambda: self._open_count < self._limit())
+
+    def drain(self) -> None:
+        """Wait until every job has ended; raise the first failure, or `PhaseTimeoutError`."""
+        self._wait(lambda: self._open_count == 0)
+
+    def _join(self, end: float) -> None:
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        with self._changed:
+            while not ready() and self._failure is None:
+                if not self._changed.wait(min(1.0, self._deadline.remaining_s() + 0.001)):
+                    self._deadline.check(self._name)
+            if self._failure is not None:
+                raise self._failure
+        self._deadline.check(self._name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._cancelled = True
+        for _ in self._threads:
+            self._jobs.put(None)
+        begin = time.monotonic()
+        end = begin + max(1.0, min(self._grace_s, self._deadline.remaining_s()))
+        self._join(min(end, begin + _REPORT_S))
+        if isinstance(error, CheckpointError) and any(t.is_alive() for t in self._threads):
+            # Other ranks must not wait for what hangs here; and requests are given up now.
+            self._deadline.failed(error)
+        self._join(end)
+        stuck = [thread.name for thread in self._threads if thread.is_alive()]
+        if stuck and error is not None:
+            error.add_note(
+                f"{', '.join(stuck)} still runs: memory that was being filled or sent must not "
+                "be used again."
+            )
+
+
+def side_by_side(store: Store, calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Return what `calls` to `store` return; made at one time where each costs a round trip.
+
+    Their order must not matter. All have ended on return. Raises the failure of the first in the
+    list that failed; others then may go on for a moment, and end by the store's deadline.
+    """
+    if not store.capabilities.is_remote:
+        return [call() for call in calls]
+    return _at_once(calls)
+
+
+def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
+    changed = threading.Condition()
+    results: dict[int, T] = {}
+    failures: dict[int, BaseException] = {}
+
+    def run(number: int, call: Callable[[], T]) -> None:
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001  # raised again where it was asked for
+            with changed:
+                failures[number] = error
+                changed.notify_all()
+        else:
+            with changed:
+                results[number] = result
+                changed.notify_all()
+
+    for number, call in enumerate(calls):
+        thread = threading.Thread(
+            target=run, args=(number, call), name="ckpt-storage side by side", daemon=True
+        )
+        thread.start()
+
+    def have_ended() -> bool:
+        return len(results) + len(failures) == len(calls)
+
+    with changed:
+        changed.wait_for(lambda: failures or have_ended())
+        if failures:
+            changed.wait_for(have_ended, _REPORT_S)
+            failure = failures[min(failures)]
+    if failures:
+        failures.clear()
+        try:
+            raise failure
+        finally:
+            # The traceback leads to this frame, and the frame must not lead back.
+            del failure
+    return [results[number] for number in range(len(calls))]
+
+
+def bounded(
+    store: Store,
+    deadline: Deadline,
+    cancelled: Callable[[], bool] | None = None,
+    *,
+    throttled: Callable[[], None] | None = None,
+) -> Store:
+    """Return `store` with every operation, retries included, ending by `deadline`.
+
+    Once `cancelled` returns True no request is begun any more. Once what the deadline belongs to
+    has failed, those under way are given up as well. `throttled` is called whenever the storage
+    asked for fewer requests.
+    """
+    narrow = getattr(store, "with_deadline", None)
+    if narrow is None:
+        return store
+    given_up = deadline.has_failed if deadline.is_watched else None
+    narrowed: Store = narrow(deadline.at_monotonic_s, cancelled, given_up, throttled)
+    return narrowed
+
+
+def in_one_thread(store: Store, call: Callable[[Store], T]) -> T:
+    """Return what `call` returns, which makes many short operations on the store it gets: `store`.
+
+    They need no thread each; their deadlines hold as ever.
+    """
+    hold = getattr(store, "in_one_thread", None)
+    if hold is None:
+        return call(store)
+    result: T = hold(call)
+    return result

@@ -1,0 +1,483 @@
+"""`open_checkpoint` reads all formats as numpy and torch would, verified, torch-free till then."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import checkpoint_cases as cases
+import dcp_cases
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_cases import EXTRAS, FORMATS, OBJECTS, WEIGHTS, numpy_of
+from damage_cases import save_uninlined
+from dcp_cases import same
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+import ckpt_storage
+from ckpt_storage import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    IntegrityError,
+    InvalidInputError,
+    UnsafeContentError,
+)
+from ckpt_storage.commit.cleaning import delete_checkpoint, free_superseded
+from ckpt_storage.inspect.checkpoint import Checkpoint, open_checkpoint
+from ckpt_storage.inspect.lazytensor import LazyTensor
+from ckpt_storage.options import RetryPolicy
+from ckpt_storage.store import open_store
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.testing.ranks import RankPool
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights in every format."""
+    folder = tmp_path_factory.mktemp("formats")
+    ranks.run(cases.save_all, folder, world_size=2)
+    cases.save_hugging_face(folder)
+    return folder
+
+
+@pytest.fixture(params=FORMATS)
+def opened(request: pytest.FixtureRequest, saved: Path) -> Checkpoint:
+    """A checkpoint of each format, open."""
+    return open_checkpoint(saved / request.param / "step-1000")
+
+
+def is_equal(left: Any, right: Any) -> bool:
+    """Return whether two arrays or scalars are the same in type, shape and every bit."""
+    return (
+        type(left) is type(right)
+        and left.dtype == right.dtype
+        and np.shape(left) == np.shape(right)
+        and np.ascontiguousarray(left).tobytes() == np.ascontiguousarray(right).tobytes()
+    )
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint as retention does."""
+    deadline = Deadline("commit", 60.0)
+    delete_checkpoint(open_store(path), exclusive=True, deadline=deadline, retry=RetryPolicy())
+
+
+def test_every_format_is_a_mapping_of_its_names(opened: Checkpoint) -> None:
+    """Names, lengths and membership are those of what was saved; asking reads no value."""
+    expected = set(WEIGHTS)
+    if opened.format in {"ckpt_storage", "dcp"}:
+        expected |= {*EXTRAS, "step", "note", "tags", "groups.0.lr", "groups.1.lr"}
+    assert set(opened) == expected
+    assert len(opened) == len(expected)
+    assert "model.rows" in opened
+    assert "model.row" not in opened
+    assert opened.get("model.row") is None
+    with pytest.raises(KeyError, match=r"did you mean 'model\.rows'"):
+        opened["model.row"]
+    if "step" in expected:
+        with pytest.raises(KeyError, match="is an object, no tensor"):
+            opened.stats("step")
+
+
+def test_a_tensor_is_described_without_being_read(opened: Checkpoint) -> None:
+    """Shape, type and sizes are those of the whole tensor."""
+    for name, tensor in WEIGHTS.items():
+        lazy = opened[name]
+        assert isinstance(lazy, LazyTensor)
+        assert (lazy.fqn, lazy.shape, lazy.ndim) == (name, tuple(tensor.shape), tensor.ndim)
+        assert lazy.dtype == str(tensor.dtype).removeprefix("torch.")
+        assert lazy.size == tensor.numel()
+        assert lazy.nbytes == lazy.bytes == tensor.numel() * tensor.element_size()
+        assert len(lazy) == len(tensor)
+        count = 1 if opened.format == "safetensors" else 2
+        assert len(lazy.sharding) == len(list(lazy.sharding)) == count
+        cut = cases.CUTS[name]
+        sizes = [chunk.sizes[cut] for chunk in lazy.sharding]
+        assert sum(sizes) == tensor.shape[cut]
+
+
+def test_whole_tensors_come_as_numpy_and_as_torch(opened: Checkpoint) -> None:
+    """Every type and shape is bit by bit what was saved, either way."""
+    both = WEIGHTS | (EXTRAS if opened.format in {"ckpt_storage", "dcp"} else {})
+    for name, tensor in both.items():
+        assert is_equal(opened[name].numpy(), numpy_of(tensor)), name
+        assert same(opened[name].torch(), tensor), name
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_an_index_gives_what_it_gives_in_numpy(opened: Checkpoint, data: st.DataObject) -> None:
+    """For any basic index, in any format and sharding."""
+    name = data.draw(st.sampled_from(sorted(WEIGHTS)))
+    array = numpy_of(WEIGHTS[name])
+    index = data.draw(npst.basic_indices(array.shape, allow_newaxis=True))
+    assert is_equal(opened[name][index], array[index])
+    told = opened[name].torch(index)
+    assert is_equal(numpy_of(told), np.ascontiguousarray(array[index]).reshape(told.shape))
+    assert tuple(told.shape) == np.shape(array[index])
+
+
+def test_a_step_may_pass_over_chunks(ranks: RankPool, tmp_path: Path) -> None:
+    """Chunks between two wanted rows are not read: their file may even be missing."""
+    ranks.run(cases.save_on_four, tmp_path / "run", world_size=4)
+    for rank in (1, 2):
+        (file,) = (tmp_path / "run").rglob(f"__{rank}_0.distcp")
+        file.unlink()
+    lazy = open_checkpoint(tmp_path / "run")["rows"]
+    assert lazy[::11].tolist() == [[0, 1, 2], [33, 34, 35]]
+    assert lazy[-1::-11, ::2].tolist() == [[33, 35], [0, 2]]
+    # Two threads look for both; whichever is first tells.
+    with pytest.raises(IntegrityError, match=r"rank [12] wrote"):
+        lazy[::4]
+
+
+def test_numpys_protocols_are_kept(opened: Checkpoint) -> None:
+    """np.asarray, iteration, item and errors are what an array's would be."""
+    lazy, array = opened["model.rows"], numpy_of(WEIGHTS["model.rows"])
+    assert is_equal(np.asarray(lazy), array)
+    assert np.asarray(lazy, dtype=np.float64).dtype == np.float64
+    assert is_equal(np.array(lazy, copy=True), array)
+    with pytest.raises(ValueError, match="without a copy"):
+        np.asarray(lazy, copy=False)
+    assert all(is_equal(row, expected) for row, expected in zip(lazy, array, strict=True))
+    with pytest.raises(IndexError, match="out of bounds for axis 0 with size 301"):
+        lazy[301]
+    with pytest.raises(TypeError, match="has not been read"):
+        bool(lazy)
+
+
+def test_scalars_keep_their_manners(saved: Path) -> None:
+    """A tensor without dimensions has no length, one item, and two ways to be indexed."""
+    lazy = open_checkpoint(saved / "ckpt_storage" / "step-1000")["scalar"]
+    assert lazy.item() == 3.5
+    assert isinstance(lazy[()], np.float32)
+    assert isinstance(lazy[...], np.ndarray)
+    assert lazy.torch().shape == ()
+    with pytest.raises(TypeError, match="unsized"):
+        len(lazy)
+    with pytest.raises(TypeError, match="0-d"):
+        list(lazy)
+    with pytest.raises(ValueError, match="11137 elements"):
+        open_checkpoint(saved / "dcp" / "step-1000")["model.rows"].item()
+
+
+def test_objects_are_loaded(saved: Path) -> None:
+    """Values that are no tensors come as they were saved, new each time."""
+    for name in ("ckpt_storage", "dcp"):
+        opened = open_checkpoint(saved / name / "step-1000")
+        assert opened["step"] == OBJECTS["step"]
+        assert opened["note"] == OBJECTS["note"]
+        assert opened["groups.1.lr"] == 0.25
+        assert opened["tags"] == OBJECTS["tags"]
+        assert opened["tags"] is not opened["tags"]
+
+
+def test_load_takes_names_a_prefix_or_a_predicate(opened: Checkpoint) -> None:
+    """Each chooses; all are returned by name, in order, as arrays or tensors."""
+    chosen = opened.load(["model.cube", "model.rows"])
+    assert list(chosen) == ["model.cube", "model.rows"]
+    assert all(is_equal(chosen[name], numpy_of(WEIGHTS[name])) for name in chosen)
+    assert opened.load("model.rows").keys() == {"model.rows"}
+    assert opened.load(prefix="model.").keys() == WEIGHTS.keys()
+    assert opened.load(lambda name: name.endswith("s"), prefix="model.c").keys() == {
+        "model.columns"
+    }
+    tensors = opened.load(prefix="model.", kind="torch")
+    assert all(same(tensors[name], WEIGHTS[name]) for name in WEIGHTS)
+    with pytest.raises(KeyError, match="nothing"):
+        opened.load(["model.rows", "nothing"])
+    with pytest.raises(InvalidInputError, match="kind"):
+        opened.load(kind="pandas")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="device"):
+        opened.load(device="cpu")
+
+
+def test_a_prefix_that_no_name_has_is_an_error(opened: Checkpoint) -> None:
+    """A slip in the prefix is told; what names and prefix leave of one another may be nothing."""
+    with pytest.raises(KeyError, match="begins with 'modle"):
+        opened.load(prefix="modle.")
+    assert opened.load(lambda _name: False, prefix="model.") == {}
+
+
+def test_load_tells_how_far_it_is(saved: Path) -> None:
+    """A callable hears of every byte; the last event is complete."""
+    events: list[ckpt_storage.ProgressEvent] = []
+    opened = open_checkpoint(saved / "ckpt_storage" / "step-1000")
+    opened.load(prefix="model.", progress=events.append)
+    assert (
+        events[-1].done_bytes
+        == events[-1].total_bytes
+        >= sum(tensor.numel() * tensor.element_size() for tensor in WEIGHTS.values())
+    )
+
+
+def test_load_shows_a_bar_when_asked(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """progress=True draws on standard error; without it nothing is printed."""
+    opened = open_checkpoint(saved / "ckpt_storage" / "step-1000")
+    opened.load(prefix="model.")
+    assert capsys.readouterr() == ("", "")
+    opened.load(prefix="model.", progress=True)
+    assert "load: 100%" in capsys.readouterr().err
+
+
+def test_facts_are_told(saved: Path) -> None:
+    """Format, step, ranks, files and bytes are those of the folder."""
+    for name in FORMATS:
+        path = saved / name / "step-1000"
+        opened = open_checkpoint(path)
+        assert (opened.format, opened.step, opened.info.name) == (name, 1000, "step-1000")
+        assert opened.info.url == opened.url == f"file://{path}"
+        files = {file.path: file.size_bytes for file in opened.files}
+        assert files == {
+            str(found.relative_to(path)): found.stat().st_size
+            for found in path.rglob("*")
+            if found.suffix in {".distcp", ".safetensors"}
+        }
+        if name in {"ckpt_storage", "dcp"}:
+            assert [rank.rank for rank in opened.ranks] == [0, 1]
+            assert sum(rank.size_bytes for rank in opened.ranks) == sum(files.values())
+        assert opened.verify().ok
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step-1000", 1000),
+        ("step_00000012", 12),
+        ("7", 7),
+        ("global_step5", 5),
+        ("epoch=3-step=40", 40),
+        ("checkpoint", None),
+        ("run2", None),
+        ("step-10-final", None),
+    ],
+)
+def test_the_step_is_read_off_the_name(tmp_path: Path, name: str, step: int | None) -> None:
+    """A number at the end of the folder's name, behind a separator or a known word."""
+    ckpt_storage.save({"a": torch.ones(1)}, tmp_path / name)
+    assert open_checkpoint(tmp_path / name).step == step
+
+
+def test_history_lists_the_slots(tmp_path: Path) -> None:
+    """Commits and a deletion are told in order, with who and when; the open save is marked."""
+    path = tmp_path / "run"
+    for value in range(3):
+        ckpt_storage.save({"a": torch.full((3,), value)}, path, overwrite=True)
+    opened = open_checkpoint(path)
+    history = opened.history
+    assert [entry.slot for entry in history] == list(range(1, len(history) + 1))
+    commits = [entry for entry in history if entry.type == "commit"]
+    assert len(commits) == 3
+    assert [entry.is_open for entry in commits] == [False, False, True]
+    assert commits[-1].save_id == opened.save_id
+    assert all(entry.created_at and entry.pid for entry in history)
+    delete(path)
+    assert opened.history[-1].type == "deleted"
+
+
+def test_no_torch_is_imported_before_it_is_asked_for(saved: Path) -> None:
+    """Opening, listing, indexing, statistics, comparing and drawing leave torch alone."""
+    paths = [str(saved / name / "step-1000") for name in FORMATS]
+    code = f"""if True:
+        import sys
+        from ckpt_storage.inspect.checkpoint import open_checkpoint
+
+        assert not {{"torch", "fsspec"}} & sys.modules.keys()
+        for path in {paths!r}:
+            opened = open_checkpoint(path)
+            list(opened), repr(opened), str(opened.tree()), opened._repr_html_()
+            opened.files, opened.ranks, opened.history
+            opened["model.columns"][3:9, ::2], opened.load(prefix="model.")
+            opened.stats("model.rows"), opened.diff(path, prefix="model."), opened.verify()
+            assert "torch" not in sys.modules, path
+        print(opened["model.columns"].torch().dtype)
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "torch.bfloat16"), done.stderr
+
+
+def test_types_that_numpy_lacks_need_the_extra(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without ml_dtypes bfloat16 comes as torch only, and the error names both ways out."""
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    lazy = open_checkpoint(saved / "ckpt_storage" / "step-1000")["model.columns"]
+    with pytest.raises(CheckpointError, match=r"ckpt-storage\[notebook\].*\.torch\(\)"):
+        lazy[:2]
+    assert same(lazy.torch(np.s_[:2]), WEIGHTS["model.columns"][:2])
+
+
+def test_types_that_only_torch_has_come_as_torch(tmp_path: Path) -> None:
+    """complex32 and packed fours have no numpy type; their tensors are read all the same."""
+    state = {
+        "half": dcp_cases.seeded(1, 5, dtype=torch.complex32),
+        "packed": dcp_cases.seeded(2, 4, 6, dtype=torch.float4_e2m1fn_x2),
+    }
+    dcp_cases.save(state, tmp_path / "run")
+    opened = open_checkpoint(tmp_path / "run")
+    for name, tensor in state.items():
+        assert same(opened[name].torch(), tensor)
+        with pytest.raises(CheckpointError, match=r"numpy has no type .*\.torch\(\)"):
+            opened[name].numpy()
+
+
+def test_items_that_only_torch_can_read_are_read(tmp_path: Path) -> None:
+    """A stock item that was saved with strides is loaded by torch, and indexed like the rest."""
+    tensor = dcp_cases.seeded(1, 30, 20)
+    dcp.save({"turned": tensor.t()}, checkpoint_id=tmp_path / "run")
+    lazy = open_checkpoint(tmp_path / "run")["turned"]
+    assert is_equal(lazy[::3, -4:], tensor.t().numpy()[::3, -4:])
+    assert same(lazy.torch(), tensor.t())
+
+
+class Evil:
+    """Runs a function when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("evil-was-here"),))
+
+
+def test_no_code_of_a_checkpoint_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object that names a function is refused and names it; unsafe_pickle runs it."""
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"a": torch.ones(2), "evil": Evil()}, checkpoint_id=tmp_path / "run")
+    opened = open_checkpoint(tmp_path / "run")
+    with pytest.raises(UnsafeContentError, match="unsafe_pickle=True"):
+        opened["evil"]
+    with pytest.raises(UnsafeContentError):
+        opened.load()
+    assert opened.load(["a"])["a"].tolist() == [1, 1]
+    assert not (tmp_path / "evil-was-here").exists()
+    open_checkpoint(tmp_path / "run", unsafe_pickle=True)["evil"]
+    assert (tmp_path / "evil-was-here").exists()
+
+
+def test_damage_is_found_where_it_is_read(tmp_path: Path) -> None:
+    """A flipped bit fails what reads its block, naming file, tensor and offset; nothing else."""
+    tensor = torch.arange(200_000, dtype=torch.int32).reshape(2000, 100)
+    dcp_cases.save({"a": tensor, "step": 3}, tmp_path / "run")
+    (file,) = (tmp_path / "run").rglob("*.distcp")
+    data = bytearray(file.read_bytes())
+    at = data.index(np.int32(150_000).tobytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    lazy = open_checkpoint(tmp_path / "run")["a"]
+    assert is_equal(lazy[:1000], tensor[:1000].numpy())
+    for read in (lazy.numpy, lazy.torch, lambda: lazy[1500, 0], lambda: list(lazy)):
+        with pytest.raises(IntegrityError) as caught:
+            read()
+        assert caught.value.fqn == "a"
+        assert caught.value.path is not None
+        assert caught.value.path.endswith(file.name)
+        assert 0 <= at - (caught.value.offset or 0) < 65_536
+    with pytest.raises(IntegrityError):
+        open_checkpoint(tmp_path / "run").load()
+    file.write_bytes(data[:-5000])
+    with pytest.raises(IntegrityError) as caught:
+        lazy[0]
+    assert caught.value.fqn == "a"
+    assert "The file holds a." in str(caught.value)
+
+
+def test_a_missing_file_of_the_head_is_damage(tmp_path: Path) -> None:
+    """As long as the save is the head, a file that is not there was lost, not pruned."""
+    dcp_cases.save({"a": torch.ones(5)}, tmp_path / "run")
+    opened = open_checkpoint(tmp_path / "run")
+    (file,) = (tmp_path / "run").rglob("*.distcp")
+    file.unlink()
+    with pytest.raises(IntegrityError, match="missing"):
+        opened["a"][:]
+
+
+@pytest.mark.parametrize("inlined", [True, False], ids=["inlined", "not-inlined"])
+@pytest.mark.parametrize("how", ["overwritten", "deleted"])
+def test_a_save_that_is_gone_says_so(tmp_path: Path, how: str, *, inlined: bool) -> None:
+    """Overwritten, an open checkpoint still reads its own bytes; freed, it raises, never lies."""
+    path = tmp_path / "run"
+    state = {"a": torch.arange(10), "step": 1}
+    (dcp_cases.save if inlined else save_uninlined)(state, path)
+    opened = open_checkpoint(path)
+    lazy = opened["a"]
+    if how == "overwritten":
+        ckpt_storage.save({"a": torch.zeros(10), "step": 2}, path, overwrite=True)
+        assert lazy[:].tolist() == list(range(10))
+        assert opened["step"] == 1
+        free_superseded(open_store(path), keep_previous=0)
+        if not inlined:
+            lazy = open_checkpoint(path)["a"]
+            assert lazy[:].tolist() == [0] * 10
+            lazy = opened["a"]
+    else:
+        delete(path)
+    for read in (lambda: lazy[:], lazy.torch, lambda: opened["step"], opened.load, opened.verify):
+        with pytest.raises(CheckpointGoneError):
+            read()
+    if how == "overwritten":
+        assert open_checkpoint(path)["step"] == 2
+
+
+@pytest.mark.parametrize("name", ["dcp", "safetensors", "dcp_safetensors"])
+def test_files_that_another_writer_replaced_are_noticed(
+    saved: Path, tmp_path: Path, name: str
+) -> None:
+    """Foreign formats use names again: what was written since is refused, never mixed in."""
+    path = tmp_path / "run"
+    shutil.copytree(saved / name / "step-1000", path)
+    opened = open_checkpoint(path)
+    fresh = open_checkpoint(path)
+    assert opened["model.rows"][0, 0] == WEIGHTS["model.rows"][0, 0]
+    for file in path.iterdir():
+        data = file.read_bytes()
+        file.unlink()
+        file.write_bytes(data)
+    with pytest.raises(CheckpointGoneError, match="written again"):
+        opened["model.rows"][:]
+    shutil.rmtree(path)
+    for either in (opened, fresh):
+        with pytest.raises(CheckpointGoneError, match="gone"):
+            either["model.rows"][:]
+
+
+def test_a_closed_checkpoint_refuses_reads(saved: Path) -> None:
+    """After the block names are still known, values are not."""
+    with open_checkpoint(saved / "ckpt_storage" / "step-1000") as opened:
+        lazy = opened["model.rows"]
+        assert lazy[0].shape == (37,)
+    opened.close()
+    assert "model.rows" in opened
+    with pytest.raises(InvalidInputError, match="was closed"):
+        lazy[0]
+
+
+def test_checkpoints_are_compared_by_identity(saved: Path) -> None:
+    """== reads nothing; diff is for that."""
+    first, second = (open_checkpoint(saved / "ckpt_storage" / "step-1000") for _ in range(2))
+    assert first == first  # noqa: PLR0124
+    assert first != second
+    assert len({first, second}) == 2
+
+
+def test_nothing_there_is_told(tmp_path: Path) -> None:
+    """A folder without a checkpoint raises what a load of it would."""
+    with pytest.raises(CheckpointNotFoundError):
+        open_checkpoint(tmp_path / "none")
+
+
+def test_numpy_types_of_ml_dtypes_are_used(saved: Path) -> None:
+    """bfloat16 and float8 arrays are of the types that JAX and others know."""
+    opened = open_checkpoint(saved / "ckpt_storage" / "step-1000")
+    assert opened["model.columns"][:1].dtype == ml_dtypes.bfloat16
+    assert opened["eighth"][:1].dtype == ml_dtypes.float8_e4m3fn

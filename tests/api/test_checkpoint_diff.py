@@ -1,0 +1,286 @@
+"""What differs between two checkpoints is what numpy says, whatever their shardings and formats."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import checkpoint_cases as cases
+import dcp_cases
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_cases import WEIGHTS
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from ckpt_storage import IntegrityError
+from ckpt_storage.inspect.checkpoint import diff, open_checkpoint
+from ckpt_storage.inspect.comparing import CheckpointDiff, ValueDiff
+from ckpt_storage.inspect.comparing import _same as same_objects
+from ckpt_storage.inspect.elementdiff import Findings, Tolerance
+from ckpt_storage.testing.ranks import RankPool
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+
+
+def compared(tmp_path: Path, left: Any, right: Any, **options: Any) -> CheckpointDiff:
+    """Save two states and compare them."""
+    dcp_cases.save(left, tmp_path / "left")
+    dcp_cases.save(right, tmp_path / "right")
+    return diff(tmp_path / "left", tmp_path / "right", **options)
+
+
+def only(found: CheckpointDiff) -> ValueDiff:
+    """Return the only change."""
+    (change,) = found.changed
+    return change
+
+
+def test_equal_checkpoints_are_equal_in_every_format(ranks: RankPool, tmp_path: Path) -> None:
+    """Other ranks, cuts and containers make no difference; a single element does."""
+    ranks.run(cases.save_all, tmp_path, world_size=2)
+    cases.save_hugging_face(tmp_path)
+    dcp_cases.save(dict(WEIGHTS), tmp_path / "whole")
+    whole = open_checkpoint(tmp_path / "whole")
+    for name in cases.FORMATS:
+        other = open_checkpoint(tmp_path / name / "step-1000")
+        found = whole.diff(other, prefix="model.")
+        assert found.is_equal
+        assert not found
+        assert found.same_count == len(WEIGHTS)
+        assert diff(other, tmp_path / "whole", names=list(WEIGHTS)).is_equal
+    changed = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+    changed["model.cube"][3, 4, 5] += 7
+    dcp_cases.save(changed, tmp_path / "changed")
+    for name in cases.FORMATS:
+        change = only(diff(tmp_path / name / "step-1000", tmp_path / "changed", prefix="model."))
+        assert (change.fqn, change.kind, change.at) == ("model.cube", "values", (3, 4, 5))
+        assert (change.different_count, change.max_absolute) == (1, 7.0)
+
+
+def test_names_shapes_types_and_objects_are_compared(tmp_path: Path) -> None:
+    """Each kind of difference is told apart; values of another type are compared all the same."""
+    left = {
+        "gone": torch.ones(1),
+        "shape": torch.ones(2, 3),
+        "dtype": torch.tensor([1.0, 2.0, 3.0]),
+        "kind": torch.ones(1),
+        "step": 10,
+        "note": {"a", "b"},
+        "rate": float("nan"),
+        "same": torch.ones(5),
+    }
+    right = {
+        "shape": torch.ones(3, 2),
+        "dtype": torch.tensor([1.0, 2.5, 3.0], dtype=torch.bfloat16),
+        "kind": "text",
+        "step": 20,
+        "note": {"b", "a"},
+        "rate": float("nan"),
+        "same": torch.ones(5),
+        "new": torch.ones(1),
+    }
+    found = compared(tmp_path, left, right)
+    assert (found.only_left, found.only_right) == (("gone",), ("new",))
+    assert found.same_count == 3
+    changes = {change.fqn: change for change in found.changed}
+    assert {name: change.kind for name, change in changes.items()} == {
+        "shape": "shape",
+        "dtype": "dtype",
+        "kind": "kind",
+        "step": "values",
+    }
+    assert (changes["step"].left, changes["step"].right) == ("10", "20")
+    assert (changes["shape"].left, changes["shape"].right) == ("float32[2, 3]", "float32[3, 2]")
+    assert (changes["dtype"].max_absolute, changes["dtype"].different_count) == (0.5, 1)
+    assert changes["dtype"].max_relative == pytest.approx(0.2)
+    assert "step: 10 -> 20" in str(found)
+
+
+def test_values_can_be_left_unread(tmp_path: Path) -> None:
+    """values=False finds names, shapes and types, and reads no shard file."""
+    dcp_cases.save({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / "left")
+    dcp_cases.save({"a": torch.zeros(3), "b": torch.ones(3)}, tmp_path / "right")
+    for file in tmp_path.rglob("*.distcp"):
+        file.unlink()
+    found = diff(tmp_path / "left", tmp_path / "right", values=False)
+    assert [change.fqn for change in found.changed] == ["b"]
+    assert not found.values_compared
+    with pytest.raises(IntegrityError):
+        diff(tmp_path / "left", tmp_path / "right")
+
+
+def test_not_a_number_equals_itself_only(tmp_path: Path) -> None:
+    """NaN in both is alike, in one it differs and is counted; infinities likewise."""
+    nan, inf = float("nan"), float("inf")
+    left = torch.tensor([nan, nan, 1.0, inf, inf, -inf, 0.0])
+    right = torch.tensor([nan, 1.0, nan, inf, -inf, 5.0, -0.0])
+    change = only(compared(tmp_path, {"a": left}, {"a": right}))
+    assert (change.left_nan_count, change.right_nan_count) == (1, 1)
+    assert (change.different_count, change.count) == (4, 7)
+    assert (change.max_absolute, change.max_relative) == (inf, inf)
+    assert change.at in {(4,), (5,)}
+
+
+def test_complex_infinities_that_differ_in_one_part_differ() -> None:
+    """inf+1j is not inf+2j, though numpy tells no distance of them."""
+    x = np.array([complex(np.inf, 1), complex(np.inf, 3), 1], "complex64")
+    y = np.array([complex(np.inf, 2), complex(np.inf, 3), 1], "complex64")
+    findings = Findings(Tolerance())
+    findings.add(x.view("u8"), "complex64", y.view("u8"), "complex64")
+    fields = findings.as_fields((3,))
+    assert (fields["different_count"], fields["at"]) == (1, (0,))
+    assert (fields["max_absolute"], fields["max_relative"]) == (np.inf, np.inf)
+
+
+@pytest.mark.parametrize(("kind", "word"), [("bfloat16", "u2"), ("float8_e4m3fn", "u1")])
+def test_nan_of_narrow_types_is_compared_in_silence(kind: str, word: str) -> None:
+    """Numpy would warn of some, on the user's terminal; here warnings are errors."""
+    every = np.arange(1 << (8 * np.dtype(word).itemsize), dtype=word)
+    findings = Findings(Tolerance())
+    findings.add(every, kind, np.roll(every, 1), kind)
+    assert findings.different_count > len(every) // 2
+
+
+def test_tolerances_are_numpys(tmp_path: Path) -> None:
+    """Within rtol or atol elements are alike; max differences are told all the same."""
+    left, right = torch.tensor([1.0, 100.0]), torch.tensor([1.001, 101.0])
+    assert compared(tmp_path, {"a": left}, {"a": right}, rtol=0.02).is_equal
+    assert diff(tmp_path / "left", tmp_path / "right", atol=1.0).is_equal
+    change = only(diff(tmp_path / "left", tmp_path / "right", atol=0.5))
+    assert (change.different_count, change.max_absolute, change.at) == (1, 1.0, (1,))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"),
+    [(torch.int64, -(2**63), 2**63 - 1), (torch.uint64, 0, 2**64 - 1), (torch.int8, -128, 127)],
+    ids=str,
+)
+def test_differences_of_integers_do_not_wrap(
+    tmp_path: Path, dtype: torch.dtype, low: int, high: int
+) -> None:
+    """The extremes of a type are as far apart as they are."""
+    left, right = torch.tensor([low, 5], dtype=dtype), torch.tensor([high, 5], dtype=dtype)
+    change = only(compared(tmp_path, {"a": left}, {"a": right}))
+    assert change.max_absolute == float(high - low)
+    assert change.different_count == 1
+
+
+def test_close_integers_of_64_bits_are_told_apart(tmp_path: Path) -> None:
+    """Differences that float64 would round away are found."""
+    left = {"a": torch.tensor([2**62, 2**62 + 1])}
+    change = only(compared(tmp_path, left, {"a": torch.tensor([2**62, 2**62 + 2])}))
+    assert (change.different_count, change.max_absolute, change.at) == (1, 1.0, (1,))
+
+
+@given(
+    st.sampled_from(
+        ["float64", "float32", "float16", "int32", "uint8", "bool", "complex64"]
+    ).flatmap(
+        lambda kind: st.tuples(
+            *[npst.arrays(kind, 9, elements={"allow_nan": True} if kind[0] in "fc" else None)] * 2
+        )
+    ),
+    st.lists(st.integers(1, 8), max_size=3),
+    st.sampled_from([0.0, 1e-3, 2.0]),
+)
+def test_findings_are_numpys(pair: tuple[Any, Any], cuts: list[int], absolute: float) -> None:
+    """Counts, maxima and their place are what numpy finds in the whole arrays."""
+    x, y = pair
+    name = str(x.dtype)
+    word = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}[x.dtype.itemsize]
+    findings = Findings(Tolerance(absolute=absolute))
+    bounds = sorted({0, 9, *cuts})
+    for start, stop in itertools.pairwise(bounds):
+        findings.add(x[start:stop].view(word), name, y[start:stop].view(word), name)
+    fields = findings.as_fields((9,))
+    kind = np.complex128 if name.startswith("complex") else np.float64
+    a, b = x.astype(kind), y.astype(kind)
+    with np.errstate(all="ignore"):
+        distance = np.abs(a - b)
+    # Infinities less one another: of two complex numbers the other part may differ.
+    distance[np.isnan(distance)] = np.inf
+    distance[(a == b) | np.isnan(a) | np.isnan(b)] = 0
+    one_nan = np.isnan(a) ^ np.isnan(b)
+    assert fields["different_count"] == ((distance > absolute) | one_nan).sum()
+    assert fields["max_absolute"] == distance.max()
+    assert fields["at"] == ((int(distance.argmax()),) if distance.max() else None)
+    assert fields["left_nan_count"] + fields["right_nan_count"] == one_nan.sum()
+
+
+def test_types_without_arithmetic_are_compared_as_bytes(tmp_path: Path) -> None:
+    """complex32 has no numpy type: elements that differ are counted, distances are not."""
+    raw = torch.arange(24, dtype=torch.uint8)
+    left, right = raw.view(torch.complex32), (raw ^ (raw == 9)).view(torch.complex32)
+    change = only(compared(tmp_path, {"a": left}, {"a": right}))
+    assert (change.different_count, change.max_absolute) == (1, None)
+
+
+def test_a_single_element_of_many_pieces_is_placed(tmp_path: Path) -> None:
+    """Tensors larger than memory may be are compared in pieces, and places are of the whole."""
+    left = torch.arange(3_000_000, dtype=torch.float32).reshape(1000, 3000)
+    right = left.clone()
+    right[777, 2999] += 8
+    dcp_cases.save({"a": left}, tmp_path / "left")
+    dcp_cases.save({"a": right}, tmp_path / "right")
+    with (
+        open_checkpoint(tmp_path / "left", memory_limit_bytes=1 << 20) as one,
+        open_checkpoint(tmp_path / "right", memory_limit_bytes=1 << 20) as other,
+    ):
+        change = only(one.diff(other))
+    assert (change.at, change.max_absolute) == ((777, 2999), 8.0)
+
+
+class Custom:
+    """Something that weights_only refuses."""
+
+
+def test_objects_that_may_not_be_loaded_are_compared_as_stored(tmp_path: Path) -> None:
+    """Equal bytes are equal; others are told by their length, and nothing runs."""
+    for name, value in (("left", "a"), ("same", "a"), ("right", "abc")):
+        made = Custom()
+        made.value = value  # type: ignore[attr-defined]  # any will do
+        dcp.save({"o": made}, checkpoint_id=tmp_path / name)
+    assert diff(tmp_path / "left", tmp_path / "same").is_equal
+    change = only(diff(tmp_path / "left", tmp_path / "right"))
+    assert change.left.endswith("bytes")
+
+
+def test_an_unknown_name_is_an_error(tmp_path: Path) -> None:
+    """One in neither checkpoint is a mistake; one in a single one is a finding."""
+    dcp_cases.save({"a": torch.ones(1)}, tmp_path / "left")
+    dcp_cases.save({"b": torch.ones(1)}, tmp_path / "right")
+    found = diff(tmp_path / "left", tmp_path / "right", names=["a"])
+    assert (found.only_left, found.only_right) == (("a",), ())
+    with pytest.raises(KeyError, match="c"):
+        diff(tmp_path / "left", tmp_path / "right", names=["c"])
+
+
+def test_not_a_number_inside_an_object_equals_itself() -> None:
+    """In tensors and arrays inside objects as in tensors; another number still differs."""
+    nan = float("nan")
+
+    def value(last: float) -> dict[str, object]:
+        return {
+            "numbers": torch.tensor([nan, 1.0, last]),
+            "complex": torch.tensor([complex(nan, 1), complex(last, 2)]),
+            "float8": torch.tensor([nan, last]).to(torch.float8_e5m2),
+            "bfloat16": torch.tensor([nan, last]).to(torch.bfloat16),
+            "array": np.array([nan, last]),
+            "integers": torch.tensor([1, int(last)]),
+            "flags": torch.tensor([True, last > 2]),
+            "none": torch.tensor([]),
+            "scalar": nan,
+        }
+
+    assert same_objects(value(2.0), value(2.0))
+    for name, one in value(2.0).items():
+        assert same_objects(one, value(3.0)[name]) == (name in {"none", "scalar"}), name
+    other = np.array([nan, 2.0])
+    other.view(np.uint64)[0] ^= 1
+    assert np.isnan(other[0])
+    assert same_objects(other, value(2.0)["array"])

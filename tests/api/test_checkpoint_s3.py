@@ -1,0 +1,245 @@
+"""What opening, listing and slicing ask of an object storage: how many requests, which bytes."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import dcp_cases
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+import ckpt_storage
+from ckpt_storage import CheckpointGoneError, IntegrityError
+from ckpt_storage.inspect.checkpoint import open_checkpoint
+from ckpt_storage.store import clients
+from ckpt_storage.testing.s3server import S3Server
+
+KIB = 1024
+MIB = 1024 * KIB
+BLOCK_BYTES = 64 * KIB
+
+STATE = {
+    "rows": dcp_cases.seeded(1, 4096, 1024),  # 16 MiB; a row has 4 KiB, a block 16 rows
+    "wide": dcp_cases.seeded(2, 64, 131_072, dtype=torch.bfloat16),  # a row has 4 blocks
+    **{f"norm.{i}": dcp_cases.seeded(10 + i, 100) for i in range(200)},
+    "step": 7,
+}
+
+
+INLINED, APART = "s3://bucket/inlined/step-7", "s3://bucket/apart/step-7"
+"""The same state; the second with its rank manifest in a document of its own."""
+
+
+class Watched:
+    """An open checkpoint, and what has been asked of its server since it was opened."""
+
+    def __init__(self, server: S3Server, url: str) -> None:
+        self.server = server
+        server.reset_counters()
+        self.checkpoint = open_checkpoint(url, storage_options=server.storage_options)
+        self.opening = self.asked()
+
+    def asked(self) -> list[tuple[str, int]]:
+        """Return operation and bytes sent of the requests since the last look."""
+        found = [(request.op, request.bytes_out) for request in self.server.requests]
+        self.server.reset_counters()
+        return found
+
+    def read(self, name: str, index: Any) -> list[tuple[str, int]]:
+        """Index a tensor, hold it against what was saved, and return what was asked."""
+        array = self.checkpoint[name].torch(index)
+        assert dcp_cases.same(array, torch_of(name)[index])
+        return self.asked()
+
+
+def torch_of(name: str) -> Any:
+    """Return a tensor of the state."""
+    return STATE[name]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    """A server with the state, saved both ways."""
+    with S3Server() as running:
+        running.create_bucket("bucket")
+        save(running, INLINED, STATE)
+        with patch("ckpt_storage.format.rankreport.INLINE_LIMIT_BYTES", 0):
+            save(running, APART, STATE)
+        yield running
+
+
+def save(server: S3Server, url: str, state: dict[str, Any], **options: Any) -> None:
+    """Save by the front door."""
+    ckpt_storage.save(state, url, storage_options=server.storage_options, **options)
+
+
+@pytest.fixture
+def inlined(server: S3Server) -> Watched:
+    """The checkpoint whose manifest says all."""
+    return Watched(server, INLINED)
+
+
+@pytest.fixture
+def apart(server: S3Server) -> Watched:
+    """The checkpoint whose rank manifest is apart."""
+    return Watched(server, APART)
+
+
+def test_opening_and_listing_take_three_requests(inlined: Watched, apart: Watched) -> None:
+    """Slot 1, the absence of slot 2, the manifest; names, shapes and views cost nothing more."""
+    for watched in (inlined, apart):
+        assert len(watched.opening) == 3
+        opened = watched.checkpoint
+        assert len(list(opened)) == len(STATE)
+        assert [(opened[name].shape, opened[name].sharding) for name in STATE if name != "step"]
+        assert repr(opened)
+        assert str(opened.tree())
+        assert opened._repr_html_()
+        assert all((opened.info, opened.files, opened.ranks))
+        assert watched.asked() == []
+
+
+def test_opening_again_costs_no_more(server: S3Server) -> None:
+    """A second open shares the client of the first."""
+    first = Watched(server, INLINED)
+    known = clients.known_client_count()
+    assert len(Watched(server, INLINED).opening) == len(first.opening)
+    assert clients.known_client_count() == known
+
+
+def test_a_slice_of_one_mebibyte_takes_one_request(inlined: Watched, apart: Watched) -> None:
+    """One ranged read, rounded out to blocks; one more where the rank manifest is apart."""
+    for start in (0, 16, 1000, 3840):
+        asked = inlined.read("rows", np.s_[start : start + 256])
+        assert [op for op, _ in asked] == ["get"]
+        assert MIB <= asked[0][1] <= MIB + 2 * BLOCK_BYTES <= 1.13 * MIB
+    aligned = inlined.read("rows", np.s_[256:512])
+    assert aligned == [("get", MIB)]
+    _manifest, second = apart.read("rows", np.s_[1000:1256])
+    assert MIB <= second[1] <= MIB + 2 * BLOCK_BYTES
+    assert len(apart.read("rows", np.s_[:256])) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("rows", np.s_[::64]),
+        ("rows", np.s_[::64, 5]),
+        ("rows", np.s_[3::48, ::-7]),
+        ("rows", np.s_[100]),
+        ("rows", np.s_[::2, 3:9]),
+        ("wide", np.s_[:, 100:200]),
+        ("wide", np.s_[::-3, 65_000:66_000]),
+        ("wide", np.s_[5:60:7, ::40_000]),
+        ("wide", np.s_[:, ::65_536]),
+        ("wide", np.s_[2, 3]),
+    ],
+    ids=str,
+)
+def test_a_strided_slice_reads_the_blocks_it_touches(
+    inlined: Watched, name: str, index: Any
+) -> None:
+    """No block without a wanted element is read, and none twice."""
+    tensor = torch_of(name)
+    places = np.arange(tensor.numel()).reshape(tensor.shape)[index].ravel()
+    blocks = {int(place) * tensor.element_size() // BLOCK_BYTES for place in places}
+    array = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy()
+    read = inlined.checkpoint[name][index]
+    assert np.ascontiguousarray(read).tobytes() == np.ascontiguousarray(array[index]).tobytes()
+    asked = inlined.asked()
+    assert sum(size for _, size in asked) == len(blocks) * BLOCK_BYTES
+    runs = [block for block in blocks if block - 1 not in blocks]
+    assert len(asked) == len(runs)
+
+
+def test_many_small_tensors_share_requests(inlined: Watched) -> None:
+    """Two hundred tensors that lie side by side are loaded by a handful of reads."""
+    loaded = inlined.checkpoint.load(prefix="norm.")
+    assert len(loaded) == 200
+    assert all(np.array_equal(loaded[name], torch_of(name).numpy()) for name in loaded)
+    asked = inlined.asked()
+    assert len(asked) <= 2
+    assert sum(size for _, size in asked) < 400 * KIB
+
+
+def test_small_tensors_are_compared_many_at_a_time(inlined: Watched, apart: Watched) -> None:
+    """Two hundred tensors of two checkpoints take a handful of reads."""
+    found = inlined.checkpoint.diff(apart.checkpoint, prefix="norm.")
+    assert (found.is_equal, found.same_count) == (True, 200)
+    assert len(inlined.asked()) <= 5
+
+
+def test_an_object_takes_one_request(inlined: Watched) -> None:
+    """And none is made to look whether it is there."""
+    assert "step" in inlined.checkpoint
+    assert inlined.asked() == []
+    assert inlined.checkpoint["step"] == 7
+    assert len(inlined.asked()) == 1
+
+
+def test_a_superseded_save_is_gone(server: S3Server) -> None:
+    """Once its files were freed, an open checkpoint raises and never reads those of the new one."""
+    url = "s3://bucket/again/step-8"
+    save(server, url, {"a": torch.arange(1000)})
+    opened = open_checkpoint(url, storage_options=server.storage_options)
+    for value in (1, 2):
+        save(server, url, {"a": torch.full((1000,), value)}, overwrite=True)
+    with pytest.raises(CheckpointGoneError, match="replaced"):
+        opened["a"][:5]
+    assert open_checkpoint(url, storage_options=server.storage_options)["a"][0] == 2
+
+
+def test_a_flipped_bit_is_found(server: S3Server) -> None:
+    """Over the network as on a disk, with tensor and offset."""
+    url = "s3://bucket/damaged/step-9"
+    save(server, url, {"a": torch.arange(100_000)})
+    (key,) = (key for key in server.dump("bucket") if "damaged" in key and "distcp" in key)
+
+    def flip(data: bytes) -> bytes:
+        at = data.index(np.int64(50_000).tobytes())
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    server.corrupt("bucket", key, flip)
+    lazy = open_checkpoint(url, storage_options=server.storage_options)["a"]
+    assert lazy[:5].tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(IntegrityError) as caught:
+        lazy[49_999:50_001]
+    assert caught.value.fqn == "a"
+
+
+def test_secrets_are_never_shown(server: S3Server) -> None:
+    """Neither views nor errors hold storage options."""
+    options = server.storage_options | {"secret": "very-secret"}
+    opened = open_checkpoint(INLINED, storage_options=options)
+    shown = repr(opened) + opened._repr_html_() + repr(opened["rows"]) + repr(opened.info)
+    assert "very-secret" not in shown
+
+
+def test_a_stock_checkpoint_is_read_and_its_replacement_noticed(server: S3Server) -> None:
+    """What stock `FsspecWriter` saved is sliced; saved over by it, an open checkpoint says so."""
+    url = "s3://bucket/stock/step-3"
+    options = server.storage_options
+    for rows in (300, 301):
+        state = {"a": dcp_cases.seeded(rows, rows, 500)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(state, storage_writer=FsspecWriter(url, **options), no_dist=True)
+        if rows == 300:
+            opened = open_checkpoint(url, storage_options=options)
+            server.reset_counters()
+            assert np.array_equal(opened["a"][7:9, ::3], state["a"].numpy()[7:9, ::3])
+            sent_bytes = sum(request.bytes_out for request in server.requests)
+            assert sent_bytes < 8 * KIB
+            # The item's head, the rows, and whether the file and its description are as they were.
+            assert Counter(request.op for request in server.requests) == {"get": 2, "head": 2}
+    with pytest.raises(CheckpointGoneError, match="written again"):
+        opened["a"][:]
+    fresh = open_checkpoint(url, storage_options=options)
+    assert np.array_equal(fresh["a"].numpy(), state["a"].numpy())

@@ -1,0 +1,648 @@
+"""The command line called in this process: what it prints, its JSON, its exit codes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cli_tools import STEPS, answer, call, documented_keys, make_run, state_at
+from copy_cases import files_below, same, save
+from safetensors.torch import load_file
+
+from ckpt_storage.cli.app import _COMMANDS
+from ckpt_storage.cli.options import parse_slice
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.testing.s3server import S3Server
+
+SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three checkpoints; not to be changed."""
+    return make_run(tmp_path_factory.mktemp("cli") / "run")
+
+
+@pytest.fixture
+def last(run: Path) -> Path:
+    """The newest checkpoint."""
+    return run / "step-00001100"
+
+
+@pytest.fixture
+def server() -> Iterator[S3Server]:
+    """An S3 server with a bucket."""
+    with S3Server() as running:
+        running.create_bucket("bkt")
+        yield running
+
+
+def s3_options(server: S3Server, name: str = "storage") -> list[str]:
+    """Return the options that reach the server, with a secret one can search for."""
+    return [
+        f"--{name}-option",
+        "key=test",
+        f"--{name}-option",
+        f"secret={SECRET}",
+        f"--{name}-option",
+        f"client_kwargs.endpoint_url={server.endpoint_url}",
+        f"--{name}-option",
+        'client_kwargs.region_name="us-east-1"',
+    ]
+
+
+def test_every_command_explains_itself() -> None:
+    """The help names all commands and each has its own help with what all share."""
+    overview = call("--help")
+    assert overview.exit_code == 0
+    for name in _COMMANDS:
+        assert f"\n  {name} " in overview.stdout, name
+        page = call(name, "-h")
+        assert page.exit_code == 0, page.output
+        assert "--debug" in page.stdout, name
+        assert "--json" in page.stdout, name
+
+
+def test_the_docs_name_every_schema() -> None:
+    """One of each command that prints."""
+    named = {schema.rpartition(".")[2].partition("/")[0] for schema in documented_keys()}
+    assert named >= set(_COMMANDS)
+
+
+def test_ls_lists_steps_in_order(run: Path) -> None:
+    """Numbers in names count as numbers; what is no checkpoint is not listed."""
+    body = answer("ls", run)
+    assert [one["name"] for one in body["checkpoints"]] == [f"step-{step:08d}" for step in STEPS]
+    text = call("ls", run).stdout
+    assert text.splitlines()[0].split() == ["name", "step", "created", "format", "save", "id"]
+    assert [line.split()[0] for line in text.splitlines()[1:]] == [
+        f"step-{step:08d}" for step in STEPS
+    ]
+
+
+def test_ls_of_an_empty_root_is_no_error(tmp_path: Path) -> None:
+    """The list is empty, and a person is told."""
+    assert answer("ls", tmp_path) == {"schema": "ckpt_storage.cli.ls/1", "checkpoints": []}
+    result = call("ls", tmp_path)
+    assert (result.stdout, result.exit_code) == ("", 0)
+    assert "No committed checkpoint" in result.stderr
+
+
+def test_show_tells_what_a_checkpoint_is(last: Path) -> None:
+    """Counts, bytes, ranks; with options also files and slots."""
+    body = answer("show", last, "--files", "--history")
+    assert body["tensor_count"] == 3
+    assert body["tensor_bytes"] == 12 * 4 + 4 * 4 + 2 * 2
+    assert body["world_size"] == 1
+    assert body["step"] == 1100
+    assert [file["bytes"] for file in body["files"]] == [
+        path.stat().st_size for path in last.rglob("*.distcp")
+    ]
+    assert [entry["type"] for entry in body["history"]] == ["commit"]
+    text = call("show", last, "--files", "--history").stdout
+    assert "format" in text
+    assert "commit" in text
+
+
+def test_show_tells_how_a_tensor_is_stored(last: Path) -> None:
+    """Type, shape and chunks, with the ranks that wrote them."""
+    body = answer("show", last, "model.w")["tensor"]
+    assert (body["dtype"], body["shape"], body["bytes"]) == ("float32", [3, 4], 48)
+    assert body["chunks"] == [{"offsets": [0, 0], "sizes": [3, 4], "rank": 0}]
+    assert "float32" in call("show", last, "model.w").stdout
+    assert answer("show", last, "step")["kind"] == "object"
+
+
+def test_tree_lists_every_value(last: Path) -> None:
+    """Names with types and sizes; brackets in a name are no markup."""
+    body = answer("tree", last)
+    assert {one["fqn"] for one in body["values"] if one["kind"] == "tensor"} == {
+        "model.w",
+        "model.b[0]",
+        "model.h",
+    }
+    text = call("tree", last).stdout
+    assert "b[0]" in text
+    assert "bfloat16" in text
+    assert "b[0]" not in call("tree", last, "--depth", "1").stdout
+
+
+def test_cat_prints_elements(last: Path, tmp_path: Path) -> None:
+    """All of them, or those of a slice; as numpy's file and as raw bytes, exactly."""
+    weight = state_at(1100)["model"]["w"].numpy()
+    assert answer("cat", last, "model.w")["values"] == weight.tolist()
+    assert answer("cat", last, "model.w", "--slice", "1:,::2")["values"] == weight[1:, ::2].tolist()
+    assert answer("cat", last, "model.w", "--slice", "-1")["values"] == weight[-1].tolist()
+    assert answer("cat", last, "model.h")["values"] == [1.5, -2.5]
+    values = answer("cat", last, "model.b[0]")["values"]
+    assert values[1:3] == ["nan", "inf"]
+    call("cat", last, "model.w", "--form", "npy", "-o", tmp_path / "w.npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "w.npy"), weight)
+    raw = call("cat", last, "model.w", "--form", "raw", "--slice", "...,1:3")
+    assert raw.stdout_bytes == weight[..., 1:3].tobytes()
+    half = call("cat", last, "model.h", "--form", "raw").stdout_bytes
+    assert half == state_at(0)["model"]["h"].view(torch.uint8).numpy().tobytes()
+    assert "1100." in call("cat", last, "model.w").stdout
+
+
+def test_cat_prints_objects(last: Path) -> None:
+    """As Python prints them, or as JSON."""
+    assert call("cat", last, "step").stdout == "1100\n"
+    assert answer("cat", last, "step")["values"] == 1100
+
+
+def test_stats_are_those_of_numpy(last: Path) -> None:
+    """Of finite elements; the others are counted."""
+    (one, other) = answer("stats", last, "model.w", "model.b[0]", "--bins", "4")["tensors"]
+    weight = state_at(1100)["model"]["w"].numpy().astype(np.float64)
+    assert one["mean"] == pytest.approx(weight.mean())
+    assert one["std"] == pytest.approx(weight.std())
+    assert (one["min"], one["max"]) == (weight.min(), weight.max())
+    assert one["histogram"]["counts"] == np.histogram(weight, bins=4)[0].tolist()
+    assert (other["nan_count"], other["positive_inf_count"], other["count"]) == (1, 1, 4)
+    assert "mean" in call("stats", last, "model.w").stdout
+
+
+def test_verify_says_sound_or_what_is_damaged(last: Path, tmp_path: Path) -> None:
+    """Exit code 0 or 1; file, rank, tensor and offset of the damage, and what to do."""
+    target = tmp_path / "copy"
+    assert answer("verify", last)["ok"] is True
+    call("cp", last, target)
+    (shard,) = target.rglob("*.distcp")
+    data = bytearray(shard.read_bytes())
+    at = data.index(state_at(1100)["model"]["w"].numpy().tobytes())
+    data[at + 5] ^= 1
+    shard.write_bytes(data)
+    body = answer("verify", target, code=1)
+    (problem,) = body["problems"]
+    assert (problem["fqn"], problem["rank"], problem["offset"]) == ("model.w", 0, at)
+    assert problem["file"].endswith(".distcp")
+    assert problem["next_step"]
+    text = call("verify", target)
+    assert text.exit_code == 1
+    assert "model.w" in text.stdout
+    assert answer("verify", target, "--shallow")["ok"] is True
+
+
+def test_diff_says_equal_or_what_differs(run: Path, tmp_path: Path) -> None:
+    """Exit code 0 or 1, across formats too."""
+    first, second = (run / f"step-{step:08d}" for step in STEPS[:2])
+    call("convert", first, tmp_path / "dcp", "--to", "dcp")
+    assert answer("diff", first, tmp_path / "dcp")["is_equal"] is True
+    body = answer("diff", first, second, code=1)
+    changed = {one["fqn"]: one for one in body["changed"]}
+    assert changed["model.w"]["max_absolute"] == 100
+    assert "model.b[0]" not in changed
+    assert answer("diff", first, second, "--atol", "200", "--prefix", "model.")["is_equal"] is True
+    assert call("diff", first, second).exit_code == 1
+    assert "model.w" in call("diff", first, second).stdout
+
+
+def test_cp_copies_and_a_second_time_finds_it(last: Path, tmp_path: Path, server: S3Server) -> None:
+    """Between storages of two kinds, each with options of its own."""
+    options = s3_options(server, "destination-storage")
+    body = answer("cp", last, "s3://bkt/copy", *options)
+    assert body["sent_bytes"] == body["total_bytes"] > 0
+    again = answer("cp", last, "s3://bkt/copy", *options)
+    assert again["was_there"] is True
+    back = call("cp", "s3://bkt/copy", tmp_path / "back", *s3_options(server))
+    assert back.exit_code == 0, back.output
+    shards = {path: data for path, data in files_below(last).items() if path.endswith("distcp")}
+    assert shards.items() <= files_below(tmp_path / "back").items()
+    assert call("cp", last, tmp_path / "back").exit_code == 0
+    for result in (back, call("cp", last, "s3://bkt/copy", *options)):
+        assert SECRET not in result.output
+
+
+def test_cp_of_damage_exits_with_one(last: Path, tmp_path: Path) -> None:
+    """Damage was found, and nothing was made of it."""
+    call("cp", last, tmp_path / "bad")
+    (shard,) = (tmp_path / "bad").rglob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    result = call("cp", tmp_path / "bad", tmp_path / "dst")
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "dst" / "commits").exists() or not list(
+        (tmp_path / "dst" / "commits").iterdir()
+    )
+
+
+def test_convert_writes_another_format(last: Path, tmp_path: Path) -> None:
+    """What the format cannot hold is refused by name, or dropped when asked."""
+    body = answer("convert", last, tmp_path / "a.pt", "--to", "torch_save")
+    assert body["tensor_count"] == 3
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert same(loaded["model"]["w"], state_at(1100)["model"]["w"])
+    refused = call("convert", last, tmp_path / "st", "--to", "safetensors")
+    assert refused.exit_code == 2
+    assert "step" in refused.stderr
+    dropped = answer("convert", last, tmp_path / "st", "--to", "safetensors", "--drop-unsupported")
+    assert "step" in dropped["dropped"]
+    assert set(load_file(tmp_path / "st" / "model.safetensors")) == {
+        "model.w",
+        "model.b[0]",
+        "model.h",
+    }
+
+
+def test_consolidate_exports_the_model(tmp_path: Path) -> None:
+    """With options for names and types."""
+    save(state_at(1), tmp_path / "src")
+    out = tmp_path / "out"
+    body = answer(
+        "consolidate", tmp_path / "src", out, "--include", "model.*", "--exclude", "*0]",
+        "--rename", "model.w=weight", "--dtype", "bfloat16", "--max-file-bytes", "1GB",
+    )  # fmt: skip
+    assert body["tensor_count"] == 2
+    found = load_file(out / "model.safetensors")
+    assert found["weight"].dtype == torch.bfloat16
+    assert call("consolidate", tmp_path / "src", out).exit_code == 0
+
+
+def test_what_to_leave_out_is_spelt_as_it_is_typed(tmp_path: Path) -> None:
+    """The option that an error proposes can be pasted."""
+    save({"model": {"a b": torch.ones(2, dtype=torch.complex128)}}, tmp_path / "src")
+    refused = call("consolidate", tmp_path / "src", tmp_path / "out")
+    assert refused.exit_code == 2
+    assert "Leave it out with --exclude 'model.a b', or" in refused.stderr
+
+
+def test_consolidate_waits_for_ranks_no_longer_than_it_was_told(tmp_path: Path) -> None:
+    """Where a job's variables are set and nobody else comes, it says so and what to do."""
+    save({"w": torch.ones(3)}, tmp_path / "c")
+    job = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    result = call("consolidate", tmp_path / "c", "--timeout", "1", env=job)
+    assert result.exit_code == 2
+    assert "Waiting for 2 ranks" in result.stderr
+    assert "did not meet within 1 s" in result.stderr
+    assert "unset WORLD_SIZE" in result.stderr
+
+
+def test_a_shell_of_a_job_is_no_rank(tmp_path: Path) -> None:
+    """Without a rank of its own a process works alone, whatever else is set."""
+    save({"w": torch.ones(3)}, tmp_path / "c")
+    job = {"WORLD_SIZE": "4(x2)", "RANK": None, "MASTER_ADDR": "127.0.0.1"}
+    result = call("consolidate", tmp_path / "c", env=job)
+    assert result.exit_code == 0, result.output
+    result = call("consolidate", tmp_path / "c", env=job | {"RANK": "0"})
+    assert result.exit_code == 2
+    assert "WORLD_SIZE is '4(x2)'" in result.stderr
+
+
+def test_prune_shows_the_plan_and_deletes_when_told(tmp_path: Path) -> None:
+    """Without `--yes` nothing changes; with it what no policy keeps is gone."""
+    root = make_run(tmp_path / "run")
+    before = files_below(root)
+    body = answer("prune", root, "--keep-latest", "1")
+    assert body["is_dry_run"] is True
+    assert [one["step"] for one in body["planned"]] == [900, 1000]
+    assert all(one["reasons"] for one in body["kept"])
+    shown = call("prune", root, "--keep-latest", "1")
+    assert "--yes" in shown.stdout
+    assert files_below(root) == before
+    done = answer("prune", root, "--keep-latest", "1", "--keep-every", "900", "--yes")
+    assert done["deleted"] == ["step-00001000"]
+    names = [one["name"] for one in answer("ls", root)["checkpoints"]]
+    assert names == ["step-00000900", "step-00001100"]
+    for wrong in (
+        [],
+        ["--keep-newer-than", "soon"],
+        ["--keep-best", ":max"],
+        ["--keep-best", "loss"],
+        ["--keep-best", "loss::2"],
+        ["--keep-best", "loss:min:\N{SUPERSCRIPT TWO}"],
+        ["--keep-best", "loss:min:0"],
+        ["--keep-latest", "0"],
+    ):
+        result = call("prune", root, *wrong)
+        assert result.exit_code == 2, result.output
+
+
+def test_prune_tells_a_terminal_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line for each deletion, on standard error, and only there."""
+    root = make_run(tmp_path / "run")
+    assert call("prune", root, "--keep-latest", "3", "--yes").stderr == ""
+    monkeypatch.setattr("ckpt_storage.cli.output.shows_progress", lambda: True)
+    result = call("prune", root, "--keep-latest", "1", "--yes")
+    assert result.stderr.splitlines() == [
+        "Deleting step-00000900 (1 of 2)",
+        "Deleting step-00001000 (2 of 2)",
+    ]
+    assert "2 deleted" in result.stdout
+
+
+def test_doctor_reports_and_advises(tmp_path: Path) -> None:
+    """Exit code 0 where checkpoints can be kept."""
+    body = answer("doctor", tmp_path, "--size", "1MiB")
+    assert body["ok"] is True
+    assert {probe["name"] for probe in body["probes"]} >= {"write", "read", "exclusive create"}
+    text = call("doctor", tmp_path, "--size", "1MiB").stdout
+    assert "large put" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["show", "{tmp}/nothing"], "does not exist"),
+        (["verify", "{tmp}/nothing"], "does not exist"),
+        (["cat", "{last}", "model.v"], "did you mean"),
+        (["stats", "{last}", "step"], "no tensor"),
+        (["cat", "{last}", "model.w", "--slice", "0,0,0"], "shape"),
+        (["cat", "{last}", "model.w", "--slice", "a"], "index"),
+        (["cat", "{last}", "model.h", "--form", "npy"], "--form raw"),
+        (["cp", "{last}", "{last}/x"], "inside"),
+        (["convert", "{last}", "{tmp}/x"], "--to"),
+        (["ls", "s3//typo"], "neither a path nor a URL"),
+        (["ls", "{tmp}", "--timeout", "soon"], "length of time"),
+        (["verify", "{last}", "--memory-limit", "many"], "5GB"),
+        (["frobnicate"], "--help"),
+        (["ls"], "ROOT"),
+        (["consolidate", "{last}", "--rename", "x"], "OLD=NEW"),
+    ],
+)
+def test_what_cannot_run_exits_with_two_and_one_line(
+    arguments: list[str], hint: str, last: Path, tmp_path: Path
+) -> None:
+    """The line says what is wrong and what to do; standard output stays empty."""
+    result = call(*(one.format(tmp=tmp_path, last=last) for one in arguments))
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("ckpt-storage: ")
+    assert result.stderr.count("\n") == 1
+    assert hint in result.stderr
+
+
+EVIL = "a\x1b]0;evil\x07\u202eb"
+
+
+@pytest.mark.parametrize("option", [(), ("--debug",)])
+def test_no_name_in_an_error_reaches_the_terminal_as_it_is(
+    tmp_path: Path, option: tuple[str, ...]
+) -> None:
+    """Control characters of a damaged checkpoint's names are spelt out, in tracebacks too."""
+    save({EVIL: torch.arange(4000)}, tmp_path / "c")
+    (shard,) = (tmp_path / "c" / "saves").rglob("*.distcp")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    result = call("cat", tmp_path / "c", EVIL, "--form", "raw", *option)
+    assert result.exit_code == 1, result.output
+    assert "evil" in result.stderr
+    assert not set(result.output) & {"\x1b", "\x07", "\u202e"}
+
+
+def test_no_name_in_a_warning_reaches_the_terminal_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the library logs is printed like an error, and as long as the command runs only."""
+    log = logging.getLogger("ckpt_storage")
+    before = list(log.handlers)
+
+    def warn(*arguments: object, **options: object) -> None:
+        log.warning("damaged: %s, %s", EVIL, arguments or options)
+        raise InvalidInputError("enough")
+
+    monkeypatch.setattr("ckpt_storage.inspect.checkpoint.open_checkpoint", warn)
+    result = call("cat", tmp_path, "x")
+    assert result.stderr.startswith("ckpt-storage: damaged: a\\x1b]0;evil")
+    assert not set(result.output) & {"\x1b", "\x07", "\u202e"}
+    assert log.handlers == before
+
+
+def test_debug_adds_the_traceback(tmp_path: Path) -> None:
+    """Before the same line."""
+    result = call("show", tmp_path / "nothing", "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("ckpt-storage: ")
+
+
+def test_a_mistake_of_the_program_is_one_line_too(
+    last: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks for a report instead of showing a traceback."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("ckpt_storage.inspect.checkpoint.open_checkpoint", broken)
+    result = call("show", last)
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "ZeroDivisionError" in result.stderr
+    assert "--debug" in result.stderr
+
+
+def test_secrets_are_never_printed(tmp_path: Path, server: S3Server) -> None:
+    """Not in errors, not with --debug, not by a wrong option, not in JSON."""
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps({"key": "k", "secret": SECRET}))
+    calls: list[list[Any]] = [
+        ["ls", "s3://bkt/none", *s3_options(server)],
+        ["show", "s3://bkt/none", *s3_options(server), "--debug"],
+        ["show", "s3://nobucket/none", *s3_options(server), "--debug"],
+        ["doctor", "s3://bkt/x", "--size", "1MiB", *s3_options(server), "--json"],
+        ["ls", "s3://bkt/x", "--storage-option", SECRET],
+        ["ls", "s3://bkt/x", f"--storage-option=secret={SECRET}", SECRET],
+        ["ls", "s3://bkt/x", "--storage-option", f"secret.inner={SECRET}", "--debug"],
+        ["ls", "s3://bkt/x", "--storage-options-file", str(file), "--timeout", "2", "--debug"],
+    ]
+    for arguments in calls:
+        result = call(*arguments)
+        assert SECRET not in result.output, arguments
+        assert SECRET not in result.stderr, arguments
+
+
+def test_options_come_from_a_file_and_the_command_line(
+    tmp_path: Path, server: S3Server, last: Path
+) -> None:
+    """What is given on the command line counts more."""
+    file = tmp_path / "options.json"
+    options = {
+        "key": "k",
+        "secret": SECRET,
+        "client_kwargs": {"endpoint_url": "http://127.0.0.1:9"},
+    }
+    file.write_text(json.dumps(options))
+    result = call(
+        "cp", last, "s3://bkt/x", "--destination-storage-options-file", file,
+        "--destination-storage-option", f"client_kwargs.endpoint_url={server.endpoint_url}",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    file.write_text(f"not json {SECRET}")
+    result = call("ls", "s3://bkt/x", "--storage-options-file", file)
+    assert result.exit_code == 2
+    assert SECRET not in result.output
+
+
+@pytest.mark.parametrize(
+    ("pair", "meant"),
+    [
+        ("config_kwargs.connect_timeout=5", 5),
+        ("config_kwargs.max_pool_connections=50", 50),
+        ("passive=false", False),
+        ("mapping=7", 7),
+        ("auth_timeout=3", 3),
+        ("retries=none", None),
+        ("password=1234", "1234"),
+        ("pass=1234", "1234"),
+        ("AccountKey=1234", "1234"),
+        ("accessKey=true", "true"),
+        ("aws_access_key_id=1234", "1234"),
+        ("conn_str=0", "0"),
+        ("connection_string=0", "0"),
+        ("sas_token=12", "12"),
+        ("user=7", "7"),
+        ("username=7", "7"),
+        ("account_name=99", "99"),
+        ("project=12345", "12345"),
+        ("client_secret=1", "1"),
+    ],
+)
+def test_options_are_of_the_type_that_file_systems_expect(
+    pair: str, meant: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers and words are what they look like, but for what names or opens an account."""
+    given: list[Any] = []
+
+    def look(*_: object, storage_options: Any, **__: object) -> None:
+        given.append(storage_options)
+        raise InvalidInputError("enough")
+
+    monkeypatch.setattr("ckpt_storage.inspect.checkpoint.open_checkpoint", look)
+    call("cat", "memory://x", "y", "--storage-option", pair)
+    (found,) = given
+    for name in pair.partition("=")[0].split("."):
+        found = found[name]
+    assert found == meant
+    assert type(found) is type(meant)
+
+
+def test_slices_are_read_as_numpy_spells_them() -> None:
+    """Integers, slices with steps, an ellipsis; spaces and brackets do no harm."""
+    assert parse_slice("0:8,128:256") == (slice(0, 8, None), slice(128, 256, None))
+    assert parse_slice("[..., -1]") == (..., -1)
+    assert parse_slice(" ::2 , 3") == (slice(None, None, 2), 3)
+
+
+def test_numbers_that_json_lacks_are_named(last: Path) -> None:
+    """NaN and infinities become texts, so that every parser reads the answer."""
+    result = call("cat", last, "model.b[0]", "--json")
+    values = json.loads(result.stdout, parse_constant=pytest.fail)["values"]
+    assert math.isnan(float(values[1]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["cat", "{last}", "model.w", "--slice", "::0"], "step"),
+        (["cat", "{last}", "model.w", "--slice", "9" * 5000], "index"),
+        (["doctor", "{tmp}", "--size", "0"], "--size"),
+        (["doctor", "{tmp}", "--size", "²"], "--size"),
+        (["verify", "{last}", "--memory-limit", "²"], "--memory-limit"),
+        (["verify", "{last}", "--memory-limit", "0"], "--memory-limit"),
+        (["convert", "{last}", "{tmp}/x", "--to", "dcp", "--max-file-bytes", "²"], "--max-file"),
+        (["convert", "{last}", "{tmp}/x", "--to", "dcp", "--max-file-bytes", "0"], "--max-file"),
+        (["convert", "{tmp}/two.pt", "{tmp}/x", "--to", "dcp"], "a.b"),
+        (["ls", "{tmp}/nothing"], "does not exist"),
+        (["prune", "{tmp}/nothing", "--keep-latest", "1"], "does not exist"),
+        (["ls", "{last}"], "is a checkpoint itself"),
+        (["prune", "{last}", "--keep-latest", "1", "--yes"], "is a checkpoint itself"),
+        (["convert", "{last}", "{tmp}/x", "--to", "safetensors"], "Pass --drop-unsupported"),
+        (["convert", "{last}", "{tmp}/two.pt", "--to", "torch_save"], "pass --overwrite"),
+        (["show", "{tmp}/nothing"], "ckpt-storage ls ROOT"),
+    ],
+)
+def test_slips_are_errors_of_usage(
+    arguments: list[str], hint: str, last: Path, tmp_path: Path
+) -> None:
+    """What a user mistyped is never called unexpected."""
+    torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, tmp_path / "two.pt")
+    result = call(*(one.format(tmp=tmp_path, last=last) for one in arguments))
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert hint in result.stderr
+    assert "unexpected" not in result.stderr
+    assert "--debug" not in result.stderr
+
+
+def test_ls_of_a_missing_root_says_so(tmp_path: Path, server: S3Server) -> None:
+    """It is no empty root; on object storage one with nothing in it is none."""
+    for root, options in ((tmp_path / "none", []), ("s3://bkt/none", s3_options(server))):
+        for form in ([], ["--json"]):
+            result = call("ls", root, *options, *form)
+            assert (result.exit_code, result.stdout) == (2, "")
+            assert "does not exist" in result.stderr
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("no checkpoint")
+    assert answer("ls", tmp_path / "full")["checkpoints"] == []
+
+
+def test_cp_names_a_damaged_export_and_exits_with_one(tmp_path: Path) -> None:
+    """The checkpoint itself is copied."""
+    save(state_at(1), tmp_path / "src")
+    call("consolidate", tmp_path / "src")
+    weights = tmp_path / "src" / "hf" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    body = answer("cp", tmp_path / "src", tmp_path / "dst", code=1)
+    (failed,) = body["failed_exports"]
+    assert failed["path"] == "hf"
+    assert "model.safetensors" in failed["reason"]
+    result = call("cp", tmp_path / "src", tmp_path / "other")
+    assert result.exit_code == 1
+    assert "model.safetensors" in result.stdout
+    checked = answer("verify", tmp_path / "other", code=1)
+    (problem,) = checked["problems"]
+    assert problem["file"] == "hf/model.safetensors.index.json"
+    assert "still being written" in problem["message"]
+
+
+PASSWORDS = (
+    "correcthorsebattery",
+    "staple-4711-horse",
+    "inner-of-json-4712",
+    "89127634598",
+    "file=eq-secret",
+)
+
+
+def test_secrets_of_files_and_of_json_are_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever an error says and a traceback shows: no password of an options file is in it."""
+    file = tmp_path / "options.json"
+    inner = {"config": {"passwd_file_line": PASSWORDS[1], "deep": [{"token": PASSWORDS[4]}]}}
+    options = {
+        "password": PASSWORDS[0],
+        "client_kwargs": inner,
+        "pin_password": int(PASSWORDS[3]),
+        "endpoint_url": "http://minio:9000",
+    }
+    file.write_text(json.dumps(options))
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError(f"{PASSWORDS} at http://minio:9000")
+
+    monkeypatch.setattr("ckpt_storage.inspect.checkpoint.open_checkpoint", broken)
+    json_value = f'client_kwargs={{"x": {{"aws_token": "{PASSWORDS[2]}"}}}}'
+    for given in (["--storage-options-file", str(file)], [f"--storage-options-file={file}"]):
+        for more in ([], ["--debug"]):
+            arguments = ["show", "s3://b/x", *given, "--storage-option", json_value, *more]
+            result = call(*arguments)
+            assert result.exit_code == 2
+            assert ("Traceback" in result.stderr) == bool(more)
+            for password in PASSWORDS:
+                assert password not in result.output, password
+                assert password not in result.stderr, password
+            assert "minio:9000" in result.stderr

@@ -1,0 +1,355 @@
+"""An export holds exactly the tensors that were saved, whoever writes it and however often."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import consolidate_cases as cases
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from consolidate_cases import check, check_report, files_in
+from dcp_cases import seeded
+from safetensors.torch import load_file
+
+import ckpt_storage
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidInputError,
+    RankMismatchError,
+)
+from ckpt_storage.export.consolidating import consolidate
+from ckpt_storage.options import ProgressEvent
+from ckpt_storage.testing.ranks import RankPool
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_dtype_and_sharding_arrives(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    """Every dtype in every shape and sharding, saved and exported by 1 to 4 ranks, bit by bit."""
+    url = tmp_path / "run"
+    reports = ranks.run(
+        cases.save_and_export, url, {"max_file_bytes": 300_000}, world_size=world_size
+    )
+    files = files_in(url / "hf")
+    check(files, cases.whole_state())
+    check_report(reports[0], files)
+    assert len(reports[0].files) > 2
+    assert all(report == reports[0] for report in reports)
+    assert len(reports[0].rank_bytes) == world_size
+    assert sum(reports[0].rank_bytes) == reports[0].total_bytes
+
+
+@pytest.mark.parametrize("save_count", [1, 3])
+def test_other_ranks_than_saved_export_the_same_bytes(
+    ranks: RankPool, tmp_path: Path, save_count: int
+) -> None:
+    """One process and four ranks make the same files of what other ranks saved."""
+    url = tmp_path / "run"
+    dtypes = ["bfloat16", "int64"]
+    ranks.run(cases.save_sharded, url, dtypes, world_size=save_count)
+    consolidate(url, tmp_path / "one")
+    ranks.run(cases.export, url, tmp_path / "four", world_size=4)
+    one, four = files_in(tmp_path / "one"), files_in(tmp_path / "four")
+    check(one, cases.whole_state(dtypes))
+    assert {name: data for name, data in one.items() if not name.startswith("exports/")} == {
+        name: data for name, data in four.items() if not name.startswith("exports/")
+    }
+
+
+def test_the_library_that_users_load_with_reads_the_file(tmp_path: Path) -> None:
+    """`safetensors.torch.load_file` gives the tensors that were saved, strided ones too."""
+    base = seeded(1, 64, 48)
+    state = {
+        "weight": base,
+        "turned": base.t(),
+        "columns": base[:, 3:40:2],
+        "tied": base,
+        "expanded": seeded(4, 1, 9).expand(50, 9),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+    }
+    ckpt_storage.save({"model": state, "optim": {"m": seeded(2, 3)}, "step": 4}, tmp_path / "run")
+    report = consolidate(tmp_path / "run", tied="keep")
+    found = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert {skip.fqn: skip.reason for skip in report.skipped} == {
+        "optim.m": "optimizer",
+        "step": "blob",
+    }
+
+
+def save_parts(rank: int, url: Path) -> None:
+    """Save a tensor of which each rank holds several chunks."""
+    ckpt_storage.save({"parts": cases.parts_of(rank)}, url)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_several_chunks_of_a_rank_are_all_there(ranks: RankPool, tmp_path: Path) -> None:
+    """A tensor of which ranks hold several rows here and there comes out whole."""
+    ranks.run(save_parts, tmp_path / "run", world_size=2)
+    ranks.run(cases.export, tmp_path / "run", world_size=2)
+    check(files_in(tmp_path / "run" / "hf"), {"parts": seeded(1, 9, 4)})
+
+
+def save_stock(_rank: int, url: Path) -> None:
+    """Save with torch's own writer, which keeps strides: only what is contiguous."""
+    dcp.save(_contiguous(cases.sharded_state(["bfloat16"])), storage_writer=_stock(url))
+
+
+def _contiguous(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if "turned" not in name}
+
+
+def _stock(url: Path) -> dcp.FileSystemWriter:
+    return dcp.FileSystemWriter(url, sync_files=False)
+
+
+def save_torch_safetensors(_rank: int, url: Path) -> None:
+    """Save torch's sharded safetensors."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: PLC0415  # prints
+
+    state = {k: v for k, v in cases.sharded_state(["bfloat16"]).items() if "large" in k}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(url), save_distributed=True))
+
+
+def test_checkpoints_of_stock_dcp_are_exported(ranks: RankPool, tmp_path: Path) -> None:
+    """What `FileSystemWriter` saved is exported; without a save id, changed files make it anew."""
+    url = tmp_path / "run"
+    ranks.run(save_stock, url, world_size=2)
+    first = ranks.run(cases.export, url, world_size=2)[0]
+    check(files_in(url / "hf"), _contiguous(cases.whole_state(["bfloat16"])))
+    assert (first.source_format, first.save_id) == ("dcp", None)
+    assert ranks.run(cases.export, url, world_size=3)[0].resumed == ("model.safetensors",)
+    ranks.run(save_stock, url, world_size=2)
+    again = ranks.run(cases.export, url, world_size=2)[0]
+    assert not again.resumed
+    assert again.fingerprint != first.fingerprint
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_torchs_sharded_safetensors_are_exported(ranks: RankPool, tmp_path: Path) -> None:
+    """What `HuggingFaceStorageWriter(save_distributed=True)` saved is exported."""
+    ranks.run(save_torch_safetensors, tmp_path / "run", world_size=2)
+    report = ranks.run(cases.export, tmp_path / "run", world_size=2)[0]
+    state = {k: v for k, v in cases.whole_state(["bfloat16"]).items() if "large" in k}
+    check(files_in(tmp_path / "run" / "hf"), state)
+    assert report.source_format == "dcp_safetensors"
+
+
+def model(version: int, rows: int = 40) -> dict[str, Any]:
+    """Return a small model; versions differ in every tensor."""
+    return {"model": {f"w{i}": seeded(100 * version + i, rows, 50) for i in range(6)}}
+
+
+def test_a_second_run_has_nothing_to_do(tmp_path: Path) -> None:
+    """An export that is complete is only checked: nothing of it is written again."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    consolidate(tmp_path / "run", max_file_bytes=20_000)
+    folder = tmp_path / "run" / "hf"
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("model*")}
+    report = consolidate(tmp_path / "run", max_file_bytes=20_000)
+    assert (report.read_bytes, report.sent_bytes, report.copied_bytes) == (0, 0, 0)
+    assert len(report.resumed) == len(report.files) == 3
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("model*")} == times
+
+
+def test_a_file_that_was_damaged_is_made_again(tmp_path: Path) -> None:
+    """Of a complete export a weight file of the right length and other bytes is written anew."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    consolidate(tmp_path / "run", max_file_bytes=20_000)
+    folder = tmp_path / "run" / "hf"
+    before = files_in(folder)
+    two = sorted(name for name in before if name.endswith(".safetensors"))[1]
+    (folder / two).write_bytes(before[two][:-1] + bytes([before[two][-1] ^ 1]))
+    report = consolidate(tmp_path / "run", max_file_bytes=20_000)
+    assert two not in report.resumed
+    assert len(report.resumed) == len(report.files) - 1
+    assert files_in(folder)[two] == before[two]
+
+
+def test_a_file_that_was_lost_or_cut_is_made_again(tmp_path: Path) -> None:
+    """Of a complete export only what is missing or of another length is written."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    consolidate(tmp_path / "run", max_file_bytes=20_000)
+    folder = tmp_path / "run" / "hf"
+    before = files_in(folder)
+    one, two, three = sorted(name for name in before if name.endswith(".safetensors"))
+    (folder / one).unlink()
+    (folder / two).write_bytes(before[two][:-1])
+    report = consolidate(tmp_path / "run", max_file_bytes=20_000)
+    assert report.resumed == (three,)
+    assert files_in(folder).keys() == before.keys()
+    check(files_in(folder), model(1)["model"])
+
+
+def test_another_content_replaces_an_export(tmp_path: Path) -> None:
+    """After an overwriting save the export goes to other names; the old files are deleted then."""
+    url = tmp_path / "run"
+    ckpt_storage.save(model(1), url)
+    first = consolidate(url)
+    ckpt_storage.save(model(2), url, overwrite=True)
+    assert consolidate(url, tmp_path / "elsewhere").stale_exports == ("hf",)
+    second = consolidate(url)
+    files = files_in(url / "hf")
+    check(files, model(2)["model"])
+    check_report(second, files)
+    assert [file.name for file in first.files] == ["model.safetensors"] == list(second.removed)
+    (name,) = [file.name for file in second.files]
+    assert name == f"model-00001-of-00001-{second.fingerprint[:8]}.safetensors"
+    assert json.loads(files[cases.INDEX])["metadata"]["save_id"] == second.save_id
+    assert second.stale_exports == ()
+
+
+def test_other_options_replace_an_export(tmp_path: Path) -> None:
+    """The same save with another dtype and other files is other content, and back again too."""
+    url = tmp_path / "run"
+    ckpt_storage.save(model(1), url)
+    consolidate(url, max_file_bytes=20_000)
+    cast = consolidate(url, dtype=torch.bfloat16, max_file_bytes=20_000)
+    assert len(cast.removed) == 3
+    as_bfloat16 = {name: value.bfloat16() for name, value in model(1)["model"].items()}
+    check(files_in(url / "hf"), as_bfloat16)
+    back = consolidate(url, max_file_bytes=20_000)
+    check(files_in(url / "hf"), model(1)["model"])
+    assert [file.name for file in back.files] == list(cases.walk(back))
+    assert all(file.name.count("-") == 3 for file in back.files)
+
+
+def test_files_of_other_programs_are_left_alone(tmp_path: Path) -> None:
+    """A folder with weights that we did not write is refused, untouched; others may be there."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "config.json").write_text("{}")
+    (output / "model.safetensors").write_bytes(b"theirs")
+    with pytest.raises(CheckpointExistsError, match="did not export"):
+        consolidate(tmp_path / "run", output)
+    assert files_in(output) == {"config.json": b"{}", "model.safetensors": b"theirs"}
+    (output / "model.safetensors").unlink()
+    (output / "tokenizer").mkdir()
+    consolidate(tmp_path / "run", output)
+    assert (output / "config.json").read_text() == "{}"
+    check(files_in(output), model(1)["model"])
+
+
+@pytest.mark.parametrize("output", ["", "saves", "commits/x"])
+def test_the_checkpoints_own_folders_are_no_output(tmp_path: Path, output: str) -> None:
+    """An output where the checkpoint's own files lie is refused."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    before = files_in(tmp_path / "run")
+    with pytest.raises(InvalidInputError, match="own files"):
+        consolidate(tmp_path / "run", tmp_path / "run" / output)
+    assert files_in(tmp_path / "run") == before
+
+
+def test_nothing_to_consolidate_is_said_so(tmp_path: Path) -> None:
+    """A folder without a checkpoint is an error; nothing is made."""
+    with pytest.raises(CheckpointNotFoundError):
+        consolidate(tmp_path / "absent")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_reach_the_plan(tmp_path: Path) -> None:
+    """Names, choice and files are as the caller says."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    report = consolidate(
+        tmp_path / "run",
+        rename=lambda fqn: fqn.removeprefix("model.").upper(),
+        exclude=["model.w5"],
+        fqn_to_index_mapping={f"W{i}": 1 + i % 2 for i in range(5)},
+    )
+    state = {f"W{i}": model(1)["model"][f"w{i}"] for i in range(5)}
+    check(files_in(tmp_path / "run" / "hf"), state)
+    assert len(report.files) == 2
+    assert [skip.fqn for skip in report.skipped] == ["model.w5"]
+
+
+def test_confirmed_ties_are_dropped(tmp_path: Path) -> None:
+    """The tie that a caller confirms drops one of two equal tensors; a wrong tie raises."""
+    state = model(1)["model"]
+    state["head"] = state["w0"].clone()
+    ckpt_storage.save({"model": state}, tmp_path / "run")
+    with pytest.raises(InvalidInputError, match="checksums differ"):
+        consolidate(tmp_path / "run", tied={"w1": "w0"})
+    report = consolidate(tmp_path / "run", tied={"head": "w0"})
+    check(files_in(tmp_path / "run" / "hf"), model(1)["model"])
+    assert report.ties == {"model.head": "model.w0"}
+
+
+def disagree(rank: int, url: Path) -> None:
+    """Consolidate with an option of one's own."""
+    consolidate(url, max_file_bytes=10_000 + rank)
+
+
+def disagree_by_function(rank: int, url: Path) -> None:
+    """Consolidate with a function that answers differently."""
+    consolidate(url, rename=lambda fqn: f"{rank}.{fqn}")
+
+
+def ask_for_the_impossible(rank: int, url: Path) -> None:
+    """Give an option that one rank refuses before it meets the others."""
+    consolidate(url, max_file_bytes="much" if rank else "5GB")
+
+
+@pytest.mark.parametrize(
+    ("function", "kinds"),
+    [
+        (disagree, {RankMismatchError}),
+        (disagree_by_function, {RankMismatchError}),
+    ],
+)
+def test_ranks_that_disagree_are_told_so(
+    ranks: RankPool, tmp_path: Path, function: Any, kinds: set[type[CheckpointError]]
+) -> None:
+    """Options that differ between ranks are an error on all of them; nothing is written."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    outcomes = ranks.outcomes(function, tmp_path / "run", world_size=2)
+    assert {type(outcome.error) for outcome in outcomes} == kinds
+    assert files_in(tmp_path / "run" / "hf") == {}
+
+
+def test_a_rank_that_refuses_its_options_tells_the_others(ranks: RankPool, tmp_path: Path) -> None:
+    """Rank 1's wrong option is an error on rank 0, too, which names it."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    zero, one = ranks.outcomes(ask_for_the_impossible, tmp_path / "run", world_size=2)
+    assert "much" in str(zero.error)
+    assert "ank 1" in str(zero.error)
+    assert isinstance(one.error, CheckpointError)
+
+
+def export_with_progress(rank: int, url: Path) -> tuple[int, list[ProgressEvent]]:
+    """Consolidate and note the progress."""
+    events: list[ProgressEvent] = []
+    report = consolidate(url, progress=events.append)
+    return report.rank_bytes[rank], events
+
+
+def test_progress_adds_up_to_the_ranks_share(ranks: RankPool, tmp_path: Path) -> None:
+    """Each rank's callable sees its bytes, phase and save id."""
+    ckpt_storage.save(model(1, rows=4000), tmp_path / "run")
+    for rank, (share, events) in enumerate(
+        ranks.run(export_with_progress, tmp_path / "run", world_size=2)
+    ):
+        last = events[-1]
+        assert (last.phase, last.rank) == ("consolidate", rank)
+        assert last.done_bytes == last.total_bytes == share
+        assert last.save_id is not None
+
+
+def test_a_group_of_some_ranks_exports(ranks: RankPool, tmp_path: Path) -> None:
+    """`process_group=` of two of three ranks: these two do it, with ranks of that group."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    reports = ranks.run(export_in_a_group, tmp_path / "run", world_size=3)
+    assert reports[0] is None
+    assert reports[1] == reports[2]
+    check(files_in(tmp_path / "run" / "hf"), model(1)["model"])
+
+
+def export_in_a_group(rank: int, url: Path) -> Any:
+    """Consolidate on ranks 1 and 2."""
+    group = torch.distributed.new_group([1, 2], backend="gloo")
+    return consolidate(url, process_group=group) if rank else None

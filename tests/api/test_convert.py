@@ -1,0 +1,738 @@
+"""`convert` between all formats, read back by the tool whose format it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import tracemalloc
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dcp_cases
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from copy_cases import files_below, head_of, load_stock, same, save, saved_stock
+from dcp_cases import raw_bytes, seeded, zeros_like
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils import serialization
+
+from ckpt_storage import verify
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    UnsafeContentError,
+)
+from ckpt_storage.export.converting import FORMATS, TargetFormat, convert
+from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.options import MIB
+from ckpt_storage.store import open_store
+from ckpt_storage.testing.ranks import RankPool
+from ckpt_storage.testing.s3server import S3Server
+
+Flat = dict[str, torch.Tensor]
+
+torch_config: Any = serialization.config
+"""Its methods are added when it is imported."""
+
+WEIGHTS: tuple[TargetFormat, ...] = ("safetensors", "dcp_safetensors")
+
+OBJECTS: tuple[TargetFormat, ...] = ("ckpt_storage", "dcp", "torch_save")
+"""Formats that hold what is no tensor."""
+
+
+def flat_state() -> Flat:
+    """Return tensors under plain names, of shapes that are awkward."""
+    return {
+        "model.w": seeded(1, 300, 70),
+        "model.b": seeded(2, 7, dtype=torch.bfloat16),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.empty((0, 4)),
+        "count": torch.tensor([1, -2, 3]),
+        "mask": seeded(3, 3, 5, 2, dtype=torch.bool),
+    }
+
+
+def nested_state() -> dict[str, Any]:
+    """Return a training state: nested, with lists, scalars and objects."""
+    return {
+        "model": {"w": seeded(1, 30, 7), "b": seeded(2, 7, dtype=torch.bfloat16)},
+        "optim": {"state": {"w": {"step": torch.tensor(3.0), "exp": seeded(4, 30, 7)}}},
+        "epochs": [1, 2, 5],
+        "name": "a run",
+        "lr": 0.125,
+        "nothing": None,
+    }
+
+
+def quiet(call: Callable[[], Any]) -> Any:
+    """Call torch without what it warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call()
+
+
+# Each format as its own tool writes and reads it.
+
+
+def write_torch(state: dict[str, Any], path: Path) -> None:
+    """By `torch.save`."""
+    torch.save(state, path)
+
+
+def write_sharded(state: dict[str, Any], path: Path) -> None:
+    """By torch's own writer of sharded safetensors."""
+    path.mkdir()
+    writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+    quiet(lambda: dcp.save(state, storage_writer=writer, no_dist=True))
+
+
+def write_weights(state: dict[str, Any], path: Path) -> None:
+    """By the library of safetensors, as two files with an index."""
+    path.mkdir()
+    names = sorted(state)
+    files = {
+        "model-00001-of-00002.safetensors": names[:3],
+        "model-00002-of-00002.safetensors": names[3:],
+    }
+    for file, held in files.items():
+        save_file({name: state[name].clone() for name in held}, path / file)
+    weight_map = {name: file for file, held in files.items() for name in held}
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (path / "model.safetensors.index.json").write_text(index)
+
+
+WRITE: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    "ckpt_storage": save,
+    "dcp": saved_stock,
+    "dcp_safetensors": write_sharded,
+    "safetensors": write_weights,
+    "torch_save": write_torch,
+}
+
+
+def path_of(folder: Path, kind: str, name: str) -> Path:
+    """Return where a checkpoint of a format goes."""
+    return folder / (f"{name}.pt" if kind == "torch_save" else name)
+
+
+def read(kind: str, path: Path, like: dict[str, Any]) -> dict[str, Any]:
+    """Read a checkpoint with the tool whose format it is."""
+    if kind in {"ckpt_storage", "dcp"}:
+        return load_stock(like, path)
+    if kind == "dcp_safetensors":
+        found = {name: torch.zeros_like(value) for name, value in like.items()}
+        reader = HuggingFaceStorageReader(str(path))
+        quiet(lambda: dcp.load(found, storage_reader=reader, no_dist=True))
+        return found
+    if kind == "safetensors":
+        index = json.loads((path / "model.safetensors.index.json").read_text())
+        merged: dict[str, Any] = {}
+        for file in sorted(set(index["weight_map"].values())):
+            held = load_file(path / file)
+            assert {name: index["weight_map"][name] for name in held} == dict.fromkeys(held, file)
+            merged |= held
+        return merged
+    loaded: dict[str, Any] = torch.load(path, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("to", FORMATS)
+def test_tensors_of_every_format_arrive_in_every_other(
+    tmp_path: Path, kind: TargetFormat, to: TargetFormat
+) -> None:
+    """The values read back by the target's own tool are those that the source's tool wrote."""
+    state = flat_state()
+    source, target = path_of(tmp_path, kind, "src"), path_of(tmp_path, to, "dst")
+    WRITE[kind](state, source)
+    if kind == to:
+        with pytest.raises(InvalidInputError, match="already"):
+            convert(source, target, to=to)
+        return
+    report = convert(source, target, to=to)
+    assert (report.source_format, report.format) == (kind, to)
+    assert report.tensor_count == len(state)
+    assert same(read(to, target, state), state)
+    if to == "ckpt_storage":
+        assert verify(target).ok
+        assert report.save_id == head_of(files_below(target))
+
+
+@pytest.mark.parametrize(("kind", "to"), list(itertools.permutations(OBJECTS, 2)))
+def test_a_training_state_keeps_its_nesting_and_its_objects(
+    tmp_path: Path, kind: TargetFormat, to: TargetFormat
+) -> None:
+    """Lists stay lists, numbers numbers; there and back is the same."""
+    state = nested_state()
+    source, target = path_of(tmp_path, kind, "src"), path_of(tmp_path, to, "dst")
+    WRITE[kind](state, source)
+    convert(source, target, to=to)
+    back = tmp_path / "back.pt"
+    if to != "torch_save":
+        convert(target, back, to="torch_save")
+        target = back
+    assert same(torch.load(target, weights_only=True), state)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_every_dtype_goes_through_every_format_that_has_it(tmp_path: Path, dtype: str) -> None:
+    """Bit by bit, by torch's own file, our checkpoint, torch's metadata and safetensors."""
+    kind: torch.dtype = getattr(torch, dtype)
+    raw = torch.arange(6 * 4 * kind.itemsize, dtype=torch.uint8)
+    if kind is torch.bool:
+        raw %= 2
+    tensor = raw.view(kind).reshape(6, -1)
+    torch.save({"x": tensor}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "ours", to="ckpt_storage")
+    convert(tmp_path / "ours", tmp_path / "dcp", to="dcp")
+    convert(tmp_path / "dcp", tmp_path / "b.pt", to="torch_save")
+    found = torch.load(tmp_path / "b.pt", weights_only=True)["x"]
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert raw_bytes(found) == raw_bytes(tensor)
+    if DTYPES[dtype].safetensors is None:
+        for to in WEIGHTS:
+            with pytest.raises(InvalidInputError, match=dtype):
+                convert(tmp_path / "ours", tmp_path / to, to=to)
+        return
+    for to in WEIGHTS:
+        convert(tmp_path / "ours", tmp_path / to, to=to)
+        (file,) = (tmp_path / to).glob("*.safetensors")
+        with safe_open(file, framework="pt") as opened:
+            assert raw_bytes(opened.get_tensor("x")) == raw_bytes(tensor)
+    convert(tmp_path / "safetensors", tmp_path / "c.pt", to="torch_save")
+    assert raw_bytes(torch.load(tmp_path / "c.pt", weights_only=True)["x"]) == raw_bytes(tensor)
+
+
+def _cut(tensor: torch.Tensor, folder: Path, cuts: list[list[slice]]) -> None:
+    """Write parts of a tensor as torch's ranks write them."""
+    folder.mkdir()
+    for number, index in enumerate(cuts, 1):
+        info = {"x": {"saved_offsets": [one.start or 0 for one in index]}}
+        save_file(
+            {"x": tensor[tuple(index)].contiguous()},
+            folder / f"shard-{number:05d}-model-00001-of-00001.safetensors",
+            metadata={"DCP_SHARDING_INFO": json.dumps(info)},
+        )
+
+
+CUTS = {
+    "rows": [[slice(0, 40), slice(0, 30)], [slice(40, 100), slice(0, 30)]],
+    "columns": [[slice(0, 100), slice(0, 11)], [slice(0, 100), slice(11, 30)]],
+    "grid": [
+        [slice(a, b), slice(c, d)] for a, b in ((0, 1), (1, 100)) for c, d in ((0, 29), (29, 30))
+    ],
+}
+
+
+@pytest.mark.parametrize("how", sorted(CUTS))
+def test_chunks_stay_where_the_format_has_them_and_join_where_not(tmp_path: Path, how: str) -> None:
+    """Whatever the sharding of the source was."""
+    tensor = seeded(5, 100, 30)
+    _cut(tensor, tmp_path / "src", CUTS[how])
+    targets: tuple[TargetFormat, ...] = ("ckpt_storage", "dcp", "safetensors", "torch_save")
+    for to in targets:
+        target = path_of(tmp_path, to, to)
+        convert(tmp_path / "src", target, to=to, memory_limit_bytes=16 * MIB)
+        assert same(read(to, target, {"x": tensor}), {"x": tensor}), to
+    metadata = dcp.FileSystemReader(tmp_path / "dcp").read_metadata()
+    chunks = metadata.state_dict_metadata["x"].chunks  # type: ignore[union-attr]
+    assert {tuple(chunk.offsets) for chunk in chunks} == {
+        tuple(one.start for one in cut) for cut in CUTS[how]
+    }
+    convert(tmp_path / "dcp", tmp_path / "again", to="dcp_safetensors")
+    assert len(list((tmp_path / "again").glob("shard-*.safetensors"))) == len(CUTS[how])
+    assert same(read("dcp_safetensors", tmp_path / "again", {"x": tensor}), {"x": tensor})
+
+
+def test_small_files_make_many(tmp_path: Path) -> None:
+    """`max_file_bytes` is kept by all formats of several files."""
+    state = {f"t{i}": seeded(i, 100) for i in range(10)}
+    torch.save(state, tmp_path / "src.pt")
+    patterns: dict[TargetFormat, str] = {
+        "ckpt_storage": "saves/*/*.distcp",
+        "dcp": "*.distcp",
+        "safetensors": "model-*-of-00004.safetensors",
+        "dcp_safetensors": "shard-*.safetensors",
+    }
+    for to, pattern in patterns.items():
+        target = tmp_path / to
+        convert(tmp_path / "src.pt", target, to=to, max_file_bytes=1200)
+        assert len(list(target.glob(pattern))) == 4, to
+        assert same(read(to, target, state), state), to
+
+
+def test_what_the_format_cannot_hold_is_named_or_dropped(tmp_path: Path) -> None:
+    """The error names values and reasons; nothing is written. Dropping them is explicit."""
+    save(nested_state(), tmp_path / "src")
+    with pytest.raises(InvalidInputError) as caught:
+        convert(tmp_path / "src", tmp_path / "dst", to="safetensors")
+    for name in ("name", "lr", "epochs"):
+        assert f"{name} (an object" in str(caught.value)
+    assert "unsupported" in str(caught.value)
+    assert not (tmp_path / "dst").exists()
+    report = convert(tmp_path / "src", tmp_path / "dst", to="safetensors", unsupported="drop")
+    assert set(report.dropped) >= {"name", "lr", "epochs", "nothing"}
+    found = load_file(tmp_path / "dst" / "model.safetensors")
+    assert set(found) == {"model.w", "model.b", "optim.state.w.step", "optim.state.w.exp"}
+
+
+def test_names_can_be_chosen(tmp_path: Path) -> None:
+    """By patterns, by functions; one that matches nothing is an error."""
+    save(nested_state(), tmp_path / "src")
+    report = convert(tmp_path / "src", tmp_path / "a", to="safetensors", include="model.*")
+    assert set(load_file(tmp_path / "a" / "model.safetensors")) == {"model.w", "model.b"}
+    assert "lr" in report.excluded
+    convert(
+        tmp_path / "src",
+        tmp_path / "b",
+        to="safetensors",
+        include=lambda fqn: fqn.startswith(("model", "optim")),
+        exclude=["optim.*"],
+    )
+    assert set(load_file(tmp_path / "b" / "model.safetensors")) == {"model.w", "model.b"}
+    with pytest.raises(InvalidInputError, match=r"optim\.\*"):
+        convert(tmp_path / "src", tmp_path / "c", to="dcp", exclude="optim")
+
+
+def test_tied_tensors_share_their_memory_again(tmp_path: Path) -> None:
+    """In a file of torch.save, and there and back through a checkpoint of ours."""
+    weight = seeded(1, 8, 4)
+    torch.save({"embed": weight, "head": weight}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "ours", to="ckpt_storage")
+    convert(tmp_path / "ours", tmp_path / "b.pt", to="torch_save")
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert found["embed"].data_ptr() == found["head"].data_ptr()
+    assert torch.equal(found["head"], weight)
+    assert (tmp_path / "b.pt").stat().st_size < (tmp_path / "a.pt").stat().st_size + 1000
+
+
+def test_a_torch_file_is_a_sound_zip_that_can_be_mapped(tmp_path: Path) -> None:
+    """Checksums of all records hold, tensors are aligned, and mmap reads them."""
+    state = flat_state() | {"big": seeded(9, 1000, 100)}
+    save(state, tmp_path / "src")
+    convert(tmp_path / "src", tmp_path / "a.pt", to="torch_save")
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        assert archive.testzip() is None
+        assert {info.compress_type for info in archive.infolist()} == {zipfile.ZIP_STORED}
+    found = torch.load(tmp_path / "a.pt", weights_only=True, mmap=True)
+    assert same(found, state)
+    data = (tmp_path / "a.pt").read_bytes()
+    assert data.index(raw_bytes(state["big"])) % 64 == 0
+
+
+def save_training(_rank: int, path: Path) -> dict[str, np.ndarray]:
+    """Save an FSDP2 module and its AdamW after a step; return all tensors, whole."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 14), torch.nn.LayerNorm(14))
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    model, optim = get_state_dict(module, optimizer)
+    state = {"model": model, "optim": optim}
+    dcp_cases.save(state, path)
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).numpy()
+        for name, value in flatten_state_dict(state)[0].items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def test_every_way_to_load_a_torch_file_gives_the_values_of_sharded_training(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However torch finds its records: DTensors and replicated steps of two ranks arrive."""
+    expected = ranks.run(save_training, tmp_path / "src", world_size=2)[0]
+    file = tmp_path / "a.pt"
+    convert(tmp_path / "src", file, to="torch_save")
+    for computed, mapped, safe in itertools.product([False, True], repeat=3):
+        with torch_config.patch({"load.calculate_storage_offsets": computed}):
+            found = torch.load(file, mmap=mapped, weights_only=safe)
+        assert_holds(found, expected, f"{computed=} {mapped=} {safe=}")
+    monkeypatch.setenv("TORCH_SERIALIZATION_DEBUG", "1")  # torch compares what it computes
+    assert_holds(torch.load(file, weights_only=True), expected, "checked by torch")
+    with FakeTensorMode():
+        places = flatten_state_dict(torch.load(file, weights_only=True))[0]
+    data = file.read_bytes()
+    for name, value in expected.items():
+        start = places[name].untyped_storage()._checkpoint_offset  # noqa: SLF001  # torch's answer
+        assert data[start : start + value.nbytes] == value.tobytes(), name
+    convert(file, tmp_path / "back", to="ckpt_storage")
+    back = zeros_like(found)
+    dcp_cases.load(back, tmp_path / "back")
+    assert_holds(back, expected, "convert back")
+
+
+def test_records_of_a_torch_file_may_lie_in_any_order(tmp_path: Path) -> None:
+    """Values arrive as torch.load gives them where records are not in the pickle's order."""
+    state = {name: seeded(seed, 5, 5) for seed, name in enumerate("abcd")}
+    torch.save(state, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
+        names = old.namelist()
+        at = names.index("a/data/1")
+        names[at : at + 2] = reversed(names[at : at + 2])
+        for name in names:
+            new.writestr(name, old.read(name))
+    assert same(torch.load(tmp_path / "b.pt", weights_only=True), state)
+    convert(tmp_path / "b.pt", tmp_path / "c", to="safetensors")
+    assert same(load_file(tmp_path / "c" / "model.safetensors"), state)
+
+
+def assert_holds(state: dict[str, Any], expected: dict[str, np.ndarray], how: str) -> None:
+    """Assert that a nested state has the tensors `expected`, bit by bit."""
+    flat = flatten_state_dict(state)[0]
+    wrong = [
+        name for name, one in expected.items() if flat[name].numpy().tobytes() != one.tobytes()
+    ]
+    assert not wrong, f"{how}: {len(wrong)} of {len(expected)} tensors are wrong: {wrong}"
+
+
+def test_strided_items_of_stock_checkpoints_are_put_in_order(tmp_path: Path) -> None:
+    """A transposed tensor, which torch stores with its strides, arrives as it looks."""
+    state = {"t": seeded(3, 20, 30).t()}
+    saved_stock(state, tmp_path / "src")
+    convert(tmp_path / "src", tmp_path / "dst", to="safetensors")
+    assert torch.equal(load_file(tmp_path / "dst" / "model.safetensors")["t"], state["t"])
+
+
+def test_strided_tensors_of_torch_files_are_refused_by_name(tmp_path: Path) -> None:
+    """Their bytes do not lie in C order, which the error says."""
+    torch.save({"t": seeded(3, 20, 30).t()}, tmp_path / "a.pt")
+    with pytest.raises(FormatError, match=r"t in a\.pt is stored with strides"):
+        convert(tmp_path / "a.pt", tmp_path / "dst", to="safetensors")
+
+
+def test_existing_targets_are_replaced_only_when_asked(tmp_path: Path) -> None:
+    """For every format; with `overwrite` the result is the new one alone."""
+    old, new = {"x": seeded(1, 5), "old": seeded(2, 5)}, {"x": seeded(3, 5)}
+    for number, state in enumerate((old, new)):
+        torch.save(state, tmp_path / f"{number}.pt")
+        save(state, tmp_path / f"ours-{number}")
+    for to in FORMATS:
+        name = "ours-{}" if to == "torch_save" else "{}.pt"
+        target = path_of(tmp_path, to, f"dst-{to}")
+        convert(tmp_path / name.format(0), target, to=to)
+        with pytest.raises(CheckpointExistsError):
+            convert(tmp_path / name.format(1), target, to=to)
+        assert same(read(to, target, old), old), to
+        convert(tmp_path / name.format(1), target, to=to, overwrite=True)
+        assert same(read(to, target, new), new), to
+        if to == "safetensors":
+            assert set(load_file(target / "model.safetensors")) == {"x"}
+
+
+@pytest.mark.parametrize("to", FORMATS[1:])
+def test_damage_of_the_source_leaves_nothing_that_looks_whole(
+    tmp_path: Path, to: TargetFormat
+) -> None:
+    """The error names the tensor; the target is no checkpoint; the next call needs no leave."""
+    state = {f"t{i}": seeded(i, 50_000) for i in range(4)}
+    save(state, tmp_path / "src")
+    (shard,) = (tmp_path / "src").rglob("*.distcp")
+    data = bytearray(shard.read_bytes())
+    at = data.index(raw_bytes(state["t3"])) + 100_000
+    data[at] ^= 1
+    shard.write_bytes(data)
+    target = path_of(tmp_path, to, "dst")
+    with pytest.raises(IntegrityError) as caught:
+        convert(tmp_path / "src", target, to=to, max_file_bytes=250_000)
+    assert caught.value.fqn == "t3"
+    if to == "torch_save":
+        assert not target.exists()
+    else:
+        with pytest.raises(CheckpointError):
+            convert(target, tmp_path / "never.pt", to="torch_save")
+    data[at] ^= 1
+    shard.write_bytes(data)
+    convert(tmp_path / "src", target, to=to)
+    assert same(read(to, target, state), state)
+
+
+class Evil:
+    """What would run code on unpickling."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("executed",)
+
+
+def test_no_code_of_a_checkpoint_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither that of a torch file nor that of a blob; the error says what to do."""
+    torch.save({"x": torch.ones(2), "evil": Evil()}, tmp_path / "a.pt")
+    with pytest.raises(UnsafeContentError, match="unsafe_pickle"):
+        convert(tmp_path / "a.pt", tmp_path / "dst", to="dcp")
+    saved_stock({"x": torch.ones(2), "evil": pathlib.PurePosixPath("a/b")}, tmp_path / "src")
+    convert(tmp_path / "src", tmp_path / "ours", to="ckpt_storage")
+    with pytest.raises(UnsafeContentError, match="evil"):
+        convert(tmp_path / "ours", tmp_path / "b.pt", to="torch_save")
+    convert(tmp_path / "ours", tmp_path / "b.pt", to="torch_save", exclude="evil")
+    assert capsys.readouterr().out == ""
+    convert(tmp_path / "ours", tmp_path / "c.pt", to="torch_save", unsafe_pickle=True)
+    assert torch.load(tmp_path / "c.pt", weights_only=False)["evil"].name == "b"
+
+
+def test_what_else_lies_in_the_folder_stays(tmp_path: Path) -> None:
+    """Neither adapters beside weights nor weights beside torch's metadata are touched."""
+    for number in (1, 2):
+        torch.save({"x": seeded(number, 5)}, tmp_path / f"{number}.pt")
+    for to in ("safetensors", "dcp"):
+        target: TargetFormat = "safetensors" if to == "safetensors" else "dcp"
+        folder = tmp_path / to
+        folder.mkdir()
+        others = {"adapter.safetensors": b"mine", "config.json": b"{}"}
+        if to == "dcp":
+            others["model.safetensors.index.json"] = b"{}"
+        for name, data in others.items():
+            (folder / name).write_bytes(data)
+        convert(tmp_path / "1.pt", folder, to=target, overwrite=True)
+        convert(tmp_path / "2.pt", folder, to=target, overwrite=True)
+        found = files_below(folder)
+        assert {name: found.get(name) for name in others} == others, to
+
+
+def test_a_torch_file_needs_no_suffix(tmp_path: Path) -> None:
+    """What is no folder is looked at as a file."""
+    torch.save({"x": torch.ones(3)}, tmp_path / "weights")
+    report = convert(tmp_path / "weights", tmp_path / "dst", to="dcp")
+    assert report.source_format == "torch_save"
+
+
+def test_what_is_no_torch_file_is_said_to_be_none(tmp_path: Path) -> None:
+    """Another file, a cut one, and one that holds no dict."""
+    (tmp_path / "a.pt").write_bytes(b"hello")
+    torch.save({"x": torch.ones(100)}, tmp_path / "b.pt")
+    (tmp_path / "b.pt").write_bytes((tmp_path / "b.pt").read_bytes()[:-50])
+    torch.save(torch.ones(3), tmp_path / "c.pt")
+    for name in "abc":
+        with pytest.raises(FormatError):
+            convert(tmp_path / f"{name}.pt", tmp_path / "dst", to="dcp")
+    assert not (tmp_path / "dst").exists()
+
+
+@pytest.fixture
+def s3() -> Iterator[S3Server]:
+    """An S3 server with a bucket."""
+    with S3Server() as server:
+        server.create_bucket("bkt")
+        yield server
+
+
+def test_from_s3_to_s3(s3: S3Server, tmp_path: Path) -> None:
+    """A torch file on S3 becomes a checkpoint there, and that one a file again, by ranged reads."""
+    state = flat_state() | {"big": seeded(8, 3 * MIB)}
+    torch.save(state, tmp_path / "a.pt")
+    options = s3.storage_options
+    store = open_store("s3://bkt/in", storage_options=options)
+    store.write("a.pt", (tmp_path / "a.pt").read_bytes())
+    convert("s3://bkt/in/a.pt", "s3://bkt/ours", to="ckpt_storage", storage_options=options)
+    convert("s3://bkt/ours", "s3://bkt/out/b.pt", to="torch_save", storage_options=options)
+    (tmp_path / "b.pt").write_bytes(s3.dump("bkt")["out/b.pt"])
+    assert same(torch.load(tmp_path / "b.pt", weights_only=True), state)
+    convert("s3://bkt/ours", tmp_path / "hf", to="safetensors", storage_options=options)
+    assert same(read("safetensors", tmp_path / "hf", state), state)
+    store.close()
+
+
+@pytest.mark.parametrize("to", FORMATS[:1] + FORMATS[3:])
+def test_memory_stays_bounded(tmp_path: Path, to: TargetFormat) -> None:
+    """One tensor of ten times the limit goes through in pieces."""
+    limit = 16 * MIB
+    tensor = torch.from_numpy(np.arange(10 * limit // 4, dtype=np.int32))
+    if to == "ckpt_storage":
+        source = tmp_path / "src.pt"
+        torch.save({"x": tensor}, source)
+    else:
+        source = tmp_path / "src"
+        save({"x": tensor}, source)
+    del tensor
+    target = path_of(tmp_path, to, "dst")
+    # What is imported and cached once does not count.
+    convert(source, path_of(tmp_path, to, "first"), to=to, memory_limit_bytes=limit)
+    tracemalloc.start()
+    try:
+        convert(source, target, to=to, memory_limit_bytes=limit)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * limit
+
+
+def test_a_conversion_never_eats_its_source(tmp_path: Path) -> None:
+    """A symlink to the source is the source, for every format; every file stays."""
+    source = tmp_path / "a"
+    saved_stock(nested_state(), source)
+    (tmp_path / "b").symlink_to(source)
+    before = files_below(source)
+    for to in FORMATS:
+        if to in {"dcp", "torch_save"}:
+            continue
+        with pytest.raises(InvalidInputError, match="onto itself"):
+            convert(source, tmp_path / "b", to=to, overwrite=True, unsupported="drop")
+        assert files_below(source) == before
+    shard = next(source.glob("*.distcp")).name
+    with pytest.raises(InvalidInputError, match="part of"):
+        convert(source, tmp_path / "b" / shard, to="torch_save", overwrite=True)
+    assert files_below(source) == before
+    (source / "model.pt").write_bytes(b"of before")
+    convert(source, tmp_path / "b" / "model.pt", to="torch_save", overwrite=True)
+    assert load_torch_file(source / "model.pt")["name"] == "a run"
+
+
+def load_torch_file(path: Path) -> Any:
+    """By `torch.load`."""
+    return torch.load(path, weights_only=True)
+
+
+def test_two_endpoints_of_one_bucket_are_one_place(s3: S3Server, tmp_path: Path) -> None:
+    """The storage itself is asked before anything at the target is deleted."""
+    saved_stock(nested_state(), tmp_path / "a")
+    options = s3.storage_options
+    convert(tmp_path / "a", "s3://bkt/x", to="dcp_safetensors", unsupported="drop",
+            destination_storage_options=options)  # fmt: skip
+    before = s3.dump("bkt")
+    inner = options["client_kwargs"]
+    other = s3.endpoint_url.replace("127.0.0.1", "localhost")
+    for to in ("dcp", "safetensors", "ckpt_storage"):
+        with pytest.raises(InvalidInputError, match="onto itself"):
+            convert(
+                "s3://bkt/x", "s3://bkt/x", to=to, overwrite=True, storage_options=options,
+                destination_storage_options={
+                    **options, "client_kwargs": {**inner, "endpoint_url": other}
+                },
+            )  # fmt: skip
+        assert s3.dump("bkt") == before
+
+
+def test_a_torch_file_beside_its_result_is_no_overlap(tmp_path: Path) -> None:
+    """The folder of a torch file may take what is made of it."""
+    torch.save({"x": torch.ones(3)}, tmp_path / "model.pt")
+    for _ in range(2):
+        convert(tmp_path / "model.pt", tmp_path, to="safetensors", overwrite=True)
+    assert (tmp_path / "model.pt").exists()
+    (tmp_path / "model.pt").rename(tmp_path / "model.safetensors")
+    with pytest.raises(InvalidInputError, match="onto itself"):
+        convert(tmp_path / "model.safetensors", tmp_path, to="safetensors", overwrite=True)
+    with (tmp_path / "model.safetensors").open("rb") as file:
+        assert torch.load(file, weights_only=True)["x"].sum() == 3
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch_save"][:2])
+@pytest.mark.parametrize("part", ["whole", "view", "pickle", "small"])
+def test_every_flipped_bit_of_a_torch_file_is_found(
+    tmp_path: Path, to: TargetFormat, part: str
+) -> None:
+    """Its records carry CRC-32; a tensor may be all of a record, or a part of one."""
+    base = seeded(1, 3000)
+    state: dict[str, Any] = {
+        "whole": seeded(2, 1000),
+        "view": base[1000:2000],
+        "small": seeded(3, 3),
+    }
+    if to == "dcp":
+        state["text"] = "some words in the pickle"
+    torch.save(state, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    what = b"view" if part == "pickle" else raw_bytes(base if part == "view" else state[part])
+    at = data.index(what)
+    data[at + (2 if part == "pickle" else len(what) // 2)] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises((IntegrityError, FormatError)) as caught:
+        convert(tmp_path / "a.pt", tmp_path / "dst", to=to)
+    if part != "pickle":
+        assert isinstance(caught.value, IntegrityError)
+        assert caught.value.fqn == part
+        assert caught.value.path == "a.pt"
+    with pytest.raises(CheckpointError):
+        convert(tmp_path / "dst", tmp_path / "never.pt", to="torch_save")
+
+
+def test_torch_files_without_checksums_are_read(tmp_path: Path) -> None:
+    """Torch can be told to write none; then there is nothing to check."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"x": seeded(1, 100)}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    convert(tmp_path / "a.pt", tmp_path / "dst", to="safetensors")
+    assert same(load_file(tmp_path / "dst" / "model.safetensors"), {"x": seeded(1, 100)})
+
+
+def test_names_of_a_torch_file_that_contradict_are_refused(tmp_path: Path) -> None:
+    """Two values of one flat name cannot both go over."""
+    torch.save({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, tmp_path / "a.pt")
+    with pytest.raises(FormatError, match=r"a\.b"):
+        convert(tmp_path / "a.pt", tmp_path / "dst", to="dcp")
+
+
+def test_a_sparse_tensor_is_refused_for_what_it_is(tmp_path: Path) -> None:
+    """Not for strides, which it has none of."""
+    torch.save({"s": torch.eye(4).to_sparse()}, tmp_path / "a.pt")
+    with pytest.raises(FormatError, match="sparse_coo"):
+        convert(tmp_path / "a.pt", tmp_path / "dst", to="safetensors")
+
+
+def test_what_cannot_be_pickled_costs_no_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where replacing is not atomic the old file goes only when the new one can be made."""
+    save({"x": torch.ones(2)}, tmp_path / "good")
+    saved_stock({"x": torch.ones(2), "evil": pathlib.PurePosixPath("a/b")}, tmp_path / "evil")
+    target = tmp_path / "out" / "model.pt"
+    convert(tmp_path / "good", target, to="torch_save")
+    before = target.read_bytes()
+    kinds = type(open_store(tmp_path / "out"))
+    told = open_store(tmp_path / "out").capabilities
+    weaker = dataclasses.replace(told, atomic_replace=False)
+    monkeypatch.setattr(kinds, "capabilities", property(lambda _: weaker))
+    with pytest.raises(UnsafeContentError):
+        convert(tmp_path / "evil", target, to="torch_save", overwrite=True)
+    assert target.read_bytes() == before
+    convert(tmp_path / "good", target, to="torch_save", overwrite=True)
+    assert load_torch_file(target)["x"].sum() == 2
+
+
+@pytest.mark.parametrize("to", ["ckpt_storage", "dcp"])
+def test_a_failed_conversion_leaves_no_files_that_the_next_one_keeps(
+    tmp_path: Path, to: TargetFormat
+) -> None:
+    """Ours takes its attempt back at once; torch's goes when the next one begins."""
+    state = {f"t{i}": seeded(i, 50_000) for i in range(4)}
+    saved_stock(state, tmp_path / "src")
+    torch.save(state, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    data[data.index(raw_bytes(state["t3"])) + 100] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(IntegrityError):
+        convert(tmp_path / "a.pt", tmp_path / "dst", to=to, max_file_bytes=200_000)
+    left = set(files_below(tmp_path / "dst"))
+    if to == "ckpt_storage":
+        assert not {path for path in left if path.endswith(".distcp")}
+        convert(tmp_path / "src", tmp_path / "dst", to=to)
+    else:
+        assert len({path for path in left if path.endswith(".distcp")}) > 1
+        torch.save(state, tmp_path / "a.pt")
+        convert(tmp_path / "a.pt", tmp_path / "dst", to=to)
+    shards = [path for path in files_below(tmp_path / "dst") if path.endswith(".distcp")]
+    assert len(shards) == 1

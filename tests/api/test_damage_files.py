@@ -1,0 +1,534 @@
+"""Damage to every kind of file is found by verify, and by a load in all that it reads.
+
+Bits are flipped, bytes cut off, added and exchanged. A finding names the file, the rank, the FQN
+where the place has one, and a byte no later than the damage and close to it. A load finds it
+before the planner is given anything for good. Where things lie is read from the documents with
+`json` (`damage_cases`); what crafted documents do stands in test_damage_documents.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dcp_cases
+import pytest
+import torch
+from damage_cases import BLOCK_BYTES, Checkpoint, Span, Spy, load_failure, save_uninlined
+from dcp_cases import files_below, same, seeded, zeros_like
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ckpt_storage import FormatError, IntegrityError, VerifyReport, verify
+from ckpt_storage.inspect.findings import Problem
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.testing.ranks import RankPool
+
+
+def small_state() -> dict[str, Any]:
+    """Return little of each kind: a tensor to shard, one to replicate, a blob."""
+    return {"rows": seeded(1, 4), "mask": torch.tensor([True, False]), "step": 7}
+
+
+def large_state() -> dict[str, Any]:
+    """Return tensors of one and of several blocks, of every way to be read, and blobs."""
+    return {
+        # Read straight into the target, in several blocks.
+        "rows": seeded(1, 6, 40_000),
+        # Cut by columns: read into windows and copied out of them.
+        "columns": seeded(2, 300, 301, dtype=torch.bfloat16),
+        "twins": {"a": seeded(3, 100, dtype=torch.int64), "b": seeded(4, 100, dtype=torch.int64)},
+        "mask": torch.arange(7) % 3 == 0,
+        "scalar": torch.tensor(42),
+        "empty": torch.empty(0, 3),
+        "step": 7,
+        "note": "damaged",
+    }
+
+
+def save_on_two(_rank: int, path: Path, options: dict[str, bool]) -> None:
+    """Save one of the states, its larger tensors sharded over the ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def sharded(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: sharded(name, item) for key, item in value.items()}
+        if name not in {"rows", "columns", "twins"}:
+            return value
+        placement = Shard(1 if name == "columns" else 0)
+        return distribute_tensor(value, mesh, [placement], src_data_rank=None)
+
+    state = large_state() if options["large"] else small_state()
+    save = dcp_cases.save if options["inlined"] else save_uninlined
+    save({name: sharded(name, value) for name, value in state.items()}, path)
+
+
+class Saver:
+    """Gives copies of checkpoints that two ranks saved once."""
+
+    def __init__(self, ranks: RankPool, folder: Path) -> None:
+        self._ranks = ranks
+        self._folder = folder
+
+    def copy(self, target: Path, *, inlined: bool = True, large: bool = True) -> Checkpoint:
+        """Return a checkpoint that may be damaged."""
+        source = self._folder / f"{inlined}-{large}"
+        if not source.exists():
+            options = {"inlined": inlined, "large": large}
+            self._ranks.run(save_on_two, source, options, world_size=2)
+        return Checkpoint(Path(shutil.copytree(source, target)))
+
+
+@pytest.fixture(scope="module")
+def saver(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saver:
+    """What two ranks saved, with and without inlined rank manifests."""
+    return Saver(ranks, tmp_path_factory.mktemp("damage"))
+
+
+@pytest.fixture(params=["inlined", "fetched"])
+def checkpoint(saver: Saver, tmp_path: Path, request: pytest.FixtureRequest) -> Checkpoint:
+    """The larger checkpoint, its rank manifests inlined or to be fetched."""
+    return saver.copy(tmp_path / "run", inlined=request.param == "inlined")
+
+
+@contextmanager
+def damaged(path: Path, change: Callable[[bytearray], object]) -> Iterator[None]:
+    """Change the content of a file inside the block."""
+    before = path.read_bytes()
+    content = bytearray(before)
+    change(content)
+    assert content != before
+    path.write_bytes(content)
+    yield
+    path.write_bytes(before)
+
+
+@contextmanager
+def flipped(path: Path, position: int) -> Iterator[None]:
+    """Flip one bit of a byte inside the block."""
+
+    def flip(content: bytearray) -> None:
+        content[position] ^= 1 << position % 8
+
+    with damaged(path, flip):
+        yield
+
+
+def problem_at(report: VerifyReport, name: str) -> Problem:
+    """Return the only thing that a report finds wrong, which is in this file."""
+    (problem,) = report.problems
+    assert not report.ok
+    assert problem.file == name
+    assert name in problem.message
+    assert problem.next_step
+    return problem
+
+
+def is_intact(checkpoint: Checkpoint, state: dict[str, Any]) -> bool:
+    """Return whether neither verify nor a load finds anything wrong."""
+    target = zeros_like(state)
+    return (
+        verify(checkpoint.root).ok
+        and verify(checkpoint.root, deep=False).ok
+        and load_failure(checkpoint.root, target) is None
+        and same(target, state)
+    )
+
+
+def test_a_planner_is_given_every_value_of_an_intact_checkpoint(checkpoint: Checkpoint) -> None:
+    """The planner by which the other tests see that nothing was given is given all."""
+    spy = Spy()
+    dcp_cases.load(zeros_like(large_state()), checkpoint.root, planner=spy)
+    # Nothing has to be read for an empty tensor, but torch's planner asks for none either.
+    assert set(spy.given) == {span.fqn for span in checkpoint.spans() if span.fqn}
+
+
+def test_what_two_ranks_saved_is_intact(checkpoint: Checkpoint) -> None:
+    """Nothing is reported of a checkpoint of two ranks, and every byte of its shards is read."""
+    assert is_intact(checkpoint, large_state())
+    report = verify(checkpoint.root)
+    assert report.checked_bytes == sum(path.stat().st_size for path in checkpoint.shards)
+    # All but the commit record, which is what led to them.
+    assert report.file_count == len(checkpoint.files) - 1
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"empty": torch.empty(0)},
+        {"blob": ""},
+        {"one": torch.tensor(1)},
+        {"block": seeded(1, BLOCK_BYTES, dtype=torch.uint8)},
+        {"more": seeded(1, BLOCK_BYTES + 1, dtype=torch.uint8), "last": torch.empty(3, 0)},
+    ],
+    ids="-".join,
+)
+def test_small_and_empty_values_raise_no_alarm(tmp_path: Path, state: dict[str, Any]) -> None:
+    """Nothing is reported where payloads are empty, one block long, or one byte longer."""
+    dcp_cases.save(state, tmp_path)
+    assert is_intact(Checkpoint(tmp_path), state)
+
+
+def test_an_overwritten_checkpoint_raises_no_alarm(tmp_path: Path) -> None:
+    """Nothing is reported of the head because superseded saves lie beside it, or lay there."""
+    for step in range(4):
+        dcp_cases.save({"step": step}, tmp_path, overwrite=True)
+        assert verify(tmp_path).problems == []
+    state: dict[str, Any] = {"step": None}
+    assert load_failure(tmp_path, state) is None
+    assert state == {"step": 3}
+
+
+def assert_close(checkpoint: Checkpoint, spans: list[Span], problem: Problem, at: int) -> None:
+    """Assert that a finding leads to byte `at` of its file as closely as its checksums allow."""
+    assert problem.file is not None
+    path = checkpoint.root / problem.file
+    assert problem.offset is not None
+    if path in checkpoint.shards:
+        (span,) = [s for s in spans if s.path == path and s.start <= at < s.stop]
+        assert (problem.offset, problem.rank) == (span.start, span.rank)
+        # A frame belongs to no tensor alone; one beside it is named.
+        assert problem.fqn == span.fqn or (span.fqn is None and problem.fqn)
+    elif problem.file == ".metadata":
+        assert problem.offset == at
+    else:
+        assert 0 <= problem.offset <= at
+        assert problem.rank == (checkpoint.ranks.index(path) if path in checkpoint.ranks else None)
+
+
+def test_every_byte_of_every_file_is_verified(
+    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flipped bit is found wherever it is; the n-th bytes of several files at once, too.
+
+    Files whose damage keeps others from being checked are damaged alone.
+    """
+    checkpoint = saver.copy(tmp_path / "run", large=False)
+    # Without retries and deadlines, which take most of the time of so small reads.
+    store = LocalStore(str(checkpoint.root))
+    monkeypatch.setattr("ckpt_storage.inspect.verification.open_store", lambda *_, **__: store)
+    spans = checkpoint.spans()
+    alone = [checkpoint.slot, checkpoint.manifest, checkpoint.stock]
+    together = [path for path in checkpoint.files if path not in alone]
+    assert ".metadata" in {checkpoint.name(path) for path in together}
+    count = 0
+    for group in ([path] for path in alone), [together]:
+        for paths in group:
+            count += flip_all(checkpoint, paths, spans)
+    assert count == sum(path.stat().st_size for path in checkpoint.files)
+    assert verify(checkpoint.root).ok
+
+
+def flip_all(checkpoint: Checkpoint, paths: list[Path], spans: list[Span]) -> int:
+    """Flip a bit of every byte of some files, one byte of each at a time; return how many."""
+    contents = {path: path.read_bytes() for path in paths}
+    for at in range(max(map(len, contents.values()))):
+        changed = {path: data for path, data in contents.items() if at < len(data)}
+        for path, data in changed.items():
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        report = verify(checkpoint.root)
+        found = sorted(problem.file or "" for problem in report.problems)
+        assert found == sorted(map(checkpoint.name, changed)), at
+        for problem in report.problems:
+            assert_close(checkpoint, spans, problem, at)
+        for path, data in changed.items():
+            path.write_bytes(data)
+    return sum(map(len, contents.values()))
+
+
+def test_every_span_of_large_files_is_verified(checkpoint: Checkpoint) -> None:
+    """The first and the last byte of every block and every frame is watched by its own checksum."""
+    spans = checkpoint.spans()
+    assert max(sum(s.fqn == "rows" for s in spans if s.path == p) for p in checkpoint.shards) == 8
+    for span in spans:
+        for at in (span.start, span.stop - 1):
+            with flipped(span.path, at):
+                problem = problem_at(verify(checkpoint.root), checkpoint.name(span.path))
+                assert_close(checkpoint, spans, problem, at)
+                assert verify(checkpoint.root, deep=False).ok
+
+
+@pytest.mark.parametrize("kind", [None, torch.float64], ids=["as-saved", "converted"])
+def test_a_load_checks_every_block_it_reads(
+    checkpoint: Checkpoint, kind: torch.dtype | None
+) -> None:
+    """Damage in any payload stops a load, straight into targets or not, before it hands out."""
+    for span in checkpoint.spans():
+        if span.fqn is None:
+            continue
+        for at in (span.start, span.stop - 1):
+            state = zeros_like(large_state())
+            if kind is not None:
+                state["rows"] = state["rows"].to(kind)
+            with flipped(span.path, at):
+                error = load_failure(checkpoint.root, state)
+            assert isinstance(error, IntegrityError)
+            assert (error.path, error.rank) == (checkpoint.name(span.path), span.rank)
+            assert (error.fqn, error.offset) == (span.fqn, span.start)
+            assert span.fqn in str(error)
+            assert "undefined values" in str(error)
+
+
+def test_a_load_leaves_alone_what_it_does_not_read(checkpoint: Checkpoint) -> None:
+    """A tensor loads from a file in which another one, and all frames, are damaged."""
+    spans = checkpoint.spans()
+    for span in spans:
+        if span.fqn != "rows":
+            content = bytearray(span.path.read_bytes())
+            content[span.start] ^= 1
+            span.path.write_bytes(content)
+    target = zeros_like({"rows": large_state()["rows"]})
+    assert load_failure(checkpoint.root, target) is None
+    assert same(target, {"rows": large_state()["rows"]})
+    assert len(verify(checkpoint.root).problems) == sum(span.fqn != "rows" for span in spans)
+
+
+def documents(checkpoint: Checkpoint) -> list[Path]:
+    """Return the documents that a load of everything reads."""
+    inlined = b'"inline_ranks"' in checkpoint.manifest.read_bytes()
+    return [checkpoint.slot, checkpoint.manifest, *([] if inlined else checkpoint.ranks)]
+
+
+def test_a_load_checks_every_byte_of_the_documents_it_reads(saver: Saver, tmp_path: Path) -> None:
+    """A flipped bit in commit record, manifest or rank manifest stops a load with its name."""
+    checkpoint = saver.copy(tmp_path / "run", inlined=False, large=False)
+    for path in documents(checkpoint):
+        size = path.stat().st_size
+        # Every byte of the envelope, and enough of the body.
+        for at in sorted({*range(32), *range(32, size - 8, 17), *range(size - 8, size)}):
+            with flipped(path, at):
+                error = load_failure(checkpoint.root, zeros_like(small_state()))
+            assert isinstance(error, IntegrityError)
+            assert error.path == checkpoint.name(path)
+            assert error.offset is not None
+            assert 0 <= error.offset <= at
+
+
+def cut_and_extended(content: bytes) -> Iterable[bytes]:
+    """Yield a content cut at many lengths, with more behind it, and with a byte more or less."""
+    size = len(content)
+    for length in sorted({*range(min(40, size)), size // 2, *range(max(0, size - 20), size)}):
+        yield content[:length]
+    for more in (b"\0", b"\n", b"}\n", content[-1:], bytes(BLOCK_BYTES), content):
+        yield content + more
+    for at in (0, 11, size // 3, size - 1):
+        yield content[:at] + b"\0" + content[at:]
+        yield content[:at] + content[at + 1 :]
+
+
+def test_files_of_another_length_are_found(saver: Saver, tmp_path: Path) -> None:
+    """Whatever is cut off or added to any file is found by verify, at the place or before it."""
+    checkpoint = saver.copy(tmp_path / "run", large=False)
+    for path in checkpoint.files:
+        before = path.read_bytes()
+        for content in cut_and_extended(before):
+            path.write_bytes(content)
+            pairs = zip(before, content, strict=False)
+            shorter = min(len(before), len(content))
+            first = next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
+            for deep in (True, False):
+                report = verify(checkpoint.root, deep=deep)
+                assert report.problems
+                assert {problem.file for problem in report.problems} == {checkpoint.name(path)}
+                offsets = [problem.offset for problem in report.problems]
+                # Without looking inside, a shard file is only known to end too early or too late.
+                is_length = path in checkpoint.shards and not deep
+                latest = shorter if is_length else first
+                assert min(offset for offset in offsets if offset is not None) <= latest
+        path.write_bytes(before)
+
+
+@pytest.mark.parametrize("change", [-1, 1], ids=["cut", "extended"])
+@pytest.mark.parametrize("name", ["rows", "columns", "twins"])
+def test_a_load_finds_files_of_another_length(
+    checkpoint: Checkpoint, name: str, change: int
+) -> None:
+    """A shard file that is longer or shorter stops a load even where it reads nothing changed."""
+    for path in [*checkpoint.shards, *documents(checkpoint)]:
+        before = path.read_bytes()
+        path.write_bytes(before[:-1] if change < 0 else before + b"\0")
+        error = load_failure(checkpoint.root, zeros_like({name: large_state()[name]}))
+        assert isinstance(error, IntegrityError)
+        assert error.path is not None
+        assert error.path.endswith(checkpoint.name(path))
+        if path in checkpoint.shards:
+            assert error.rank == checkpoint.shards.index(path)
+            assert error.fqn is not None
+            assert error.fqn.startswith(name)
+            assert error.offset == len(before) + min(change, 0)
+        path.write_bytes(before)
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Give each of two files the content of the other."""
+    one, other = first.read_bytes(), second.read_bytes()
+    assert one != other
+    first.write_bytes(other)
+    second.write_bytes(one)
+
+
+def exchange_spans(first: Span, second: Span) -> None:
+    """Exchange equally many bytes of two places, which may be in one file."""
+    one = first.path.read_bytes()[first.start : first.stop]
+    other = second.path.read_bytes()[second.start : second.stop]
+    assert len(one) == len(other)
+    assert one != other
+    for span, content in ((first, other), (second, one)):
+        data = bytearray(span.path.read_bytes())
+        data[span.start : span.stop] = content
+        span.path.write_bytes(data)
+
+
+def test_exchanged_shard_files_are_found(checkpoint: Checkpoint) -> None:
+    """Two ranks' shard files in each other's place are found by verify and by a load."""
+    exchange(*checkpoint.shards)
+    names = {checkpoint.name(path) for path in checkpoint.shards}
+    for deep in (True, False):
+        # They differ in length, so a look at lengths is enough.
+        problems = verify(checkpoint.root, deep=deep).problems
+        assert {problem.file for problem in problems} == names
+        assert {problem.rank for problem in problems} == {0, 1}
+    error = load_failure(checkpoint.root, zeros_like(large_state()))
+    assert isinstance(error, IntegrityError)
+    assert error.path in names
+
+
+def save_rows_only(_rank: int, path: Path) -> None:
+    """Save one tensor of which both ranks hold as much."""
+    mesh = init_device_mesh("cpu", (2,))
+    rows = distribute_tensor(seeded(9, 4, 4), mesh, [Shard(0)], src_data_rank=None)
+    dcp_cases.save({"rows": rows}, path)
+
+
+def test_exchanged_shard_files_of_one_length_are_found(ranks: RankPool, tmp_path: Path) -> None:
+    """Where lengths, names and all frames are alike the checksums of the payloads tell."""
+    ranks.run(save_rows_only, tmp_path, world_size=2)
+    checkpoint = Checkpoint(tmp_path)
+    assert len({path.stat().st_size for path in checkpoint.shards}) == 1
+    exchange(*checkpoint.shards)
+    assert verify(tmp_path, deep=False).ok
+    problems = verify(tmp_path).problems
+    assert [(problem.rank, problem.fqn) for problem in problems] == [(0, "rows"), (1, "rows")]
+    error = load_failure(tmp_path, {"rows": torch.zeros(4, 4)})
+    assert isinstance(error, IntegrityError)
+    assert error.fqn == "rows"
+
+
+def of(spans: list[Span], fqn: str, rank: int, block: int = 0) -> Span:
+    """Return one block of a tensor as a rank wrote it."""
+    return [span for span in spans if (span.fqn, span.rank) == (fqn, rank)][block]
+
+
+Place = tuple[str, int, int]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("twins.a", 0, 0), ("twins.b", 0, 0)),
+        (("twins.a", 0, 0), ("twins.b", 1, 0)),
+        (("twins.a", 0, 0), ("twins.a", 1, 0)),
+        (("rows", 0, 0), ("rows", 0, 1)),
+        (("rows", 1, 3), ("columns", 1, 0)),
+    ],
+    ids=["tensors", "both", "ranks", "blocks", "kinds"],
+)
+def test_exchanged_payloads_are_found(checkpoint: Checkpoint, first: Place, second: Place) -> None:
+    """Equally long bytes in each other's place are found in both, whatever they belong to."""
+    spans = checkpoint.spans()
+    pair = [of(spans, *first), of(spans, *second)]
+    exchange_spans(*pair)
+    problems = verify(checkpoint.root).problems
+    found = [(problem.file, problem.rank, problem.fqn, problem.offset) for problem in problems]
+    expected = [(checkpoint.name(s.path), s.rank, s.fqn, s.start) for s in pair]
+    assert sorted(found) == sorted(expected)
+    error = load_failure(checkpoint.root, zeros_like(large_state()))
+    assert isinstance(error, IntegrityError)
+    assert (error.path, error.rank, error.fqn, error.offset) in expected
+
+
+def test_exchanged_rank_manifests_are_found(saver: Saver, tmp_path: Path) -> None:
+    """Verify finds them always, a load where it has to fetch them."""
+    for inlined in (True, False):
+        checkpoint = saver.copy(tmp_path / f"{inlined}", inlined=inlined)
+        exchange(*checkpoint.ranks)
+        for deep in (True, False):
+            problems = verify(checkpoint.root, deep=deep).problems
+            assert [(p.file, p.rank) for p in problems] == [
+                (checkpoint.name(path), rank) for rank, path in enumerate(checkpoint.ranks)
+            ]
+        target = zeros_like(large_state())
+        error = load_failure(checkpoint.root, target)
+        if inlined:
+            assert error is None
+            assert same(target, large_state())
+        else:
+            assert isinstance(error, IntegrityError)
+            assert error.path in set(map(checkpoint.name, checkpoint.ranks))
+
+
+def test_exchanged_documents_are_found(checkpoint: Checkpoint) -> None:
+    """The manifest and the copy of the metadata in each other's place are found."""
+    exchange(checkpoint.manifest, checkpoint.stock)
+    problem_at(verify(checkpoint.root), checkpoint.name(checkpoint.manifest))
+    error = load_failure(checkpoint.root, zeros_like(large_state()))
+    assert isinstance(error, IntegrityError)
+    assert error.path == checkpoint.name(checkpoint.manifest)
+
+
+def test_exchanged_commit_records_are_found(tmp_path: Path) -> None:
+    """A record that lies in another slot than it took is found, sound as it is."""
+    for step in range(2):
+        dcp_cases.save({"step": step}, tmp_path, overwrite=True)
+    slots = sorted((tmp_path / "commits").iterdir())
+    exchange(*slots)
+    problem = problem_at(verify(tmp_path), "commits/00000001.json")
+    assert "copied or renamed" in problem.message
+    assert isinstance(load_failure(tmp_path, {"step": None}), FormatError)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "stock.metadata", "__0_0.distcp"])
+def test_a_file_of_another_save_is_found(tmp_path: Path, name: str) -> None:
+    """What an earlier save of the same values wrote does not pass for the head's."""
+    state = {"rows": seeded(5, 3, 3), "step": 7}
+    dcp_cases.save(state, tmp_path)
+    (old,) = tmp_path.rglob(name)
+    dcp_cases.save(state | {"rows": seeded(6, 3, 3)}, tmp_path, overwrite=True)
+    (new,) = set(tmp_path.rglob(name)) - {old}
+    new.write_bytes(old.read_bytes())
+    relative = new.relative_to(tmp_path).as_posix()
+    problem_at(verify(tmp_path), relative)
+    error = load_failure(tmp_path, zeros_like(state))
+    assert (error is None) is (name == "stock.metadata")
+    assert error is None or isinstance(error, IntegrityError)
+
+
+def test_old_published_metadata_is_found(tmp_path: Path) -> None:
+    """`.metadata` of a superseded save is reported, and a load brings it up to date."""
+    dcp_cases.save({"step": 1}, tmp_path)
+    old = (tmp_path / ".metadata").read_bytes()
+    dcp_cases.save({"step": 2}, tmp_path, overwrite=True)
+    new = (tmp_path / ".metadata").read_bytes()
+    (tmp_path / ".metadata").write_bytes(old)
+    problem_at(verify(tmp_path), ".metadata")
+    assert load_failure(tmp_path, {"step": None}) is None
+    assert (tmp_path / ".metadata").read_bytes() == new
+    assert verify(tmp_path).ok
+
+
+def test_missing_files_are_found(checkpoint: Checkpoint) -> None:
+    """Each file that is gone is reported by name; markers may be."""
+    for path in checkpoint.files:
+        content = path.read_bytes()
+        path.unlink()
+        if path.name in {"begun.json", "published.json"}:
+            assert verify(checkpoint.root).ok
+        elif path != checkpoint.slot:
+            for deep in (True, False):
+                problem_at(verify(checkpoint.root, deep=deep), checkpoint.name(path))
+        path.write_bytes(content)
+    assert files_below(checkpoint.root) == set(map(checkpoint.name, checkpoint.files))
+    assert verify(checkpoint.root).ok

@@ -1,0 +1,488 @@
+"""`CheckpointManager` in one process on a disk: names, metrics, retention, restore, the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from manager_cases import blank, damage, names_in, restore, state_of, step_in
+
+import ckpt_storage
+from ckpt_storage.errors import (
+    CheckpointExistsError,
+    CheckpointGoneError,
+    IntegrityError,
+    InvalidInputError,
+    PhaseTimeoutError,
+)
+from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan
+
+
+def manager_of(root: Path, **options: Any) -> CheckpointManager:
+    """Return a manager that saves asynchronously in threads."""
+    chosen: dict[str, Any] = {"mode": "thread", "timeout": 60, **options}
+    return CheckpointManager(root, **chosen)
+
+
+def save(manager: CheckpointManager, *steps: int, **options: Any) -> None:
+    """Save some steps."""
+    for step in steps:
+        manager.save(step, state_of(step), sync_files=False, **options)
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """Return the first commit record, read without the package."""
+    found: dict[str, Any] = json.loads((folder / "commits/00000001.json").read_bytes())["body"]
+    return found
+
+
+def test_saves_land_under_the_names_of_their_steps(tmp_path: Path) -> None:
+    """Folders are named by the template; `all`, `latest` and `url_of` read the names back."""
+    with manager_of(tmp_path, names="run.{step:04d}") as manager:
+        assert manager.latest() is None
+        assert manager.all() == []
+        info = manager.save(7, state_of(7), sync_files=False)
+        assert manager.save_async(12345, state_of(12345), sync_files=False).result(60).step == 12345
+        assert (info.name, info.step) == ("run.0007", 7)
+        assert manager.url_of(7) == info.url == f"file://{tmp_path}/run.0007"
+        assert [one.step for one in manager.all()] == [7, 12345]
+        latest = manager.latest()
+        assert latest is not None
+        assert latest.name == "run.12345"
+    assert names_in(tmp_path) == ["run.0007", "run.12345"]
+    with pytest.raises(InvalidInputError, match="closed"):
+        manager.save(8, state_of(8))
+
+
+def test_the_newest_is_so_by_number_and_not_by_name(tmp_path: Path) -> None:
+    """Where names have no leading zeros, 1000 comes after 900."""
+    with manager_of(tmp_path, names="{step}") as manager:
+        save(manager, 900, 1000)
+        latest = manager.latest()
+        assert latest is not None
+        assert latest.step == 1000
+        assert [one.step for one in manager.all()] == [900, 1000]
+
+
+def test_metrics_are_kept_with_the_commit(tmp_path: Path) -> None:
+    """Numbers of any library, NaN and infinity come back from every list, and from the record."""
+    given = {"loss": torch.tensor(0.25), "acc": 1, "nan": math.nan, "inf": -math.inf}
+    with manager_of(tmp_path) as manager:
+        info = manager.save(3, state_of(3), metrics=given, sync_files=False)
+        save(manager, 4)
+    assert info.metrics["loss"] == 0.25
+    with manager_of(tmp_path) as manager:
+        three, four = manager.all()
+    assert list(three.metrics) == ["loss", "acc", "nan", "inf"]
+    assert (three.metrics["loss"], three.metrics["acc"]) == (0.25, 1.0)
+    assert math.isnan(three.metrics["nan"])
+    assert three.metrics["inf"] == -math.inf
+    assert four.metrics == {}
+    assert record_of(tmp_path / "step-00000003")["user"] == {
+        "step": 3,
+        "metrics": {"loss": 0.25, "acc": 1.0, "nan": "nan", "inf": "-inf"},
+    }
+    assert record_of(tmp_path / "step-00000004")["user"] == {"step": 4}
+    (listed, _) = ckpt_storage.list_checkpoints(tmp_path)
+    assert (listed.step, listed.metrics["loss"]) == (3, 0.25)
+
+
+@pytest.mark.parametrize(
+    "metrics", [{"loss": "low"}, {"loss": None}, {"loss": [1.0]}, {"x" * 20_000: 1.0}], ids=str
+)
+def test_metrics_that_are_no_numbers_are_refused(tmp_path: Path, metrics: Any) -> None:
+    """What cannot be kept is refused before anything is written."""
+    with manager_of(tmp_path) as manager:
+        with pytest.raises(InvalidInputError, match="metric"):
+            manager.save(1, state_of(1), metrics=metrics)
+        with pytest.raises(InvalidInputError, match="metric"):
+            manager.save_async(1, state_of(1), metrics=metrics)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_without_a_manager_has_no_user_record(tmp_path: Path) -> None:
+    """The commit record of a plain save is as it was before there were managers."""
+    ckpt_storage.save(state_of(1), tmp_path / "a", sync_files=False)
+    assert "user" not in record_of(tmp_path / "a")
+
+
+def test_after_each_save_what_no_policy_keeps_goes(tmp_path: Path) -> None:
+    """In the background, on its own thread, with the reasons in the report; exports go too."""
+    keep = KeepLatest(2) | KeepEvery(4) | KeepBest("loss", "min")
+    with manager_of(tmp_path, keep=keep) as manager:
+        for step in range(1, 9):
+            metrics = {"loss": abs(step - 3) + 0.5}
+            manager.save(
+                step, state_of(step), metrics=metrics, consolidate=step == 2, sync_files=False
+            )
+        assert manager.wait_pruned(60)
+        assert manager.last_prune is not None
+        assert [decision.step for decision in manager.last_prune.plan.kept] == [3, 4, 7, 8]
+        assert any("ckpt-storage prune" in thread.name for thread in threading.enumerate())
+    assert not any("ckpt-storage prune" in thread.name for thread in threading.enumerate())
+    assert names_in(tmp_path) == [f"step-{step:08d}" for step in (3, 4, 7, 8)]
+    assert not (tmp_path / "step-00000002/hf").exists()
+    for step in (3, 4, 7, 8):
+        state = blank()
+        dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / f"step-{step:08d}"))
+        assert step_in(state) == step
+    with pytest.raises(CheckpointGoneError):
+        ckpt_storage.load(blank(), tmp_path / "step-00000001")
+
+
+def test_without_policies_nothing_is_deleted(tmp_path: Path) -> None:
+    """`keep=None` keeps all, and `prune` says that there is nothing to go by."""
+    with manager_of(tmp_path) as manager:
+        save(manager, 1, 2, 3)
+        with pytest.raises(InvalidInputError, match="keep="):
+            manager.prune()
+    assert len(names_in(tmp_path)) == 3
+
+
+def test_pruning_by_hand_plans_first(tmp_path: Path) -> None:
+    """With `pruning="manual"` only `prune` deletes, and a dry run does not."""
+    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+        save(manager, 1, 2, 3)
+        dry = manager.prune(dry_run=True)
+        assert dry is not None
+        assert [decision.step for decision in dry.plan.deleted] == [1, 2]
+        assert len(names_in(tmp_path)) == 3
+        assert manager.last_prune is None
+        report = manager.prune()
+        assert report is not None
+        assert report.deleted == ("step-00000001", "step-00000002")
+        assert report is manager.last_prune
+    assert names_in(tmp_path) == ["step-00000003"]
+
+
+def test_young_ones_stay(tmp_path: Path) -> None:
+    """`min_age` and `KeepNewerThan` go by the disk's clock."""
+    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual", min_age=3600) as manager:
+        save(manager, 1, 2)
+        report = manager.prune()
+        assert report is not None
+        assert report.deleted == ()
+    slot = tmp_path / "step-00000001/commits/00000001.json"
+    then = slot.stat().st_mtime - 7200
+    os.utime(slot, (then, then))
+    with manager_of(tmp_path, keep=KeepNewerThan(3600), pruning="manual") as manager:
+        report = manager.prune()
+        assert report is not None
+        assert report.deleted == ("step-00000001",)
+
+
+def test_folders_of_others_are_listed_and_left_alone(tmp_path: Path) -> None:
+    """Stock checkpoints and other names are in the list and in the plan, and stay as they are."""
+    dcp.save(state_of(1), storage_writer=dcp.FileSystemWriter(tmp_path / "step-00000001"))
+    dcp.save(state_of(1), storage_writer=dcp.FileSystemWriter(tmp_path / "stock"))
+    ckpt_storage.save(state_of(2), tmp_path / "mine", sync_files=False)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/events").write_bytes(b"x")
+    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+        save(manager, 5, 6)
+        listed = [(one.name, one.step, one.format) for one in manager.all()]
+        assert listed == [
+            ("mine", None, "ckpt_storage"),
+            ("stock", None, "dcp"),
+            ("step-00000001", 1, "dcp"),
+            ("step-00000005", 5, "ckpt_storage"),
+            ("step-00000006", 6, "ckpt_storage"),
+        ]
+        report = manager.prune()
+        assert report is not None
+        assert report.deleted == ("step-00000005",)
+        kept = {decision.name: decision.reasons[0] for decision in report.plan.kept}
+        assert kept["step-00000001"] == "another tool wrote it (dcp)"
+        assert kept["mine"] == kept["stock"] == kept["logs"] == "it does not belong to this run"
+    assert names_in(tmp_path) == ["logs", "mine", "step-00000001", "step-00000006", "stock"]
+
+
+def test_restore_takes_the_newest(tmp_path: Path) -> None:
+    """Nothing there: None. Otherwise the newest committed one, whatever lies beside it."""
+    with manager_of(tmp_path) as manager:
+        assert manager.restore(blank()) is None
+        save(manager, 1, 2)
+        (tmp_path / "step-00000003/saves/20260101T000000Z-0123456789abcdef").mkdir(parents=True)
+        found = restore(manager)
+        assert (found.step, found.skipped) == (2, ())
+
+
+@pytest.mark.parametrize("check", ["read", "deep"])
+def test_restore_falls_back_past_damage_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, check: Any
+) -> None:
+    """Damaged in a shard, in the manifest or in the slot: skipped, named and logged."""
+    with manager_of(tmp_path) as manager:
+        save(manager, 1, 2, 3, 4, 5)
+    damage(tmp_path / "step-00000005")
+    (manifest,) = (tmp_path / "step-00000004").glob("saves/*/manifest.json")
+    manifest.write_bytes(manifest.read_bytes()[:-3])
+    slot = tmp_path / "step-00000003/commits/00000001.json"
+    slot.write_bytes(slot.read_bytes().replace(b'"slot":1', b'"slot":7'))
+    with manager_of(tmp_path) as manager, caplog.at_level(logging.WARNING, "ckpt_storage"):
+        found = restore(manager, check=check)
+        latest = manager.latest()
+        assert latest is not None
+        assert latest.step == 2, "what was found damaged does not count any more"
+    assert found.step == 2
+    assert [one.name for one in found.skipped] == [f"step-0000000{step}" for step in (5, 4, 3)]
+    assert all(one.reason for one in found.skipped)
+    assert "Resumed from" in caplog.text
+
+
+def test_restore_reads_all_of_it_where_that_is_asked_for(tmp_path: Path) -> None:
+    """What is damaged and not loaded goes unnoticed by a load; `check="deep"` finds it."""
+    with manager_of(tmp_path) as manager:
+        save(manager, 1, 2)
+    damage(tmp_path / "step-00000002")
+    with manager_of(tmp_path) as manager:
+        state = {"w": torch.zeros(16)}
+        found = manager.restore(state)
+        assert found is not None
+        assert found.step == 2
+    with manager_of(tmp_path) as manager:
+        found = manager.restore(state, check="deep")
+        assert found is not None
+        assert found.step == 1
+
+
+def test_restore_never_begins_anew_unnoticed(tmp_path: Path) -> None:
+    """Where all are damaged it raises, naming what is wrong, and does not return None."""
+    with manager_of(tmp_path) as manager:
+        save(manager, 1, 2)
+    damage(tmp_path / "step-00000001")
+    damage(tmp_path / "step-00000002")
+    with manager_of(tmp_path) as manager, pytest.raises(IntegrityError, match="None of the 2"):
+        manager.restore(blank())
+
+
+def test_restore_raises_what_is_no_fault_of_the_checkpoint(tmp_path: Path) -> None:
+    """A target that does not fit is an error, and no reason to resume from an older one."""
+    with manager_of(tmp_path) as manager:
+        save(manager, 1, 2)
+        with pytest.raises(ckpt_storage.CheckpointError, match="nowhere"):
+            manager.restore({"nowhere": torch.zeros(3)})
+
+
+def test_damaged_ones_do_not_count_for_retention(tmp_path: Path) -> None:
+    """The newest whose documents are damaged takes nobody's place, and the one before it stays."""
+    with manager_of(tmp_path) as manager:
+        save(manager, 1, 2, 3)
+    (manifest,) = (tmp_path / "step-00000003").glob("saves/*/manifest.json")
+    manifest.write_bytes(manifest.read_bytes()[:-3])
+    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+        report = manager.prune()
+        assert report is not None
+        assert report.deleted == ("step-00000001",)
+        assert report.plan.anchor is not None
+        assert report.plan.anchor.step == 2
+    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+        assert restore(manager).step == 2
+
+
+def test_a_run_that_begins_anew_keeps_what_it_saved_last(tmp_path: Path) -> None:
+    """Steps lower than those of a run that was given up: the last save stays all the same."""
+    with manager_of(tmp_path, keep=KeepLatest(2)) as manager:
+        save(manager, 1000, 2000)
+    with manager_of(tmp_path, keep=KeepLatest(2)) as manager:
+        save(manager, 10, 20)
+        assert manager.wait_pruned(60)
+        assert manager.last_prune is not None
+        twenty = manager.last_prune.plan.kept[0]
+        assert (twenty.step, twenty.reasons) == (20, ("it is what this manager saved last",))
+    assert names_in(tmp_path) == [f"step-{step:08d}" for step in (20, 1000, 2000)]
+
+
+def test_what_is_being_loaded_or_saved_is_not_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prune in the middle of a restore leaves what is read; and what is saved now as well."""
+    reports = []
+    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+        save(manager, 1, 2)
+        damage(tmp_path / "step-00000002")
+        load = ckpt_storage.load
+
+        def slow(state: Any, url: Any, **options: Any) -> None:
+            with pytest.MonkeyPatch.context():
+                if str(url).endswith("step-00000001"):
+                    save(manager, 3)
+                    reports.append(manager.prune())
+            load(state, url, **options)
+
+        monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
+        assert restore(manager).step == 1
+        assert reports[0] is not None
+        kept = {decision.step: decision.reasons for decision in reports[0].plan.kept}
+        assert kept[1] == ("it is being loaded",)
+        assert manager.prune() is not None
+    assert names_in(tmp_path) == ["step-00000003"]
+
+
+def test_a_save_waits_while_its_step_is_being_deleted(tmp_path: Path) -> None:
+    """Saver and pruner of one manager take turns; a saver that waits in vain says so."""
+    with manager_of(tmp_path, timeout=0.2) as manager:
+        claims = manager._claims  # noqa: SLF001  # nothing public stops in the middle
+        with claims.deleting("step-00000001") as may:
+            assert may
+            with pytest.raises(PhaseTimeoutError, match="being deleted"):
+                save(manager, 1)
+        end = claims.take("step-00000001", "x", timeout_s=1)
+        with claims.deleting("step-00000001") as may:
+            assert not may
+        end()
+        with claims.deleting("step-00000001") as may:
+            assert may
+
+
+def test_a_step_is_not_saved_twice_unless_asked_to(tmp_path: Path) -> None:
+    """A step that is committed is refused; with `overwrite` it is replaced, metrics too."""
+    with manager_of(tmp_path) as manager:
+        save(manager, 1, metrics={"loss": 1})
+        with pytest.raises(CheckpointExistsError):
+            save(manager, 1)
+        save(manager, 1, metrics={"loss": 2}, overwrite=True)
+        (info,) = manager.all()
+        assert (info.metrics, info.slot) == ({"loss": 2.0}, 2)
+
+
+def test_a_background_save_that_fails_is_raised_at_the_end(tmp_path: Path) -> None:
+    """What nobody asked for is raised by `close`, and no claim on the step stays."""
+    manager = manager_of(tmp_path)
+    save(manager, 1)
+    manager.save_async(1, state_of(1))
+    with pytest.raises(CheckpointExistsError):
+        manager.close()
+    assert manager._claims.in_use() == {}  # noqa: SLF001  # nothing public tells
+
+
+def test_a_prune_that_fails_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A storage that will not be listed is logged; the next save prunes again."""
+    with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
+        save(manager, 1, 2)
+        assert manager.wait_pruned(60)
+        census = manager._census  # noqa: SLF001  # where it fails
+        with monkeypatch.context() as patch:
+
+            def refuse(deadline: Any) -> Any:
+                del deadline
+                raise ckpt_storage.StorageError("no listing today", kind="permission")
+
+            patch.setattr(census, "folders", refuse)
+            save(manager, 3)
+            assert manager.wait_pruned(60)
+        assert "no listing today" in caplog.text
+        save(manager, 4)
+    assert names_in(tmp_path) == ["step-00000004"]
+
+
+def test_steps_and_seconds_say_when_to_save(tmp_path: Path) -> None:
+    """Multiples of `every_steps`; and whenever `every_s` have passed since the last save began."""
+    with manager_of(tmp_path, every_steps=3) as manager:
+        assert [step for step in range(10) if manager.should_save(step)] == [3, 6, 9]
+    with manager_of(tmp_path) as manager:
+        assert not any(manager.should_save(step) for step in range(10))
+    now_s = 0.0
+    with manager_of(tmp_path, every_s=10) as manager:
+        cadence = manager._cadence  # noqa: SLF001  # its clock is not public
+        cadence._clock = lambda: now_s  # noqa: SLF001  # the same
+        cadence.saved()
+        due = []
+        for step in range(1, 40):
+            now_s += 3.0
+            if manager.should_save(step):
+                due.append(step)
+                assert manager.should_save(step), "the same answer for the same step"
+                save(manager, step)
+        assert due == [4, 8, 12, 16, 20, 24, 28, 32, 36]
+
+
+def test_a_signal_asks_for_one_save(tmp_path: Path) -> None:
+    """It is due once, `preempted` says why, the handler before ours is called and comes back."""
+    taken: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _frame: taken.append(number))
+    try:
+        mine = signal.getsignal(signal.SIGUSR1)
+        with manager_of(tmp_path, signals=[signal.SIGUSR1, signal.SIGUSR2]) as manager:
+            assert not manager.should_save(1)
+            assert manager.preempted is None
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            due = [step for step in range(2, 200) if manager.should_save(step)]
+            assert len(due) == 1
+            assert manager.preempted == "SIGUSR1 on rank 0"
+        assert taken == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is mine
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_hook_asks_for_one_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What the hook says counts; that it fails does not end training."""
+    answers = iter([None, RuntimeError("the metadata server is away"), "soon"])
+
+    def hook() -> object:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with manager_of(tmp_path, preemption=hook) as manager:
+        due = [step for step in range(1, 200) if manager.should_save(step)]
+        assert len(due) == 1
+        assert manager.preempted == "the preemption hook on rank 0"
+    assert "the metadata server is away" in caplog.text
+
+
+def test_signals_are_taken_in_the_main_thread_only(tmp_path: Path) -> None:
+    """Elsewhere Python sets no handlers: the error says what to do."""
+    errors: list[Exception] = []
+
+    def make() -> None:
+        try:
+            manager_of(tmp_path, signals=[signal.SIGUSR1])
+        except InvalidInputError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(errors[0])
+    with pytest.raises(InvalidInputError, match="cannot be taken"):
+        manager_of(tmp_path, signals=[signal.SIGUSR1, signal.SIGKILL])
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("every_steps", 0),
+        ("every_steps", 1.5),
+        ("every_s", -1),
+        ("every_s", math.nan),
+        ("names", "step"),
+        ("keep", []),
+        ("keep", "all"),
+        ("pruning", "sometimes"),
+        ("timeout", 0),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(tmp_path: Path, option: str, value: Any) -> None:
+    """Each is named, with what to give."""
+    with pytest.raises(InvalidInputError):
+        manager_of(tmp_path, **{option: value})
+    with manager_of(tmp_path) as manager, pytest.raises(InvalidInputError):
+        manager.should_save(-1)

@@ -1,0 +1,209 @@
+"""A checkpoint that is overwritten all the time, read all the time."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from commit_tools import cleaned
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, verify
+from ckpt_storage.commit import slotlog
+from ckpt_storage.errors import CheckpointGoneError
+from ckpt_storage.inspect import verification
+from ckpt_storage.store import open_store
+from ckpt_storage.store.base import Store
+
+ROUNDS = 30
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in memory where there is one, so that nothing waits for a disk."""
+    memory = Path("/dev/shm")  # noqa: S108  # TemporaryDirectory chooses a name of its own there
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
+        yield Path(name) / "id"
+
+
+def save(number: int, folder: Path) -> None:
+    """Save a state that is the number all over."""
+    state = {"a": torch.full((5000,), number), "b": torch.full((9,), float(number)), "n": number}
+    writer = CheckpointStorageWriter(folder, overwrite=True, sync_files=False)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+def loaded(reader: dcp.StorageReader) -> int:
+    """Load and return the number; fails for a mixture."""
+    state = {"a": torch.zeros(5000, dtype=torch.int64), "b": torch.zeros(9), "n": None}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    number = state["n"]
+    assert isinstance(number, int)
+    assert torch.equal(state["a"], torch.full((5000,), number))
+    assert torch.equal(state["b"], torch.full((9,), float(number)))
+    return number
+
+
+def is_gone(error: BaseException) -> bool:
+    """Return whether a load failed because two newer saves came while it was under way."""
+    if not isinstance(error, CheckpointException):
+        return isinstance(error, CheckpointGoneError)
+    failures = [failure for failure, _ in error.failures.values()]
+    # Torch turns what `read_metadata` raises into an AssertionError with its text.
+    return all(
+        isinstance(failure, CheckpointGoneError)
+        or (isinstance(failure, AssertionError) and "is gone" in str(failure))
+        for failure in failures
+    )
+
+
+def is_gone_for_stock(error: BaseException) -> bool:
+    """Return whether torch's own reader missed a file that was there when it began."""
+    assert isinstance(error, CheckpointException)
+    return all(isinstance(failure, FileNotFoundError) for failure, _ in error.failures.values())
+
+
+def test_readers_see_whole_checkpoints_while_it_is_overwritten(
+    folder: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Ours, torch's and `verify`: each look is at one save, and never at an older one than before.
+
+    A look that two newer saves overtook says that the save is gone, and the next one succeeds.
+    """
+    save(0, folder)
+    done = threading.Event()
+    looks: Counter[str] = Counter()
+
+    def write() -> None:
+        try:
+            for number in range(1, ROUNDS + 1):
+                save(number, folder)
+        finally:
+            done.set()
+
+    def look(name: str, once: Callable[[], int], gone: Callable[[BaseException], bool]) -> None:
+        latest = 0
+        while not done.is_set():
+            try:
+                number = once()
+            except BaseException as error:  # torch's is no Exception
+                if not gone(error):
+                    raise
+                looks[f"{name}, overtaken"] += 1
+                continue
+            assert number >= latest
+            latest = number
+            looks[name] += 1
+
+    def verified() -> int:
+        report = verify(folder)
+        if [problem.file for problem in report.problems] == [".metadata"]:
+            # Looked at between a commit and its publication.
+            assert "shows save" in report.problems[0].message
+            looks["verify, before publication"] += 1
+        else:
+            assert report.ok, report.problems
+        return 0
+
+    jobs: list[Callable[[], None]] = [
+        write,
+        lambda: look("ours", lambda: loaded(CheckpointStorageReader(folder)), is_gone),
+        lambda: look("stock", lambda: loaded(dcp.FileSystemReader(folder)), is_gone_for_stock),
+        lambda: look("verify", verified, is_gone),
+    ]
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        for future in [threads.submit(job) for job in jobs]:
+            future.result()
+    record_property("looks", dict(looks))
+    print(dict(looks))  # noqa: T201  # shown by -rP
+    assert min(looks["ours"], looks["stock"], looks["verify"]) > 0
+    assert loaded(CheckpointStorageReader(folder)) == ROUNDS
+    assert loaded(dcp.FileSystemReader(folder)) == ROUNDS
+    # A look between a commit and its publication may have kept some from being freed.
+    cleaned(open_store(folder))
+    assert len(list((folder / "saves").iterdir())) == 2
+
+
+class Overtaken(dcp.DefaultLoadPlanner):
+    """Lets two newer saves come after the metadata was read and before the data are."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def create_local_plan(self) -> LoadPlan:
+        """Save twice, then plan."""
+        save(1, self._folder)
+        save(2, self._folder)
+        return super().create_local_plan()
+
+
+def test_a_load_that_was_overtaken_says_that_the_save_is_gone(folder: Path) -> None:
+    """Its shards were freed meanwhile: no damage, and loading again gives what is there now."""
+    save(0, folder)
+    reader = CheckpointStorageReader(folder)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(
+            {"a": torch.zeros(5000, dtype=torch.int64)},
+            storage_reader=reader,
+            planner=Overtaken(folder),
+            no_dist=True,
+        )
+    ((failure, _),) = caught.value.failures.values()
+    assert isinstance(failure, CheckpointGoneError)
+    assert "replaced it" in str(failure)
+    assert "Load again" in (failure.next_step or "")
+    assert loaded(reader) == 2
+
+
+def test_an_opener_that_was_overtaken_says_that_the_save_is_gone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest was freed between finding the head and reading it."""
+    save(0, folder)
+    read_log = slotlog.read_log
+
+    def slow(store: Store, **known: Any) -> slotlog.CommitLog:
+        found = read_log(store, **known)
+        monkeypatch.setattr(slotlog, "read_log", read_log)
+        save(1, folder)
+        save(2, folder)
+        return found
+
+    monkeypatch.setattr(slotlog, "read_log", slow)
+    with pytest.raises(CheckpointGoneError):
+        CheckpointStorageReader(folder).read_metadata()
+
+
+@pytest.mark.parametrize("name", ["read_manifest", "read_rank_manifest"])
+def test_a_verification_that_was_overtaken_begins_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """What was freed under its hands is no damage: it reports on the save that is there now."""
+    save(0, folder)
+    read = getattr(verification, name)
+    looks: list[int] = []
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        looks.append(1)
+        if len(looks) == 1:
+            save(1, folder)
+            save(2, folder)
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(verification, name, slow)
+    report = verify(folder)
+    assert report.ok, report.problems
+    assert len(looks) == 2
+    head = slotlog.read_log(open_store(folder)).head
+    assert head is not None
+    assert report.save_id == head.save_id

@@ -1,0 +1,207 @@
+"""A checkpoint checked in parts: every byte is in one of them, and only what loads need counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import manager_cases as cases
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from manager_cases import damage, restore, state_of
+
+import ckpt_storage
+from ckpt_storage.errors import IntegrityError, PhaseTimeoutError
+from ckpt_storage.inspect.partcheck import check_part, part_bytes
+from ckpt_storage.inspect.shardspots import Part
+from ckpt_storage.manager import restoring
+from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.pruning import prune_checkpoints
+from ckpt_storage.manager.retention import KeepLatest
+from ckpt_storage.options import Timeouts
+from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.testing.ranks import RankPool
+from ckpt_storage.transfer.fetching import Fetch
+
+
+@given(
+    sizes=st.lists(st.integers(0, 50), max_size=8),
+    count=st.integers(1, 9),
+)
+def test_parts_share_every_byte_and_are_equal(sizes: list[int], count: int) -> None:
+    """Each byte of each file is in exactly one part, and no two parts differ by more than one."""
+    files = [(f"f{number}", size) for number, size in enumerate(sizes)]
+    parts = [Part(number, count).stretches(files) for number in range(count)]
+    found = sorted((path, at) for part in parts for path, stretch in part.items() for at in stretch)
+    assert found == sorted((path, at) for path, size in files for at in range(size))
+    lengths = [sum(map(len, part.values())) for part in parts]
+    assert max(lengths) - min(lengths) <= 1
+    assert {path for part in parts for path in part} == {path for path, _ in files}
+
+
+def check_all(folder: Path, count: int, *, deep: bool = True) -> list[str]:
+    """Check all parts, each for itself; return what they found wrong."""
+    found = []
+    for number in range(count):
+        deadline = Deadline("load", 60)
+        store = open_store(Location.of(folder))
+        try:
+            check_part(store, Part(number, count), deep=deep, deadline=deadline)
+        except IntegrityError as error:
+            found.append(str(error))
+    return found
+
+
+def test_damage_anywhere_is_found_by_one_part(tmp_path: Path) -> None:
+    """One bit of any place of any file flips: of three parts one or two read it and say so."""
+    state: dict[str, Any] = {f"t{number}": torch.rand(50) for number in range(12)}
+    state |= {"big": torch.rand(600_000), "text": ["x"] * 5}
+    ckpt_storage.save(state, tmp_path, sync_files=False)
+    assert check_all(tmp_path, 3) == []
+    (file,) = (tmp_path / "saves").rglob("*.distcp")
+    data = file.read_bytes()
+    for at in [*range(0, 3000, 97), *range(3000, len(data), 150_001), len(data) - 1]:
+        file.write_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :])
+        found = check_all(tmp_path, 3)
+        assert len(found) == 1, at
+        assert file.name in found[0]
+    file.write_bytes(data[:-1])
+    assert check_all(tmp_path, 3)
+    assert check_all(tmp_path, 1, deep=False)
+    file.write_bytes(data)
+    for document in [*tmp_path.rglob("ranks/*.json"), *tmp_path.rglob("manifest.json")]:
+        before = document.read_bytes()
+        document.write_bytes(before[:50] + bytes([before[50] ^ 1]) + before[51:])
+        assert check_all(tmp_path, 3), document
+        document.unlink()
+        assert check_all(tmp_path, 3), document
+        document.write_bytes(before)
+    assert check_all(tmp_path, 3) == []
+
+
+def test_the_bytes_of_parts_are_those_of_the_files(tmp_path: Path) -> None:
+    """What is said of the parts before adds up to the files' lengths."""
+    ckpt_storage.save({"x": torch.rand(9999)}, tmp_path, sync_files=False)
+    (file,) = (tmp_path / "saves").rglob("*.distcp")
+    store, deadline = open_store(Location.of(tmp_path)), Deadline("load", 60)
+    sizes = [part_bytes(store, Part(number, 4), deadline) for number in range(4)]
+    assert sum(sizes) == file.stat().st_size
+
+
+def saved(root: Path, *steps: int) -> None:
+    """Save some steps."""
+    with CheckpointManager(root, mode="thread", timeout=60) as manager:
+        for step in steps:
+            manager.save(step, state_of(step), sync_files=False)
+
+
+@pytest.mark.parametrize("what", ["no .metadata", "no marker", "an export", ".metadata"])
+def test_what_no_load_needs_is_no_reason_to_go_back(tmp_path: Path, what: str) -> None:
+    """A saver died before it published, or an export is damaged: the newest is still resumed from.
+
+    And it is the newest to a pruner.
+    """
+    saved(tmp_path, 1)
+    newest = tmp_path / "step-00000002"
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        manager.save(2, state_of(2), sync_files=False, consolidate=what == "an export" or None)
+    if what == "no .metadata":
+        (newest / ".metadata").unlink()
+    elif what == ".metadata":
+        (newest / ".metadata").write_bytes((newest / ".metadata").read_bytes()[:-9])
+    elif what == "no marker":
+        for path in newest.rglob("published.json"):
+            path.write_bytes(b"{")
+    else:
+        (weights,) = newest.glob("hf/*.safetensors")
+        weights.write_bytes(weights.read_bytes()[:-9])
+    report = prune_checkpoints(tmp_path, KeepLatest(1))
+    assert report.plan.anchor is not None
+    assert report.plan.anchor.step == 2
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        found = restore(manager, check="deep")
+    assert (found.step, found.skipped) == (2, ())
+
+
+def moves_for_ever(
+    store: object, fetches: Sequence[Fetch], *, deadline: Deadline, **more: object
+) -> None:
+    """Stand for reads of a very large checkpoint: something arrives, and there is no end."""
+    del store, fetches, more
+    while True:
+        deadline.advanced(1)
+        deadline.check("The read")
+        deadline.sleep(0.01)
+
+
+def test_a_check_that_does_not_end_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However steadily bytes arrive, a rank that checks has an end that the others know."""
+    saved(tmp_path, 1)
+    monkeypatch.setattr("ckpt_storage.inspect.shardcheck.run_fetches", moves_for_ever)
+    with (
+        CheckpointManager(tmp_path, timeout=Timeouts(load=1.0)) as manager,
+        pytest.raises(PhaseTimeoutError, match="load phase"),
+    ):
+        manager.restore(cases.blank(), check="deep")
+
+
+def test_a_large_checkpoint_has_time_by_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More bytes than one reads in the time of a load: the check has as long as they take."""
+    saved(tmp_path, 1)
+    (file,) = tmp_path.rglob("*.distcp")
+    limits_s = []
+
+    def check(store: Any, part: Part, *, deadline: Deadline, **more: Any) -> str | None:
+        limits_s.append(deadline.timeout_s)
+        return check_part(store, part, deadline=deadline, **more)
+
+    monkeypatch.setattr(restoring, "check_part", check)
+    monkeypatch.setattr(restoring, "_SLOWEST_BYTES_PER_S", 2)
+    with CheckpointManager(tmp_path, timeout=30) as manager:
+        restore(manager, check="deep")
+    monkeypatch.setattr(restoring, "_SLOWEST_BYTES_PER_S", 1 << 40)
+    with CheckpointManager(tmp_path, timeout=30) as manager:
+        restore(manager, check="deep")
+    assert limits_s == [file.stat().st_size / 2, 30.0]
+
+
+def test_ranks_divide_a_deep_check(ranks: RankPool, tmp_path: Path) -> None:
+    """Of what one process saved three ranks read about a third each, and together all of it."""
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        manager.save(1, cases.large_state(), sync_files=False)
+    (file,) = tmp_path.rglob("*.distcp")
+    size_bytes = file.stat().st_size
+    counts = ranks.run(cases.resume_counting, str(tmp_path), world_size=3)
+    assert sum(counts) == size_bytes
+    assert max(counts) - min(counts) < size_bytes / 10
+
+
+def test_what_one_rank_finds_ends_the_check_of_all(ranks: RankPool, tmp_path: Path) -> None:
+    """Damage in the last rank's part is heard of by one whose reads would never end."""
+    saved(tmp_path, 1)
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        manager.save(2, cases.large_state(), sync_files=False)
+    (file,) = (tmp_path / "step-00000002").rglob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[-5000] ^= 1
+    file.write_bytes(data)
+    results = ranks.run(cases.resume_hanging, str(tmp_path), world_size=2)
+    assert results == [(1, ["step-00000002"])] * 2
+
+
+def test_a_damaged_folder_of_one_process_is_passed_over_by_many(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """All skip it for the one before, and none counts it any more."""
+    saved(tmp_path, 1, 2)
+    damage(tmp_path / "step-00000002")
+    results = ranks.run(cases.resume_deep, str(tmp_path), world_size=3)
+    assert [(step, latest) for step, latest, _ in results] == [(1, 1)] * 3

@@ -1,0 +1,93 @@
+"""What `restore` says that it loaded is what it loaded, whoever saves meanwhile."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manager_cases import blank, state_of, step_in
+
+import ckpt_storage
+from ckpt_storage.errors import CheckpointInProgressError
+from ckpt_storage.inspect.shardcheck import ShardCheck
+from ckpt_storage.manager.manager import CheckpointManager
+
+
+def overwrite(root: Path, marker: int) -> str | None:
+    """Save step 2 anew with the state of another step; return the save id."""
+    with CheckpointManager(root, timeout=60) as other:
+        return other.save(2, state_of(marker), overwrite=True, sync_files=False).save_id
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_overwritten_while_it_is_loaded_is_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The save that is told is the one whose bytes are in the state."""
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        manager.save(1, state_of(1), sync_files=False)
+        manager.save(2, state_of(2), sync_files=False)
+        load = ckpt_storage.load
+        ids: list[str | None] = []
+
+        def slow(state: Any, url: Any, **options: Any) -> None:
+            if when == "after":
+                load(state, url, **options)
+            if not ids:
+                ids.append(overwrite(tmp_path, 77))
+            if when == "before":
+                load(state, url, **options)
+
+        monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
+        state = blank()
+        found = manager.restore(state)
+    assert found is not None
+    assert (found.step, found.info.save_id, found.skipped) == (2, ids[0], ())
+    assert step_in(state) == 77
+
+
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_what_is_overwritten_while_it_is_checked_is_loaded_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_freed: bool
+) -> None:
+    """A save that is superseded, and perhaps freed, in the middle of a check is not damaged."""
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        manager.save(1, state_of(1), sync_files=False)
+        manager.save(2, state_of(2), sync_files=False)
+    ids: list[str | None] = []
+    read = ShardCheck._read_files  # noqa: SLF001  # nothing public stops in the middle
+
+    def slow(self: ShardCheck, files: Any) -> None:
+        if not ids:
+            old = tmp_path / "step-00000002/saves"
+            before = set(old.iterdir())
+            ids.append(overwrite(tmp_path, 77))
+            for path in before if is_freed else ():
+                shutil.rmtree(path)
+        read(self, files)
+
+    monkeypatch.setattr(ShardCheck, "_read_files", slow)
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        state = blank()
+        found = manager.restore(state, check="deep")
+    assert found is not None
+    assert (found.step, found.info.save_id, found.skipped) == (2, ids[0], ())
+    assert step_in(state) == 77
+
+
+def test_what_is_overwritten_again_and_again_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for ever for a job that saves over what is loaded; the error says so."""
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        manager.save(2, state_of(2), sync_files=False)
+
+        def slow(state: Any, url: Any, **options: Any) -> None:
+            del state, url, options
+            overwrite(tmp_path, 3)
+
+        monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
+        with pytest.raises(CheckpointInProgressError, match="saved anew"):
+            manager.restore(blank())

@@ -1,0 +1,225 @@
+"""What a save asks of an object storage: how many requests, how many at a time, how much memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from commit_tools import IN_TURN, take_in_turn
+from remote_tools import options_of
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ckpt_storage import CheckpointStorageWriter, RetryPolicy, verify
+from ckpt_storage.options import TransferOptions
+from ckpt_storage.store import open_store
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.testing.s3server import FaultRule, S3Server
+from ckpt_storage.transfer import sending
+from ckpt_storage.transfer.filewriter import ShardFileWriter
+from ckpt_storage.transfer.pacing import BUDGET, Pacer
+from ckpt_storage.transfer.workers import side_by_side
+
+MIB = 1 << 20
+PART_BYTES = 5 * MIB
+
+
+@pytest.fixture
+def server() -> Iterator[S3Server]:
+    """A server with a bucket."""
+    with S3Server() as running:
+        running.create_bucket("bkt")
+        yield running
+
+
+def save(
+    server: S3Server, state: dict[str, Any], name: str = "run", **options: Any
+) -> Counter[str]:
+    """Save in this process alone; return how often each operation was asked for."""
+    server.reset_counters()
+    saving = CheckpointStorageWriter(
+        f"s3://bkt/{name}",
+        storage_options=options_of(server),
+        part_bytes=PART_BYTES,
+        **{"retry": RetryPolicy(first_delay_s=0.0, max_delay_s=0.01), **options},
+    )
+    dcp.save(state, storage_writer=saving, no_dist=True)
+    return Counter(request.op for request in server.requests)
+
+
+def is_sound(server: S3Server, name: str = "run") -> bool:
+    """Return whether every byte of a checkpoint is as it was saved."""
+    return verify(f"s3://bkt/{name}", storage_options=options_of(server)).ok
+
+
+def test_a_save_costs_its_parts_and_a_fixed_number_of_requests(server: S3Server) -> None:
+    """Neither more tensors nor more bytes cost anything but parts; nothing is listed.
+
+    A shard file is one PUT, or one upload: begun once, completed once, a PUT for each part. Nobody
+    looks whether it is there.
+    """
+    save(server, {"t": torch.ones(3)}, "before")  # finds out what the storage can do
+    few = save(server, {f"t{i}": torch.ones(3) for i in range(10)}, "few")
+    many = save(server, {f"t{i}": torch.ones(3) for i in range(2000)}, "many")
+    large = save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)}, "large")
+    of_files = [request.op for request in server.requests if "distcp" in request.key]
+    assert Counter(of_files) == {"create_upload": 1, "part": 5, "complete": 1}
+    assert few == many
+    assert large - Counter(of_files) == many - Counter(["put"])
+    assert few.keys() <= {"put", "get", "head"}
+    assert few.total() <= 15
+    assert all(is_sound(server, name) for name in ("few", "many", "large"))
+
+
+class Kept(Pacer):
+    """A pacer that the test can ask."""
+
+    made: ClassVar[list[Kept]] = []
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self.heard = 0
+        self.cuts: list[tuple[int, int]] = []
+        self.made.append(self)
+
+    def slowed_down(self) -> None:
+        """Count, and note the limits before and after."""
+        self.heard += 1
+        before = super().limit()
+        super().slowed_down()
+        self.cuts.append((before, super().limit()))
+
+
+@pytest.fixture
+def pacers(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
+    """The pacers of all uploads of the test."""
+    monkeypatch.setattr(sending, "Pacer", Kept)
+    monkeypatch.setattr(Kept, "made", [])
+    return Kept.made
+
+
+def test_a_storage_that_asks_for_less_gets_fewer_requests_at_a_time(
+    server: S3Server, pacers: list[Kept]
+) -> None:
+    """SlowDown lowers the number of parts under way, and the save succeeds."""
+    server.faults([FaultRule(op="part", action="status", times=3)])
+    state = {"w": torch.ones(10 * PART_BYTES, dtype=torch.uint8)}
+    save(server, state, thread_count=8, memory_limit_bytes=256 * MIB)
+    (pacer,) = pacers
+    assert pacer.heard == 3
+    assert any(after <= before // 2 for before, after in pacer.cuts)
+    assert server.stats().count["part"] == 11 + 3
+    assert is_sound(server)
+
+
+def test_a_save_keeps_to_its_memory_limit(server: S3Server) -> None:
+    """With 64 MiB allowed, no more than that is ever claimed, and all of it is given back."""
+    BUDGET.reset()
+    limit_bytes = 64 * MIB
+    options = TransferOptions.for_storage(
+        is_remote=True,
+        local_threads=1,
+        local_part_bytes=MIB,
+        thread_count=None,
+        part_bytes=None,
+        memory_limit_bytes=limit_bytes,
+    )
+    store = open_store("s3://bkt/run", storage_options=options_of(server))
+    content = memoryview(bytes(range(256)) * (256 << 10))
+    file = ShardFileWriter(
+        store,
+        "saves/x",
+        options=options,
+        planned_bytes=len(content),
+        deadline=Deadline("write", 60),
+    )
+    file.payload([content])
+    file.finish()
+    store.close()
+    assert server.dump()["run/saves/x"] == content
+    assert limit_bytes // 2 <= BUDGET.peak_bytes <= limit_bytes
+    assert BUDGET.held_bytes == 0
+
+
+def test_an_attempt_that_cannot_be_claimed_leaves_nothing(server: S3Server) -> None:
+    """The save fails with the storage's own error, and neither a file nor an upload is left."""
+    save(server, {"t": torch.ones(3)}, "before")
+    before = server.dump()
+    server.faults([FaultRule(op="put", key="begun", action="status", status=403, times=0)])
+    with pytest.raises(CheckpointException, match=r"begun\.json"):
+        save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)})
+    assert server.dump() == before
+    assert server.stats().open_uploads == 0
+
+
+def test_documents_of_the_commit_and_what_follows_go_side_by_side(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each group can be made in either order, and so no request of it waits for another."""
+    groups = {}
+    for order in IN_TURN:
+        with monkeypatch.context() as patch:
+            take_in_turn(patch, order)
+            save(server, {"t": torch.ones(3)}, order.replace(" ", "-"))
+        groups[order] = [
+            request.key.rpartition("/")[2]
+            for request in server.requests
+            if "probe" not in request.key
+        ]
+    look = ["00000001.json", ".metadata"]
+    files = ["__0_0.distcp", "rank-00000.json"]
+    documents = ["stock.metadata", "manifest.json"]
+    slot, shown = ["00000001.json"], [".metadata", ".metadata"]
+    after = ["00000002.json", "published.json"]
+    begun = ["begun.json"]
+    assert groups[IN_TURN[0]] == [*look, *begun, *files, *documents, *slot, *shown, *after]
+    turned = [look[::-1], begun, files, documents[::-1], slot, shown, after[::-1]]
+    assert groups[IN_TURN[1]] == [name for group in turned for name in group]
+
+
+def test_a_part_is_as_large_as_its_share_of_the_memory(server: S3Server) -> None:
+    """Of 64 MiB each of eight parts at a time gets 8 MiB: S3's are sent without a copy."""
+    writer = CheckpointStorageWriter(
+        "s3://bkt/run", storage_options=options_of(server), memory_limit_bytes=64 * MIB
+    )
+    state = {"w": torch.ones(39 * MIB, dtype=torch.uint8)}
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert server.stats().count["part"] == 5
+
+
+def test_of_calls_side_by_side_the_first_failure_in_the_list_is_raised(server: S3Server) -> None:
+    """Whichever fails first by the clock; and what a failure leads to is not kept alive by it."""
+    store = open_store("s3://bkt/run", storage_options=options_of(server))
+    has_failed = threading.Event()
+
+    class Held:
+        """What the caller of a call that fails holds."""
+
+    def first() -> int:
+        assert has_failed.wait(20)
+        raise ValueError("first")
+
+    def second() -> int:
+        has_failed.set()
+        raise ValueError("second")
+
+    def fail() -> weakref.ref[Held]:
+        held = Held()
+        found = weakref.ref(held)
+        with pytest.raises(ValueError, match="first"):
+            side_by_side(store, [first, lambda: 1, second])
+        return found
+
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
+    assert side_by_side(store, [lambda: 1, lambda: 2]) == [1, 2]
+    store.close()

@@ -1,0 +1,314 @@
+"""Staging memory is leased, grown, reused, given back and pinned as the saver needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from dcp_cases import same, seeded
+from descriptors import open_files
+from named_memory import named_memory
+
+from ckpt_storage.background import hostbuffers, staging
+from ckpt_storage.background.hostbuffers import Arena, HostBuffers, Kind
+from ckpt_storage.background.staging import stage
+from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
+
+MIB = 1024 * 1024
+
+linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
+KINDS = pytest.mark.parametrize("kind", ["private", "shared"])
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process that is in RAM, shared memory included."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class FakeRuntime:
+    """What is called of the CUDA runtime; memory that is unlocked after it is unmapped faults."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.calls: list[tuple[str, int]] = []
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802, ARG002
+        """Note the call, and answer as told."""
+        self.calls.append(("register", address))
+        assert size_bytes > 0
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        """Read the memory, and note the call."""
+        assert len(ctypes.string_at(address, 1)) == 1
+        self.calls.append(("unregister", address))
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
+    """A machine that seems to have CUDA."""
+    runtime = FakeRuntime()
+    monkeypatch.setattr(hostbuffers, "cuda_runtime", lambda: runtime)
+    return runtime  # type: ignore[return-value]  # no teardown
+
+
+@KINDS
+def test_leases_are_counted_and_given_back(kind: Kind) -> None:
+    """No more than max_leases are alive; a release makes room, twice is once."""
+    with HostBuffers(kind, max_leases=2) as buffers:
+        first, second = buffers.lease(), buffers.lease()
+        with pytest.raises(PhaseTimeoutError, match="All 2 staging buffers"):
+            buffers.lease()
+        with pytest.raises(PhaseTimeoutError):
+            buffers.lease(timeout_s=0.01)
+        first.release()
+        first.release()
+        assert buffers.leased_count == 1
+        with buffers.lease():
+            assert buffers.leased_count == 2
+        second.release()
+        assert buffers.leased_count == 0
+
+
+def test_a_waiting_lease_gets_the_set_that_comes_free() -> None:
+    """Waiting ends with the release of another thread's lease, or with close."""
+    buffers = HostBuffers()
+    held = buffers.lease()
+    outcomes: list[object] = []
+
+    def wait() -> None:
+        try:
+            outcomes.append(buffers.lease(timeout_s=30))
+        except InvalidInputError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    held.release()
+    while not outcomes:
+        assert any(thread.is_alive() for thread in threads)
+    buffers.close()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["InvalidInputError", "Lease"]
+
+
+@KINDS
+def test_memory_is_reused_grown_and_let_go(kind: Kind) -> None:
+    """One arena serves state after state, is replaced by a larger one, and goes with close."""
+    with HostBuffers(kind) as buffers:
+        with buffers.lease() as lease:
+            small = lease.arena(MIB)
+            assert lease.arena(10) is small
+        with buffers.lease() as lease:
+            assert lease.arena(MIB) is small
+            lease.memo = "layout"
+            large = lease.arena(3 * MIB)
+            assert large is not small
+            assert lease.memo is None
+            assert large.size_bytes >= 3 * MIB
+            assert large.memory.size == large.size_bytes
+            assert small.file is None
+            assert buffers.allocated_bytes == large.size_bytes
+            buffers.close()
+            buffers.close()
+            assert buffers.allocated_bytes == large.size_bytes
+        assert buffers.allocated_bytes == 0
+        with pytest.raises(InvalidInputError, match="closed"):
+            buffers.lease()
+        with pytest.raises(InvalidInputError, match="lease has ended"):
+            lease.arena(1)
+
+
+@KINDS
+def test_what_was_staged_outlives_an_abandoned_lease(kind: Kind) -> None:
+    """After abandon nobody writes into the old memory, and it is freed with its last reader."""
+    with HostBuffers(kind) as buffers:
+        lease = buffers.lease()
+        stuck = stage({"x": seeded(1, 1000)}, lease)
+        arena = weakref.ref(stuck.arena)
+        lease.abandon()
+        with buffers.lease() as lease:
+            stage({"x": seeded(2, 1000)}, lease)
+        assert same(stuck.state, {"x": seeded(1, 1000)})
+        del stuck
+        gc.collect()
+        assert arena() is None
+
+
+def test_memory_that_cannot_be_had_is_an_error() -> None:
+    """A state larger than the address space is refused with the phase; the lease stays usable."""
+    with HostBuffers() as buffers, buffers.lease() as lease:
+        with pytest.raises(CheckpointError, match="host memory") as caught:
+            lease.arena(1 << 60)
+        assert caught.value.phase == "stage"
+        assert lease.arena(1).size_bytes > 0
+
+
+def test_no_lease_at_all_is_refused() -> None:
+    """A pool without any set is a mistake."""
+    with pytest.raises(InvalidInputError, match="max_leases"):
+        HostBuffers(max_leases=0)
+
+
+@linux
+@KINDS
+def test_twenty_stages_take_no_more_memory_than_two(kind: Kind) -> None:
+    """Resident memory and open files stand still from the second stage on."""
+    state = {str(index): torch.ones(MIB) for index in range(8)}
+    with HostBuffers(kind) as buffers:
+        for step in range(22):
+            if step == 2:
+                before, files = resident_bytes(), open_files()
+            with buffers.lease() as lease:
+                stage(state, lease)
+        assert resident_bytes() - before < 8 * MIB
+        assert open_files() <= files
+    gc.collect()
+    assert before - resident_bytes() > 16 * MIB
+
+
+@linux
+@KINDS
+def test_a_state_that_grows_leaves_nothing_behind(kind: Kind) -> None:
+    """Arenas that were outgrown are unmapped and their files closed."""
+    with HostBuffers(kind) as buffers:
+        files, memories = open_files(), []
+        for count in range(1, 9):
+            with buffers.lease() as lease:
+                stage({"x": torch.ones(count * MIB)}, lease)
+                memories.append(weakref.ref(lease.arena(0).memory))
+        alive = [memory() is not None for memory in memories]
+        assert not any(alive[:-2])
+        assert alive[-1]
+        assert len(open_files() - files) <= 2
+        del lease
+    gc.collect()
+    assert open_files() <= files
+
+
+@KINDS
+def test_pages_are_locked_once_and_unlocked_before_they_go(kind: Kind, cuda: FakeRuntime) -> None:
+    """An arena is registered at the first need, and unregistered when its last view dies."""
+    with HostBuffers(kind) as buffers, buffers.lease() as lease:
+        arena = lease.arena(MIB)
+        assert cuda.calls == []
+        assert arena.pin()
+        assert arena.pin()
+        address = arena.memory.ctypes.data
+        assert cuda.calls == [("register", address)]
+        view = torch.from_numpy(arena.memory[64:128])
+        del arena
+        lease.arena(5 * MIB)
+        assert cuda.calls == [("register", address)]
+        del view
+        gc.collect()
+        assert cuda.calls == [("register", address), ("unregister", address)]
+
+
+def test_cpu_states_lock_nothing(cuda: FakeRuntime) -> None:
+    """On a machine with CUDA a state without CUDA tensors does not touch the runtime."""
+    with HostBuffers() as buffers, buffers.lease() as lease:
+        stage({"x": seeded(1, 10)}, lease)
+    assert cuda.calls == []
+
+
+def test_copies_from_a_gpu_are_enqueued_and_awaited_once(
+    cuda: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stream the memory is locked, no copy blocks, and the stream is awaited at the end."""
+    events: list[object] = []
+    copy_many = torch._foreach_copy_  # a documented name of torch's
+
+    class Stream:
+        def synchronize(self) -> None:
+            events.append("synchronize")
+
+    def noted(targets: object, sources: object, non_blocking: object) -> None:
+        events.append(non_blocking)
+        copy_many(targets, sources, non_blocking)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(staging, "_fork_streams", lambda _: {torch.device("cpu"): Stream()})
+    monkeypatch.setattr(staging, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(torch, "_foreach_copy_", noted)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    state = {str(seed): seeded(seed, 500) for seed in range(5)}
+    with HostBuffers("shared") as buffers:
+        for _ in range(2):
+            with buffers.lease() as lease:
+                assert same(stage(state, lease).state, state)
+            assert events == [True, True, True, "synchronize"]
+            events.clear()
+        assert [name for name, _ in cuda.calls] == ["register"]
+
+
+@linux
+def test_forked_children_do_not_get_private_memory() -> None:
+    """The kernel is told to empty it in forks, so that writing to it copies no page."""
+    arena = Arena("private", MIB)
+    smaps = Path("/proc/self/smaps").read_text(encoding="utf-8")
+    ours = smaps[smaps.index(f"{arena.memory.ctypes.data:x}-") :]
+    flags = next(line for line in ours.splitlines() if line.startswith("VmFlags"))
+    assert "wf" in flags.split()
+
+
+def test_a_refused_lock_is_told_once_and_not_fatal(
+    cuda: FakeRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where pages cannot be locked a warning says so and says why copies are slower."""
+    cuda.code = 2
+    with caplog.at_level(logging.WARNING, logger="ckpt_storage.background.hostbuffers"):
+        arena = Arena("private", MIB)
+        assert not arena.pin()
+        assert not arena.pin()
+    (record,) = caplog.records
+    assert "ulimit" in record.getMessage()
+    del arena
+    gc.collect()
+    assert [name for name, _ in cuda.calls] == ["register"]
+
+
+def test_without_cuda_nothing_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without CUDA has no runtime to ask."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert hostbuffers.cuda_runtime() is None
+    assert not Arena("shared", MIB).pin()
+
+
+@linux
+def test_a_killed_process_leaves_no_name_behind() -> None:
+    """A process that holds shared memory has no name for it, so SIGKILL leaves no file."""
+    code = """
+        import time, torch
+        from ckpt_storage.background.hostbuffers import HostBuffers
+        from ckpt_storage.background.staging import stage
+        lease = HostBuffers("shared").lease()
+        stage({"x": torch.ones(1000)}, lease)
+        print("staged", flush=True)
+        time.sleep(60)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"staged\n"
+        during = named_memory(process.pid)
+        process.send_signal(signal.SIGKILL)
+    assert during == set()

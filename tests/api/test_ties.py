@@ -1,0 +1,570 @@
+"""Ties: tensors that are the same memory are recorded as such, others never.
+
+What was recorded is read from the documents as JSON; what ranks hold is what the test made.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import dcp_cases
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from consolidate_cases import files_in, tensors_of
+from dcp_cases import raw_bytes, same, seeded, zeros_like
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from saver_cases import END_S, quick_saver
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+import ckpt_storage
+from ckpt_storage import FormatError
+from ckpt_storage.commit.tiednames import candidate_ties, settled_ties
+from ckpt_storage.format.manifest import Manifest, RankManifest
+from ckpt_storage.saves.tiedmemory import WrittenMemory
+from ckpt_storage.testing.ranks import RankPool
+
+Door = Literal["save", "dcp.save"]
+DOORS: tuple[Door, ...] = ("save", "dcp.save")
+
+Owners = Literal["rank 0", "all"]
+"""Who writes what all ranks hold."""
+
+TIE = {"model.head": "model.embed"}
+
+
+def save_by(door: Door, state: dict[str, Any], path: str | Path, **options: Any) -> None:
+    """Save with our front door or with torch's."""
+    if door == "save":
+        ckpt_storage.save(state, path, sync_files=False, **options)
+    else:
+        dcp_cases.save(state, path, **options)
+
+
+def body_of(path: Path) -> dict[str, Any]:
+    """Return the body of the only manifest below `path`."""
+    (found,) = path.glob("saves/*/manifest.json")
+    body: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))["body"]
+    return body
+
+
+def recorded(path: Path) -> dict[str, str]:
+    """Return the ties that the manifest below `path` records."""
+    ties: dict[str, str] = body_of(path).get("ties", {})
+    return ties
+
+
+def writers_of(path: Path, fqn: str) -> set[int]:
+    """Return the ranks whose manifests list chunks of a tensor."""
+    return {
+        rank["rank"]
+        for rank in body_of(path)["inline_ranks"]
+        if any(fqn in map(rank["fqns"].__getitem__, f["items"]["fqn"]) for f in rank["files"])
+    }
+
+
+def tied_model() -> dict[str, Any]:
+    """Return a state whose output layer is its embedding."""
+    embed = torch.nn.Parameter(seeded(1, 24, 4))
+    return {"model": {"embed": embed, "body": seeded(2, 12, 4), "head": embed}, "step": 3}
+
+
+def look_alikes() -> dict[str, Any]:
+    """Return tensors of which no two are the same tensor, though some share memory."""
+    base = seeded(1, 8, 8)
+    return {
+        "base": base,
+        "equal": base.clone(),
+        "part": base[:4],
+        "shifted": base[4:],
+        "turned": base.t(),
+        "bits": base.view(torch.int32),
+        "flat": base.view(-1),
+        "empty": torch.empty(0, 8),
+        "empty too": torch.empty(0, 8),
+        "complex": torch.view_as_complex(base.view(8, 4, 2)),
+        "conjugate": torch.view_as_complex(base.view(8, 4, 2)).conj(),
+        "expanded": base[0].expand(8, 8),
+    }
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_tensors_of_one_memory_are_tied_to_the_first(tmp_path: Path, door: Door) -> None:
+    """A Parameter, views of all of it, and shared storage: all aliases have the first as target."""
+    weight = torch.nn.Parameter(seeded(1, 6, 5))
+    whole = weight.detach()
+    state = {
+        "model": {
+            "embed": weight,
+            "head": weight,
+            "more": [{"detached": whole}, [seeded(3, 2), whole.view(6, 5)]],
+            "body": seeded(2, 6, 5),
+        },
+        "set": weight.detach()[:],
+        "scalar": (scalar := torch.tensor(1.5)),
+        "scalar too": scalar,
+    }
+    save_by(door, state, tmp_path)
+    aliases = ["model.head", "model.more.0.detached", "model.more.1.1", "set"]
+    assert recorded(tmp_path) == dict.fromkeys(aliases, "model.embed") | {"scalar too": "scalar"}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_only_looks_alike_is_not_tied(tmp_path: Path, door: Door) -> None:
+    """Equal values, and other views of one memory, are no tie; the documents have no such key."""
+    save_by(door, look_alikes(), tmp_path)
+    texts = [path.read_bytes() for path in tmp_path.rglob("*.json")]
+    assert not any(b'"ties"' in text for text in texts)
+
+
+def test_a_front_door_ties_storages_of_one_memory(tmp_path: Path) -> None:
+    """Two storage objects over the same bytes are one memory to a front door."""
+    array = seeded(1, 16).numpy()
+    ckpt_storage.save({"a": torch.from_numpy(array), "b": torch.from_numpy(array)}, tmp_path)
+    assert recorded(tmp_path) == {"b": "a"}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_ties_change_nothing_for_readers(tmp_path: Path, door: Door) -> None:
+    """Both tensors are stored: torch's reader and ours load both, and verify finds all sound."""
+    save_by(door, tied_model(), tmp_path)
+    assert recorded(tmp_path) == TIE
+    for load in (dcp_cases.load, dcp_cases.load_stock):
+        target = zeros_like(tied_model())
+        load(target, tmp_path)
+        assert same(target, tied_model())
+        only = {"model": {"head": torch.zeros(24, 4)}}
+        load(only, tmp_path)
+        assert same(only["model"]["head"], seeded(1, 24, 4))
+    report = ckpt_storage.verify(tmp_path)
+    assert report.ok, report
+
+
+def save_replicated(rank: int, path: Path, door: Door, owners: Owners, apart: int | None) -> None:
+    """Save a tied model that all ranks hold; on rank `apart` the head is a copy."""
+    state = tied_model()
+    if rank == apart:
+        state["model"]["head"] = state["model"]["embed"].detach().clone()
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=owners == "rank 0")
+    save_by(door, state, path, planner=planner)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_tie_whose_tensors_are_written_by_two_ranks_is_known(
+    ranks: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    """A front door sees the state, so it ties replicas that planning divided among ranks."""
+    ranks.run(save_replicated, tmp_path, "save", "all", None, world_size=world_size)
+    assert writers_of(tmp_path, "model.embed") != writers_of(tmp_path, "model.head")
+    assert recorded(tmp_path) == TIE
+
+
+@pytest.mark.parametrize("owners", ["rank 0", "all"])
+@pytest.mark.parametrize("apart", [0, 1, 2])
+def test_a_tie_that_one_rank_does_not_have_is_none(
+    ranks: RankPool, tmp_path: Path, apart: int, owners: Owners
+) -> None:
+    """Whichever rank holds two tensors, and whoever writes them, no tie is recorded."""
+    ranks.run(save_replicated, tmp_path, "save", owners, apart, world_size=3)
+    if owners == "rank 0":
+        assert writers_of(tmp_path, "model.head") == {0}
+    assert recorded(tmp_path) == {}
+
+
+def test_a_writer_alone_ties_what_one_rank_wrote(ranks: RankPool, tmp_path: Path) -> None:
+    """Under bare dcp.save replicas are tied if one rank wrote both, and not if two did."""
+    ranks.run(save_replicated, tmp_path / "one", "dcp.save", "rank 0", None, world_size=2)
+    ranks.run(save_replicated, tmp_path / "two", "dcp.save", "all", None, world_size=2)
+    assert recorded(tmp_path / "one") == TIE
+    assert recorded(tmp_path / "two") == {}
+
+
+def sharded_model(placements: list[Placement], rows: int, apart: int | None) -> dict[str, Any]:
+    """Return a tied model in shards as FSDP keeps it; on rank `apart` the head is a copy."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    embed = distribute_tensor(seeded(1, rows, 6), mesh, placements)
+    body = distribute_tensor(seeded(2, rows, 6), mesh, placements)
+    head: Any = torch.nn.Parameter(embed)
+    if dist.get_rank() == apart:
+        copy = embed.to_local().clone()
+        head = DTensor.from_local(
+            copy, mesh, placements, run_check=False, shape=embed.shape, stride=embed.stride()
+        )
+    return {"model": {"embed": embed, "body": body, "head": head}}
+
+
+def save_sharded(
+    rank: int, path: Path, door: Door, placements: list[Placement], rows: int, apart: int | None
+) -> None:
+    """Save `sharded_model`."""
+    del rank
+    save_by(door, sharded_model(placements, rows, apart), path)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("placements", "rows", "world_size"),
+    [([Shard(0)], 8, 2), ([Shard(0)], 3, 4), ([Shard(1)], 5, 3), ([Shard(0)], 1, 2)],
+    ids=["even", "one rank without elements", "columns", "all in one shard"],
+)
+def test_shards_are_tied_where_all_that_hold_any_agree(
+    ranks: RankPool,
+    tmp_path: Path,
+    door: Door,
+    placements: list[Placement],
+    rows: int,
+    world_size: int,
+) -> None:
+    """A rank that holds no element of either has no say; one that holds some has."""
+    jobs = (placements, rows)
+    ranks.run(save_sharded, tmp_path / "tied", door, *jobs, None, world_size=world_size)
+    assert recorded(tmp_path / "tied") == TIE
+    ranks.run(save_sharded, tmp_path / "idle", door, *jobs, 3, world_size=world_size)
+    assert recorded(tmp_path / "idle") == TIE
+    ranks.run(save_sharded, tmp_path / "apart", door, *jobs, 0, world_size=world_size)
+    assert recorded(tmp_path / "apart") == {}
+
+
+def test_replicated_dtensors_are_tied(ranks: RankPool, tmp_path: Path) -> None:
+    """Also those that planning gave to different ranks."""
+    ranks.run(save_sharded, tmp_path, "save", [Replicate()], 8, None, world_size=2)
+    assert recorded(tmp_path) == TIE
+
+
+def save_otherwise_sharded(rank: int, path: Path, door: Door) -> None:
+    """Save one local tensor as part of tensors that are cut otherwise, or to other ranks."""
+    del rank
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.ones(4, 4)
+    state = {
+        "rows": DTensor.from_local(local, mesh, [Shard(0)]),
+        "columns": DTensor.from_local(local, mesh, [Shard(1)]),
+        "reversed": DTensor.from_local(local, DeviceMesh("cpu", [1, 0]), [Shard(0)]),
+    }
+    save_by(door, state, path)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_one_local_tensor_in_two_places_is_no_tie(
+    ranks: RankPool, tmp_path: Path, door: Door
+) -> None:
+    """The same memory and values, but in other rows of the whole, are not the same tensor."""
+    ranks.run(save_otherwise_sharded, tmp_path, door, world_size=2)
+    assert recorded(tmp_path) == {}
+
+
+def save_legacy_shards(rank: int, path: Path, door: Door, apart: int | None) -> None:
+    """Save tensors in several legacy shards a rank; on rank `apart` one of them is a copy."""
+    whole = seeded(1, 9, 4)
+    rows = {0: [(0, 2), (4, 5), (8, 9)], 1: [(2, 4), (5, 8)]}[rank]
+    parts = [whole[start:stop].clone() for start, stop in rows]
+    state = {}
+    for name in ("embed", "head"):
+        if name == "head" and rank == apart:
+            parts[1] = parts[1].clone()
+        shards = [
+            LocalShard.from_tensor_and_offsets(part, [start, 0], rank)
+            for part, (start, _) in zip(parts, rows, strict=True)
+        ]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state[name] = ShardedTensor._init_from_local_shards(shards, (9, 4))  # noqa: SLF001  # torch's only way
+    save_by(door, {"model": state}, path)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_legacy_shards_are_tied_if_all_of_them_are(
+    ranks: RankPool, tmp_path: Path, door: Door
+) -> None:
+    """One of five shards that is a copy makes it two tensors."""
+    ranks.run(save_legacy_shards, tmp_path / "tied", door, None, world_size=2)
+    assert recorded(tmp_path / "tied") == TIE
+    ranks.run(save_legacy_shards, tmp_path / "apart", door, 1, world_size=2)
+    assert recorded(tmp_path / "apart") == {}
+
+
+def save_alias_on_one_rank(rank: int, path: Path) -> None:
+    """Save a tensor that all ranks hold, and its alias, which rank 0 holds."""
+    state = tied_model()
+    if rank:
+        del state["model"]["head"]
+    ckpt_storage.save(state, path, sync_files=False)
+
+
+def test_a_rank_that_holds_only_one_of_two_does_not_object(ranks: RankPool, tmp_path: Path) -> None:
+    """It cannot know better than the rank that holds both."""
+    ranks.run(save_alias_on_one_rank, tmp_path, world_size=3)
+    assert recorded(tmp_path) == TIE
+
+
+class Resolving(dcp.DefaultSavePlanner):
+    """A planner that passes tensors through a function."""
+
+    def __init__(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Resolve, and change."""
+        value = super().resolve_data(write_item)
+        if write_item.type is WriteItemType.BYTE_IO:
+            return value
+        assert isinstance(value, torch.Tensor)
+        return self.change(write_item.index.fqn, value)
+
+
+def cast(_fqn: str, value: torch.Tensor) -> torch.Tensor:
+    """Return a copy that is gone when it was written."""
+    return value.to(torch.bfloat16)
+
+
+def change_the_head(fqn: str, value: torch.Tensor) -> torch.Tensor:
+    """Return other values for one of them."""
+    return value + 1 if fqn.endswith("head") else value
+
+
+def test_copies_made_by_a_planner_are_not_tied_by_the_writer(tmp_path: Path) -> None:
+    """Copies of equal values are no tie; nor is a buffer that is filled again and again."""
+    state = {f"w{i}": torch.ones(64, 64) for i in range(6)}
+    dcp_cases.save(dict(state), tmp_path / "copies", planner=Resolving(cast))
+    buffer = torch.empty(64, 64)
+    again = Resolving(lambda _, value: buffer.copy_(value))
+    dcp_cases.save(dict(state), tmp_path / "buffer", planner=again)
+    for path in (tmp_path / "copies", tmp_path / "buffer"):
+        assert recorded(path) == {}
+        assert "ties" not in body_of(path)["inline_ranks"][0]
+
+
+class Unpacking(torch.Tensor):
+    """A kind of tensor that gives its elements anew each time that it is asked for them."""
+
+    def __get_tensor_shard__(self, _: MetadataIndex) -> torch.Tensor:
+        """Return the elements."""
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_copies_made_by_a_kind_of_tensor_are_not_tied_by_the_writer(tmp_path: Path) -> None:
+    """Torch's own planner asks it; what it gave is gone, and the next may lie in its place."""
+    state = {f"w{i}": torch.ones(64).as_subclass(Unpacking) for i in range(20)}
+    dcp_cases.save(dict(state), tmp_path)
+    assert recorded(tmp_path) == {}
+    assert "ties" not in body_of(tmp_path)["inline_ranks"][0]
+
+
+def test_memory_that_was_freed_and_used_again_is_no_tie() -> None:
+    """Tensors that follow one another in the same place are told apart."""
+    written = WrittenMemory()
+    addresses = set()
+    for i in range(100):
+        passing = torch.ones(8)
+        addresses.add(passing.data_ptr())
+        written.add(f"w{i}", (0,), passing)
+        del passing
+    assert len(addresses) < 100
+    assert written.ties() == {}
+
+
+def test_a_planner_that_changes_both_alike_keeps_the_tie_of_the_state(tmp_path: Path) -> None:
+    """A front door ties what was one tensor in the state, as long as what is stored is equal."""
+    ckpt_storage.save(tied_model(), tmp_path / "cast", planner=Resolving(cast), sync_files=False)
+    assert recorded(tmp_path / "cast") == TIE
+    planner = Resolving(change_the_head)
+    ckpt_storage.save(tied_model(), tmp_path / "changed", planner=planner, sync_files=False)
+    assert recorded(tmp_path / "changed") == {}
+
+
+class Renaming(dcp.DefaultSavePlanner):
+    """A planner that gives what it saves other names."""
+
+    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **more: Any) -> None:
+        """Rename every key."""
+        super().set_up_planner({f"new_{key}": state_dict[key] for key in state_dict}, *args, **more)
+
+
+def test_a_tie_is_recorded_by_the_names_that_are_stored(tmp_path: Path) -> None:
+    """Where a planner renames, the writer knows what the front door cannot."""
+    ckpt_storage.save(tied_model(), tmp_path, planner=Renaming(), sync_files=False)
+    assert recorded(tmp_path) == {"new_model.head": "new_model.embed"}
+
+
+def test_a_state_that_holds_itself_is_saved_as_the_planner_likes(tmp_path: Path) -> None:
+    """Looking for ties does not fail a save that the planner can make."""
+    inner: dict[str, Any] = {"x": 1}
+    inner["self"] = inner
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    ckpt_storage.save({"inner": inner}, tmp_path, planner=planner, sync_files=False)
+    assert recorded(tmp_path) == {}
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_staging_keeps_ties(tmp_path: Path, mode: Literal["thread", "process"]) -> None:
+    """A save in the background records the ties of the trainer's state, time and again."""
+    with quick_saver(mode) as saver:
+        for step in range(2):
+            path = tmp_path / f"step-{step}"
+            saver.save(tied_model() | look_alikes(), path, sync_files=False).result(END_S)
+            assert recorded(path) == TIE
+
+
+def save_in_background(rank: int, path: Path, apart: int | None) -> None:
+    """Save a replicated model with an `AsyncSaver`; on rank `apart` the head is a copy."""
+    state = tied_model()
+    if rank == apart:
+        state["model"]["head"] = state["model"]["embed"].detach().clone()
+    with quick_saver("thread") as saver:
+        saver.save(state, path, sync_files=False).result(END_S)
+
+
+def test_ranks_agree_on_ties_in_the_background(ranks: RankPool, tmp_path: Path) -> None:
+    """Several ranks that save in threads record what all have, and nothing else."""
+    ranks.run(save_in_background, tmp_path / "tied", None, world_size=2)
+    assert recorded(tmp_path / "tied") == TIE
+    ranks.run(save_in_background, tmp_path / "apart", 1, world_size=2)
+    assert recorded(tmp_path / "apart") == {}
+
+
+def save_and_consolidate(rank: int, path: Path) -> None:
+    """Save a tied model in shards and export it twice."""
+    del rank
+    ckpt_storage.save(sharded_model([Shard(0)], 8, None), path, sync_files=False)
+    ckpt_storage.consolidate(path, path / "drop")
+    ckpt_storage.consolidate(path, path / "keep", tied="keep")
+
+
+def test_consolidation_drops_recorded_aliases_or_keeps_them(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """`tied` decides, and nobody has to name the tie."""
+    ranks.run(save_and_consolidate, tmp_path, world_size=2)
+    dropped = tensors_of(files_in(tmp_path / "drop"))
+    kept = tensors_of(files_in(tmp_path / "keep"))
+    assert dropped.keys() == {"embed", "body"}
+    assert kept.keys() == {"embed", "body", "head"}
+    assert kept["head"] == kept["embed"] == dropped["embed"]
+    assert kept["head"][2] == raw_bytes(seeded(1, 8, 6))
+
+
+@pytest.mark.parametrize(
+    ("ties", "text"),
+    [
+        ({"model.head": "model.absent"}, "cannot be"),
+        ({"model.absent": "model.embed"}, "cannot be"),
+        ({"step": "model.embed"}, "cannot be"),
+        ({"model.embed": "model.embed"}, "cannot be"),
+        ({"model.head": "model.embed", "model.embed": "model.body"}, "cannot be"),
+        ({"model.head": 3}, "cannot be"),
+        ({"model.head": "other"}, "another dtype or shape"),
+        ({"model.head": "turned"}, "another dtype or shape"),
+        (["model.head"], "'ties' should be"),
+    ],
+)
+def test_a_manifest_with_ties_that_cannot_be_is_refused(
+    tmp_path: Path, ties: Any, text: str
+) -> None:
+    """Unknown names, blobs, chains, circles and unequal tensors are damage, and so it is said."""
+    state = tied_model() | {"other": torch.zeros(24, 4).double(), "turned": torch.zeros(4, 24)}
+    ckpt_storage.save(state, tmp_path, sync_files=False)
+    body = body_of(tmp_path)
+    assert Manifest.from_body(body, where="here").ties == TIE
+    with pytest.raises(FormatError, match=text):
+        Manifest.from_body(body | {"ties": ties}, where="here")
+
+
+@pytest.mark.parametrize("ties", [{"model.head": "absent"}, {"absent": "model.head"}, 3])
+def test_a_rank_manifest_with_ties_that_cannot_be_is_refused(tmp_path: Path, ties: Any) -> None:
+    """Its ties are of what the rank wrote."""
+    ckpt_storage.save(tied_model(), tmp_path, sync_files=False)
+    body = body_of(tmp_path)["inline_ranks"][0]
+    assert RankManifest.from_body(body, where="here").ties == TIE
+    with pytest.raises(FormatError, match=r"tie of|'ties' should be"):
+        RankManifest.from_body(body | {"ties": ties}, where="here")
+
+
+NAMES = "abcdef"
+Held = dict[str, int]
+"""What a rank holds: name -> memory."""
+
+
+def views_of(world: list[Held]) -> list[tuple[tuple[str, ...], ...]]:
+    """Return what each rank would tie, by looking at all pairs."""
+    return [
+        tuple(
+            group
+            for memory in sorted(set(held.values()))
+            if len(group := tuple(name for name in held if held[name] == memory)) > 1
+        )
+        for held in world
+    ]
+
+
+def settled_in(world: list[Held]) -> dict[str, str]:
+    """Return alias -> target as the ranks settle it between them."""
+    views = views_of(world)
+    candidates = candidate_ties(views)
+    objections = []
+    for held in world:
+        own = []
+        for group in candidates:
+            classes: dict[int, list[str]] = {}
+            for name in filter(held.__contains__, group):
+                classes.setdefault(held[name], []).append(name)
+            if len(classes) > 1:
+                own.append(tuple(map(tuple, classes.values())))
+        objections.append(own)
+    settled = settled_ties(views, objections)
+    return {name: root for name, root in settled.items() if name != root}
+
+
+def connected(world: list[Held]) -> dict[str, set[str]]:
+    """Return, for each name, all that chains of ties on single ranks lead to."""
+    reach = {name: {name} for name in NAMES}
+    for _ in NAMES:
+        for held in world:
+            for one in held:
+                for other in held:
+                    if held[one] == held[other]:
+                        reach[one] |= reach[other]
+    return reach
+
+
+HELD = st.dictionaries(st.sampled_from(NAMES), st.integers(0, 2))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(HELD, min_size=1, max_size=4))
+def test_no_rank_is_overruled(world: list[Held]) -> None:
+    """Whatever ranks hold: ties follow from ties, no rank has them apart, chains are gone."""
+    ties, reach = settled_in(world), connected(world)
+    groups = {target: {target} for target in ties.values()}
+    for alias, target in ties.items():
+        assert target not in ties
+        groups[target].add(alias)
+    for target, group in groups.items():
+        assert group <= reach[target]
+        for held in world:
+            assert len({held[name] for name in group if name in held}) <= 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(NAMES), st.integers(0, 2), min_size=2),
+    st.lists(st.sets(st.sampled_from(NAMES)), min_size=1, max_size=4),
+)
+def test_ranks_of_one_mind_tie_all_that_they_can(memory: Held, holdings: list[set[str]]) -> None:
+    """Where no rank contradicts another, all that is connected has one target, the first named."""
+    world = [{name: memory[name] for name in sorted(held & memory.keys())} for held in holdings]
+    ties, reach = settled_in(world), connected(world)
+    order = [name for view in views_of(world) for group in view for name in group]
+    for name in set(order):
+        assert ties.get(name, name) == min(reach[name], key=order.index)

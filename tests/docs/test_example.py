@@ -1,0 +1,129 @@
+"""The example's main job, end to end in processes of its own, and its power to fail."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEADLINE_S = 300.0
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[str]) -> Iterator[None]:
+    """End the driver, and through it its runs, if the test leaves before it has ended."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=60)
+
+
+def run_driver(*arguments: str) -> tuple[int, str]:
+    """Run the example without torchrun; return its exit code and everything it printed."""
+    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "train_fsdp2.py"), *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with _ended(process):
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, output
+
+
+def processes_naming(text: str) -> list[str]:
+    """Return the command lines of running processes that contain `text`."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            command = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if text in command:
+                found.append(command)
+    return found
+
+
+@pytest.mark.timeout(DEADLINE_S + 120)
+def test_main_job_on_a_local_folder(tmp_path: Path) -> None:
+    """A run killed inside a save resumes bit-identically on 2 ranks, and closely on 4 and 1."""
+    code, output = run_driver("--steps", "12", "--save-every", "4", "--url", str(tmp_path))
+    assert code == 0, output
+    for sentence in (
+        "committed checkpoints are step-00000004, step-00000008, step-00000012",
+        "the model that transformers reads from it gives the same logits, bit for bit",
+        "ok: the run ended inside the save of step 8",
+        "ok: the newest committed checkpoint is step-00000004",
+        "ok: the torn one is refused",
+        "ok: the losses of steps 5 to 12 are bit-identical to the reference",
+        "5. Resume on 4 instead of 2 ranks",
+        "6. Resume on 1 instead of 2 ranks",
+        "ok: the losses of 8 steps agree within",
+        "All checks passed",
+    ):
+        assert sentence in output, output
+    assert "FAILED" not in output
+    assert processes_naming(str(tmp_path)) == []
+
+
+@pytest.mark.timeout(DEADLINE_S + 120)
+def test_main_job_on_the_embedded_s3_server() -> None:
+    """The same job passes on an S3 server, with every rank saving in a worker process."""
+    code, output = run_driver(
+        *("--storage", "s3", "--steps", "6", "--save-every", "2", "--other-ranks", "1"),
+        *("--saving", "process"),
+    )
+    assert code == 0, output
+    for sentence in (
+        "Checkpoints go below s3://example/",
+        "ok: the run ended inside the save of step 4",
+        "ok: the newest committed checkpoint is step-00000002",
+        "ok: the losses of steps 3 to 6 are bit-identical to the reference",
+        "All checks passed",
+    ):
+        assert sentence in output, output
+
+
+def test_a_kill_before_anything_is_committed_is_refused() -> None:
+    """The driver refuses to kill the first save, after which there is nothing to resume from."""
+    code, output = run_driver("--save-every", "5", "--kill-at", "5")
+    assert code == 2
+    assert "--kill-at must be a save after the first" in output
+
+
+def test_a_differing_loss_or_state_fails_the_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bit in a loss, a loss beyond the tolerance, or another digest is a failed check."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    main_job = importlib.import_module("main_job")
+    driver = main_job.Driver(argparse.Namespace(), str(tmp_path), {}, tmp_path)
+
+    def run(loss: float, digest: str) -> object:
+        return main_job.Run(
+            stderr="", losses={1: loss.hex()}, digests={}, saved=[], resumed=(0, digest)
+        )
+
+    reference = run(1.0, "a")
+    driver.check_identical(run(1.0, "a"), reference, 1, 1)
+    driver.check_close(run(1.0 + 2**-52, "a"), reference)
+    driver.check_loaded(run(1.0, "a"), 0, "a")
+    assert driver.failed_count == 0
+    driver.check_identical(run(1.0 + 2**-52, "a"), reference, 1, 1)
+    driver.check_close(run(1.001, "a"), reference)
+    driver.check_loaded(run(1.0, "b"), 0, "a")
+    driver.check_loaded(run(1.0, "a"), 1, "a")
+    assert driver.failed_count == 4
+    assert capsys.readouterr().out.count("FAILED") == 4

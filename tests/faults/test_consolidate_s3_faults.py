@@ -1,0 +1,122 @@
+"""Every request of an export to S3 may fail: a lost answer, a passing error, a death at it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import consolidate_cases as cases
+import pytest
+import servers
+import torch
+
+import ckpt_storage
+from ckpt_storage.errors import CheckpointError
+from ckpt_storage.export.consolidating import consolidate
+from ckpt_storage.options import RetryPolicy
+from ckpt_storage.testing.s3server import FaultRule, S3Server
+
+RETRY = RetryPolicy(attempt_count=3, first_delay_s=0.001, max_delay_s=0.002)
+RULES: dict[str, dict[str, Any]] = {
+    "lost answer": {"action": "lost"},
+    "passing error": {"action": "status", "status": 503},
+}
+
+
+def model(version: int) -> dict[str, torch.Tensor]:
+    """Return a small model; versions differ."""
+    return {f"w{i}": torch.full((100, 50), version + i / 8) for i in range(4)}
+
+
+class Bucket:
+    """Two checkpoints on S3, and one export folder that is made as it was before each export."""
+
+    def __init__(self, server: S3Server, kind: str) -> None:
+        self.server = server
+        self._kind = kind
+        self._given: dict[str, Any] = {"storage_options": server.storage_options, "retry": RETRY}
+        server.create_bucket("bkt")
+        for version in (1, 2):
+            ckpt_storage.save(model(version), f"s3://bkt/run{version}", **self._given)
+
+    def fresh(self) -> None:
+        """Empty the folder; for "replace", export version 1 to it."""
+        for key in self.server.dump("bkt"):
+            if key.startswith("out/"):
+                assert servers.ask(self.server.endpoint_url, "DELETE", f"/bkt/{key}") == 204
+        if self._kind == "replace":
+            consolidate("s3://bkt/run1", "s3://bkt/out", **self._given)
+        self.server.reset_counters()
+
+    def export(self) -> CheckpointError | None:
+        """Export version 2; return what went wrong."""
+        try:
+            consolidate("s3://bkt/run2", "s3://bkt/out", max_file_bytes=60_000, **self._given)
+        except CheckpointError as error:
+            return error
+        return None
+
+    @property
+    def version(self) -> int | None:
+        """Which version the index leads to, None if to no file; fails for a mixture."""
+        dump = self.server.dump("bkt")
+        files = {key[4:]: data for key, data in dump.items() if key.startswith("out/")}
+        weight_map = json.loads(files.get(cases.INDEX, b'{"weight_map": {}}'))["weight_map"]
+        if not files.keys() & weight_map.values():
+            return None
+        found = cases.tensors_of(files)
+        (version,) = [v for v in (1, 2) if cases.expected_of(model(v)) == found]
+        return version
+
+    def check_whole(self, at: str) -> None:
+        """Assert that the next export ends with version 2 and nothing else."""
+        assert self.export() is None, at
+        assert self.version == 2, at
+        assert len([k for k in self.server.dump("bkt") if k.startswith("out/model-")]) == 2, at
+        assert self.server.stats().open_uploads == 0, at
+
+
+@pytest.fixture(params=["first", "replace"])
+def bucket(request: pytest.FixtureRequest) -> Iterator[Bucket]:
+    """A server of its own."""
+    with S3Server() as server:
+        yield Bucket(server, request.param)
+
+
+def requests_of(bucket: Bucket) -> list[str]:
+    """Export once; return what was asked for."""
+    bucket.fresh()
+    assert bucket.export() is None
+    asked = [f"{request.op} {request.key}" for request in bucket.server.requests]
+    assert {"create_upload", "part", "complete", "put"} <= {one.split()[0] for one in asked}
+    return asked
+
+
+@pytest.mark.parametrize("fault", sorted(RULES))
+def test_an_export_survives_whatever_passes(bucket: Bucket, fault: str) -> None:
+    """A lost answer or a passing error of any one request is not noticed."""
+    for number, asked in enumerate(requests_of(bucket)):
+        at = f"{fault} at {number} ({asked})"
+        bucket.fresh()
+        bucket.server.faults([FaultRule(after=number, **RULES[fault])])
+        error = bucket.export()
+        bucket.server.faults([])
+        assert error is None, f"{at}: {error!r}"
+        assert bucket.version == 2, at
+        bucket.check_whole(at)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_export_that_dies_leaves_old_or_new(bucket: Bucket, when: Any) -> None:
+    """Whatever request was the last, the index leads to one export, and the next run completes."""
+    bucket.fresh()
+    before = bucket.version
+    for number, asked in enumerate(requests_of(bucket), 1):
+        at = f"{when} {number} ({asked})"
+        bucket.fresh()
+        bucket.server.crash_at(number, when)
+        bucket.export()
+        bucket.server.recover()
+        assert bucket.version in {before, 2}, at
+        bucket.check_whole(at)

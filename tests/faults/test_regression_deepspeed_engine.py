@@ -1,0 +1,173 @@
+"""Failure 2: the decoupled checkpoint engine whose trainer waits for a dead process for ever.
+
+DeepSpeed's `DecoupledCheckpointEngine` spawns a process, hands it a save through a queue and waits
+on an event without a timeout; `__del__` does the same. A process that the OOM killer took never
+sets the event. The pattern comes first, as plain code of our own, so that it is seen to fail.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saver_cases import (
+    END_S,
+    SLACK_S,
+    Hold,
+    held,
+    is_alive,
+    loaded,
+    quick_saver,
+    save_step,
+    state_of,
+    until,
+)
+
+from ckpt_storage import AsyncSaver, RankFailedError, SaveState, list_checkpoints
+from ckpt_storage.testing.ranks import RankPool
+
+TESTS = str(Path(__file__).parents[1] / "support")
+
+PATIENCE_S = 2.0
+"""A wait that takes longer than this, though its process is dead, is called blocked."""
+
+
+def _engine_process(requests: Queue[Any], began: Event, _saved: Event) -> None:
+    requests.get()
+    began.set()
+    time.sleep(END_S)  # a write that takes its time, until the process is killed
+
+
+class PlainEngine:
+    """The pattern: a process, a queue, an event, no deadline and no look at the process."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.requests = context.Queue()
+        self.began, self.saved = context.Event(), context.Event()
+        self.process = context.Process(
+            target=_engine_process, args=(self.requests, self.began, self.saved), daemon=True
+        )
+        self.process.start()
+        self.is_pending = False
+
+    def save(self, state: object) -> None:
+        """Hand a save over."""
+        self.requests.put(state)
+        self.is_pending = True
+
+    def commit(self) -> None:
+        """Wait until it is saved."""
+        if self.is_pending:
+            self.saved.wait()
+
+    def __del__(self) -> None:
+        self.commit()
+
+
+@pytest.mark.parametrize("how", ["commit", "__del__"])
+def test_plain_pattern_waits_for_a_dead_process(how: str) -> None:
+    """The pattern fails: neither its wait nor its finalizer returns once the process is dead."""
+    engine = PlainEngine()
+    engine.save(1)
+    assert engine.began.wait(END_S)
+    assert engine.process.pid is not None
+    os.kill(engine.process.pid, signal.SIGKILL)
+    engine.process.join(END_S)
+    assert engine.process.exitcode == -signal.SIGKILL
+    waiting = threading.Thread(target=getattr(engine, how), daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE_S)
+    is_blocked = waiting.is_alive()
+    engine.is_pending = False
+    engine.saved.set()
+    waiting.join(END_S)
+    engine.requests.close()
+    engine.requests.join_thread()
+    engine.process.close()
+    assert is_blocked
+
+
+def _killed(rank: int, folder: str) -> list[Any]:
+    """Kill the worker of rank 1 while it writes; train on; save again; forget the saver."""
+    saver: AsyncSaver | None = quick_saver("process", on_error="warn")
+    assert saver is not None
+    hold = Hold(folder, "write", 1)
+    planner = held(hold) if rank == 1 else None
+    handle = save_step(saver, folder, rank, 0, planner=planner)
+    pid = hold.reached()
+    begin = time.monotonic()
+    if rank == 1:
+        os.kill(pid, signal.SIGKILL)
+    error = handle.exception(END_S)
+    waited_s = time.monotonic() - begin
+    with saver.step_guard():
+        weight = sum(range(1000))  # training goes on
+    save_step(saver, folder, rank, 1).result(END_S)
+    last = saver.worker_pid
+    begin = time.monotonic()
+    saver = None  # its finalizer must not block
+    forgotten_s = time.monotonic() - begin
+    assert last is not None
+    until(lambda: not is_alive(last), "the end of the worker")
+    assert weight == 499500
+    return [type(error).__name__, str(error), handle.state, waited_s, forgotten_s]
+
+
+def test_killed_worker_is_an_error_on_all_ranks_and_training_goes_on(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Ours: all ranks raise soon, naming rank and phase; the next save works; nothing blocks."""
+    for kind, text, state, waited_s, forgotten_s in ranks.run(_killed, str(tmp_path), world_size=2):
+        assert kind == RankFailedError.__name__
+        assert "ank 1" in text
+        assert "write phase" in text
+        assert state is SaveState.FAILED
+        assert waited_s < SLACK_S
+        assert forgotten_s < PATIENCE_S
+    assert [info.name for info in list_checkpoints(tmp_path)] == ["step-1"]
+    for rank in range(2):
+        assert loaded(tmp_path / "step-1", rank).keys() == state_of(rank, 1).keys()
+
+
+SCRIPT = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from saver_cases import Hold, held, quick_saver, save_step
+folder = sys.argv[1]
+
+def main():
+    saver = quick_saver("process")
+    hold = Hold(folder, "write", 0)
+    save_step(saver, folder, 0, 0, planner=held(hold))
+    os.kill(hold.reached(), signal.SIGKILL)
+    # Nobody waits, nobody closes: the interpreter ends, and finalizers run.
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_exit_is_not_blocked_by_a_dead_worker(tmp_path: Path) -> None:
+    """Ours: an interpreter ends though the worker died with a save, and the failure is told."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=TESTS))
+    result = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=END_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "was ended by SIGKILL in the write phase" in result.stderr

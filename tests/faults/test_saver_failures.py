@@ -1,0 +1,366 @@
+"""A background save that fails on one rank fails on all, says why, and the next one works."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from dcp_cases import same
+from saver_cases import (
+    END_S,
+    MODES,
+    BrokenPlanner,
+    Hold,
+    held,
+    is_alive,
+    loaded,
+    quick_saver,
+    quick_timeouts,
+    save_step,
+    state_of,
+    told,
+)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from ckpt_storage import (
+    AsyncSaver,
+    CheckpointError,
+    CheckpointExistsError,
+    InvalidInputError,
+    PhaseTimeoutError,
+    SaveCancelledError,
+    SaveState,
+    list_checkpoints,
+)
+from ckpt_storage.background import saver
+from ckpt_storage.testing.ranks import RankPool
+
+
+class Unpicklable(DefaultSavePlanner):
+    """A planner that no process but its own can have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Unreadable(DefaultSavePlanner):
+    """A planner that pickles and cannot be read."""
+
+    def __setstate__(self, state: dict[str, Any]) -> NoReturn:
+        raise ZeroDivisionError("read divides by zero")
+
+
+class UnreadableValue:
+    """A value that pickles and cannot be read."""
+
+    def __reduce__(self) -> Any:
+        return (_divide, (0,))
+
+
+def _divide(by: int) -> float:
+    return 1 / by
+
+
+def _begin(saver: AsyncSaver, folder: str, rank: int, what: str) -> Any:
+    """Begin a save that fails on rank 1; return its error."""
+    planners: dict[str, Callable[[], Any]] = {
+        "planner raises": BrokenPlanner,
+        "planner does not pickle": Unpicklable,
+        "planner cannot be read": Unreadable,
+    }
+    values: dict[str, Callable[[], Any]] = {
+        "value cannot be read": UnreadableValue,
+        "value does not pickle": threading.Lock,
+        "tensor cannot be staged": lambda: torch.empty(3, device="meta"),
+    }
+    url = f"{folder}/broken"
+    options: dict[str, Any] = {"sync_files": False}
+    state: dict[str, Any] = state_of(rank, 0)
+    if rank == 1:
+        if what in planners:
+            options["planner"] = planners[what]()
+        if what in values:
+            state["value"] = values[what]()
+        if what == "wrong option":
+            options["part_bytes"] = -5
+        if what == "other place":
+            url += "-other"
+    if what == "storage refuses":
+        blocker = Path(folder) / "blocker"
+        blocker.touch()
+        url = f"{blocker}/below-a-file"
+    try:
+        return saver.save(state, url, **options).exception(END_S)
+    except CheckpointError as error:
+        return error
+
+
+THREAD_FAILURES = (
+    "planner raises",
+    "tensor cannot be staged",
+    "value does not pickle",
+    "wrong option",
+    "storage refuses",
+    "other place",
+)
+PROCESS_FAILURES = (
+    *THREAD_FAILURES,
+    "planner does not pickle",
+    "planner cannot be read",
+    "value cannot be read",
+)
+
+
+def _failing(rank: int, folder: str, mode: Any, failures: tuple[str, ...]) -> list[Any]:
+    seen = []
+    with quick_saver(mode) as saver:
+        pid = saver.worker_pid
+        for number, what in enumerate(failures):
+            error = _begin(saver, folder, rank, what)
+            printed = "".join(traceback.format_exception(error))
+            seen.append((what, type(error).__name__, str(error), printed))
+            step = number + 1
+            # No rank is told twice, and a state is not that of an earlier save.
+            save_step(saver, folder, rank, step).result(END_S)
+            assert same(loaded(f"{folder}/step-{step}", rank), state_of(rank, step))
+            dist.barrier()
+        # A failure of a save is none of the worker.
+        assert saver.worker_pid == pid
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("mode", "failures"), [("thread", THREAD_FAILURES), ("process", PROCESS_FAILURES)]
+)
+def test_failure_of_one_rank_is_told_to_all_and_the_next_save_works(
+    ranks: RankPool, tmp_path: Path, mode: str, failures: tuple[str, ...]
+) -> None:
+    """Whatever fails on rank 1, both ranks raise and name it, nothing is committed, all goes on."""
+    reasons = {
+        "planner raises": "divides by zero",
+        "planner does not pickle": "pickle",
+        "planner cannot be read": "read divides by zero",
+        "value cannot be read": "division by zero",
+        "value does not pickle": "lock",
+        "tensor cannot be staged": "meta",
+        "wrong option": "part_bytes",
+        "storage refuses": "below-a-file",
+        "other place": "broken-other",
+    }
+    first, second = ranks.run(_failing, str(tmp_path), mode, failures, world_size=2, timeout_s=120)
+    for ours, theirs in zip(first, second, strict=True):
+        (what, kind, text, printed), (_, other_kind, other_text, other_printed) = ours, theirs
+        if what == "planner raises":
+            # Where it was raised, which the message refers to, is shown in all processes.
+            assert "in create_local_plan" in printed
+            assert "in create_local_plan" in other_printed
+        assert kind.endswith("Error"), what
+        assert reasons[what] in text, (what, text)
+        assert reasons[what] in other_text, (what, other_text)
+        if what not in {"other place", "storage refuses"}:
+            assert "ank 1" in text, (what, text)
+        if what == "other place":
+            assert {kind, other_kind} == {"RankMismatchError"}
+    assert not any("broken" in info.name for info in list_checkpoints(tmp_path))
+
+
+def _mismatch(rank: int, folder: str, mode: Any) -> list[str]:
+    """Let rank 1 leave a save out, with others queued behind."""
+    with quick_saver(mode, max_pending=3, on_error="warn") as saver:
+        hold = Hold(folder, "local plan", rank)
+        first = save_step(saver, folder, rank, 0, planner=held(hold))
+        steps = (1, 2) if rank == 0 else (2, 3)
+        queued = [save_step(saver, folder, rank, step) for step in steps]
+        hold.reached()
+        hold.go()
+        first.result(END_S)
+        errors = [handle.exception(END_S) for handle in queued]
+        again = save_step(saver, folder, rank, 9)
+        again.result(END_S)
+    return [type(errors[0]).__name__, str(errors[1])]
+
+
+def test_saves_behind_a_mismatch_are_not_begun(ranks: RankPool, tmp_path: Path) -> None:
+    """If ranks call different saves, the queued ones end as well: they would meet wrong ones."""
+    for first, second in ranks.run(_mismatch, str(tmp_path), "thread", world_size=2):
+        assert first == "RankMismatchError"
+        assert "was not begun" in second
+    names = {info.name for info in list_checkpoints(tmp_path)}
+    assert names == {"step-0", "step-9"}
+
+
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_failure_that_nobody_asked_for_is_raised_once(
+    tmp_path: Path, on_error: Any, *, taken: bool
+) -> None:
+    """The next save raises it with `on_error="raise"`, and is not begun; "warn" raises nothing."""
+    with quick_saver("thread", on_error=on_error) as saver:
+        handle = save_step(saver, tmp_path, 0, 0, planner=BrokenPlanner())
+        if taken:
+            assert "divides by zero" in str(handle.exception(END_S))
+        if on_error == "raise" and not taken:
+            with pytest.raises(CheckpointError, match="divides by zero"):
+                save_step(saver, tmp_path, 0, 1)
+        save_step(saver, tmp_path, 0, 2).result(END_S)
+    assert {info.name for info in list_checkpoints(tmp_path)} == {"step-2"}
+
+
+def test_failure_is_raised_by_wait_and_by_close(tmp_path: Path) -> None:
+    """`wait` and `close` raise what nobody asked for; `close` closes nevertheless."""
+    saver = quick_saver("thread", max_pending=2)
+    save_step(saver, tmp_path, 0, 0, planner=BrokenPlanner())
+    with pytest.raises(CheckpointError, match="divides by zero"):
+        saver.wait(END_S)
+    saver.wait(END_S)
+    save_step(saver, tmp_path, 0, 0, planner=BrokenPlanner())
+    with pytest.raises(CheckpointError, match="divides by zero"):
+        saver.close(END_S)
+    with pytest.raises(InvalidInputError, match="closed"):
+        save_step(saver, tmp_path, 0, 1)
+    saver.close()
+
+
+@pytest.mark.parametrize("how", ["wait", "close"])
+def test_failure_is_raised_though_a_later_save_goes_on(tmp_path: Path, how: str) -> None:
+    """A wait that ends at its limit raises the failure that it has met, and says what goes on."""
+    saver = quick_saver("thread", max_pending=2)
+    save_step(saver, tmp_path, 0, 0, planner=BrokenPlanner())
+    hold = Hold(tmp_path, "write", 0)
+    going = save_step(saver, tmp_path, 0, 1, planner=held(hold))
+    hold.reached()
+    with pytest.raises(CheckpointError, match="divides by zero") as caught:
+        getattr(saver, how)(0.01)
+    assert any("step-1 has not ended" in note for note in caught.value.__notes__)
+    hold.go()
+    going.result(END_S)
+    saver.close()
+
+
+def test_question_that_gets_no_answer_takes_no_failure(tmp_path: Path) -> None:
+    """A failure is still raised by the saver if who asked for it before had no time to hear it."""
+    with quick_saver("thread") as saver:
+        hold = Hold(tmp_path, "write", 0)
+        handle = save_step(saver, tmp_path, 0, 0, planner=held(hold))
+        hold.reached()
+        with pytest.raises(PhaseTimeoutError, match="has not ended"):
+            handle.result(0.01)
+        handle.cancel()
+        hold.go()
+        with pytest.raises(SaveCancelledError):
+            saver.wait()
+
+
+def _without_means(rank: int, folder: str, mode: Any) -> list[str]:
+    """Let rank 1 have no thread, or no worker process, for its first save."""
+
+    def refused(self: Any, *_args: Any) -> None:
+        if mode == "process" or "ckpt-storage save" in self.name:
+            raise BlockingIOError("none left") if mode == "process" else RuntimeError("none left")
+        start(self)
+
+    kind = SpawnProcess if mode == "process" else threading.Thread
+    start = kind.start
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(kind, "start", refused)
+        saver = quick_saver(mode)
+        try:
+            error = save_step(saver, folder, rank, 0).exception(END_S)
+        except CheckpointError as raised:
+            error = raised
+    with saver:
+        save_step(saver, folder, rank, 1).result(END_S)
+    return [type(error).__name__, str(error)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rank_without_thread_or_process_tells_all(
+    ranks: RankPool, tmp_path: Path, mode: str
+) -> None:
+    """A rank that has no thread or process for its save says so to all, and the next one works."""
+    first, second = ranks.run(_without_means, str(tmp_path), mode, world_size=2)
+    assert first[0] == "RankFailedError"
+    assert second[0] == "CheckpointError"
+    for text in (first[1], second[1]):
+        assert "none left" in text
+        assert "ank 1" in text
+    assert {info.name for info in list_checkpoints(tmp_path)} == {"step-1"}
+
+
+def _asked_on_one(rank: int, folder: str) -> list[str]:
+    """Ask for the outcome of a failed save on rank 0 only; go on as scripts do."""
+    seen = []
+    with quick_saver("thread") as saver:
+        planner = BrokenPlanner() if rank == 1 else None
+        handle = save_step(saver, folder, rank, 0, planner=planner)
+        if rank == 0:
+            handle.exception(END_S)
+        for step in (1, 2):
+            try:
+                handle = save_step(saver, folder, rank, step)
+                error = handle.exception(END_S)
+            except CheckpointError as raised:
+                error = raised
+            seen.append(type(error).__name__)
+    return seen
+
+
+def test_rank_that_raises_in_save_leaves_nobody_alone(ranks: RankPool, tmp_path: Path) -> None:
+    """If only some ranks raise an earlier failure in `save`, the others hear of it, and go on."""
+    first, second = ranks.run(_asked_on_one, str(tmp_path), world_size=2)
+    assert second == ["CheckpointError", "NoneType"]
+    assert first == ["RankFailedError", "NoneType"]
+    assert {info.name for info in list_checkpoints(tmp_path)} == {"step-2"}
+
+
+def test_interrupt_while_staging_ends_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in `save` stays one; the save ends, frees its memory, and the next one works."""
+
+    def interrupted(*_args: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    with quick_saver("thread") as ours:
+        with monkeypatch.context() as patch:
+            patch.setattr(saver, "stage", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                save_step(ours, tmp_path, 0, 0)
+        save_step(ours, tmp_path, 0, 1).result(END_S)
+    assert {info.name for info in list_checkpoints(tmp_path)} == {"step-1"}
+
+
+def test_existing_checkpoint_is_refused(tmp_path: Path) -> None:
+    """A background save does not replace what is committed unless told to."""
+    with quick_saver("thread") as ours:
+        save_step(ours, tmp_path, 0, 0).result(END_S)
+        again = save_step(ours, tmp_path, 0, 0)
+        assert isinstance(again.exception(END_S), CheckpointExistsError)
+        assert again.state is SaveState.FAILED
+        save_step(ours, tmp_path, 0, 0, overwrite=True).result(END_S)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_save_that_hangs_ends_at_its_deadline(tmp_path: Path, mode: Any) -> None:
+    """A write that never ends is TIMED_OUT at its deadline; its memory is not used again."""
+    with AsyncSaver(mode=mode, timeout=quick_timeouts(plan=1.0), on_error="warn") as ours:
+        hold = Hold(tmp_path, "local plan", 0)
+        first = save_step(ours, tmp_path, 0, 0, planner=held(hold), block_until_staged=True)
+        hold.reached()
+        with pytest.raises(PhaseTimeoutError):
+            first.result(0.05)
+        assert first.cancel()
+        hold.go()
+        assert told(first.exception(END_S))[0] in {"SaveCancelledError", "PhaseTimeoutError"}
+        save_step(ours, tmp_path, 0, 1).result(END_S)
+        pid = ours.worker_pid
+    assert pid is None or not is_alive(pid)

@@ -1,0 +1,265 @@
+"""Workers that are killed or stopped at any time: all ranks learn of it, and training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from dcp_cases import same
+from named_memory import left_of
+from saver_cases import (
+    END_S,
+    SILENCE_S,
+    SLACK_S,
+    Hold,
+    Where,
+    held,
+    is_alive,
+    loaded,
+    quick_saver,
+    save_step,
+    state_of,
+    until,
+)
+
+from ckpt_storage import CheckpointError, RankFailedError, SaveHandle, SaveState, list_checkpoints
+from ckpt_storage.background import workerlink
+from ckpt_storage.background.worker import worker_main
+from ckpt_storage.testing.ranks import RankPool
+
+Cell = tuple[Where, int]
+
+KILLED: tuple[Cell, ...] = (
+    ("local plan", 0),
+    ("local plan", 1),
+    ("write", 0),
+    ("write", 1),
+    ("commit", 0),
+    ("committed", 0),
+    ("outcome", 1),
+)
+
+
+def _until_told(handle: SaveHandle) -> None:
+    until(lambda: handle.save_id, "a beat that knows the save id")
+
+
+def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> list[dict[str, Any]]:
+    """End workers in each cell, on one saver; return how the saves went."""
+    seen = []
+    with quick_saver("process", on_error="warn") as saver:
+        save_step(saver, folder, rank, 0).result(END_S)
+        for step, (where, victim) in enumerate(cells, start=1):
+            marks = Path(folder) / f"marks-{step}"
+            marks.mkdir(exist_ok=True)
+            hold = Hold(marks, where, victim)
+            planner = held(hold) if rank == victim else None
+            handle = save_step(saver, folder, rank, step, planner=planner)
+            pid = hold.reached()
+            if rank == victim:
+                assert pid == saver.worker_pid
+                if where != "local plan":
+                    _until_told(handle)
+                (marks / "time").write_text(str(time.monotonic()))
+                os.kill(pid, number)
+            error = handle.exception(END_S)
+            end = time.monotonic()
+            seen.append(
+                {
+                    "cell": (where, victim),
+                    "state": handle.state,
+                    "error": None if error is None else str(error),
+                    "kind": type(error).__name__,
+                    "failures": sorted(getattr(error, "failures", ())),
+                    "after_s": end - float((marks / "time").read_text()),
+                    "own": rank == victim,
+                }
+            )
+            after = save_step(saver, f"{folder}/after", rank, step)
+            after.result(END_S)
+            if rank == victim:
+                assert not is_alive(pid)
+            dist.barrier()
+        last = saver.worker_pid
+    assert last is not None
+    assert not is_alive(last)
+    for step in range(1, len(cells) + 1):
+        assert same(loaded(f"{folder}/after/step-{step}", rank), state_of(rank, step))
+    return seen
+
+
+@pytest.mark.parametrize("cells", [KILLED[:4], KILLED[4:]], ids=["before", "committing"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_worker_that_is_ended_is_told_on_all_ranks(
+    ranks: RankPool, tmp_path: Path, number: int, cells: tuple[Cell, ...]
+) -> None:
+    """All ranks end alike, truly and in time, wherever the worker was; the next save works."""
+    outcomes = ranks.run(
+        _deaths, str(tmp_path), number, cells, world_size=2, timeout_s=len(cells) * 40
+    )
+    there = {info.name for info in list_checkpoints(tmp_path)}
+    for step in range(1, len(cells) + 1):
+        seen = [outcome[step - 1] for outcome in outcomes]
+        where, victim = cells[step - 1]
+        is_there = f"step-{step}" in there
+        assert is_there == (where in {"committed", "outcome"}), seen
+        for one in seen:
+            # A doubt is true as well, but only where the coordinator died in its commit, or may
+            # only be slow: a member that has written all cannot know what it is doing.
+            allowed = {SaveState.COMMITTED if is_there else SaveState.FAILED}
+            if victim == 0 and (where == "commit" or (number == signal.SIGSTOP and not one["own"])):
+                allowed.add(SaveState.UNKNOWN)
+            assert one["state"] in allowed, seen
+            limit_s = SLACK_S if number == signal.SIGKILL else SILENCE_S + SLACK_S
+            assert one["after_s"] < limit_s, seen
+            if one["state"] is SaveState.FAILED:
+                assert one["failures"] == [victim], seen
+                assert "worker process" in one["error"] or "sign of life" in one["error"], seen
+
+
+def _idle(rank: int, folder: str) -> None:
+    """End the worker between saves; the next one does not notice."""
+    with quick_saver("process") as saver:
+        for step, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
+            # The first one while it starts.
+            pid = saver.worker_pid
+            assert pid is not None
+            if rank == 1:
+                os.kill(pid, number)
+            handle = save_step(saver, folder, rank, step)
+            assert handle.result(END_S).name == f"step-{step}"
+            assert is_alive(pid) == (rank == 0)
+    assert same(loaded(f"{folder}/step-1", rank), state_of(rank, 1))
+
+
+def test_worker_that_is_ended_while_it_starts_or_idles_costs_no_save(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """A worker killed while starting, or stopped while idle, is replaced; the save succeeds."""
+    ranks.run(_idle, str(tmp_path), world_size=2, timeout_s=120)
+
+
+def _stopped_at_start(rank: int, folder: str) -> str:
+    def give_minutes(pid: int) -> None:
+        # As ever, for the next one: on a busy machine a start takes many seconds.
+        end_s = time.monotonic() + END_S
+        while is_alive(pid) and time.monotonic() < end_s:
+            time.sleep(0.02)
+        workerlink._START_S = 120.0  # noqa: SLF001
+
+    if rank == 1:
+        workerlink._START_S = 4.0  # noqa: SLF001  # a start is given minutes
+    try:
+        with quick_saver("process") as saver:
+            pid = saver.worker_pid
+            assert pid is not None
+            if rank == 1:
+                os.kill(pid, signal.SIGSTOP)
+                threading.Thread(target=give_minutes, args=(pid,), daemon=True).start()
+            info = save_step(saver, folder, rank, 0).result(END_S)
+            assert is_alive(pid) == (rank == 0)
+    finally:
+        workerlink._START_S = 120.0  # noqa: SLF001
+    return info.name
+
+
+def test_worker_that_is_stopped_while_it_starts_is_replaced(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """A worker that never starts is given up when its time is over, and another does the save."""
+    names = ranks.run(_stopped_at_start, str(tmp_path), world_size=2, timeout_s=120)
+    assert names == ["step-0"] * 2
+
+
+def _never_starts(rank: int, folder: str) -> list[str]:
+    """Let no worker of rank 1 start at all; return what is raised, and that the saver recovers."""
+    with (
+        mock.patch.object(workerlink, "worker_main", _dies if rank == 1 else worker_main),
+        quick_saver("process", on_error="warn") as saver,
+    ):
+        error = save_step(saver, folder, rank, 0).exception(END_S)
+        assert isinstance(error, CheckpointError)
+        workerlink.__dict__["worker_main"] = worker_main
+        save_step(saver, folder, rank, 1).result(END_S)
+    return [type(error).__name__, str(error)]
+
+
+def _dies(*_args: object) -> None:
+    os._exit(3)
+
+
+def test_worker_that_never_starts_is_told_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """After a second try all ranks raise; where a worker did not begin, the reason is hinted at."""
+    first, second = ranks.run(_never_starts, str(tmp_path), world_size=2, timeout_s=120)
+    assert first[0] == second[0] == RankFailedError.__name__
+    assert "exit code 3" in first[1]
+    assert "exit code 3" in second[1]
+    assert "__main__" in second[1]
+
+
+TRAINER = """
+import os, signal, sys, time
+sys.path.insert(0, {tests!r})
+import torch
+from named_memory import named_memory
+from saver_cases import Hold, held, quick_saver, save_step
+folder, how = sys.argv[1:]
+
+def main():
+    saver = quick_saver("process", exit_timeout_s=1)
+    hold = Hold(folder, "write", 0)
+    handle = save_step(saver, folder, 0, 0, planner=held(hold))
+    pid = hold.reached()
+    child = os.fork() if how == "forked child" else 0
+    if how == "forked child" and child == 0:
+        time.sleep(60)
+        os._exit(0)
+    print(pid, child, *named_memory(os.getpid()) | named_memory(pid), flush=True)
+    if how == "stopped worker":
+        os.kill(pid, signal.SIGSTOP)
+    if how in ("killed", "forked child"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "error":
+        raise ZeroDivisionError
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    "how", ["killed", "forked child", "stuck worker", "stopped worker", "error"]
+)
+def test_worker_ends_with_its_trainer(tmp_path: Path, how: str) -> None:
+    """However a trainer ends while its worker is stuck, both are gone and no memory is left."""
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER.format(tests=str(Path(__file__).parents[1] / "support")))
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        code = subprocess.run(
+            [sys.executable, str(script), str(tmp_path), how],
+            stdout=out,
+            stderr=err,
+            timeout=60,
+            check=False,
+        ).returncode
+    printed = (tmp_path / "err").read_text()
+    expected = {"killed": -signal.SIGKILL, "forked child": -signal.SIGKILL, "error": 1}
+    assert code == expected.get(how, 0), printed
+    first, second, *names = (tmp_path / "out").read_text().split()
+    pid, child_pid = int(first), int(second)
+    until(lambda: not is_alive(pid), "the end of the worker")
+    if child_pid:
+        assert is_alive(child_pid)
+        os.kill(child_pid, signal.SIGKILL)
+    assert left_of(set(names)) == set()
+    if how not in {"killed", "forked child"}:
+        assert printed.count("is lost") == 1

@@ -1,0 +1,177 @@
+"""Chunks that do not make up their tensor are refused: nobody gets values that nobody saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+import ckpt_storage
+from ckpt_storage import FormatError
+from ckpt_storage.format.columns import Columns
+from ckpt_storage.format.regions import Box
+from ckpt_storage.format.tensorlayout import (
+    GridBoxes,
+    TensorRecord,
+    decode_tensors,
+    encode_tensors,
+    find_flaw,
+)
+from ckpt_storage.format.tiling import Grid
+
+
+def pieces_of(shape: tuple[int, ...], cut_count: int, seed: int) -> list[Box]:
+    """Return boxes that a box of `shape` falls into if a piece is cut in two again and again."""
+    draw = random.Random(seed)  # for tests
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(cut_count):
+        at = draw.randrange(len(boxes))
+        offsets, sizes = boxes[at].offsets, boxes[at].sizes
+        dims = [dim for dim, size in enumerate(sizes) if size > 1]
+        if dims:
+            dim = draw.choice(dims)
+            cut = draw.randrange(1, sizes[dim])
+            left = Box(offsets, (*sizes[:dim], cut, *sizes[dim + 1 :]))
+            there = (*offsets[:dim], offsets[dim] + cut, *offsets[dim + 1 :])
+            right = Box(there, (*sizes[:dim], sizes[dim] - cut, *sizes[dim + 1 :]))
+            boxes[at : at + 1] = [left, right]
+    draw.shuffle(boxes)
+    return boxes
+
+
+def first_flaw(shape: tuple[int, ...], boxes: list[Box]) -> tuple[tuple[int, ...], int] | None:
+    """Return, by counting each element, the first that is not held once, and how often it is."""
+    held = np.zeros(shape, dtype=np.int64)
+    for box in boxes:
+        held[tuple(map(slice, box.offsets, box.stops))] += 1
+    wrong = np.argwhere(held != 1)
+    if not len(wrong):
+        return None
+    at = tuple(wrong[0].tolist())
+    return at, int(held[at])
+
+
+@settings(deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 6), max_size=4).map(tuple),
+    cut_count=st.integers(0, 300),
+    seed=st.integers(0, 1 << 30),
+    change=st.sampled_from(["none", "drop", "double", "replace"]),
+)
+def test_the_first_flaw_is_the_one_that_counting_finds(
+    shape: tuple[int, ...], cut_count: int, seed: int, change: str
+) -> None:
+    """Whatever form the chunks have, however many there are, and whatever became of one."""
+    boxes = pieces_of(shape, cut_count, seed)
+    if change == "drop":
+        boxes.pop()
+    elif change == "double":
+        boxes.append(boxes[seed % len(boxes)])
+    elif change == "replace":
+        boxes[0] = boxes[seed % len(boxes)]
+    empty = Box((0,) * len(shape), (0,) * len(shape))
+    found = find_flaw(shape, [*boxes, empty] if shape else boxes)
+    assert (found and (found.at, found.held_count)) == first_flaw(shape, boxes)
+
+
+def test_more_dimensions_than_any_tensor_has_are_refused_at_once() -> None:
+    """Sixty dimensions cut in two have more corners than memory: they are refused, not tried."""
+    shape = (2,) * 60
+    found = find_flaw(shape, [Box((n % 2,) * 60, (1,) * 60) for n in range(2)])
+    assert found is not None
+    assert find_flaw(shape, [Box((0,) * 60, shape)]) is None
+
+
+@pytest.mark.parametrize("count", [64, 129, 1000])
+def test_a_row_twice_does_not_make_up_for_a_row_that_is_missing(count: int) -> None:
+    """I9: a manifest whose list of chunks holds as many elements as the tensor, but not each."""
+    rows = [Box((row, 0), (1, 4)) for row in range(count)]
+    for flawed in (False, True):
+        if flawed:
+            rows[7] = rows[6]
+        record = TensorRecord(
+            fqn="w", dtype="float32", shape=(count, 4), chunks=[(row, 0) for row in rows]
+        )
+        body: dict[str, Any] = encode_tensors([record])
+        if flawed:
+            with pytest.raises(FormatError, match="'w'"):
+                decode_tensors(body, Columns("here"), 1)
+        else:
+            assert [box for box, _ in decode_tensors(body, Columns("here"), 1)[0].boxes()] == rows
+
+
+def with_gap(folder: Path, *, second: int) -> Path:
+    """Save a stock checkpoint of a tensor of 12 elements in chunks of 4: at 0, `second` and 8."""
+    path = folder / "stock"
+    parts = {name: torch.arange(4.0) for name in "abc"}
+    dcp.save(parts, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    metadata = pickle.loads((path / ".metadata").read_bytes())  # torch's own
+    described = metadata.state_dict_metadata
+    offsets = [torch.Size([at]) for at in dict.fromkeys((0, second, 8))]
+    chunks = [ChunkStorageMetadata(at, torch.Size([4])) for at in offsets]
+    whole = dataclasses.replace(described["a"], size=torch.Size([12]), chunks=chunks)
+    items = {index.fqn: item for index, item in metadata.storage_data.items()}
+    metadata.state_dict_metadata = {"w": whole}
+    metadata.storage_data = {
+        MetadataIndex("w", at): items[name] for at, name in zip(offsets, "abc", strict=False)
+    }
+    metadata.planner_data = {"w": ("w",)}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+def loaded(path: Path) -> torch.Tensor:
+    """Load the tensor."""
+    target = {"w": torch.full((12,), -1.0)}
+    ckpt_storage.load(target, path)
+    return target["w"]
+
+
+DOORS: dict[str, Callable[[Path], object]] = {
+    "load": loaded,
+    "open_checkpoint": lambda path: ckpt_storage.open_checkpoint(path)["w"][:],
+    "convert": lambda path: ckpt_storage.convert(path, path / "out", to="safetensors"),
+    "consolidate": lambda path: ckpt_storage.consolidate(path, path / "out"),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_stock_checkpoint_with_a_gap_is_refused(tmp_path: Path, door: str) -> None:
+    """No front door invents what no chunk holds; the error names tensor and region."""
+    path = with_gap(tmp_path, second=8)
+    with pytest.raises(FormatError, match=r"chunks of w .*sizes \[4\] at \[4\]"):
+        DOORS[door](path)
+    assert not (path / "out").exists()
+
+
+def test_verify_tells_of_a_gap_in_a_stock_checkpoint(tmp_path: Path) -> None:
+    """What no front door opens is not sound, whatever its files are."""
+    report = ckpt_storage.verify(with_gap(tmp_path, second=8))
+    assert not report.ok
+    assert "chunks of w" in report.problems[0].message
+
+
+def test_chunks_that_meet_are_loaded_and_those_that_overlap_are_not(tmp_path: Path) -> None:
+    """The same checkpoint without the gap is sound; two values for one element are not."""
+    assert loaded(with_gap(tmp_path / "a", second=4)).tolist() == [0.0, 1.0, 2.0, 3.0] * 3
+    with pytest.raises(FormatError, match=r"2 different ones hold the element \[6\]|none holds"):
+        loaded(with_gap(tmp_path / "b", second=6))
+
+
+def test_cells_of_a_grid_have_no_hash() -> None:
+    """They equal lists of the same boxes, which have none."""
+    cells = GridBoxes(Grid(((0, 1),), (0, 0)), (2,))
+    assert cells == [Box((0,), (1,)), Box((1,), (1,))]
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(cells)

@@ -1,0 +1,181 @@
+"""What a stranger's documents may not do: reach another checkpoint, other files, or all memory."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_storage
+from ckpt_storage import FormatError, InvalidInputError
+from ckpt_storage.export.conversion.torchzip import lists_are_plausible
+from ckpt_storage.format import integrity
+from ckpt_storage.format.columns import Columns
+from ckpt_storage.format.manifest import InlineRanks
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def manifest_of(root: Path) -> Path:
+    """Return the file of the only manifest."""
+    (found,) = root.glob("saves/*/manifest.json")
+    return found
+
+
+def body_of(path: Path) -> dict[str, Any]:
+    """Return the body of a sealed document."""
+    return dict(integrity.unseal(path.read_bytes(), path=path.name))
+
+
+def change(root: Path, to_manifest: Change, to_slot: Change = lambda _: None) -> None:
+    """Change a checkpoint's manifest and commit record, as who made them could."""
+    path = manifest_of(root)
+    body = body_of(path)
+    to_manifest(body)
+    path.write_bytes(integrity.seal(body))
+    slot = root / "commits" / "00000001.json"
+    record = body_of(slot)
+    data = path.read_bytes()
+    record["manifest"] |= {"bytes": len(data), "crc32c": f"{integrity.crc32c_of(data):08x}"}
+    to_slot(record)
+    slot.write_bytes(integrity.seal(record))
+
+
+def forge(path: Path, body: dict[str, Any]) -> None:
+    """Write `body` in place of a sealed document, with the length and checksum of that one.
+
+    CRC-32C is affine in the bits of the text, so among a few more than 32 bits that can be chosen
+    there is a choice for any checksum: found by elimination over GF(2).
+    """
+    wanted = path.read_bytes()
+    body |= {"writer": {}, "created_at": "", "pad": ""}
+    pad = ["A"] * (len(wanted) - len(integrity.seal(body)))
+    assert len(pad) >= 12, "too short to be forged"
+
+    def crc() -> int:
+        sealed = integrity.seal(body | {"pad": "".join(pad)})
+        return int(sealed[11:19], 16)
+
+    first = crc()
+    basis: dict[int, tuple[int, int]] = {}
+    for number in range(48):
+        pad[number // 4] = chr(ord("A") ^ 1 << number % 4)
+        vector, mask = crc() ^ first, 1 << number
+        pad[number // 4] = "A"
+        while vector and vector.bit_length() in basis:
+            other = basis[vector.bit_length()]
+            vector, mask = vector ^ other[0], mask ^ other[1]
+        if vector:
+            basis[vector.bit_length()] = (vector, mask)
+    left, chosen = first ^ int(wanted[11:19], 16), 0
+    while left:
+        vector, mask = basis[left.bit_length()]
+        left, chosen = left ^ vector, chosen ^ mask
+    for number in range(48):
+        if chosen >> number & 1:
+            pad[number // 4] = chr(ord(pad[number // 4]) ^ 1 << number % 4)
+    path.write_bytes(integrity.seal(body | {"pad": "".join(pad)}))
+    assert integrity.crc32c_of(path.read_bytes()) == integrity.crc32c_of(wanted)
+
+
+def test_a_copy_of_a_manifest_elsewhere_is_not_taken_for_it(tmp_path: Path) -> None:
+    """A checksum can be forged: opening a stranger's copy changes nothing of what is one's own."""
+    good, evil = tmp_path / "good", tmp_path / "evil"
+    ckpt_storage.save({"aa": torch.full((4,), 1.0), "bb": torch.full((4,), 2.0)}, good)
+    shutil.copytree(good, evil)
+    path = manifest_of(evil)
+    body = body_of(path)
+    body["inline_ranks"][0]["fqns"].reverse()
+    forge(path, body)
+    stranger = ckpt_storage.open_checkpoint(evil)
+    assert stranger["aa"][0] == 2.0, "the forgery does not work"
+    assert ckpt_storage.open_checkpoint(good)["aa"][0] == 1.0
+
+
+@pytest.mark.parametrize("in_record", [False, True])
+@pytest.mark.parametrize("place", ["hf/model.safetensors", "commits/notes.json", ".metadata"])
+def test_a_copy_writes_nowhere_but_in_its_own_attempt(
+    tmp_path: Path, place: str, *, in_record: bool
+) -> None:
+    """A source that names a file of the target as its own `stock.metadata` is refused."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    ckpt_storage.save({"a": torch.ones(2)}, source)
+    ckpt_storage.save({"a": torch.zeros(3)}, target)
+    (target / place).parent.mkdir(exist_ok=True)
+    if not (target / place).exists():
+        (target / place).write_bytes(b"precious")
+    before = (target / place).read_bytes()
+    (stock,) = source.glob("saves/*/stock.metadata")
+    (source / place).parent.mkdir(exist_ok=True)
+    shutil.copy(stock, source / place)
+
+    def rename(body: dict[str, Any]) -> None:
+        body["stock"]["path"] = place
+
+    change(source, rename, rename if in_record else lambda _: None)
+    with pytest.raises(FormatError, match="no document of this save"):
+        ckpt_storage.copy(source, target, overwrite=True)
+    assert (target / place).read_bytes() == before
+
+
+@pytest.mark.parametrize("place", ["manifest.json", "saves/{}/begun.json"])
+def test_a_record_that_names_another_manifest_is_refused(tmp_path: Path, place: str) -> None:
+    """The manifest of a save lies in one place."""
+    ckpt_storage.save({"a": torch.ones(2)}, tmp_path)
+    place = place.format(manifest_of(tmp_path).parent.name)
+    shutil.copy(manifest_of(tmp_path), tmp_path / place)
+    change(tmp_path, lambda _: None, lambda record: record["manifest"].update(path=place))
+    with pytest.raises(FormatError, match="no document of this save"):
+        ckpt_storage.open_checkpoint(tmp_path)
+
+
+def test_shard_files_of_another_save_are_refused(tmp_path: Path) -> None:
+    """A manifest lists what lies in the folder of its save."""
+    ckpt_storage.save({"a": torch.ones(2)}, tmp_path)
+    change(tmp_path, lambda body: body["files"].update(paths=["hf/model.safetensors"]))
+    with pytest.raises(FormatError, match="belongs to another save"):
+        ckpt_storage.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("path", [["a", 400_000_000], ["a", -1], ["a", 10**12, "b"]])
+def test_one_number_of_a_path_takes_no_memory(tmp_path: Path, path: list[str | int]) -> None:
+    """I10: a list is about as long as what is in it, whatever its highest index says."""
+    ckpt_storage.save({"a": [torch.ones(2)]}, tmp_path / "c")
+    change(tmp_path / "c", lambda body: body.update(planner_data=[["a.0", path]]))
+    with pytest.raises(InvalidInputError, match="far longer"):
+        ckpt_storage.convert(tmp_path / "c", tmp_path / "out.pt", to="torch_save")
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_lists_of_many_values_are_plausible_and_many_long_ones_are_not() -> None:
+    """What is judged is how long all lists are together."""
+    assert lists_are_plausible([("a", n, "b") for n in range(100_000)])
+    assert lists_are_plausible([("a", 3, n) for n in range(0, 100_000, 5)])
+    assert not lists_are_plausible([("a", str(n), 50_000) for n in range(1000)])
+
+
+def test_a_damaged_rank_that_is_asked_for_again_and_again_takes_nothing(tmp_path: Path) -> None:
+    """Several threads ask for inlined ranks: each counts once, and one that is refused never."""
+    ckpt_storage.save({"a": torch.ones(2)}, tmp_path)
+    body = body_of(manifest_of(tmp_path))["inline_ranks"][0]
+    columns = Columns("here")
+    ranks = InlineRanks([body, {**body, "fqns": ["b"], "files": [{}]}], columns)
+    barrier = threading.Barrier(4)
+
+    def ask(_: int) -> int:
+        barrier.wait(20)
+        with pytest.raises(FormatError):
+            list(ranks)
+        return id(ranks[0])
+
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(ask, range(4)))) == 1
+    once = Columns("here")
+    list(InlineRanks([body], once))
+    assert columns.left_bytes == once.left_bytes

@@ -1,0 +1,414 @@
+"""Checksums, packed checksums and sealed documents, held against a bit-by-bit CRC-32C."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+import subprocess
+import sys
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+from crc32c import crc32c as reference_crc
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
+from ckpt_storage.format import integrity
+
+QUICK = settings(max_examples=150, deadline=None)
+PIECES = st.lists(st.binary(max_size=40), max_size=8)
+BODIES = st.dictionaries(
+    st.text(max_size=5),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        ),
+        max_leaves=8,
+    ),
+    max_size=4,
+)
+
+
+def slow_crc(data: bytes) -> int:
+    """Compute CRC-32C one bit at a time, as RFC 3720 defines it."""
+    register = 0xFFFFFFFF
+    for byte in data:
+        register ^= byte
+        for _ in range(8):
+            register = (register >> 1) ^ (0x82F63B78 if register & 1 else 0)
+    return register ^ 0xFFFFFFFF
+
+
+def sealed_by_hand(body: bytes) -> bytes:
+    """Put `body`, JSON or not, into the envelope of docs/format.md."""
+    return b'{"crc32c":"' + f"{slow_crc(body):08x}".encode() + b'","body":' + body + b"}\n"
+
+
+def first_difference(left: bytes, right: bytes) -> int:
+    """Return the index of the first byte in which two strings differ."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+@pytest.mark.parametrize(
+    ("data", "crc"),
+    [
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(range(31, -1, -1)), 0x113FDB5C),
+        (b"123456789", 0xE3069283),
+        (b"", 0),
+    ],
+)
+def test_the_checksum_is_that_of_the_rfc(data: bytes, crc: int) -> None:
+    """The vectors of RFC 3720, B.4, and the customary check value come out."""
+    assert integrity.crc32c_of(data) == crc
+    assert slow_crc(data) == crc
+
+
+@QUICK
+@given(left=st.binary(max_size=60), right=st.binary(max_size=60))
+def test_a_checksum_can_be_continued(left: bytes, right: bytes) -> None:
+    """The checksum of a beginning, continued over the rest, is that of the whole."""
+    assert integrity.crc32c_of(right, integrity.crc32c_of(left)) == slow_crc(left + right)
+
+
+def test_the_checksum_of_a_long_buffer_is_that_of_its_bytes() -> None:
+    """Neither the length, beyond that up to which the lock is kept, nor the type matters."""
+    data = np.arange(9 << 20, dtype=np.uint16).reshape(3, -1)
+    assert integrity.crc32c_of(data.data) == reference_crc(data.tobytes())
+
+
+@QUICK
+@given(pieces=PIECES, block_bytes=st.integers(1, 50))
+def test_block_checksums_do_not_depend_on_the_pieces(pieces: list[bytes], block_bytes: int) -> None:
+    """However a payload is cut into buffers, its blocks are counted from its start."""
+    data = b"".join(pieces)
+    blocks = [data[at : at + block_bytes] for at in range(0, len(data), block_bytes)]
+    crcs = integrity.block_crcs(map(memoryview, pieces), block_bytes)
+    assert crcs.typecode == "I"
+    assert list(crcs) == [slow_crc(block) for block in blocks]
+
+
+def test_a_hasher_takes_any_contiguous_buffer() -> None:
+    """Arrays of other types, of several dimensions and without elements are hashed as bytes."""
+    values = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
+    hasher = integrity.BlockHasher(100)
+    hasher.update(values[0].data)
+    hasher.update(np.empty((0, 7), dtype=np.int64).data)
+    hasher.update(values[1:].data)
+    data = values.tobytes()
+    assert list(hasher.finish()) == [
+        slow_crc(data[:100]),
+        slow_crc(data[100:200]),
+        slow_crc(data[200:]),
+    ]
+
+
+def test_a_hasher_refuses_a_strided_view() -> None:
+    """A view whose bytes are not consecutive is an error, not a wrong checksum."""
+    for view in (memoryview(bytes(100))[::2], np.zeros((8, 8)).T[1:].data):
+        with pytest.raises((BufferError, TypeError)):
+            integrity.BlockHasher(64).update(view)
+
+
+def test_a_finished_hasher_begins_a_new_payload() -> None:
+    """What was hashed before `finish` does not enter the next payload, nor change the result."""
+    hasher = integrity.BlockHasher(4)
+    hasher.update(b"abcdef")
+    first = hasher.finish()
+    hasher.update(b"uvwxy")
+    assert list(hasher.finish()) == [slow_crc(b"uvwx"), slow_crc(b"y")]
+    assert list(first) == [slow_crc(b"abcd"), slow_crc(b"ef")]
+
+
+@pytest.mark.parametrize("block_bytes", [0, -1])
+def test_a_block_has_at_least_one_byte(block_bytes: int) -> None:
+    """A block length that cannot be is refused at once."""
+    with pytest.raises(ValueError, match="block_bytes"):
+        integrity.BlockHasher(block_bytes)
+
+
+@QUICK
+@given(left=st.binary(max_size=60), right=st.binary(max_size=60))
+def test_two_checksums_combine(left: bytes, right: bytes) -> None:
+    """The checksum of a concatenation follows from those of its halves and a length."""
+    combined = integrity.combine(slow_crc(left), slow_crc(right), len(right))
+    assert combined == slow_crc(left + right)
+
+
+@QUICK
+@given(pieces=PIECES)
+def test_many_checksums_combine(pieces: list[bytes]) -> None:
+    """The checksum of a file follows from those of its pieces, empty ones among them."""
+    crcs = [slow_crc(piece) for piece in pieces]
+    combined = integrity.combine_many(crcs, [len(piece) for piece in pieces])
+    assert combined == slow_crc(b"".join(pieces))
+
+
+def test_checksums_without_lengths_do_not_combine() -> None:
+    """As many lengths as checksums are needed, and none is negative."""
+    with pytest.raises(ValueError, match="zip"):
+        integrity.combine_many([1, 2], [5])
+    with pytest.raises(ValueError, match="length"):
+        integrity.combine(1, 2, -1)
+
+
+@QUICK
+@given(data=st.binary(max_size=250), block_bytes=st.integers(1, 20))
+def test_block_checksums_combine_to_that_of_the_payload(data: bytes, block_bytes: int) -> None:
+    """Few blocks and many, with a whole or a shorter last one, give the payload's checksum."""
+    crcs = [slow_crc(data[at : at + block_bytes]) for at in range(0, len(data), block_bytes)]
+    for given_crcs in (crcs, array("I", crcs), np.array(crcs, dtype=np.uint32)):
+        combined = integrity.combine_blocks(given_crcs, block_bytes, len(data))  # type: ignore[arg-type]  # numpy's arrays are no Sequence to mypy
+        assert combined == slow_crc(data)
+        assert type(combined) is int
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 12, 64, 65, 1023, 4097])
+@pytest.mark.parametrize("last_bytes", [1, 999, 1024])
+def test_any_number_of_blocks_combines(count: int, last_bytes: int) -> None:
+    """Neither the change of method nor an odd number of neighbours on any level matters."""
+    data = np.random.default_rng(count).bytes((count - 1) * 1024 + last_bytes)
+    crcs = array("I", (reference_crc(data[at : at + 1024]) for at in range(0, len(data), 1024)))
+    assert integrity.combine_blocks(crcs, 1024, len(data)) == reference_crc(data)
+
+
+@pytest.mark.parametrize(("count", "total_bytes"), [(0, 1), (1, 0), (2, 64), (1, 65), (40, 64)])
+def test_blocks_that_do_not_fit_the_payload_are_refused(count: int, total_bytes: int) -> None:
+    """A checksum too few or too many is an error, not a wrong result."""
+    with pytest.raises(ValueError, match="blocks"):
+        integrity.combine_blocks([0] * count, 64, total_bytes)
+
+
+@QUICK
+@given(
+    payloads=st.lists(st.binary(max_size=250), max_size=8),
+    block_bytes=st.integers(1, 20),
+)
+def test_block_checksums_of_many_payloads_combine_to_those_of_each(
+    payloads: list[bytes], block_bytes: int
+) -> None:
+    """Payloads of like and unlike lengths, empty ones among them, get their own checksums."""
+    crcs = [
+        slow_crc(data[at : at + block_bytes])
+        for data in payloads
+        for at in range(0, len(data), block_bytes)
+    ]
+    for given_crcs in (crcs, array("I", crcs)):
+        combined = integrity.combine_each(given_crcs, block_bytes, [len(d) for d in payloads])
+        assert combined == [slow_crc(data) for data in payloads]
+        assert all(type(crc) is int for crc in combined)
+
+
+@pytest.mark.parametrize("totals", [[], [64], [64, 65], [129], [64, 64, 1]])
+def test_blocks_that_do_not_fit_the_payloads_are_refused(totals: list[int]) -> None:
+    """A checksum too few or too many is an error, not a wrong result."""
+    with pytest.raises(ValueError, match="blocks"):
+        integrity.combine_each([0] * 2, 64, totals)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 31, 255, 65_536, 20_000_001])
+def test_the_checksum_of_zeros_needs_no_zeros(length: int) -> None:
+    """The checksum of a run of zeros is that of as many zero bytes."""
+    assert integrity.crc_of_zeros(length) == reference_crc(bytes(length))
+
+
+@QUICK
+@given(crcs=st.lists(st.integers(0, 2**32 - 1), max_size=20))
+def test_packed_checksums_are_little_endian_words(crcs: list[int]) -> None:
+    """Packing writes base64 of little-endian 32-bit words, and unpacking reads it."""
+    packed = base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
+    assert integrity.encode_crcs(array("I", crcs)) == packed
+    assert list(integrity.decode_crcs(packed, len(crcs))) == crcs
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("AAAAAA==", 0),
+        ("AAAAAA==", 2),
+        ("", 1),
+        ("AAAAAAA=", 1),
+        ("AAAA", 1),
+        ("AAAAAA", 1),
+        ("AAAA AA==", 1),
+        ("AAAAAA==\n", 1),
+        ("AAAA-A==", 1),
+        ("AAAAAé==", 1),
+    ],
+)
+def test_packed_checksums_of_another_number_are_refused(text: str, count: int) -> None:
+    """Text of another length, or that is not strictly base64, names the document."""
+    with pytest.raises(FormatError, match=r"ranks/rank-00003\.json .*checksums") as caught:
+        integrity.decode_crcs(text, count, path="ranks/rank-00003.json")
+    assert caught.value.path == "ranks/rank-00003.json"
+
+
+def test_a_sealed_document_is_one_line_of_compact_json() -> None:
+    """Keys keep their order, nothing is escaped that JSON allows, and the envelope is exact."""
+    body = b'{"z":[1,2.5,null,true],"a":{"\xc3\xa9":"\\n"}}'
+    sealed = integrity.seal({"z": [1, 2.5, None, True], "a": {"é": "\n"}})
+    assert sealed == sealed_by_hand(body)
+
+
+@QUICK
+@given(body=BODIES)
+def test_unsealing_returns_what_was_sealed(body: dict[str, Any]) -> None:
+    """A document comes back equal, with its keys in order, and any JSON reader reads it."""
+    sealed = integrity.seal(body)
+    assert integrity.unseal(sealed, path="x") == body
+    assert list(integrity.unseal(sealed, path="x")) == list(body)
+    assert json.loads(sealed)["body"] == body
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, math.inf, b"bytes", {1}, "\ud800"],
+    ids=["nan", "inf", "bytes", "set", "half"],
+)
+def test_what_json_cannot_say_is_not_sealed(value: object) -> None:
+    """A value that a strict JSON reader could not read back is refused before it is written."""
+    with pytest.raises(InvalidInputError, match="cannot be written as JSON"):
+        integrity.seal({"key": value})
+
+
+def assert_found(damaged: bytes, original: bytes) -> None:
+    """Assert that unsealing finds the damage and places it no later than it begins."""
+    with pytest.raises(IntegrityError) as caught:
+        integrity.unseal(damaged, path="commits/00000001.json")
+    assert caught.value.path == "commits/00000001.json"
+    assert caught.value.offset is not None
+    assert 0 <= caught.value.offset <= first_difference(damaged, original)
+    assert str(caught.value).startswith("commits/00000001.json ")
+
+
+SEALED = sealed_by_hand(b'{"format":"ckpt_storage.commit/1","slot":11}')
+
+
+@pytest.mark.parametrize("at", range(len(SEALED)))
+def test_every_single_fault_in_a_document_is_found(at: int) -> None:
+    """At each place: each other byte, each extra byte, a missing byte, a cut, a swap."""
+    head, byte, tail = SEALED[:at], SEALED[at : at + 1], SEALED[at + 1 :]
+    assert_found(head + tail, SEALED)
+    assert_found(head, SEALED)
+    if tail[:1] not in {b"", byte}:
+        assert_found(head + tail[:1] + byte + tail[1:], SEALED)
+    for value in range(256):
+        other = bytes([value])
+        assert_found(head + other + byte + tail, SEALED)
+        if other != byte:
+            assert_found(head + other + tail, SEALED)
+
+
+@pytest.mark.parametrize("extra", [b"\n", b"\0", b"}\n", b" " * 100, SEALED])
+def test_bytes_behind_a_document_are_found(extra: bytes) -> None:
+    """What follows the closing newline is damage, even a whole second document."""
+    assert_found(SEALED + extra, SEALED)
+
+
+@QUICK
+@given(body=BODIES, data=st.data())
+def test_a_fault_in_any_document_is_found(body: dict[str, Any], data: st.DataObject) -> None:
+    """Documents of any content show a changed, a missing and an extra byte."""
+    sealed = integrity.seal(body)
+    at = data.draw(st.integers(0, len(sealed) - 1))
+    flip = data.draw(st.integers(1, 255))
+    assert_found(sealed[:at] + bytes([sealed[at] ^ flip]) + sealed[at + 1 :], sealed)
+    assert_found(sealed[:at] + sealed[at + 1 :], sealed)
+    assert_found(sealed[:at] + bytes([flip]) + sealed[at:], sealed)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b'{"weight_map": {}}', b"\x80\x02ccollections\nOrderedDict\n", b"PK\x03\x04" * 20, b"\0" * 99],
+)
+def test_a_file_that_never_was_sealed_is_of_another_format(data: bytes) -> None:
+    """Foreign content is not called damaged."""
+    with pytest.raises(FormatError, match="is not a document of a checkpoint") as caught:
+        integrity.unseal(data, path="manifest.json")
+    assert caught.value.path == "manifest.json"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[1]",
+        b"null",
+        b"",
+        b"{",
+        b"{} {}",
+        b'{"a":1,"a":1}',
+        b'{"a":[{"b":1,"c":2,"b":3}]}',
+        b'{"a":NaN}',
+        b'{"a":-Infinity}',
+        b'{"a":"\xff"}',
+        b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    ],
+    ids=lambda body: repr(body[:30]),
+)
+def test_a_sound_body_must_be_a_strict_json_object(body: bytes) -> None:
+    """A body that was written wrong is a format error although its checksum matches."""
+    sealed = b'{"crc32c":"%08x","body":' % reference_crc(body) + body + b"}\n"
+    with pytest.raises(FormatError, match="was written with a body") as caught:
+        integrity.unseal(sealed, path="manifest.json")
+    assert caught.value.path == "manifest.json"
+
+
+def test_a_document_of_this_version_is_accepted() -> None:
+    """An older one is not: none was ever released."""
+    assert integrity.encode_format("rank", 2) == "ckpt_storage.rank/2"
+    integrity.check_format({"format": "ckpt_storage.rank/2"}, "rank", 2)
+    with pytest.raises(FormatError, match=r"'ckpt_storage\.rank/2' belongs there"):
+        integrity.check_format({"format": "ckpt_storage.rank/1"}, "rank", 2)
+
+
+def test_a_newer_version_is_refused_with_both_numbers() -> None:
+    """The message says which version was found, which is the highest read, and to upgrade."""
+    with pytest.raises(FormatError) as caught:
+        integrity.check_format({"format": "ckpt_storage.rank/12"}, "rank", 3, path="a/b.json")
+    message = str(caught.value)
+    assert "ckpt_storage.rank/12" in message
+    assert "reads is 3" in message
+    assert message.endswith("Install a newer ckpt_storage.")
+    assert caught.value.path == "a/b.json"
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        "ckpt_storage.manifest/1",
+        "ckpt_storage.rank/0",
+        "ckpt_storage.rank/01",
+        "ckpt_storage.rank/1.5",
+        "ckpt_storage.rank/1\n",
+        "ckpt_storage.rank",
+        "rank/1",
+        "",
+        1,
+        None,
+    ],
+)
+def test_a_document_of_another_kind_is_refused(found: object) -> None:
+    """A manifest is not taken for a rank manifest, nor is anything that names no version."""
+    with pytest.raises(FormatError, match=r"'ckpt_storage\.rank/1' belongs there"):
+        integrity.check_format({"format": found}, "rank", 1)
+    with pytest.raises(FormatError):
+        integrity.check_format({}, "rank", 1)
+
+
+def test_documents_need_no_numpy() -> None:
+    """Sealing, packing and combining few blocks leave numpy unimported."""
+    code = (
+        "import sys; from ckpt_storage import integrity as i;"
+        "i.unseal(i.seal({'crcs': i.encode_crcs(i.block_crcs([bytes(9)], 4))}), path='x');"
+        "i.combine_blocks([1, 2], 4, 8); assert 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,345 @@
+"""Manifests: what is written is read, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import tracemalloc
+from collections.abc import Callable, Iterator
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import dcp_cases
+import pytest
+import torch
+from damage_cases import Checkpoint, body_of, save_uninlined
+from dcp_cases import failures_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from report_tools import SAVE_ID, Written, manifest_of, reports_of
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from ckpt_storage import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    UnsafeContentError,
+    list_checkpoints,
+)
+from ckpt_storage.commit.assemble import assemble
+from ckpt_storage.commit.reporttable import Planned
+from ckpt_storage.format import integrity
+from ckpt_storage.format.columns import Columns, pack_column, pack_names
+from ckpt_storage.format.manifest import Manifest, RankManifest
+from ckpt_storage.format.tensorfile import DTYPES
+
+STATE = {
+    "w": torch.arange(6.0).reshape(2, 3),
+    "empty": torch.empty(0, 2),
+    "step": 5,
+    **{f"a rather long name of tensor number {n}": torch.arange(n + 1) for n in range(70)},
+}
+Change = Callable[[Any], object]
+
+NAMES = st.text('abc.ü\n"', min_size=1, max_size=30)
+CHUNKS = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 9)), max_size=3)
+
+
+def written(name: str, chunk: list[tuple[int, int]] | None) -> Written:
+    """Return a chunk, or a blob."""
+    if chunk is None:
+        return Written(name)
+    return Written(name, tuple(a for a, _ in chunk), tuple(b for _, b in chunk))
+
+
+@settings(deadline=None)
+@given(st.lists(st.builds(written, NAMES, st.none() | CHUNKS), max_size=100))
+def test_a_rank_manifest_comes_back(items: list[Written]) -> None:
+    """Through the sealed document, with every column, whatever was written."""
+    manifest = manifest_of(1, 3, items)
+    document = integrity.seal(manifest.to_body())
+    found = RankManifest.from_body(integrity.unseal(document, path="here"), where="here")
+    assert found.fqns == list(manifest.fqns)
+    assert found.dtypes == list(manifest.dtypes)
+    assert (found.rank, found.world_size, found.host) == (1, 3, "here")
+    for a, b in zip(found.files, manifest.files, strict=True):
+        assert a.ref() == b.ref()
+        for column in b.items.__slots__:
+            assert list(getattr(a.items, column)) == list(getattr(b.items, column)), column
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(NAMES, st.tuples(st.integers(1, 70), st.booleans()), max_size=90),
+    st.integers(1, 80),
+)
+def test_a_manifest_comes_back(tensors: dict[str, tuple[int, bool]], world_size: int) -> None:
+    """Grids, regular and not, single owners, files, ranks and paths in the state."""
+    ranks: list[list[Written]] = [[] for _ in range(world_size)]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for at, (name, (rows, is_cut)) in enumerate(tensors.items()):
+        if is_cut:
+            shapes[name] = (rows * world_size + at % 2,)
+            for rank in range(world_size):
+                last = at % 2 if rank == world_size - 1 else 0
+                ranks[rank].append(Written(name, (rank * rows,), (rows + last,)))
+        else:
+            shapes[name] = (rows, 2)
+            ranks[at % world_size].append(Written(name, (0, 0), (rows, 2)))
+    planner_data: dict[str, tuple[str | int, ...]] = {name: (name, 3, "x") for name in tensors}
+    plan = Planned(tensors=shapes, blobs=frozenset(), planner_data=planner_data)
+    manifest = assemble(reports_of(ranks), plan, {})
+    document = integrity.seal(manifest.to_body())
+    found = Manifest.from_body(integrity.unseal(document, path="here"), where="here")
+    assert found.planner_data == planner_data
+    assert (found.save_id, found.world_size) == (SAVE_ID, world_size)
+    assert list(found.files) == list(manifest.files)
+    assert list(found.tensors) == list(shapes)
+    for name, shape in shapes.items():
+        record = found.tensors[name]
+        assert (record.dtype, record.shape) == ("float32", shape)
+        held = {
+            (item.offsets, item.sizes, rank)
+            for rank, items in enumerate(ranks)
+            for item in items
+            if item.fqn == name
+        }
+        assert {(box.offsets, box.sizes, rank) for box, rank in record.boxes()} == held
+    paths = [f"saves/{SAVE_ID}/ranks/rank-{rank:05d}.json" for rank in range(world_size)]
+    assert [ref.path for ref in found.ranks] == paths
+
+
+def test_files_elsewhere_keep_their_paths() -> None:
+    """A path that cannot be derived is written down."""
+    manifest = assemble(
+        reports_of([[Written("w", (0,), (4,))]]),
+        Planned(tensors={"w": (4,)}, blobs=frozenset(), planner_data=None),
+        {},
+    )
+    body = manifest.to_body()
+    assert "paths" not in body["files"]
+    body["files"]["paths"] = [f"saves/{SAVE_ID}/other"]
+    (found,) = Manifest.from_body(body, where="here").files
+    assert found[0].path == f"saves/{SAVE_ID}/other"
+    body["files"]["paths"] = ["../other"]
+    with pytest.raises(UnsafeContentError):
+        Manifest.from_body(body, where="here")
+
+
+@pytest.mark.parametrize(
+    ("column", "item", "step"),
+    [
+        ("payload_bytes", 0, -4),
+        ("payload_bytes", 0, 4),
+        ("payload_start", 1, -65),
+        ("item_start", 1, -65),
+        ("item_bytes", 0, 65),
+        ("item_bytes", 2, 65),
+        ("item_bytes", 2, 1 << 62),
+        ("box", 0, 1),
+        ("dtype", 0, -1),
+    ],
+)
+def test_one_number_that_does_not_fit_the_others_is_found(
+    column: str, item: int, step: int
+) -> None:
+    """Each rule of an item is kept by itself, not only together with the others."""
+    items = [Written("a", (0,), (8,)), Written("b", (0,), (16,)), Written("c", (0,), (16,))]
+    body = manifest_of(0, 1, items).to_body()
+    RankManifest.from_body(copy.deepcopy(body), where="here")
+    body["files"][0]["items"][column][item] += step
+    with pytest.raises(FormatError, match="in a way that cannot be"):
+        RankManifest.from_body(body, where="here")
+
+
+def packed(*entries: str) -> dict[str, Any]:
+    """Return names that are long enough to be packed, the given ones first."""
+    value = pack_names([*entries, *(f'["{"x" * 100}{n}",[]]' for n in range(30))])
+    assert isinstance(value, dict)
+    return value
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        ['["w",["a"', '"b"]]'],
+        ['["w",["a"]],["v",["b"]]'],
+        ['["w",[NaN]]'],
+        ['["w",["a"]]', '["w",["b"]]'],
+        ['["w",[{"a":1,"a":1}]]'],
+        ['["w",["\\ud800"]]'],
+        ['["\\udc00",["a"]]'],
+        [""],
+    ],
+    ids=str,
+)
+def test_packed_planner_data_that_cannot_be_is_refused(entries: list[str]) -> None:
+    """Each entry is a JSON text of its own, and each name has one."""
+    body = simple_body()
+    body["planner_data"] = packed('["w",["a"]]')
+    assert Manifest.from_body(body, where="here").planner_data is not None
+    body["planner_data"] = packed(*entries)
+    with pytest.raises(FormatError, match="planner_data"):
+        Manifest.from_body(body, where="here")
+
+
+def simple_body() -> dict[str, Any]:
+    """Return the body of a manifest of one tensor."""
+    plan = Planned(tensors={"w": (4,)}, blobs=frozenset(), planner_data=None)
+    return assemble(reports_of([[Written("w", (0,), (4,))]]), plan, {}).to_body()
+
+
+@pytest.mark.parametrize("count", [1, 100])
+def test_planner_data_comes_back_whatever_its_keys_are(count: int) -> None:
+    """Quotes, line breaks, other scripts, numbers, and no key at all."""
+    keys: list[str | int] = ['"', "\\", "\n\t\x00\x7f", "ü\u2028😀", "", 0, -3, 1 << 70, "]],[["]
+    data = {f"{n} {key}": (key, *keys[: n % 9]) for n in range(count) for key in keys} | {"": ()}
+    manifest = Manifest.from_body(simple_body(), where="here")
+    body = dataclasses.replace(manifest, planner_data=data).to_body()
+    document = integrity.unseal(integrity.seal(body), path="here")
+    assert Manifest.from_body(document, where="here").planner_data == data
+
+
+@pytest.mark.parametrize("count", [4, 128, 500])
+def test_a_gap_and_an_overlap_do_not_make_up_for_each_other(count: int) -> None:
+    """Chunks of a list hold as many elements as the tensor has, some of them twice."""
+    body = simple_body()
+    body["shapes"] = [[2 * count, 3]]
+    offsets = [number for n in range(count) for number in (2 * n, 0)]
+    layout = {"ndim": [2] * count, "sizes": [2, 3] * count, "ranks": [0] * count}
+    body["layouts"] = [layout | {"offsets": offsets}]
+    Manifest.from_body(copy.deepcopy(body), where="here")
+    body["layouts"] = [layout | {"offsets": [*offsets[:-2], offsets[-2] - 1, 0]}]
+    with pytest.raises(FormatError, match="each of its elements once"):
+        Manifest.from_body(body, where="here")
+
+
+def test_what_is_inlined_inflates_no_more_than_the_document_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks together: one could, and so could each alone."""
+    items = [Written(f"t{n}", (0,), (4,)) for n in range(400)]
+    plan = Planned(tensors={}, blobs=frozenset(), planner_data=None)
+    bodies = [manifest_of(rank, 8, items).to_body() for rank in range(8)]
+    body = assemble(reports_of([[]] * 8), plan, {}).to_body() | {"inline_ranks": bodies}
+    monkeypatch.setattr(Columns, "__init__", partialmethod(Columns.__init__, left_bytes=60_000))
+    for rank in range(8):
+        RankManifest.from_body(bodies[rank], where="here")
+    inlined = Manifest.from_body(body, where="here").inline_ranks
+    assert inlined is not None
+    assert inlined[5].rank == 5
+    with pytest.raises(FormatError, match="declares more than"):
+        list(inlined)
+
+
+def test_every_pair_of_box_and_dtype_is_not_worked_out() -> None:
+    """A document of few bytes with many boxes and all dtypes takes memory for the boxes only."""
+    body = manifest_of(0, 1, [Written("w", (0,), (4,))]).to_body()
+    count = 20_000
+    body["dtypes"] = ["float32", *(name for name in DTYPES if name != "float32")]
+    body["boxes"] = {
+        "ndim": pack_column([1] * count),
+        "offsets": pack_column([0] * count),
+        "sizes": pack_column([4] * count),
+    }
+    body["files"] *= 8
+    tracemalloc.start()
+    try:
+        found = RankManifest.from_body(body, where="here")
+        assert tracemalloc.get_traced_memory()[1] < count * 400
+    finally:
+        tracemalloc.stop()
+    assert len(found.files) == 8
+
+
+def test_a_payload_whose_length_wraps_around_is_refused() -> None:
+    """Elements times bytes an element are more than 64 bits hold."""
+    for sizes in ([1 << 62], [1 << 63 - 1, 2], [(1 << 62) + 1]):
+        body = manifest_of(0, 1, [Written("w", (0,), (1,))]).to_body()
+        body["boxes"] = {"ndim": [len(sizes)], "offsets": [0] * len(sizes), "sizes": sizes}
+        for payload_bytes in (4, 0):
+            body["files"][0]["items"]["payload_bytes"] = [payload_bytes]
+            with pytest.raises(FormatError):
+                RankManifest.from_body(body, where="here")
+
+
+def test_an_empty_state_is_no_note(tmp_path: Path) -> None:
+    """A pickle that lists nothing was published, and torch's reader takes it."""
+    for name, options, has in (("a", {}, True), ("b", {"stock_metadata": "never"}, False)):
+        dcp_cases.save({}, tmp_path / name, **options)
+        (info,) = [i for i in list_checkpoints(tmp_path) if i.url.endswith(f"/{name}")]
+        assert info.stock_metadata is has
+    assert FileSystemReader(tmp_path / "a").read_metadata().storage_data == {}
+    document = body_of(Checkpoint(tmp_path / "a").manifest)
+    assert Manifest.from_body(document, where="here").has_stock_metadata
+
+
+def test_a_name_that_is_no_text_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """Before anything is committed, in few names and in many."""
+    for count in (1, 300):
+        state = {f"tensor number {n}": torch.ones(1) for n in range(count)}
+        with pytest.raises(CheckpointException) as raised:
+            dcp_cases.save(state | {"half \ud800": torch.ones(2)}, tmp_path / str(count))
+        (failure,) = failures_of(raised.value).values()
+        assert isinstance(failure, InvalidInputError)
+        assert "half \\ud800" in str(failure)
+        assert failure.next_step
+        assert not list_checkpoints(tmp_path)
+
+
+def test_what_no_reader_takes_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator reads the manifest before it takes the slot."""
+    to_body = Manifest.to_body
+    monkeypatch.setattr(Manifest, "to_body", lambda self: to_body(self) | {"dtypes": ["float33"]})
+    with pytest.raises(CheckpointException) as raised:
+        dcp_cases.save({"w": torch.ones(2)}, tmp_path / "run")
+    (failure,) = failures_of(raised.value).values()
+    assert isinstance(failure, IntegrityError)
+    assert "No reader would take" in str(failure)
+    assert not list_checkpoints(tmp_path)
+
+
+def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value, of long lists only the first ones."""
+    yield path
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else list(enumerate(value))[:2]
+        for key, item in pairs:
+            yield from nodes(item, (*path, key))
+
+
+@pytest.mark.parametrize("kind", ["manifest", "rank"])
+def test_no_value_of_another_type_breaks_more_than_the_codec(tmp_path: Path, kind: str) -> None:
+    """Whatever stands in place of any value, a document is read or refused."""
+    save_uninlined(STATE, tmp_path / "run")
+    checkpoint = Checkpoint(tmp_path / "run")
+    body = body_of(checkpoint.manifest if kind == "manifest" else checkpoint.ranks[0])
+    decode = Manifest.from_body if kind == "manifest" else RankManifest.from_body
+    refused = 0
+    for path in nodes(body):
+        for value in (None, True, -1, 1 << 64, 1.5, "x", [], [[None]], [1 << 64], {}, {"count": 3}):
+            changed = copy.deepcopy(body)
+            at: Any = {"": changed}
+            way = ("", *path)
+            for key in way[:-1]:
+                at = at[key]
+            at[way[-1]] = value
+            if not path:
+                continue
+            try:
+                decode(changed, where="here")
+            except CheckpointError:
+                refused += 1
+    assert refused > 100
+
+
+def test_rank_manifests_are_inlined_while_each_is_short(tmp_path: Path) -> None:
+    """A reader of a small checkpoint needs no further request."""
+    dcp_cases.save(STATE, tmp_path / "run")
+    checkpoint = Checkpoint(tmp_path / "run")
+    assert body_of(checkpoint.manifest)["inline_ranks"] == [body_of(checkpoint.ranks[0])]

@@ -1,0 +1,226 @@
+"""The `.metadata` of stock torch: everything in it is found."""
+
+from __future__ import annotations
+
+import enum
+import io
+import pathlib
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from stock_samples import made_metadata
+from torch.distributed._shard.sharded_tensor.metadata import (
+    TensorProperties as OldTensorProperties,
+)
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ckpt_storage.format.stockmeta import StockMetadata, decode_stock_metadata
+from ckpt_storage.format.tensorfile import DTYPES
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+
+
+def saved_by_torch(state: dict[str, Any], folder: Path) -> bytes:
+    """Return the `.metadata` that stock torch writes for a state dict."""
+    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    return (folder / ".metadata").read_bytes()
+
+
+def assert_tells_all(found: StockMetadata, expected: Metadata) -> None:
+    """Compare what was decoded with the objects that torch's own pickle.load returns."""
+    tensors, blobs = {}, set()
+    for fqn, described in expected.state_dict_metadata.items():
+        if isinstance(described, BytesStorageMetadata):
+            blobs.add(fqn)
+        else:
+            chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks]
+            dtype = str(described.properties.dtype).removeprefix("torch.")
+            tensors[fqn] = (dtype, tuple(described.size), chunks)
+    assert {
+        fqn: (tensor.dtype, tensor.shape, [(c.offsets, c.sizes) for c in tensor.chunks])
+        for fqn, tensor in found.tensors.items()
+    } == tensors
+    assert found.blobs == blobs
+    assert {
+        key: (item.relative_path, item.offset, item.length, item.transforms)
+        for key, item in found.items.items()
+    } == {
+        (index.fqn, None if index.offset is None else tuple(index.offset)): (
+            info.relative_path,
+            info.offset,
+            info.length,
+            tuple(info.transform_descriptors or ()),
+        )
+        for index, info in (expected.storage_data or {}).items()
+    }
+    assert found.paths == expected.planner_data
+
+
+class TestStockFiles:
+    """What torch writes is decoded as torch itself reads it."""
+
+    def test_all_dtypes_and_nested_state(self, tmp_path: Path) -> None:
+        """Tensors of every dtype, nested containers and blobs are all found."""
+        # Torch's own planner fails on the bits dtypes (`torch._utils._element_size`).
+        names = [name for name in DTYPES if not name.startswith("bits")]
+        tensors = {
+            name: torch.zeros(32, dtype=torch.uint8).view(getattr(torch, name)) for name in names
+        }
+        state = {
+            "model": {**tensors, "empty": torch.zeros(0, 3), "scalar": torch.tensor(1.0)},
+            "step": 3,
+            "optim": [torch.ones(2), {"lr": 0.1, 7: torch.zeros(1)}, ("a", None)],
+        }
+        data = saved_by_torch(state, tmp_path / "ckpt")
+        found = decode_stock_metadata(data)
+        expected = pickle.loads(data)
+        assert_tells_all(found, expected)
+        assert {found.tensors[f"model.{name}"].dtype for name in names} == set(names)
+        assert "step" in found.blobs
+        assert found.version == expected.version
+        assert found.checkpoint_id == str(tmp_path / "ckpt")
+        assert found.save_id == expected.storage_meta.save_id
+        assert found.pickle_bytes == len(data)
+
+    @pytest.fixture
+    def process_group(self, tmp_path: Path) -> Iterator[None]:
+        """Give the test a group of one rank."""
+        meeting = (tmp_path / "meeting").as_uri()
+        dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+    @pytest.mark.usefixtures("process_group")
+    def test_sharded_tensors(self, tmp_path: Path) -> None:
+        """A DTensor is described by its chunks, a parameter like a tensor."""
+        mesh = init_device_mesh("cpu", (1,))
+        state = {
+            "sharded": distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [Shard(0)]),
+            "parameter": torch.nn.Parameter(torch.ones(2)),
+        }
+        data = saved_by_torch(state, tmp_path / "ckpt")
+        found = decode_stock_metadata(data)
+        assert_tells_all(found, pickle.loads(data))
+        assert found.tensors["sharded"].shape == (4, 3)
+
+    @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+    def test_every_binary_protocol(self, protocol: int) -> None:
+        """Many chunks, large counts, transforms and ids are found in pickles of all protocols."""
+        metadata = made_metadata(rank_count=300)
+        found = decode_stock_metadata(pickle.dumps(metadata, protocol))
+        assert_tells_all(found, metadata)
+        assert (found.checkpoint_id, found.save_id) == ("/data/run", "save-1")
+
+    def test_python_writes_it_like_c(self) -> None:
+        """The pickler written in Python, which memoises otherwise, makes no difference."""
+        stream = io.BytesIO()
+        pickle._Pickler(stream).dump(made_metadata())  # noqa: SLF001
+        assert_tells_all(decode_stock_metadata(stream.getvalue()), made_metadata())
+
+    def test_torch_2_0(self) -> None:
+        """Old files have other classes for properties and no version or storage metadata."""
+        metadata = made_metadata()
+        for name in ("version", "storage_meta"):
+            del metadata.__dict__[name]
+        for described in metadata.state_dict_metadata.values():
+            if isinstance(described, TensorStorageMetadata):
+                old = OldTensorProperties(dtype=described.properties.dtype)
+                described.properties = old  # type: ignore[assignment]
+        for info in metadata.storage_data.values():
+            info.__dict__.pop("transform_descriptors")
+        found = decode_stock_metadata(pickle.dumps(metadata))
+        assert_tells_all(found, metadata)
+        assert (found.version, found.checkpoint_id, found.save_id) == (None, None, None)
+
+    @pytest.mark.parametrize("old", [True, False])
+    def test_enums_pickled_by_name(self, old: bool) -> None:  # noqa: FBT001
+        """Files of Python 3.11.0 to 3.11.3, which pickled enums through getattr, are read."""
+        metadata = made_metadata()
+        if old:
+            for described in metadata.state_dict_metadata.values():
+                if isinstance(described, TensorStorageMetadata):
+                    described.properties = OldTensorProperties(  # type: ignore[assignment]
+                        dtype=described.properties.dtype
+                    )
+
+        class ByName(pickle.Pickler):
+            def reducer_override(self, obj: object) -> Any:
+                if isinstance(obj, enum.Enum):
+                    return getattr, (type(obj), obj.name)
+                return NotImplemented
+
+        stream = io.BytesIO()
+        ByName(stream).dump(metadata)
+        assert b"getattr" in stream.getvalue()
+        assert_tells_all(decode_stock_metadata(stream.getvalue()), metadata)
+
+    @pytest.mark.parametrize(
+        ("given_id", "expected"),
+        [
+            ("s3://bucket/run", "s3://bucket/run"),
+            (pathlib.PurePosixPath("a/b"), "a/b"),
+            (pathlib.PureWindowsPath(r"C:\a\b"), r"C:\a\b"),
+            (None, None),
+        ],
+    )
+    def test_checkpoint_ids(self, given_id: Any, expected: str | None) -> None:
+        """The id is text, a path of either system, or nothing."""
+        metadata = made_metadata(storage_meta=StorageMeta(given_id))
+        assert decode_stock_metadata(pickle.dumps(metadata)).checkpoint_id == expected
+
+    def test_paths_of_python_3_13(self) -> None:
+        """Python 3.13 calls the module of paths `pathlib._local`."""
+        data = pickle.dumps(made_metadata(), 2)
+        assert data.count(b"cpathlib\n") == 1
+        renamed = data.replace(b"cpathlib\n", b"cpathlib._local\n")
+        assert decode_stock_metadata(renamed).checkpoint_id == "/data/run"
+
+    @pytest.mark.parametrize("planner_data", [None, 7, [1], {"a": "b"}, {"a": (1.5,)}, {3: ("a",)}])
+    def test_other_planners(self, planner_data: object) -> None:
+        """What is no map from FQNs to paths of keys counts as absent."""
+        metadata = made_metadata(planner_data=planner_data)
+        assert decode_stock_metadata(pickle.dumps(metadata)).paths is None
+
+    @pytest.mark.parametrize("kind", [dict, OrderedDict])
+    def test_unusual_containers(self, kind: Callable[..., Any]) -> None:
+        """An OrderedDict is as good as a dict, a list of sizes as a torch.Size; sets are inert."""
+        metadata = made_metadata(planner_data=kind({"a": ("a",)}))
+        metadata.state_dict_metadata["scalar"].size = []  # type: ignore[union-attr]
+        metadata.mystery = [{1, 2}, frozenset({3}), b"x", 1.5, -(1 << 70)]  # type: ignore[attr-defined]
+        found = decode_stock_metadata(pickle.dumps(metadata))
+        assert found.paths == {"a": ("a",)}
+        assert found.tensors["scalar"].shape == ()
+
+    def test_files_without_items(self) -> None:
+        """Writers that keep no table of items leave an empty one."""
+        assert decode_stock_metadata(pickle.dumps(made_metadata(storage_data=None))).items == {}
+
+    def test_bytes_behind_the_pickle_are_allowed(self) -> None:
+        """A footer does not disturb, and where it begins is told."""
+        data = pickle.dumps(made_metadata())
+        found = decode_stock_metadata(data + b"footer \x80\x04.")
+        assert found.pickle_bytes == len(data)
+
+    def test_quantised_dtypes_have_names(self) -> None:
+        """A dtype that we cannot store is still told."""
+        described = TensorStorageMetadata(TensorProperties(torch.qint8), torch.Size([1]), [])
+        found = decode_stock_metadata(
+            pickle.dumps(made_metadata(state_dict_metadata={"q": described}))
+        )
+        assert found.tensors["q"].dtype == "qint8"

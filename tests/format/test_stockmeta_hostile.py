@@ -1,0 +1,340 @@
+"""The `.metadata` of somebody else: nothing in it is run, and none of it exhausts the reader."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pickle
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from stock_samples import made_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
+
+from ckpt_storage.errors import CheckpointError, FormatError, UnsafeContentError
+from ckpt_storage.format.stockmeta import StockMetadata, decode_stock_metadata
+
+
+class Call:
+    """Pickles as a call of `function`."""
+
+    def __init__(self, function: Callable[..., object], *args: object) -> None:
+        self.function = function
+        self.args = args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.function, self.args
+
+
+META = b"ctorch.distributed.checkpoint.metadata\n"
+GLOBALS = (
+    "os system",
+    "posix system",
+    "nt system",
+    "builtins eval",
+    "builtins exec",
+    "builtins getattr",
+    "builtins set",
+    "subprocess Popen",
+    "operator attrgetter",
+    "codecs encode",
+    "pickle loads",
+    "pathlib Path",
+    "torch load",
+    "torch nn.Module",
+    "torch._utils _rebuild_tensor_v2",
+    "torch.distributed.checkpoint.metadata dataclass",
+)
+
+
+class TestHostileFiles:
+    """Nothing in a file is run, and files that try are told apart from damaged ones."""
+
+    @pytest.mark.parametrize("spelt", GLOBALS)
+    @pytest.mark.parametrize("opcode", ["GLOBAL", "STACK_GLOBAL"])
+    def test_other_globals_are_refused_by_name(
+        self, spelt: str, opcode: str, tmp_path: Path
+    ) -> None:
+        """Whatever torch does not write there is named and not called."""
+        marker = tmp_path / "ran"
+        module, name = spelt.encode().split()
+        if opcode == "GLOBAL":
+            callee = b"c" + module + b"\n" + name + b"\n"
+        else:
+            callee = b"X" + _sized(module) + b"X" + _sized(name) + b"\x93"
+        argument = b"X" + _sized(f"touch {marker}".encode())
+        with pytest.raises(UnsafeContentError, match=spelt.replace(" ", r"\.")) as caught:
+            decode_stock_metadata(b"\x80\x04" + callee + argument + b"\x85R.", path="x/.metadata")
+        assert caught.value.path == "x/.metadata"
+        assert not marker.exists()
+
+    @pytest.mark.parametrize(
+        "where", ["planner_data", "storage_meta", "version", "state_dict_metadata", "mystery"]
+    )
+    def test_a_call_is_found_wherever_it_hides(self, where: str, tmp_path: Path) -> None:
+        """A call in any attribute, used or not, is refused and does not happen."""
+        marker = tmp_path / "ran"
+        metadata = made_metadata()
+        setattr(metadata, where, {"a": Call(os.system, f"touch {marker}")})
+        data = pickle.dumps(metadata)
+        with pytest.raises(UnsafeContentError, match="system"):
+            decode_stock_metadata(data)
+        assert not marker.exists()
+        pickle.loads(data)
+        assert marker.exists(), "the pickle was harmless, so this test shows nothing"
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            META + b"Metadata\nX\x08\0\0\0__init__",
+            META + b"_MEM_FORMAT_ENCODING\nX\x03\0\0\0mroN",
+            META + b"_MEM_FORMAT_ENCODING\nK\0",
+            b"X\x02\0\0\0osX\x06\0\0\0system",
+        ],
+    )
+    def test_getattr_reaches_enum_members_only(self, arguments: bytes) -> None:
+        """The one builtin that old Pythons need is refused for everything else."""
+        with pytest.raises(UnsafeContentError, match=r"builtins\.getattr"):
+            decode_stock_metadata(b"\x80\x02cbuiltins\ngetattr\n(" + arguments + b"tR.")
+
+    @pytest.mark.parametrize(
+        "path",
+        ["/etc/passwd", "../x", "a/../../x", "s3://b/x", "file:/x", "a\0b", "", "a//b", "c:\\x"],
+    )
+    def test_paths_out_of_the_folder_are_refused(self, path: str) -> None:
+        """A file elsewhere is not read because a metadata file says so."""
+        items = {MetadataIndex("step"): _StorageInfo(path, 0, 5)}
+        with pytest.raises(UnsafeContentError, match="does not stay below"):
+            decode_stock_metadata(pickle.dumps(made_metadata(storage_data=items)))
+
+    def test_no_import_and_no_process_happens(self, tmp_path: Path) -> None:
+        """While a hostile file is refused, the interpreter neither imports nor starts anything."""
+        (tmp_path / "evil_module.py").write_text("raise SystemExit('imported')\n", encoding="utf-8")
+        data = b"\x80\x02cevil_module\nf\n)R."
+        code = (
+            "import sys; from ckpt_storage.format.stockmeta import decode_stock_metadata\n"
+            "from ckpt_storage.errors import UnsafeContentError\n"
+            "def hook(event, args):\n"
+            "    if event.split('.')[0] in {'import', 'os', 'subprocess', 'exec', 'pickle'}:\n"
+            "        print('event', event, args)\n"
+            "sys.addaudithook(hook)\n"
+            f"try:\n    decode_stock_metadata({data!r})\n"
+            "except UnsafeContentError:\n    print('refused')\n"
+        )
+        root = str(Path(__file__).parents[2])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, str(tmp_path)])}
+        run = [sys.executable, "-c", code]
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["refused"]
+
+
+def _sized(text: bytes) -> bytes:
+    return struct.pack("<I", len(text)) + text
+
+
+def _altered(change: Callable[[Metadata], object]) -> bytes:
+    metadata = made_metadata()
+    change(metadata)
+    return pickle.dumps(metadata)
+
+
+def _set(name: str, value: object) -> Callable[[Metadata], object]:
+    """Return a change of one attribute of the first tensor, chunk or item that has it."""
+
+    def change(metadata: Metadata) -> None:
+        tensor = metadata.state_dict_metadata["model.w"]
+        chunk = tensor.chunks[0]  # type: ignore[union-attr]
+        info = next(iter(metadata.storage_data.values()))
+        target = next(obj for obj in (metadata, tensor, chunk, info) if name in vars(obj))
+        vars(target)[name] = value
+
+    return change
+
+
+ODD = {
+    "no-pickle": b"hello",
+    "json": b'{"state_dict_metadata": {}}',
+    "protocol-0": pickle.dumps({"a": 1}, 0),
+    "other-object": pickle.dumps({"a": 1}),
+    "empty-stack": b"\x80\x02R.",
+    "no-value": b"\x80\x02.",
+    "left-over": b"\x80\x02NN.",
+    "open-mark": b"\x80\x02(N.",
+    "missing-memo": b"\x80\x02h\x05.",
+    "odd-items": b"\x80\x02}(Nu.",
+    "append-to-none": b"\x80\x02NNa.",
+    "setitem-on-list": b"\x80\x02]NNs.",
+    "call-of-text": b"\x80\x02X\x01\0\0\0a)R.",
+    "call-without-tuple": b"\x80\x02ctorch\nSize\nNR.",
+    "state-on-dict": b"\x80\x02}}b.",
+    "state-twice": b"\x80\x02cpathlib\nPosixPath\n)R}b}b.",
+    "nameless-global": b"\x80\x04NN\x93.",
+    "size-of-nothing": b"\x80\x02ctorch\nSize\n)R.",
+    "size-of-texts": b"\x80\x02ctorch\nSize\nX\x01\0\0\0a\x85\x85R.",
+    "size-with-65-dims": b"\x80\x02ctorch\nSize\n(" + b"K\x01" * 65 + b"t\x85R.",
+    "ordered-dict-of-list": b"\x80\x02ccollections\nOrderedDict\n]\x85R.",
+    "bad-utf-8": b"\x80\x02X\x01\0\0\0\xff.",
+    "persistent-id": b"\x80\x02NQ.",
+    "extension": b"\x80\x02\x82\x01.",
+    "inst": b"\x80\x02(ios\nsystem\n.",
+    "deep-marks": b"\x80\x02" + b"(" * 100_000 + b".",
+    "deep-tuples": b"\x80\x02)" + b"\x85" * 200_000 + b".",
+    "deep-lists": b"\x80\x02" + b"]" * 300_000 + b"a" * 299_999 + b".",
+    "doubled-lists": b"\x80\x02]"
+    + b"".join(
+        b"r"
+        + struct.pack("<I", i)
+        + b"]r"
+        + struct.pack("<I", i + 1)
+        + (b"j" + struct.pack("<I", i)) * 2
+        + b"\x86a"
+        for i in range(0, 400, 2)
+    )
+    + b".",
+    "own-list": b"\x80\x02]q\0h\0a.",
+    "huge-memo-index": b"\x80\x02Nr\xff\xff\xff\xff.",
+    "endless-name": b"\x80\x02c" + b"x" * 10_000,
+    "deep-properties": _altered(_set("properties", None)),
+    "other-properties": _altered(_set("properties", StorageMeta())),
+    "size-negative": _altered(_set("size", torch.Size([-1, 4]))),
+    "size-fractional": _altered(_set("size", (1.5, 4))),
+    "size-true": _altered(_set("size", (True, 4))),
+    "size-huge": _altered(_set("size", (1 << 64, 1 << 64))),
+    "size-missing-dim": _altered(_set("size", torch.Size([12]))),
+    "chunk-outside": _altered(_set("offsets", torch.Size([12, 0]))),
+    "chunk-flat": _altered(_set("sizes", torch.Size([4]))),
+    "chunks-none": _altered(_set("chunks", None)),
+    "chunks-of-numbers": _altered(_set("chunks", [1])),
+    "tensors-none": _altered(_set("state_dict_metadata", None)),
+    "tensors-of-numbers": _altered(_set("state_dict_metadata", {"a": 3})),
+    "tensors-unnamed": _altered(_set("state_dict_metadata", {3: BytesStorageMetadata()})),
+    "path-number": _altered(_set("relative_path", 3)),
+    "offset-negative": _altered(_set("offset", -1)),
+    "offset-true": _altered(_set("offset", True)),  # noqa: FBT003
+    "length-missing": _altered(_set("length", None)),
+    "transforms-number": _altered(_set("transform_descriptors", 3)),
+    "items-list": _altered(_set("storage_data", [1])),
+    "items-unnamed": _altered(_set("storage_data", {"a": _StorageInfo("x", 0, 1)})),
+    "items-info": _altered(_set("storage_data", {MetadataIndex("a"): StorageMeta()})),
+    "version-number": _altered(_set("version", 1.0)),
+    "id-number": _altered(_set("storage_meta", StorageMeta(3))),  # type: ignore[arg-type]
+    "id-chunk": _altered(_set("storage_meta", ChunkStorageMetadata(torch.Size(), torch.Size()))),
+}
+
+
+class TestOddFiles:
+    """Files that are damaged, cut or built to exhaust the reader are format errors."""
+
+    @pytest.mark.parametrize("name", ODD)
+    def test_odd_files_are_format_errors(self, name: str) -> None:
+        """Each says what file it is and what to do, without exhausting memory or the stack."""
+        with pytest.raises(FormatError, match="another checkpoint") as caught:
+            decode_stock_metadata(ODD[name], path="x/.metadata")
+        assert str(caught.value).startswith("x/.metadata ")
+        assert len(str(caught.value)) < 1000
+
+    def test_every_cut_is_found(self) -> None:
+        """A file cut short anywhere says so."""
+        data = pickle.dumps(made_metadata())
+        for length in range(len(data)):
+            with pytest.raises(FormatError, match="cut short"):
+                decode_stock_metadata(data[:length])
+
+    @pytest.mark.parametrize("opcode", [b"\x8d", b"\x8e"])
+    def test_announced_lengths_are_not_allocated(self, opcode: bytes) -> None:
+        """A text of 2^63 bytes that is not there costs nothing."""
+        with pytest.raises(FormatError, match="cut short"):
+            decode_stock_metadata(b"\x80\x04" + opcode + struct.pack("<Q", 1 << 63) + b"x.")
+
+    @pytest.mark.parametrize(
+        ("name", "complaint"),
+        [
+            ("deep-marks", "nests deeper"),
+            ("state-twice", "finished value"),
+            ("left-over", "left over"),
+            ("open-mark", "left over"),
+            ("other-object", "'torch.distributed.checkpoint.metadata.Metadata' belongs"),
+            ("chunk-outside", "outside its tensor"),
+            ("offset-true", "no count"),
+            ("size-with-65-dims", "no tuple of sizes"),
+        ],
+    )
+    def test_messages_tell_the_cause(self, name: str, complaint: str) -> None:
+        """The error says which expectation was not met."""
+        with pytest.raises(FormatError, match=complaint):
+            decode_stock_metadata(ODD[name])
+
+    def test_duplicates_are_found(self) -> None:
+        """A name, an item or an attribute given twice is refused, as one would hide the other."""
+        name = b"X\x01\0\0\0a"
+        described = b"X\x13\0\0\0state_dict_metadata"
+        tensors = described + b"}(" + (name + META + b"BytesStorageMetadata\n)\x81") * 2 + b"u"
+        index = META + b"MetadataIndex\n)\x81}X\x03\0\0\0fqn" + name + b"sb"
+        info = pickle.dumps(_StorageInfo("x", 0, 1), 2)[2:-1]
+        items = described + b"}X\x0c\0\0\0storage_data}(" + (index + info) * 2 + b"u"
+        for fields, complaint in (
+            (tensors, "'a' occurs twice"),
+            (items, "'a' is stored twice"),
+            ((described + b"}") * 2, "attribute name .* occurs twice"),
+        ):
+            with pytest.raises(FormatError, match=complaint):
+                decode_stock_metadata(b"\x80\x02" + META + b"Metadata\n)\x81}(" + fields + b"ub.")
+
+    def test_repeated_contents_are_not_multiplied(self) -> None:
+        """One large list of chunks under many names is refused, not decoded many times."""
+        tensor = made_metadata(rank_count=2000).state_dict_metadata["model.w"]
+        metadata = made_metadata(state_dict_metadata={str(i): tensor for i in range(20_000)})
+        with pytest.raises(FormatError, match="repeats its contents"):
+            decode_stock_metadata(pickle.dumps(metadata))
+
+    @pytest.mark.parametrize(("length", "count"), [(100_000, 2), (0, 2000)])
+    def test_long_ids_are_not_joined(self, length: int, count: int) -> None:
+        """A checkpoint id of many parts, or of a long one named many times, is refused."""
+        parts = Parts(("x" * length,) * count)
+        meta = StorageMeta(parts)  # type: ignore[arg-type]
+        with pytest.raises(FormatError, match="too long"):
+            decode_stock_metadata(pickle.dumps(made_metadata(storage_meta=meta)))
+
+    def test_files_beyond_the_limit_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Length alone decides, before anything is read."""
+        monkeypatch.setattr("ckpt_storage.format.stockmeta.MOST_STOCK_BYTES", 100)
+        with pytest.raises(FormatError, match="100 is the limit"):
+            decode_stock_metadata(b"x" * 101)
+
+    @given(data=st.data())
+    def test_damaged_files_never_crash(self, data: st.DataObject) -> None:
+        """Any damage gives a result or one of the two documented errors."""
+        blob = bytearray(pickle.dumps(made_metadata()))
+        for _ in range(data.draw(st.integers(1, 8))):
+            blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
+        try:
+            found = decode_stock_metadata(bytes(blob))
+        except CheckpointError as error:
+            assert isinstance(error, FormatError | UnsafeContentError)  # noqa: PT017
+        else:
+            assert isinstance(found, StockMetadata)
+
+
+class Parts:
+    """Pickles as a path of these parts, without joining them."""
+
+    def __init__(self, parts: tuple[str, ...]) -> None:
+        self.parts = parts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pathlib.PurePosixPath, self.parts

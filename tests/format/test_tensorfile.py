@@ -1,0 +1,442 @@
+"""The zip around a tensor, written by us and found in what torch writes."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import random
+import re
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save as safetensors_save
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
+from ckpt_storage.format.tensorfile import (
+    DTYPES,
+    PAYLOAD_ALIGN_BYTES,
+    ItemHeader,
+    NeedMoreBytes,
+    parse_tensor_item,
+    tensor_envelope,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*quantiz.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*quantiz.*:DeprecationWarning"),
+]
+
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (2, 0, 3), (5,), (2, 3, 4), (1, 2, 1, 3, 1))
+
+
+def made_tensor(dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor of that dtype whose bytes are random, the same ones every time."""
+    kind = getattr(torch, dtype)
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(tuple(shape), dtype=kind)
+    rng = random.Random(f"{dtype} {shape}")
+    top = 2 if dtype == "bool" else 256
+    raw = torch.tensor([rng.randrange(top) for _ in range(count * kind.itemsize)])
+    return raw.to(torch.uint8).view(kind).reshape(tuple(shape))
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a contiguous tensor, as numpy sees them."""
+    if not tensor.numel():
+        return b""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def torch_saved(value: object) -> bytes:
+    """Return what torch.save writes."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def enveloped(tensor: torch.Tensor) -> bytes:
+    """Return the tensor's bytes in our envelope."""
+    envelope = tensor_envelope(str(tensor.dtype).removeprefix("torch."), tensor.shape)
+    return envelope.head + raw_bytes(tensor) + envelope.tail
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check everything by which two plain tensors can differ."""
+    assert type(found) is torch.Tensor
+    assert (found.dtype, found.shape, found.stride()) == (
+        expected.dtype,
+        expected.shape,
+        expected.stride(),
+    )
+    assert found.storage_offset() == 0
+    assert found.untyped_storage().nbytes() == expected.numel() * expected.itemsize
+    assert (found.requires_grad, found.is_leaf, found._backward_hooks) == (  # noqa: SLF001
+        False,
+        True,
+        {},
+    )
+    assert raw_bytes(found) == raw_bytes(expected)
+
+
+def survives_torch(dtype: torch.dtype) -> bool:
+    """Return whether torch can copy, save and load the dtype."""
+    try:
+        tensor = torch.zeros(4 * dtype.itemsize, dtype=torch.uint8).view(dtype)
+        loaded = torch.load(io.BytesIO(torch_saved(tensor.clone())))
+    except (KeyError, NotImplementedError, RuntimeError):
+        return False
+    return bool(loaded.dtype == dtype)
+
+
+class TestDTypes:
+    """The dtype table agrees with torch, numpy and safetensors."""
+
+    def test_it_holds_all_that_torch_can_store(self) -> None:
+        """A dtype is in the table exactly if torch can copy, save and load it."""
+        known = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+        storable = {str(dtype).removeprefix("torch.") for dtype in known if survives_torch(dtype)}
+        assert set(DTYPES) == storable
+
+    @pytest.mark.parametrize("name", DTYPES)
+    def test_sizes_and_names_are_torchs(self, name: str) -> None:
+        """Size, numpy name and storage class are what torch itself uses."""
+        kind, dtype = DTYPES[name], getattr(torch, name)
+        assert (kind.name, kind.item_bytes) == (name, dtype.itemsize)
+        tensor = torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype)
+        try:
+            assert kind.numpy == tensor.numpy().dtype.name
+        except TypeError:
+            assert kind.numpy is None
+        pickled = zipfile.ZipFile(io.BytesIO(torch_saved(tensor))).read("archive/data.pkl")
+        assert f"torch\n{kind.storage_class}\n".encode() in pickled or (
+            kind.storage_class is None and b"UntypedStorage" in pickled
+        )
+
+    @pytest.mark.parametrize("name", DTYPES)
+    def test_codes_are_those_of_safetensors(self, name: str) -> None:
+        """A code is what the safetensors library writes; None is a dtype that it refuses."""
+        tensor = torch.zeros(16, dtype=torch.uint8).view(getattr(torch, name))
+        code = DTYPES[name].safetensors
+        try:
+            blob = safetensors_save({"a": tensor})
+        except KeyError:
+            assert code is None
+        else:
+            assert f'"dtype":"{code}"'.encode() in blob
+
+
+class TestEnvelope:
+    """Head, raw bytes and tail are together what torch.save writes."""
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_torch_loads_exactly_the_tensor(
+        self, dtype: str, shape: tuple[int, ...], tmp_path: Path
+    ) -> None:
+        """Every dtype and shape loads as the same plain tensor in all three ways of torch.load."""
+        tensor = made_tensor(dtype, shape)
+        item = enveloped(tensor)
+        path = tmp_path / "item.pt"
+        path.write_bytes(item)
+        assert_same(torch.load(io.BytesIO(item), weights_only=True), tensor)
+        assert_same(torch.load(io.BytesIO(item), weights_only=False), tensor)
+        mapped = torch.load(path, mmap=True)
+        assert_same(mapped, tensor)
+        assert mapped.data_ptr() % PAYLOAD_ALIGN_BYTES == 0
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_the_zip_has_torchs_records(self, dtype: str, shape: tuple[int, ...]) -> None:
+        """Names, sizes and contents of the records are those of torch.save, all stored."""
+        tensor = made_tensor(dtype, shape)
+        item, expected = enveloped(tensor), torch_saved(tensor)
+        ours, torchs = (zipfile.ZipFile(io.BytesIO(blob)) for blob in (item, expected))
+        assert sorted(ours.namelist()) == sorted(torchs.namelist())
+        assert {info.compress_type for info in ours.infolist()} == {zipfile.ZIP_STORED}
+        for name in set(ours.namelist()) - {"archive/data.pkl", "archive/data/0"}:
+            if "serialization_id" in name:
+                assert len(ours.read(name)) == len(torchs.read(name))
+            else:
+                assert ours.read(name) == torchs.read(name)
+        assert ours.getinfo("archive/data/0").file_size == len(raw_bytes(tensor))
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_the_payload_is_aligned_in_the_zip(self, shape: tuple[int, ...]) -> None:
+        """The raw bytes lie at the end of the head, at a multiple of 64."""
+        for dtype in DTYPES:
+            tensor = made_tensor(dtype, shape)
+            envelope = tensor_envelope(dtype, shape)
+            assert len(envelope.head) % 64 == 0
+            assert envelope.payload_bytes == len(raw_bytes(tensor))
+            assert envelope.item_bytes == len(enveloped(tensor))
+
+    def test_only_the_payloads_checksum_is_missing(self) -> None:
+        """The zipfile module finds every record but the raw bytes intact."""
+        archive = zipfile.ZipFile(io.BytesIO(enveloped(torch.arange(10))))
+        broken = []
+        for name in archive.namelist():
+            try:
+                archive.read(name)
+            except zipfile.BadZipFile:
+                broken.append(name)
+        assert broken == ["archive/data/0"]
+
+    @pytest.mark.parametrize(
+        "payload_bytes",
+        [(1 << 32) - 2000, (1 << 32) - 200, (1 << 32) - 1, 1 << 32, (9 << 32) // 8],
+    )
+    def test_it_works_around_and_beyond_4_gib(self, payload_bytes: int, tmp_path: Path) -> None:
+        """A sparse file loads by mmap with its first and last bytes in place."""
+        envelope = tensor_envelope("uint8", (payload_bytes,))
+        assert envelope.payload_bytes == payload_bytes
+        path = tmp_path / "big.pt"
+        with path.open("wb") as file:
+            file.write(envelope.head + b"\x07")
+            file.seek(len(envelope.head) + payload_bytes - 1)
+            file.write(b"\x09" + envelope.tail)
+        tensor = torch.load(path, mmap=True)
+        assert tensor.shape == (payload_bytes,)
+        assert (tensor[0].item(), tensor[-1].item()) == (7, 9)
+        with zipfile.ZipFile(path) as archive:
+            assert archive.getinfo("archive/data/0").file_size == payload_bytes
+            assert archive.read("archive/version") == b"3\n"
+        del tensor
+        path.unlink()
+
+    def test_stock_dcp_reads_items_from_inside_a_file(self, tmp_path: Path) -> None:
+        """FileSystemReader loads chunks that lie in our envelopes behind one another."""
+        whole = torch.arange(60, dtype=torch.float32).reshape(6, 10).to(torch.bfloat16)
+        chunks, infos, content = [], {}, b""
+        for row in (0, 2, 5):
+            part = whole[row : {0: 2, 2: 5, 5: 6}[row]]
+            content += b"\0" * (-len(content) % 64)
+            item = enveloped(part)
+            infos[MetadataIndex("w", [row, 0])] = _StorageInfo("x.distcp", len(content), len(item))
+            chunks.append(ChunkStorageMetadata(torch.Size([row, 0]), part.shape))
+            content += item
+        (tmp_path / "x.distcp").write_bytes(content)
+        described = TensorStorageMetadata(TensorProperties(whole.dtype), whole.shape, chunks)
+        metadata = Metadata({"w": described}, planner_data={}, storage_data=infos)
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+        target = {"w": torch.zeros_like(whole)}
+        load(target, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+        assert torch.equal(target["w"], whole)
+
+    @pytest.mark.parametrize(
+        ("dtype", "shape"), [("qint8", (2,)), ("float", ()), ("int8", (2, -1))]
+    )
+    def test_what_cannot_be_stored_is_refused(self, dtype: str, shape: tuple[int, ...]) -> None:
+        """An unknown dtype and a negative size are errors of the caller."""
+        with pytest.raises(InvalidInputError, match=re.escape(repr(dtype))):
+            tensor_envelope(dtype, shape)
+
+
+NOT_PLAIN: dict[str, Callable[[], object]] = {
+    "transposed": lambda: torch.arange(6.0).reshape(2, 3).t(),
+    "channels-last": lambda: torch.ones(1, 3, 4, 5).to(memory_format=torch.channels_last),
+    "end-of-storage": lambda: torch.arange(6.0)[2:],
+    "start-of-storage": lambda: torch.arange(6.0)[:3],
+    "expanded": lambda: torch.arange(3.0).expand(4, 3),
+    "conjugate": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "with-attribute": lambda: _with_attribute(torch.ones(2)),
+    "list": lambda: [torch.ones(2)],
+    "number": lambda: 7,
+}
+
+
+class TestTensorItem:
+    """Items written by torch give away where their raw bytes lie."""
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_plain_tensors_are_found(self, dtype: str, shape: tuple[int, ...]) -> None:
+        """Dtype, shape and raw bytes of torch's items and of ours are found in the first 4 KiB."""
+        tensor = made_tensor(dtype, shape)
+        for item in (torch_saved(tensor), enveloped(tensor)):
+            header = parse_tensor_item(item[:4096], item_bytes=len(item))
+            assert isinstance(header, ItemHeader)
+            assert (header.dtype, header.shape, header.requires_grad) == (dtype, shape, False)
+            end = header.payload_offset + header.payload_bytes
+            assert item[header.payload_offset : end] == raw_bytes(tensor)
+            assert header.payload_offset % PAYLOAD_ALIGN_BYTES == 0
+
+    @pytest.mark.parametrize("wants_grad", [True, False])
+    def test_parameters_are_plain(self, wants_grad: bool) -> None:  # noqa: FBT001
+        """A parameter and a tensor with requires_grad are found like any other."""
+        data = torch.arange(6.0).reshape(2, 3)
+        parameter = torch.nn.Parameter(data.clone(), requires_grad=wants_grad)
+        for value in (parameter, data.clone().requires_grad_(wants_grad)):
+            item = torch_saved(value)
+            header = parse_tensor_item(item, item_bytes=len(item))
+            assert isinstance(header, ItemHeader)
+            assert (header.shape, header.requires_grad) == ((2, 3), wants_grad)
+            assert item[header.payload_offset :].startswith(raw_bytes(data))
+
+    @pytest.mark.parametrize("kind", NOT_PLAIN)
+    def test_anything_else_is_left_to_torch(self, kind: str) -> None:
+        """Views, other layouts, subclasses, quantised tensors and objects give None."""
+        item = torch_saved(NOT_PLAIN[kind]())
+        assert parse_tensor_item(item, item_bytes=len(item)) is None
+
+    def test_one_element_dimensions_may_have_any_stride(self) -> None:
+        """A stride that is never stepped does not make a tensor non-contiguous."""
+        tensor = torch.arange(4.0).as_strided((1, 4, 1), (99, 1, 77))
+        header = parse_tensor_item(torch_saved(tensor))
+        assert isinstance(header, ItemHeader)
+        assert header.shape == (1, 4, 1)
+
+    def test_a_file_of_torch_2_0_is_read(self) -> None:
+        """Without byteorder and alignment records, under another archive name, all is found."""
+        header = parse_tensor_item(_rewritten(torch.arange(6), keep=("data.pkl", "data/0")))
+        assert isinstance(header, ItemHeader)
+        assert (header.dtype, header.shape, header.payload_bytes) == ("int64", (6,), 48)
+
+    def test_compressed_records_are_left_to_torch(self) -> None:
+        """A zip that someone compressed again gives None."""
+        item = _rewritten(torch.zeros(100), compression=zipfile.ZIP_DEFLATED)
+        assert parse_tensor_item(item, item_bytes=len(item)) is None
+
+    def test_big_endian_files_are_left_to_torch(self) -> None:
+        """A file that says it is big-endian gives None."""
+        item = _rewritten(torch.zeros(100), contents={"byteorder": b"big"})
+        assert parse_tensor_item(item, item_bytes=len(item)) is None
+        item = _rewritten(torch.zeros(100), contents={"byteorder": b"little"})
+        assert isinstance(parse_tensor_item(item, item_bytes=len(item)), ItemHeader)
+
+    def test_items_without_checksums_are_read(self) -> None:
+        """What torch writes with its CRC-32 switched off is found like any other."""
+        torch.serialization.set_crc32_options(False)
+        try:
+            item = torch_saved(torch.arange(3))
+        finally:
+            torch.serialization.set_crc32_options(True)
+        header = parse_tensor_item(item)
+        assert isinstance(header, ItemHeader)
+        assert item[header.payload_offset :].startswith(raw_bytes(torch.arange(3)))
+
+    def test_pickles_that_would_run_code_run_nothing(self, tmp_path: Path) -> None:
+        """A data.pkl that calls something gives None, and the call does not happen."""
+        marker = tmp_path / "ran"
+        call = b"cos\nsystem\n(X" + _sized(f"touch {marker}".encode()) + b"tR."
+        item = _rewritten(torch.zeros(3), contents={"data.pkl": b"\x80\x02" + call})
+        assert parse_tensor_item(item, item_bytes=len(item)) is None
+        assert not marker.exists()
+
+    @pytest.mark.parametrize("make", [torch_saved, enveloped])
+    def test_short_heads_ask_for_more(self, make: Callable[[torch.Tensor], bytes]) -> None:
+        """From any prefix, following the answers leads to the header, not beyond the item."""
+        item = make(torch.arange(5, dtype=torch.int16))
+        expected = parse_tensor_item(item)
+        assert isinstance(expected, ItemHeader)
+        for length in range(expected.payload_offset):
+            head, found = item[:length], None
+            for _ in range(40):
+                found = parse_tensor_item(head, item_bytes=len(item))
+                if not isinstance(found, NeedMoreBytes):
+                    break
+                assert len(head) < found.total_bytes <= len(item)
+                head = item[: found.total_bytes]
+            assert found == expected
+
+    def test_heads_that_never_end_are_left_to_torch(self) -> None:
+        """Beyond 1 MiB of head nobody is asked for more."""
+        item = _rewritten(torch.zeros(3), contents={"byteorder": b"x" * (2 << 20)})
+        assert parse_tensor_item(item[: 1 << 20]) is None
+
+    @pytest.mark.parametrize("head", [b"\x80\x02}q\x00.", b"PK\x05\x06", b"QK", b"\0" * 64])
+    def test_other_files_are_no_items(self, head: bytes) -> None:
+        """Bytes that do not begin as a zip are a format error, with the file named."""
+        with pytest.raises(FormatError, match=r"a/b\.distcp"):
+            parse_tensor_item(head, path="a/b.distcp")
+
+    def test_items_that_end_early_are_found(self) -> None:
+        """An item shorter than the tensor it announces is a format error at any length."""
+        item = torch_saved(torch.arange(100))
+        for length in range(4, 704 + 800):
+            with pytest.raises(FormatError, match="ends after"):
+                parse_tensor_item(item[:length], item_bytes=length)
+
+    def test_damage_to_the_pickle_is_found(self) -> None:
+        """No flipped bit in a record before the raw bytes goes unnoticed."""
+        item = torch_saved(torch.arange(100))
+        archive = zipfile.ZipFile(io.BytesIO(item))
+        for name in ("data.pkl", "byteorder", ".format_version"):
+            content = archive.read(f"archive/{name}")
+            start = item.index(content, archive.getinfo(f"archive/{name}").header_offset)
+            for bit in range(8 * len(content)):
+                damaged = bytearray(item)
+                damaged[start + bit // 8] ^= 1 << bit % 8
+                with pytest.raises(IntegrityError, match=re.escape(name)):
+                    parse_tensor_item(bytes(damaged), item_bytes=len(item))
+
+    @given(data=st.data())
+    def test_damaged_heads_never_crash(self, data: st.DataObject) -> None:
+        """Any damage gives a header, a request, None, or one of the two documented errors."""
+        item = bytearray(torch_saved(torch.arange(20)))
+        for _ in range(data.draw(st.integers(1, 8))):
+            item[data.draw(st.integers(0, 720))] = data.draw(st.integers(0, 255))
+        try:
+            found = parse_tensor_item(bytes(item), item_bytes=len(item))
+        except (FormatError, IntegrityError):
+            return
+        assert found is None or isinstance(found, ItemHeader | NeedMoreBytes)
+
+
+def _with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.note = "kept by torch.save"  # type: ignore[attr-defined]
+    return tensor
+
+
+def _sized(text: bytes) -> bytes:
+    return struct.pack("<I", len(text)) + text
+
+
+def _rewritten(
+    tensor: torch.Tensor,
+    *,
+    keep: tuple[str, ...] = ("data.pkl", "byteorder", "data/0", "version"),
+    contents: dict[str, bytes] | None = None,
+    compression: int = zipfile.ZIP_STORED,
+) -> bytes:
+    """Return torch's item packed anew by the zipfile module."""
+    stream = io.BytesIO()
+    source = zipfile.ZipFile(io.BytesIO(torch_saved(tensor)))
+    with zipfile.ZipFile(stream, "w", compression) as target:
+        for name in keep:
+            content = (contents or {}).get(name, source.read(f"archive/{name}"))
+            target.writestr(f"renamed/{name}", content)
+    return stream.getvalue()
+
+
+def test_the_containers_need_no_torch() -> None:
+    """Importing the containers and the metadata reader leaves torch and numpy unimported."""
+    code = (
+        "import sys, ckpt_storage.format.tensorfile, ckpt_storage.format.stockmeta;"
+        "assert not {'torch', 'numpy', 'pickle'} & set(sys.modules), 'imported'"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)

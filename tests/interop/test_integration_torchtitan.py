@@ -1,0 +1,161 @@
+"""torchtitan's trainer with our checkpoint manager, on two CPU ranks.
+
+torchtitan asks for versions of fsspec that no other package here does, so it lies in a folder of
+its own, named by CKPT_STORAGE_TORCHTITAN (`pip install --no-deps --target`, see .ci/run).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from integration_tools import ROOT, finish, missing, torchrun
+
+import ckpt_storage
+
+if not os.environ.get("CKPT_STORAGE_TORCHTITAN") and importlib.util.find_spec("torchtitan") is None:
+    missing("torchtitan is not installed: name its folder in CKPT_STORAGE_TORCHTITAN")
+
+SUPPORT = Path(__file__).parents[1] / "support"
+JOB = str(SUPPORT / "titan_on_cpu.py")
+
+MANAGER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import titan_on_cpu
+titan_on_cpu.stand_in_for_gpus()
+import torch
+import torch.distributed as dist
+from ckpt_storage.integrations.torchtitan import CheckpointStorageManager
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=0, world_size=1)
+
+class Part:
+    def __init__(self, value):
+        self.value = value
+    def state_dict(self):
+        return {"value": self.value}
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+def manager(fill):
+    model = torch.nn.Linear(64, 64)
+    torch.nn.init.constant_(model.weight, fill)
+    states = {"train_state": Part(int(fill))}
+    made = CheckpointStorageManager(
+        CheckpointStorageManager.Config(enable=True, folder=sys.argv[2], keep_latest_k=0),
+        dataloader=Part(0), model_parts=[model], optimizers=Part(0), lr_schedulers=Part(0),
+        states=states, sd_adapter=None,
+    )
+    return made, model, states["train_state"]
+
+for word in sys.argv[4:]:
+    kind, _, number = word.partition("=")
+    made, model, train_state = manager(float(number or -1))
+    if kind == "load":
+        found = made.load(int(number or -1))
+        print("loaded", found, model.weight[0, 0].item(), train_state.value)
+    else:
+        # The seed, as torchtitan saves it, is the model alone.
+        made.last_save_model_only = kind == "seed"
+        made.save(int(number), last_step=True)
+    made.close()
+dist.destroy_process_group()
+"""
+
+
+def do(url: Path, *words: str) -> str:
+    """Let one rank's manager, without a trainer, save and load; return what was printed."""
+    script = url.parent / "manager.py"
+    script.write_text(MANAGER, encoding="utf-8")
+    (url.parent / "rendezvous").unlink(missing_ok=True)
+    arguments = [str(SUPPORT), str(url), str(url.parent / "rendezvous"), *words]
+    code, output = finish(
+        [sys.executable, str(script), *arguments], url.parent, titan_environment(url.parent)
+    )
+    assert code == 0, output
+    return output
+
+
+def titan_environment(folder: Path) -> dict[str, str]:
+    """Return what finds torchtitan, and lets it look for nothing in the network."""
+    titan = os.environ.get("CKPT_STORAGE_TORCHTITAN", "")
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, [titan, str(ROOT)])),
+        "HF_HOME": str(folder / "hf"),
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def damage(checkpoint: Path) -> None:
+    """Flip one bit in the middle of each shard file."""
+    shards = list(checkpoint.glob("saves/*/*.distcp"))
+    assert shards
+    for shard in shards:
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+
+
+def run(url: Path, steps: int, mode: str) -> str:
+    """Train up to `steps` on two ranks and return what was printed."""
+    code, output = finish(
+        torchrun(JOB, str(url), str(steps), mode),
+        url.parent,
+        titan_environment(url.parent),
+        deadline_s=180.0,
+    )
+    assert code == 0, output
+    return output
+
+
+@pytest.mark.timeout(400)
+def test_a_job_resumes_past_damage_and_keeps_the_newest(tmp_path: Path) -> None:
+    """Two FSDP ranks save in worker processes, resume in another mode, and keep two checkpoints.
+
+    Neither a damaged newest checkpoint nor committed folders with names that sort after it are
+    resumed from.
+    """
+    url = tmp_path / "run"
+    run(url, 3, "async_with_pinned_mem")
+    infos = ckpt_storage.list_checkpoints(url)
+    assert [info.name for info in infos] == ["step-2", "step-3"]
+    weights = {"tok_embeddings.weight": torch.zeros(2048, 256)}
+    ckpt_storage.load(weights, url / "step-3")
+    assert weights["tok_embeddings.weight"].count_nonzero() > 0
+
+    damage(url / "step-3")
+    others = ["test", "unsharded", "warmstart"]
+    for name in others:
+        ckpt_storage.save({"x": torch.zeros(1)}, url / name)
+    output = run(url, 6, "async")
+    assert "step-2, which is not the newest: step-3 could not be loaded" in output
+    names = [info.name for info in ckpt_storage.list_checkpoints(url)]
+    assert names == ["step-4", "step-6", *others], output
+    assert ckpt_storage.verify(url / "step-6").ok
+
+
+def test_what_is_loaded(tmp_path: Path) -> None:
+    """Nothing of an empty folder, a step that is asked for, else the newest with its states."""
+    url = tmp_path / "run"
+    output = do(url, "load", "save=9", "save=10", "load", "load=9")
+    assert [line for line in output.splitlines() if line.startswith("loaded")] == [
+        "loaded False -1.0 -1",
+        "loaded True 10.0 10",
+        "loaded True 9.0 9",
+    ]
+
+
+def test_a_seed_is_loaded_without_other_states(tmp_path: Path) -> None:
+    """Step 0 holds the model alone; so it is loaded, also where all that came after is damaged."""
+    url = tmp_path / "run"
+    output = do(url, "seed=0", "load", "save=2")
+    assert "loaded True 0.0 -1" in output
+    damage(url / "step-2")
+    output = do(url, "load")
+    assert "loaded True 0.0 -1" in output
+    assert "step-2" in output

@@ -1,0 +1,384 @@
+"""Torch's own readers read ours; ours reads what torch and the Hugging Face world write."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dcp_cases
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_cases import failures_of, same, seeded, zeros_like
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+import ckpt_storage
+from ckpt_storage import CheckpointStorageReader, FormatError, IntegrityError
+from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.testing.ranks import RankPool
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is unavailable:UserWarning"),
+]
+
+NAMES = [name for name in DTYPES if not name.startswith("bits")]
+PLACEMENTS: dict[str, tuple[tuple[int, ...], tuple[Placement, Placement]]] = {
+    "rows": ((10, 3), (Shard(0), Replicate())),
+    "grid": ((7, 9), (Shard(0), Shard(1))),
+    "twice": ((9, 4), (Shard(0), Shard(0))),
+    "copies": ((5,), (Replicate(), Replicate())),
+}
+
+
+def whole_state() -> dict[str, Any]:
+    """Return the state that the tests of this file save, whole."""
+    kinds = {name: seeded(i, 5, 3, dtype=getattr(torch, name)) for i, name in enumerate(NAMES)}
+    sharded = {name: seeded(i, *shape) for i, (name, (shape, _)) in enumerate(PLACEMENTS.items())}
+    scalars = {"zero": seeded(91), "empty": seeded(92, 0, 2), "large": seeded(93, 300, 400)}
+    return {"kinds": kinds, "sharded": sharded, **scalars, "step": 5, "words": ["a", {"b": None}]}
+
+
+def local_state(shape: tuple[int, int]) -> dict[str, Any]:
+    """Return the same state with DTensors over a mesh."""
+    mesh = init_device_mesh("cpu", shape)
+    state = whole_state()
+    for name, (_, placements) in PLACEMENTS.items():
+        state["sharded"][name] = distribute_tensor(state["sharded"][name], mesh, placements)
+    return state
+
+
+def save_ours(_rank: int, path: Path) -> None:
+    """Save with our writer on four ranks."""
+    warnings.simplefilter("ignore")
+    dcp_cases.save(local_state((2, 2)), path)
+
+
+@pytest.fixture(scope="module")
+def ours(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that our writer saved on four ranks."""
+    path = tmp_path_factory.mktemp("ours") / "run"
+    ranks.run(save_ours, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "make",
+    [dcp.FileSystemReader, FsspecReader, lambda path: FsspecReader(f"file://{path}")],
+    ids=["filesystem", "fsspec", "fsspec url"],
+)
+def test_stock_readers_load_ours(ours: Path, make: Callable[[Path], Any]) -> None:
+    """Both readers of torch find every dtype, every sharding and every blob bit by bit."""
+    target = zeros_like(whole_state())
+    dcp.load(target, storage_reader=make(ours))
+    assert same(target, whole_state())
+
+
+def load_stock_sharded(_rank: int, path: Path) -> None:
+    """Load with torch's reader into DTensors on another mesh."""
+    warnings.simplefilter("ignore")
+    state = local_state((1, 3))
+    target = local_state((1, 3))
+    for value in target["sharded"].values():
+        value.to_local().zero_()
+    dcp.load(target, storage_reader=dcp.FileSystemReader(path))
+    for name, value in state["sharded"].items():
+        assert same(target["sharded"][name].to_local(), value.to_local())
+
+
+def test_stock_readers_reshard_ours(ranks: RankPool, ours: Path) -> None:
+    """Torch's reader loads a checkpoint of four ranks on three."""
+    ranks.run(load_stock_sharded, ours, world_size=3)
+
+
+def test_dcp_to_torch_save_converts_ours(ours: Path, tmp_path: Path) -> None:
+    """Torch's converter makes one file of ours, with the nesting of the state."""
+    dcp_to_torch_save(ours, tmp_path / "one.pt")
+    assert same(torch.load(tmp_path / "one.pt", weights_only=True), whole_state())
+
+
+def test_torch_loads_ours_without_a_template(ours: Path) -> None:
+    """`_load_state_dict_from_keys` rebuilds the state through torch's reader and through ours."""
+    for reader in (dcp.FileSystemReader(ours), CheckpointStorageReader(ours)):
+        assert same(_load_state_dict_from_keys(storage_reader=reader), whole_state())
+        part = _load_state_dict_from_keys({"sharded.grid", "step"}, storage_reader=reader)
+        assert same(part, {"sharded": {"grid": whole_state()["sharded"]["grid"]}, "step": 5})
+
+
+def save_stock(_rank: int, path: Path, thread_count: int, *, through_fsspec: bool) -> None:
+    """Save with a writer of torch."""
+    warnings.simplefilter("ignore")
+    kind = FsspecWriter if through_fsspec else dcp.FileSystemWriter
+    dcp.save(local_state((1, 2)), storage_writer=kind(str(path), thread_count=thread_count))
+
+
+def assert_ours_loads(path: Path, expected: dict[str, Any], kind: str) -> None:
+    """Assert that our reader finds all of it, and names the format."""
+    target = zeros_like(expected)
+    reader = dcp_cases.load(target, path)
+    assert same(target, expected)
+    assert reader.format == kind
+
+
+@pytest.mark.parametrize("through_fsspec", [False, True], ids=["filesystem", "fsspec"])
+@pytest.mark.parametrize("thread_count", [1, 3])
+def test_ours_loads_what_stock_writers_save_on_two_ranks(
+    ranks: RankPool, tmp_path: Path, thread_count: int, *, through_fsspec: bool
+) -> None:
+    """Checkpoints of torch's writers, with one and several files per rank, come back whole."""
+    path = tmp_path / "stock"
+    for rank in ranks.outcomes(
+        _StockJob(through_fsspec=through_fsspec), path, thread_count, world_size=2
+    ):
+        assert rank.failure is None, rank.failure
+    assert_ours_loads(path, whole_state(), "dcp")
+
+
+class _StockJob:
+    """`save_stock` with its last argument; a partial of it has no name to pickle by."""
+
+    def __init__(self, *, through_fsspec: bool) -> None:
+        self.through_fsspec = through_fsspec
+
+    def __call__(self, rank: int, path: Path, thread_count: int) -> None:
+        save_stock(rank, path, thread_count, through_fsspec=self.through_fsspec)
+
+
+def test_ours_loads_what_one_process_saved(tmp_path: Path) -> None:
+    """A checkpoint of torch without a process group, one file for all or one for each."""
+    for one_file in (True, False):
+        path = tmp_path / str(one_file)
+        writer = dcp.FileSystemWriter(path, single_file_per_rank=one_file)
+        dcp.save(whole_state(), storage_writer=writer)
+        assert_ours_loads(path, whole_state(), "dcp")
+
+
+def test_ours_loads_converted_checkpoints(tmp_path: Path) -> None:
+    """What torch's converter makes of a torch.save file loads, the nesting included."""
+    torch.save(whole_state(), tmp_path / "one.pt")
+    torch_save_to_dcp(tmp_path / "one.pt", tmp_path / "converted")
+    assert_ours_loads(tmp_path / "converted", whole_state(), "dcp")
+
+
+def test_ours_loads_tensors_that_torch_saved_in_another_order(tmp_path: Path) -> None:
+    """Transposed tensors, parameters and tensors with history of a stock checkpoint load."""
+    parameter = torch.nn.Parameter(seeded(1, 4, 6))
+    state = {
+        "turned": seeded(2, 70, 30).t(),
+        "parameter": parameter,
+        "turned parameter": torch.nn.Parameter(seeded(3, 5, 2).t()),
+        "conjugate": seeded(4, 3, 3, dtype=torch.complex64).conj(),
+        "part": seeded(5, 100)[10:20],
+    }
+    dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(tmp_path))
+    expected = {
+        name: value.detach().resolve_conj().contiguous().clone() for name, value in state.items()
+    }
+    assert_ours_loads(tmp_path, expected, "dcp")
+
+
+def handmade(folder: Path, items: dict[str, torch.Tensor], **sizes: tuple[int, ...]) -> None:
+    """Write a stock checkpoint of whole tensors by hand, each item as torch.save has it.
+
+    `sizes` is what the metadata claims where that is not the tensor's own shape.
+    """
+    folder.mkdir()
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    with (folder / "__0_0.distcp").open("wb") as file:
+        for name, tensor in items.items():
+            start = file.tell()
+            torch.save(tensor, file)
+            shape = torch.Size(sizes.get(name, tuple(tensor.shape)))
+            zeros = torch.Size([0] * len(shape))
+            chunk = ChunkStorageMetadata(zeros, shape)
+            entries[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), shape, [chunk])
+            length = file.tell() - start
+            places[MetadataIndex(name, zeros)] = _StorageInfo("__0_0.distcp", start, length)
+    metadata = Metadata(entries, planner_data={n: (n,) for n in entries}, storage_data=places)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_items_with_more_in_their_storage_than_the_tensor_load(tmp_path: Path) -> None:
+    """Views saved together with a larger storage are read by torch itself, region by region."""
+    base = seeded(1, 50, 40)
+    items = {"columns": base[:, 3:9], "rows": base[5:7], "one": base[3, 4], "turned": base.t()}
+    handmade(tmp_path / "views", items)
+    expected = {name: value.contiguous().clone() for name, value in items.items()}
+    assert_ours_loads(tmp_path / "views", expected, "dcp")
+
+
+@pytest.mark.parametrize("claim", [(8, 8), (2, 2), (16,), (4, 4, 1)])
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "turned"])
+def test_metadata_that_contradicts_its_items_is_refused(
+    tmp_path: Path, claim: tuple[int, ...], *, is_plain: bool
+) -> None:
+    """A chunk that is not of the size that the metadata says is an error, not other bytes."""
+    tensor = seeded(2, 4, 4) if is_plain else seeded(2, 4, 4).t()
+    handmade(tmp_path / "lie", {"before": seeded(1, 9), "x": tensor}, x=claim)
+    with pytest.raises(CheckpointException) as caught:
+        dcp_cases.load({"x": torch.zeros(claim)}, tmp_path / "lie")
+    (error,) = failures_of(caught.value).values()
+    assert isinstance(error, FormatError)
+    assert "x in __0_0.distcp" in str(error)
+
+
+def test_items_that_an_extension_transformed_are_named(tmp_path: Path) -> None:
+    """A compressed item is refused with the name of what compressed it."""
+    handmade(tmp_path / "zipped", {"x": seeded(1, 4)})
+    path = tmp_path / "zipped" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    (info,) = metadata.storage_data.values()
+    info.transform_descriptors = ["stream.zstd"]
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointException) as caught:
+        dcp_cases.load({"x": torch.zeros(4)}, tmp_path / "zipped")
+    (error,) = failures_of(caught.value).values()
+    assert isinstance(error, FormatError)
+    assert "stream.zstd" in str(error)
+    assert "FileSystemReader" in str(error)
+
+
+def test_a_lost_file_of_a_stock_checkpoint_is_named(tmp_path: Path) -> None:
+    """A missing `.distcp` is an error that names file and tensor."""
+    handmade(tmp_path / "lost", {"x": seeded(1, 4)})
+    (tmp_path / "lost" / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointException) as caught:
+        dcp_cases.load({"x": torch.zeros(4)}, tmp_path / "lost")
+    (error,) = failures_of(caught.value).values()
+    assert isinstance(error, IntegrityError)
+    assert "__0_0.distcp, which x needs, is missing" in str(error)
+
+
+def test_overwriting_a_stock_checkpoint_replaces_it(tmp_path: Path) -> None:
+    """With `overwrite=True` ours takes the place of torch's, for both readers."""
+    dcp.save({"x": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    dcp_cases.save({"x": torch.full((3,), 2.0)}, tmp_path, overwrite=True)
+    for load in (dcp_cases.load, dcp_cases.load_stock):
+        target = {"x": torch.zeros(3)}
+        load(target, tmp_path)
+        assert target["x"].tolist() == [2, 2, 2]
+
+
+WEIGHTS = {
+    "model.embed.weight": seeded(1, 30, 8),
+    "model.norm.weight": seeded(2, 8, dtype=torch.bfloat16),
+    "model.steps": torch.arange(4),
+    "model.scale": torch.tensor(1.5),
+    "model.none": torch.zeros(0, 4),
+    "lm_head.weight": seeded(3, 30, 8, dtype=torch.float16),
+}
+
+
+def save_for_hugging_face(_rank: int, path: Path) -> None:
+    """Save shards as torch's Hugging Face writer does on two ranks."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2,))
+    state: dict[str, Any] = {
+        name: distribute_tensor(value, mesh, [Shard(0) if value.ndim == 2 else Replicate()])
+        for name, value in WEIGHTS.items()
+        if value.numel() > 1
+    }
+    index = {name: 1 + i % 2 for i, name in enumerate(state)}
+    writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=index, save_distributed=True)
+    dcp.save(state, storage_writer=writer)
+
+
+def test_ours_loads_sharded_safetensors_of_torch(ranks: RankPool, tmp_path: Path) -> None:
+    """Shards in safetensors, with torch's own header entries, are put together."""
+    ranks.run(save_for_hugging_face, tmp_path, world_size=2)
+    expected = {name: value for name, value in WEIGHTS.items() if value.numel() > 1}
+    assert_ours_loads(tmp_path, expected, "dcp_safetensors")
+
+
+def test_ours_loads_what_torch_writes_for_hugging_face_on_one_rank(tmp_path: Path) -> None:
+    """Whole tensors of torch's Hugging Face writer, with its index, load."""
+    state = {name: value for name, value in WEIGHTS.items() if value.numel() > 1}
+    index = {name: 1 + i % 2 for i, name in enumerate(state)}
+    writer = HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping=index)
+    dcp.save(dict(state), storage_writer=writer)
+    assert_ours_loads(tmp_path, state, "dcp_safetensors")
+
+
+def test_ours_loads_a_hugging_face_folder_of_one_file(tmp_path: Path) -> None:
+    """`model.safetensors` beside files of other kinds loads, also without a template."""
+    safetensors.torch.save_file(WEIGHTS, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text("{}", encoding="ascii")
+    assert_ours_loads(tmp_path, WEIGHTS, "safetensors")
+    reader = CheckpointStorageReader(tmp_path)
+    assert same(_load_state_dict_from_keys(storage_reader=reader), WEIGHTS)
+
+
+@pytest.fixture
+def indexed(tmp_path: Path) -> Path:
+    """A Hugging Face folder of two weight files, an index, and a file that it does not name."""
+    names = sorted(WEIGHTS)
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        safetensors.torch.save_file({name: WEIGHTS[name] for name in part}, tmp_path / file)
+        weight_map |= dict.fromkeys(part, file)
+    stale = {name: value + 1 for name, value in WEIGHTS.items() if value.is_floating_point()}
+    safetensors.torch.save_file(stale, tmp_path / "model.safetensors")
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return tmp_path
+
+
+def test_one_name_with_other_dimensions_in_two_files_is_refused(tmp_path: Path) -> None:
+    """Weight files of two checkpoints in one folder are told apart by name, with both files."""
+    for number in (1, 2):
+        file = tmp_path / f"model-{number}.safetensors"
+        safetensors.torch.save_file({"w": torch.ones((2,) * number)}, file)
+    with pytest.raises(ckpt_storage.FormatError, match=r"w is in model-1.*dimensions, in model-2"):
+        ckpt_storage.open_checkpoint(tmp_path)
+
+
+def test_ours_loads_a_hugging_face_folder_by_its_index(indexed: Path) -> None:
+    """With an index the files it names count, and stale ones beside them do not."""
+    assert_ours_loads(indexed, WEIGHTS, "safetensors")
+
+
+def load_weights_sharded(_rank: int, path: Path) -> None:
+    """Load a Hugging Face folder into DTensors over three ranks."""
+    mesh = init_device_mesh("cpu", (3,))
+    target: dict[str, Any] = {
+        name: distribute_tensor(torch.zeros_like(value), mesh, [Shard(0)])
+        for name, value in WEIGHTS.items()
+        if value.ndim
+    }
+    dcp_cases.load(target, path)
+    for name, value in target.items():
+        expected = distribute_tensor(WEIGHTS[name], mesh, [Shard(0)])
+        assert same(value.to_local(), expected.to_local()), name
+
+
+def test_a_hugging_face_folder_is_sharded_while_loading(ranks: RankPool, indexed: Path) -> None:
+    """Three ranks load their parts of whole weights."""
+    ranks.run(load_weights_sharded, indexed, world_size=3)
+
+
+def test_a_weight_file_that_the_index_names_must_be_there(indexed: Path) -> None:
+    """A folder with a file missing is an error that names it."""
+    (indexed / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(IntegrityError, match=r"model-00002-of-00002\.safetensors, which is miss"):
+        CheckpointStorageReader(indexed).read_metadata()

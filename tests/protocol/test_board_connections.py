@@ -1,0 +1,334 @@
+"""How often ranks connect to the store they share: once, not once an operation.
+
+At each connection torch's server looks up the name of who calls (`getnameinfo`), and answers
+nobody until DNS has. With one connection for each operation and rank, each DNS packet that was lost
+stopped all ranks for 5 s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from ckpt_storage.coordination.board import Board, BoardError, LocalBoard
+from ckpt_storage.coordination.coordinator import Coordinator
+from ckpt_storage.coordination.groups import StoreBoard
+from ckpt_storage.errors import RankFailedError
+from ckpt_storage.options import Timeouts
+
+LOOK_S = 0.002
+END_S = 30.0
+
+
+def group(board: Callable[[], Board]) -> list[Coordinator]:
+    """Return two ranks, each over a board of its own making."""
+    return [Coordinator(board(), rank=rank, world_size=2, look_s=LOOK_S) for rank in range(2)]
+
+
+def operate(
+    ranks: list[Coordinator], ready: Callable[[], bool], timeout_s: float = 20.0
+) -> list[BaseException | None]:
+    """Run one operation, in which each rank waits until `ready`; return what each raised."""
+    raised: dict[int, BaseException | None] = {}
+
+    def main(coordinator: Coordinator) -> None:
+        error = None
+        try:
+            with coordinator.operation("the test", timeouts=Timeouts.of(timeout_s)) as operation:
+                operation.meet({})
+                end_s = time.monotonic() + END_S
+                while not ready() and operation.failure() is None and time.monotonic() < end_s:
+                    time.sleep(LOOK_S)
+                failure = operation.failure()
+                if failure is not None:
+                    raise failure  # noqa: TRY301  # as any wait would
+                operation.all_gather(b"")
+        except BaseException as caught:  # noqa: BLE001  # returned
+            error = caught
+        raised[coordinator.rank] = error
+
+    threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(END_S)
+    assert sorted(raised) == [0, 1], "a rank hangs"
+    return [raised[rank] for rank in range(2)]
+
+
+@contextmanager
+def counted_clones() -> Iterator[list[dist.TCPStore]]:
+    """Give a list to which each connection is added that is cloned from another."""
+    cloned: list[dist.TCPStore] = []
+    clone = dist.TCPStore.clone  # type: ignore[attr-defined]  # torch's stub leaves it out
+
+    def counted(store: dist.TCPStore) -> dist.Store:
+        cloned.append(store)
+        made: dist.Store = clone(store)
+        return made
+
+    with patch.object(dist.TCPStore, "clone", counted):
+        yield cloned
+
+
+def test_operations_keep_their_connections() -> None:
+    """However many there are, each rank connects twice: for its steps and for its watcher."""
+    timeout = timedelta(seconds=20)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+    connected: list[int] = []
+
+    def connect() -> dist.Store:
+        connected.append(server.port)
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
+
+    ranks = group(lambda: StoreBoard(connect, "test"))
+    with counted_clones() as cloned:
+        for _ in range(4):
+            boards = [rank.spare_board for rank in ranks]
+            assert operate(ranks, lambda: len(cloned) >= 2) == [None, None]
+            if all(boards):
+                assert [rank.spare_board for rank in ranks] == boards
+    assert (len(connected), len(cloned)) == (2, 2)
+    for rank in ranks:
+        rank.close()
+        assert rank.spare_board is None
+
+
+class Cable:
+    """What lies between stores and their server, and can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._server_port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Break all connections; new ones can be made."""
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def close(self) -> None:
+        """Break all connections for good."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._server_port))
+                self._ends += [near, far]
+                for source, drain in ((near, far), (far, near)):
+                    threading.Thread(target=_carry, args=(source, drain), daemon=True).start()
+
+
+def _carry(source: socket.socket, drain: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            drain.sendall(data)
+
+
+def test_connections_that_broke_cost_one_operation() -> None:
+    """Those between which they broke fail in it, and the next one makes both connections anew."""
+    timeout = timedelta(seconds=20)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+    cable = Cable(server.port)
+
+    def connect() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", cable.port, is_master=False, timeout=timeout)
+
+    def operate_beyond_looks() -> list[BaseException | None]:
+        # Torch takes a while to put down how a call failed.
+        end_s = time.monotonic() + 0.3
+        return operate(ranks, lambda: time.monotonic() > end_s)
+
+    ranks = group(lambda: StoreBoard(connect, "test"))
+    try:
+        assert operate_beyond_looks() == [None, None]
+        cable.cut()
+        assert [type(error) for error in operate_beyond_looks()] == [RankFailedError] * 2
+        for _ in range(2):
+            assert operate_beyond_looks() == [None, None]
+    finally:
+        for rank in ranks:
+            rank.close()
+        cable.close()
+
+
+def test_what_is_removed_while_it_is_read_is_not_waited_for() -> None:
+    """A reader gets it whole or not at all; the store's own `get` would wait, or return nothing."""
+    timeout = timedelta(seconds=60)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+
+    def connect() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
+
+    reader = StoreBoard(connect, "test")
+    writer = reader.twin()
+    is_over = threading.Event()
+
+    def put_and_remove() -> None:
+        while not is_over.is_set():
+            writer.set("key", b"value", END_S)
+            writer.delete("key", END_S)
+
+    thread = threading.Thread(target=put_and_remove, daemon=True)
+    thread.start()
+    try:
+        found = {reader.get("key", END_S) for _ in range(2000)}
+    finally:
+        is_over.set()
+        thread.join(END_S)
+    assert found <= {None, b"value"}
+    writer.set("large", bytes(9 << 20), END_S)
+    assert writer.has_all(["large"], END_S)
+    # As it is while somebody removes it.
+    assert connect().delete_key("test/large#1")
+    assert reader.get("large", END_S) is None
+    for board in (writer, reader):
+        board.close()
+
+
+def _read_often(board: StoreBoard, key: str) -> set[bytes | None]:
+    return {board.get(key, END_S) for _ in range(2000)}
+
+
+def test_a_child_of_fork_connects_anew() -> None:
+    """Two processes that ask on one connection take each other's answers."""
+    timeout = timedelta(seconds=20)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+
+    def connect() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
+
+    board = StoreBoard(connect, "test")
+    board.set("parent", b"for the parent", END_S)
+    board.set("child", b"for the child", END_S)
+    assert board.has_all(["parent", "child"], END_S)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def child() -> None:
+        theirs.send("here")
+        theirs.send(_read_often(board, "child"))
+
+    process = context.Process(target=child)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.recv() == "here"
+        assert _read_often(board, "parent") == {b"for the parent"}
+        assert ours.poll(END_S)
+        assert ours.recv() == {b"for the child"}
+    finally:
+        process.kill()
+        process.join(END_S)
+    # The child let go of the connection that was the parent's, and the parent still has it.
+    assert board.get("parent", END_S) == b"for the parent"
+    board.close()
+
+
+class Twins(LocalBoard):
+    """A board that counts its twins, of which the first does `first` at each look."""
+
+    def __init__(self, first: Callable[[], None]) -> None:
+        super().__init__()
+        self.made: list[Twin] = []
+        self._first = first
+
+    def twin(self) -> LocalBoard:
+        """Return one of its own each time."""
+        self.made.append(Twin(self, self._first if not self.made else lambda: None))
+        return self.made[-1]
+
+
+class Twin(LocalBoard):
+    """What is on a board, after what is done at each look."""
+
+    def __init__(self, board: LocalBoard, look: Callable[[], None]) -> None:
+        self._values, self._lock = board._values, board._lock  # noqa: SLF001  # the same memory
+        self._look = look
+        self.look_count = 0
+        self.is_closed = False
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """Look, once what is to be done is done."""
+        self.look_count += 1
+        self._look()
+        return super().get(key, timeout_s)
+
+    def close(self) -> None:
+        """Note it."""
+        self.is_closed = True
+
+
+def test_one_that_failed_is_not_used_again() -> None:
+    """The operation whose watcher lost its connection fails; the next one has a new connection."""
+
+    def lost() -> None:
+        raise BoardError("The store failed: connection reset")
+
+    first, other = Twins(lost), LocalBoard()
+    other._values, other._lock = first._values, first._lock  # noqa: SLF001  # one memory
+    boards = iter([first, other])
+    ranks = group(lambda: next(boards))
+    # The other rank hears of it from nobody, and waits for as long as the step may take.
+    assert isinstance(operate(ranks, lambda: False, timeout_s=3.0)[0], RankFailedError)
+    assert first.made[0].is_closed
+    assert ranks[0].spare_board is None
+    for _ in range(2):
+        assert operate(ranks, lambda: first.made[-1].look_count > 0) == [None, None]
+    assert len(first.made) == 2
+    assert ranks[0].spare_board is first.made[1]
+    assert not first.made[1].is_closed
+    ranks[0].close()
+    assert first.made[1].is_closed
+
+
+def test_one_that_hangs_is_left_behind() -> None:
+    """A look that does not come back keeps neither its operation nor the next one."""
+    is_over = threading.Event()
+
+    def hang() -> None:
+        is_over.wait(END_S)
+
+    first, other = Twins(hang), LocalBoard()
+    other._values, other._lock = first._values, first._lock  # noqa: SLF001  # one memory
+    boards = iter([first, other])
+    ranks = group(lambda: next(boards))
+    try:
+        assert operate(ranks, lambda: first.made[0].look_count > 0) == [None, None]
+        assert ranks[0].spare_board is None
+        assert operate(ranks, lambda: len(first.made) > 1) == [None, None]
+        assert ranks[0].spare_board is first.made[1]
+    finally:
+        is_over.set()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_board_in_memory_is_its_own_twin(count: int) -> None:
+    """Nothing is kept apart there, and nothing is lost by closing it."""
+    board = LocalBoard()
+    ranks = group(lambda: board)
+    for _ in range(count):
+        assert operate(ranks, lambda: True) == [None, None]
+    for rank in ranks:
+        rank.close()
+    assert operate(ranks, lambda: True) == [None, None]

@@ -1,0 +1,502 @@
+"""Slots: how the head is found, who gets the next slot, and what a lost answer means."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+from commit_tools import (
+    CAS,
+    QUICK,
+    Attempt,
+    DictStore,
+    Disk,
+    attempted,
+    begun,
+    committed,
+    deadline,
+    deleted,
+    fenced,
+    files_of,
+    is_whole,
+    saved,
+    sealed,
+    seen,
+    written,
+)
+
+from ckpt_storage.commit import attempt as commit
+from ckpt_storage.commit import slotlog
+from ckpt_storage.errors import (
+    CheckpointExistsError,
+    CommitConflictError,
+    CommitUnknownError,
+    FormatError,
+    IntegrityError,
+    PhaseTimeoutError,
+    StorageError,
+)
+from ckpt_storage.format import layout
+from ckpt_storage.format.slots import HeadRef
+from ckpt_storage.options import RetryPolicy
+from ckpt_storage.store import open_store
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.testing.faults import FaultStore, Rule
+from ckpt_storage.testing.posix_faults import FaultPosix
+from ckpt_storage.testing.s3server import S3Server
+
+SLOT_1 = "commits/00000001.json"
+
+
+@pytest.fixture
+def disk() -> Disk:
+    """Nothing yet."""
+    return Disk()
+
+
+@pytest.fixture
+def store(disk: Disk) -> DictStore:
+    """A store on `disk`."""
+    return DictStore(disk)
+
+
+def slots_at_random(seed: int, count: int) -> dict[str, bytes]:
+    """Return slots as savers, pruners and deleters could have left them."""
+    source = random.Random(seed)
+    files: dict[str, bytes] = {}
+    head: dict[str, object] | None = None
+    for slot in range(1, count + 1):
+        kind = source.choices(("commit", "fence", "deleted"), (6, 3, 1))[0]
+        if kind == "deleted" and head is None:
+            kind = "fence"
+        save_id = f"20260101T000000Z-{slot:016x}"
+        previous = head
+        if kind == "commit":
+            head = {"slot": slot, "save_id": save_id}
+        elif kind == "deleted":
+            head = None
+        body: dict[str, object] = {
+            "format": "ckpt_storage.commit/1",
+            "type": kind,
+            "slot": slot,
+            "write_id": f"{slot:032x}",
+            "head": head,
+        }
+        if kind == "commit":
+            named = {"path": f"saves/{save_id}/manifest.json", "bytes": 3, "crc32c": "00000000"}
+            body |= {"save_id": save_id, "manifest": named, "stock": None, "previous": previous}
+        else:
+            body["fenced"] = []
+        files[f"commits/{slot:08d}.json"] = sealed(body)
+    return files
+
+
+def test_the_head_is_found_in_logarithmic_reads(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """For 1 to 40 slots of all types the oracle's head is found, in about 2 log2(n) reads."""
+    most: dict[int, int] = {}
+    for count in range(1, 41):
+        for seed in range(12):
+            files = slots_at_random(seed * 100 + count, count)
+            paths: list[str] = []
+            disk = Disk()
+            for path, data in files.items():
+                disk.put(path, data)
+
+            def note(operation: str, path: str, paths: list[str] = paths) -> None:
+                del operation
+                paths.append(path)
+
+            found = slotlog.read_log(DictStore(disk, CAS, note))
+            assert found.last_slot == count
+            assert (found.head.save_id if found.head else None) == seen(files).head
+            # Doubling up, halving down, and once to the commit that the last record names.
+            assert len(paths) <= 2 * count.bit_length() + 1
+            most[count] = max(most.get(count, 0), len(paths))
+    record_property("reads of n slots", most)
+    assert most[1] == 2
+    assert most[40] <= 13
+
+
+def test_no_slot_costs_one_read(store: DictStore) -> None:
+    """Where nothing is, one look tells."""
+    calls: list[tuple[str, str]] = []
+    store.gate = lambda operation, path: calls.append((operation, path))
+    found = slotlog.read_log(store)
+    assert (found.last_slot, found.last, found.head) == (0, None, None)
+    assert calls == [("read", SLOT_1)]
+
+
+@pytest.mark.parametrize("type_of_target", ["fence", "commit of another save", "nothing"])
+def test_a_head_that_leads_astray_is_refused(disk: Disk, type_of_target: str) -> None:
+    """A last record whose `head` is no commit of that save is a FormatError, never a guess."""
+    files = slots_at_random(7, 4)
+    save_id = f"20260101T000000Z-{2:016x}"
+    head = {"slot": 2, "save_id": save_id}
+    target: dict[str, object] = {
+        "format": "ckpt_storage.commit/1",
+        "slot": 2,
+        "write_id": "0" * 32,
+    }
+    if type_of_target == "fence":
+        target |= {"type": "fence", "head": None, "fenced": []}
+    else:
+        other = {"slot": 2, "save_id": save_id.replace("Z-0", "Z-1")}
+        path = f"saves/{other['save_id']}/manifest.json"
+        named = {"path": path, "bytes": 3, "crc32c": "00000000"}
+        target |= {"type": "commit", "head": other, "save_id": other["save_id"], "manifest": named}
+    files["commits/00000002.json"] = sealed(target)
+    last: dict[str, object] = {
+        "format": "ckpt_storage.commit/1",
+        "type": "fence",
+        "slot": 4,
+        "write_id": "1" * 32,
+        "head": head if type_of_target != "nothing" else {"slot": 9, "save_id": save_id},
+        "fenced": [],
+    }
+    files["commits/00000004.json"] = sealed(last)
+    for path, data in files.items():
+        disk.put(path, data)
+    with pytest.raises(FormatError) as caught:
+        slotlog.read_log(DictStore(disk))
+    assert caught.value.path == "commits/00000004.json"
+
+
+def test_begin_refuses_a_committed_checkpoint_and_changes_nothing(store: DictStore) -> None:
+    """Without `overwrite` the error names the checkpoint, and nothing was written."""
+    save_id = saved(store)
+    before = store.disk.files
+    with pytest.raises(CheckpointExistsError) as caught:
+        begun(store, overwrite=False)
+    assert save_id in str(caught.value)
+    assert "overwrite=True" in (caught.value.next_step or "")
+    assert store.disk.files == before
+    assert begun(store).previous == HeadRef(slot=1, save_id=save_id)
+
+
+def test_begin_refuses_a_checkpoint_of_another_writer(store: DictStore) -> None:
+    """A `.metadata` without slots is stock torch's checkpoint, to be replaced only on demand."""
+    store.write(".metadata", b"a pickle of torch")
+    with pytest.raises(CheckpointExistsError):
+        begun(store, overwrite=False)
+    assert begun(store, overwrite=True).previous is None
+
+
+def test_begin_goes_on_where_nothing_is_committed(store: DictStore) -> None:
+    """Other files, dead attempts, fences and a tombstone are no checkpoint."""
+    store.write("notes.txt", b"mine")
+    dead = attempted(store)
+    assert begun(store, overwrite=False).last_slot == 0
+    fenced(store, dead.save_id)
+    assert begun(store, overwrite=False).last_slot == 1
+    saved(store)
+    deleted(store)
+    grant = begun(store, overwrite=False)
+    assert (grant.last_slot, grant.previous) == (3, None)
+
+
+def test_every_attempt_gets_names_of_its_own(store: DictStore) -> None:
+    """No two attempts share a save id, and a begun one can be seen before any rank wrote."""
+    grants = [begun(store) for _ in range(50)]
+    assert len({grant.save_id for grant in grants}) == 50
+    listed = {entry.path.split("/")[1] for entry in store.list("saves")}
+    assert listed == {grant.save_id for grant in grants}
+
+
+Arena = tuple[Callable[[], Store], int]
+
+
+@pytest.fixture(params=["dict", "local", "s3"])
+def arena(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Arena]:
+    """A function that gives one more client of one empty root, and how many rounds to play."""
+    if request.param == "dict":
+        disk = Disk()
+        yield lambda: DictStore(disk), 100
+    elif request.param == "local":
+        yield lambda: LocalStore(str(tmp_path / "run"), sync_files=False), 25
+    else:
+        with S3Server() as server:
+            server.create_bucket("bkt")
+            options = server.storage_options
+            yield lambda: open_store("s3://bkt/run", storage_options=options), 3
+
+
+def files_in(store: Store) -> dict[str, bytes]:
+    """Return all objects of a store."""
+    return {entry.path: store.read(entry.path) for entry in store.list("")}
+
+
+def test_of_many_savers_one_wins_and_the_others_are_told(arena: Arena) -> None:
+    """In every round six savers aim at one slot: one commits, five learn who did."""
+    clients, rounds = arena
+    savers = 6
+    watcher = clients()
+    for _ in range(rounds):
+        attempts = [attempted(clients()) for _ in range(savers)]
+        before = files_in(watcher)
+        barrier = Barrier(savers)
+
+        def race(attempt: Attempt, barrier: Barrier = barrier) -> str | CommitConflictError:
+            store = clients()
+            barrier.wait(30)
+            try:
+                return committed(store, attempt).save_id or ""
+            except CommitConflictError as error:
+                return error  # noqa: B023  # bound by the except clause
+
+        with ThreadPoolExecutor(savers) as threads:
+            outcomes = list(threads.map(race, attempts))
+        winners = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        losers = [outcome for outcome in outcomes if not isinstance(outcome, str)]
+        after = files_in(watcher)
+        assert len(winners) == 1
+        assert seen(after).head == winners[0]
+        for error in losers:
+            assert error.winner["save_id"] == winners[0]
+            assert error.winner["pid"] == os.getpid()
+            assert winners[0] in str(error)
+        for attempt in attempts:
+            for path in files_of(attempt.save_id):
+                assert after[path] == before[path], "the data of a saver were touched"
+
+
+def test_a_lost_answer_is_a_success_exactly_once(store: DictStore) -> None:
+    """The slot was created and the answer lost: the save is committed, in one slot."""
+    faulty = FaultStore(store, [Rule(action="lost_answer", operation="create")])
+    attempt = attempted(store)
+    assert committed(faulty, attempt).save_id == attempt.save_id
+    assert seen(store.disk.files).committed == [attempt.save_id]
+    assert [call.operation for call in faulty.script.calls] == ["create", "read"]
+
+
+def test_an_error_before_anything_was_done_is_repeated(store: DictStore) -> None:
+    """The create failed and the slot is free: it is tried again, under the same write id."""
+    faulty = FaultStore(store, [Rule(action="error", operation="create", hit_count=3)])
+    attempt = attempted(store)
+    record = committed(faulty, attempt)
+    assert seen(store.disk.files).committed == [attempt.save_id]
+    assert seen(store.disk.files).slots[0]["write_id"] == record.write_id
+
+
+def test_a_lost_answer_with_another_in_the_slot_is_a_conflict(store: DictStore) -> None:
+    """Whatever error the create ends with, a slot that another holds is lost to it."""
+    mine, theirs = attempted(store), attempted(store)
+    committed(store, theirs)
+    faulty = FaultStore(store, [Rule(action="error", operation="create")])
+    with pytest.raises(CommitConflictError) as caught:
+        committed(faulty, mine)
+    assert caught.value.winner["save_id"] == theirs.save_id
+    assert is_whole(store.disk.files, mine.save_id)
+
+
+@pytest.mark.parametrize("action", ["error", "lost_answer"])
+def test_a_slot_that_cannot_be_read_back_is_unknown(store: DictStore, action: str) -> None:
+    """Neither created for sure nor readable: unknown, whether or not it was created."""
+    faulty = FaultStore(
+        store,
+        [
+            Rule(action="error", operation="read", hit_count=None),
+            Rule(action=action, operation="create", hit_count=None),  # type: ignore[arg-type]
+        ],
+    )
+    attempt = attempted(store)
+    with pytest.raises(CommitUnknownError) as caught:
+        committed(faulty, attempt)
+    assert (caught.value.save_id, caught.value.slot) == (attempt.save_id, 1)
+    assert "its record names this save id" in (caught.value.next_step or "")
+    assert (seen(store.disk.files).head == attempt.save_id) == (action == "lost_answer")
+
+
+def test_a_torn_slot_is_unknown_not_failed(store: DictStore) -> None:
+    """A storage that tore the record apart leaves a slot that says nothing about the winner."""
+    faulty = FaultStore(store, [Rule(action="short", operation="create")])
+    attempt = attempted(store)
+    assert committed(faulty, attempt).slot == 1  # it reported success, which is its own fault
+    with pytest.raises(IntegrityError):
+        slotlog.read_log(store)
+    with pytest.raises(CommitUnknownError):
+        committed(store, attempt)
+
+
+@pytest.mark.parametrize("kind", ["permission", "credentials", "no-space", "unsupported"])
+def test_a_refusal_for_good_is_a_failure(store: DictStore, kind: str) -> None:
+    """The storage said no and the slot is free: not committed, and not tried again."""
+    rule = Rule(action="error", operation="create", kind=kind, retryable=False, hit_count=None)
+    faulty = FaultStore(store, [rule])
+    with pytest.raises(StorageError) as caught:
+        committed(faulty, attempted(store))
+    assert caught.value.kind == kind
+    assert [call.operation for call in faulty.script.calls] == ["create", "read"]
+    assert seen(store.disk.files).slots == []
+
+
+def test_a_refusal_after_a_lost_answer_is_unknown(store: DictStore) -> None:
+    """The first request may still arrive, so the refusal of the second proves nothing."""
+    rules = [
+        Rule(action="error", operation="create", kind="timeout"),
+        Rule(action="error", operation="create", kind="permission", hit_count=None),
+    ]
+    attempt = attempted(store)
+    with pytest.raises(CommitUnknownError):
+        committed(FaultStore(store, rules), attempt)
+
+
+class LateStore(DictStore):
+    """The first create is reported as timed out, and arrives just before the second."""
+
+    late: tuple[str, bytes] | None = None
+    calls = 0
+
+    def create(self, path: str, data: bytes) -> None:
+        """Create, late."""
+        self.calls += 1
+        if self.calls == 1:
+            self.late = (path, data)
+            raise StorageError("Timed out.", kind="timeout", path=path)
+        if self.late is not None:
+            late, self.late = self.late, None
+            super().create(*late)
+        super().create(path, data)
+
+
+def test_a_request_that_arrives_late_is_recognised(disk: Disk) -> None:
+    """The repeated create finds the slot taken, by its own earlier request: committed."""
+    attempt = attempted(DictStore(disk))
+    assert committed(LateStore(disk), attempt).save_id == attempt.save_id
+    assert seen(disk.files).committed == [attempt.save_id]
+
+
+def test_an_expired_deadline_fails_before_anything_is_sent(store: DictStore) -> None:
+    """With no time left nothing is created, so that is no unknown outcome but a timeout."""
+    attempt = attempted(store)
+    faulty = FaultStore(store)
+    with pytest.raises(PhaseTimeoutError):
+        commit.commit(
+            faulty,
+            attempt.grant,
+            manifest=attempt.manifest,
+            stock=attempt.stock,
+            deadline=deadline(1e-9),
+            retry=QUICK,
+        )
+    assert faulty.script.calls == []
+
+
+def test_attempts_to_create_end(store: DictStore) -> None:
+    """A storage that never answers is asked `attempt_count` times; then the outcome is unknown."""
+    rule = Rule(action="error", operation="create", hit_count=None)
+    faulty = FaultStore(store, [rule])
+    retry = RetryPolicy(attempt_count=5, first_delay_s=0.0, max_delay_s=0.0)
+    with pytest.raises(CommitUnknownError):
+        committed(faulty, attempted(store), retry=retry)
+    assert sum(call.operation == "create" for call in faulty.script.calls) == 5
+
+
+@pytest.mark.parametrize("operation", ["link", "fsync_folder"])
+def test_a_link_with_a_lost_answer_counts_an_unsynced_one_does_not(
+    tmp_path: Path, operation: str
+) -> None:
+    """POSIX: a link that is there is a commit; if its folder cannot be synced, who knows."""
+    attempt = attempted(LocalStore(str(tmp_path), sync_files=False))
+    rule = Rule(action="lost_answer", operation=operation, path="commits")
+    faulty = LocalStore(str(tmp_path), posix=FaultPosix([rule]))
+    if operation == "link":
+        assert committed(faulty, attempt).save_id == attempt.save_id
+    else:
+        with pytest.raises(CommitUnknownError, match="it is there, but"):
+            committed(faulty, attempt)
+    files = files_in(LocalStore(str(tmp_path)))
+    assert seen(files).head == attempt.save_id
+    assert not [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
+
+
+def test_a_fenced_saver_fails_and_an_innocent_one_commits(store: DictStore) -> None:
+    """Of two live savers the one that a fence names loses; the other takes the slot behind it."""
+    guilty, innocent = attempted(store), attempted(store)
+    fenced(store, guilty.save_id)
+    with pytest.raises(CommitConflictError) as caught:
+        committed(store, guilty)
+    assert caught.value.winner["type"] == "fence"
+    assert committed(store, innocent).slot == 2
+    assert seen(store.disk.files).head == innocent.save_id
+
+
+def test_any_number_of_fences_is_passed(store: DictStore) -> None:
+    """A saver looks at every fence on its way, also at the last one."""
+    saved(store)
+    attempts = [attempted(store) for _ in range(4)]
+    for attempt in attempts[:2]:
+        for _ in range(3):
+            fenced(store, attempt.save_id)
+    assert slotlog.read_log(store).last_slot == 7
+    with pytest.raises(CommitConflictError):
+        committed(store, attempts[1])
+    assert committed(store, attempts[2]).slot == 8
+    with pytest.raises(CommitConflictError) as caught:
+        committed(store, attempts[3])
+    assert caught.value.winner["save_id"] == attempts[2].save_id
+
+
+def test_a_fence_keeps_the_head(store: DictStore) -> None:
+    """After fences the checkpoint is what it was, found through the last of them."""
+    save_id = saved(store)
+    for _ in range(5):
+        assert fenced(store, "20260101T000000Z-0123456789abcdef").last_slot > 1
+        found = slotlog.read_log(store)
+        assert found.head is not None
+        assert found.head.save_id == save_id == seen(store.disk.files).head
+
+
+def test_a_fence_that_comes_too_late_shows_the_commit(store: DictStore) -> None:
+    """A fence behind the commit of an id it names reports that commit as head."""
+    attempt = attempted(store)
+    committed(store, attempt)
+    found = fenced(store, attempt.save_id)
+    assert found.head is not None
+    assert found.head.save_id == attempt.save_id
+
+
+def test_a_fence_is_repeated_until_it_has_a_slot(store: DictStore) -> None:
+    """Losing a slot to a commit, a fence takes the next, and sees that commit."""
+    attempt = attempted(store)
+
+    def overtake(operation: str, path: str) -> None:
+        if (operation, path) == ("create", SLOT_1):
+            committed(DictStore(store.disk), attempt)
+
+    found = fenced(DictStore(store.disk, CAS, overtake), attempt.save_id)
+    assert found.last_slot == 2
+    assert found.head is not None
+    assert found.head.save_id == attempt.save_id
+
+
+def test_a_single_writer_storage_still_tells_a_later_saver(disk: Disk) -> None:
+    """Without exclusive creation a saver that finds its slot taken is told who took it."""
+    store = DictStore(disk, CAS)
+    first = written(store, begun(store, exclusive=False))
+    second = written(store, begun(store, exclusive=False))
+    committed(store, first)
+    with pytest.raises(CommitConflictError) as caught:
+        committed(store, second)
+    assert caught.value.winner["save_id"] == first.save_id
+
+
+def test_errors_name_the_slot_and_the_next_step(store: DictStore) -> None:
+    """A conflict says which save lost to which process, and what to do."""
+    mine, theirs = attempted(store), attempted(store)
+    committed(store, theirs)
+    with pytest.raises(CommitConflictError) as caught:
+        committed(store, mine)
+    error = caught.value
+    assert error.path == layout.slot_path(1)
+    assert error.phase == "commit"
+    assert mine.save_id in str(error)
+    assert str(os.getpid()) in str(error)
+    assert error.next_step

@@ -1,0 +1,368 @@
+"""Freeing what nobody needs any more, and nothing else: superseded commits, dead attempts."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from commit_tools import (
+    BLIND,
+    BOTH,
+    CAS,
+    DAY_S,
+    DictStore,
+    Disk,
+    attempted,
+    begun,
+    cleaned,
+    committed,
+    fenced,
+    files_of,
+    interrupt,
+    is_whole,
+    just_committed,
+    published,
+    saved,
+    seen,
+)
+
+from ckpt_storage.commit import cleaning, publishing, stockfooter
+from ckpt_storage.errors import (
+    CommitConflictError,
+)
+from ckpt_storage.store import open_store
+from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.testing.faults import FaultStore, Rule, SimulatedCrash
+from ckpt_storage.testing.s3server import S3Server
+
+
+@pytest.fixture
+def disk() -> Disk:
+    """Nothing yet."""
+    return Disk()
+
+
+@pytest.fixture
+def store(disk: Disk, capabilities: Capabilities) -> DictStore:
+    """A store on `disk`."""
+    return DictStore(disk, capabilities)
+
+
+@BOTH
+@pytest.mark.parametrize("keep_previous", [0, 1, 2, 5])
+def test_superseded_commits_are_freed(store: DictStore, keep_previous: int) -> None:
+    """The head and the newest `keep_previous` before it stay; nothing remains of the others."""
+    ids = [saved(store) for _ in range(5)]
+    freed = cleaning.free_superseded(store, keep_previous=keep_previous)
+    expected = ids[: max(0, 4 - keep_previous)]
+    assert freed == expected
+    files = store.disk.files
+    assert {path.split("/")[1] for path in files if path.startswith("saves/")} == (
+        set(ids) - set(expected)
+    )
+    assert cleaning.free_superseded(store, keep_previous=keep_previous) == []
+    assert all(is_whole(files, save_id) for save_id in set(ids) - set(expected))
+
+
+@BOTH
+def test_what_metadata_names_is_not_freed_before_it_names_the_head(store: DictStore) -> None:
+    """The head was never published: freeing publishes it first."""
+    old = saved(store)
+    just_committed(store)
+    attempt, _ = just_committed(store)
+    assert seen(store.disk.files).stock == old
+    watched: list[bool] = []
+
+    def gate(operation: str, path: str) -> None:
+        del path
+        if operation.startswith("delete"):
+            watched.append(seen(store.disk.files).stock == attempt.save_id)
+
+    store.gate = gate
+    cleaning.free_superseded(store, keep_previous=0)
+    assert watched
+    assert all(watched)
+
+
+@BOTH
+def test_what_metadata_names_is_not_freed_whatever_its_footer_says(store: DictStore) -> None:
+    """A footer with a slot that there is not keeps `.metadata` as it is, and its save."""
+    ids = [saved(store) for _ in range(3)]
+    pickled, _ = stockfooter.split_footer(store.disk.files[f"saves/{ids[0]}/stock.metadata"])
+    store.disk.put(".metadata", stockfooter.with_footer(pickled, slot=99, save_id=ids[0]))
+    assert cleaning.free_superseded(store, keep_previous=0) == [ids[1]]
+    assert is_whole(store.disk.files, ids[0])
+
+
+def test_a_paused_publisher_cannot_bring_back_what_was_freed() -> None:
+    """With conditions: it looked before anybody else published, and replaces after all is freed."""
+    disk = Disk()
+    saved(DictStore(disk))
+    slow, slow_record = just_committed(DictStore(disk))
+    store = DictStore(disk)
+
+    def meanwhile() -> None:
+        just_committed(DictStore(disk))
+        assert slow.save_id in cleaning.free_superseded(DictStore(disk), keep_previous=0)
+
+    interrupt(store, "replace", ".metadata", meanwhile)
+    publishing.publish(store, own=slow_record, own_stock=slow.stock_bytes)
+    now = seen(disk.files)
+    assert now.stock == now.head
+    assert now.stock != slow.save_id
+
+
+def blind() -> DictStore:
+    """Return a store without conditional replacement."""
+    return DictStore(Disk(), BLIND)
+
+
+def test_without_conditions_an_unpublished_commit_is_kept_for_a_day() -> None:
+    """Its saver may still be about to publish it, until 24 hours by the storage's clock."""
+    store = blind()
+    unpublished = just_committed(store)[0].save_id
+    saved(store)
+    saved(store)
+    assert cleaning.free_superseded(store) == []
+    store.disk.clock_s += DAY_S - 1
+    assert cleaning.free_superseded(store) == []
+    store.disk.clock_s += 2
+    assert cleaning.free_superseded(store) == [unpublished]
+
+
+def test_what_had_to_be_kept_is_freed_later_though_newer_ones_went_first() -> None:
+    """An unpublished commit outlives its successors and is still found after its day."""
+    store = blind()
+    unpublished = just_committed(store)[0].save_id
+    for _ in range(6):
+        saved(store)
+        cleaning.free_superseded(store)
+        cleaned(store, min_age_s=DAY_S)
+    assert is_whole(store.disk.files, unpublished)
+    assert len({path.split("/")[1] for path in store.disk.files if "saves/" in path}) == 3
+    store.disk.clock_s += DAY_S + 1
+    saved(store)
+    cleaning.free_superseded(store)
+    assert cleaned(store, min_age_s=DAY_S) == [unpublished]
+    assert not [path for path in store.disk.files if unpublished in path]
+
+
+def test_a_sweep_keeps_head_and_previous_however_old() -> None:
+    """Age alone frees nothing that is committed and wanted."""
+    for capabilities in (CAS, BLIND):
+        store = DictStore(Disk(), capabilities)
+        ids = [saved(store) for _ in range(5)]
+        store.disk.clock_s += 100 * DAY_S
+        assert cleaned(store, min_age_s=DAY_S) == ids[:3]
+        assert all(is_whole(store.disk.files, save_id) for save_id in ids[3:])
+
+
+def test_a_sweep_keeps_as_many_as_it_is_told() -> None:
+    """The same number of superseded commits as `free_superseded` keeps."""
+    store = DictStore(Disk())
+    ids = [saved(store) for _ in range(5)]
+    assert cleaned(store, keep_previous=3) == ids[:1]
+    assert cleaned(store, keep_previous=0) == ids[1:3]
+    assert all(is_whole(store.disk.files, save_id) for save_id in ids[3:])
+
+
+def test_an_opener_that_publishes_keeps_the_files_it_publishes() -> None:
+    """Without conditions: its note holds off whoever would free them, until it is done."""
+    disk = Disk()
+    dead, dead_record = just_committed(DictStore(disk, BLIND))
+    opener = DictStore(disk, BLIND)
+    whole: list[bool] = []
+
+    def meanwhile() -> None:
+        store = DictStore(disk, BLIND)
+        published(store, dead, dead_record)  # its saver was only slow
+        for _ in range(4):
+            saved(store)
+            cleaning.free_superseded(store)
+            cleaned(store)
+        whole.append(is_whole(disk.files, dead.save_id))
+
+    interrupt(opener, "replace", ".metadata", meanwhile)
+    assert publishing.roll_forward(opener, dead.save_id)
+    assert whole == [True]
+    now = seen(disk.files)
+    assert now.stock == now.head
+    assert dead.save_id in cleaned(DictStore(disk, BLIND))
+
+
+def test_an_opener_that_dies_leaves_its_note_for_a_day() -> None:
+    """Nobody can tell that it is dead, so what it was publishing stays until its day is over."""
+    disk = Disk()
+    slow, slow_record = just_committed(DictStore(disk, BLIND))
+    rule = Rule(action="crash_before", operation="replace", path="metadata")
+    with pytest.raises(SimulatedCrash):
+        publishing.roll_forward(FaultStore(DictStore(disk, BLIND), [rule]), slow.save_id)
+    store = DictStore(disk, BLIND)
+    published(store, slow, slow_record)
+    for _ in range(3):
+        saved(store)
+        assert slow.save_id not in cleaning.free_superseded(store)
+    disk.clock_s += DAY_S + 1
+    saved(store)
+    assert slow.save_id in cleaned(store, min_age_s=DAY_S)
+
+
+@BOTH
+def test_freeing_may_be_cut_anywhere_and_run_again(capabilities: Capabilities) -> None:
+    """After a crash at any operation the head is whole, and the next run leaves no trace."""
+    count = 0
+    for action in ("crash_before", "crash_after", "torn"):
+        for skip in range(200):
+            store = DictStore(Disk(), capabilities)
+            ids = [saved(store) for _ in range(3)]
+            rule = Rule(
+                action=action,
+                operation="delete|delete_folder" if action == "torn" else "",
+                skip_count=skip,
+            )
+            faulty = FaultStore(store, [rule])
+            try:
+                cleaning.free_superseded(faulty)
+            except SimulatedCrash:
+                count += 1
+            else:
+                break
+            files = store.disk.files
+            now = seen(files)
+            assert now.head == now.stock == ids[2]
+            assert is_whole(files, ids[2])
+            assert is_whole(files, ids[1])
+            cleaning.free_superseded(store)
+            assert not [path for path in store.disk.files if ids[0] in path]
+    assert count > 20
+
+
+@BOTH
+def test_shards_go_first_and_the_manifest_last(store: DictStore) -> None:
+    """So that an attempt that is half deleted can still be recognised."""
+    attempt = attempted(store)
+    gone: list[str] = []
+    store.gate = lambda operation, path: gone.append(path) if operation == "delete" else None
+    cleaning.delete_attempt(store, attempt.save_id)
+    named = [path for path in gone if path in files_of(attempt.save_id)]
+    assert named[0].endswith(".distcp")
+    assert gone[-1].endswith("manifest.json")
+
+
+@BOTH
+def test_attempts_that_never_committed_are_fenced_and_freed(store: DictStore) -> None:
+    """Old ones go, behind a fence that names them; young ones, commits and other files stay."""
+    head = saved(store)
+    store.write("saves/notes/mine.txt", b"not an attempt")
+    old = attempted(store)
+    store.disk.clock_s += DAY_S + 1
+    young = attempted(store)
+    assert cleaned(store, min_age_s=DAY_S) == [old.save_id]
+    files = store.disk.files
+    now = seen(files)
+    assert now.slots[-1]["type"] == "fence"
+    assert now.slots[-1]["fenced"] == [old.save_id]
+    assert now.head == head
+    assert is_whole(files, head)
+    assert is_whole(files, young.save_id)
+    assert "saves/notes/mine.txt" in files
+    assert not [path for path in files if old.save_id in path]
+    with pytest.raises(CommitConflictError):
+        committed(store, old)
+    assert committed(store, young).save_id == young.save_id
+    assert cleaned(store, min_age_s=DAY_S) == []
+
+
+@BOTH
+def test_without_leftovers_no_slot_is_taken_and_no_history_read(store: DictStore) -> None:
+    """Looking for leftovers costs a listing and the search for the head."""
+    for _ in range(20):
+        saved(store)
+        cleaning.free_superseded(store)
+    calls: list[tuple[str, str]] = []
+    store.gate = lambda operation, path: calls.append((operation, path))
+    assert cleaned(store) == []
+    assert len(calls) < 14
+    assert calls[0] == ("list", "saves")
+
+
+@BOTH
+def test_one_that_commits_while_being_fenced_is_kept(store: DictStore) -> None:
+    """The commit overtakes the fence: the fence comes behind it, and nothing is deleted."""
+    slow = attempted(store)
+    other = DictStore(store.disk, store.capabilities)
+    interrupt(store, "create", "00000001.json", lambda: committed(other, slow))
+    assert cleaned(store) == []
+    assert is_whole(store.disk.files, slow.save_id)
+    assert seen(store.disk.files).head == slow.save_id
+
+
+@BOTH
+def test_a_zombie_that_writes_after_it_was_freed_harms_nobody(store: DictStore) -> None:
+    """Late files of a dead attempt are seen by no reader, and the next cleaning takes them."""
+    head = saved(store)
+    dead = attempted(store)
+    assert cleaned(store) == [dead.save_id]
+    before = seen(store.disk.files)
+    shard = files_of(dead.save_id)[0]
+    store.write(shard, b"late")
+    now = seen(store.disk.files)
+    assert (now.head, now.stock) == (before.head, before.stock) == (head, head)
+    assert cleaned(store) == [dead.save_id]
+    assert not [path for path in store.disk.files if dead.save_id in path]
+    with pytest.raises(CommitConflictError):
+        committed(store, dead)
+
+
+@pytest.mark.parametrize("wrong_by_s", [-DAY_S, DAY_S])
+def test_age_is_told_by_the_storages_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong_by_s: float
+) -> None:
+    """With the local clock off by a day, what is 23 hours old stays and what is 25 goes."""
+    real = time.time
+    store = LocalStore(str(tmp_path), sync_files=False)
+    saved(store)
+    ages = {23.0: attempted(store), 25.0: attempted(store)}
+    for hours, attempt in ages.items():
+        for path in (tmp_path / "saves" / attempt.save_id).rglob("*"):
+            then = real() - hours * 3600
+            os.utime(path, (then, then))
+    monkeypatch.setattr(time, "time", lambda: real() + wrong_by_s)
+    assert cleaned(store, min_age_s=DAY_S) == [ages[25.0].save_id]
+
+
+def test_an_attempt_that_died_before_its_first_file_is_freed(tmp_path: Path) -> None:
+    """A temporary file of gigabytes shows in no listing; the attempt is found all the same."""
+    store = LocalStore(str(tmp_path), sync_files=False)
+    grant = begun(store)
+    upload = store.start_upload(files_of(grant.save_id)[0], part_bytes=10)
+    upload.write_part(0, 0, [memoryview(b"0123456789")], last=False)
+    assert [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
+    assert cleaned(store) == [grant.save_id]
+    assert list((tmp_path / "saves").iterdir()) == []
+
+
+def test_open_uploads_of_a_dead_attempt_are_aborted() -> None:
+    """S3: parts that were sent and never completed are paid for until somebody aborts them."""
+    with S3Server(min_part_bytes=10) as server:
+        server.create_bucket("bkt")
+        store = open_store("s3://bkt/run", storage_options=server.storage_options)
+        head = saved(store)
+        dead, alive = begun(store), begun(store)
+        # Held, since an upload that nobody holds any more is aborted at once by some clients.
+        uploads = []
+        for grant in (dead, alive):
+            upload = store.start_upload(files_of(grant.save_id)[0], part_bytes=5 << 20)
+            upload.write_part(0, 0, [memoryview(bytes(5 << 20))], last=False)
+            uploads.append(upload)
+        assert server.stats().open_uploads == 2
+        fenced(store, dead.save_id)
+        cleaning.delete_attempt(store, dead.save_id)
+        assert server.stats().open_uploads == 1
+        assert cleaned(store) == [alive.save_id]
+        assert server.stats().open_uploads == 0
+        files = {key.removeprefix("run/"): data for key, data in server.dump().items()}
+        assert is_whole(files, head)

@@ -1,0 +1,486 @@
+"""An export is old or new after every fault, never a mixture, and the next run makes it whole.
+
+Ranks are threads over a board in memory, each with a store that fails as told. Every operation of
+a dry run is a place for a fault. What lies in the folder is judged by the safetensors library.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cli_tools
+import consolidate_cases as cases
+import pytest
+import torch
+from consolidate_cases import files_in, tensors_of
+from dcp_cases import seeded
+from fsspec.implementations.memory import MemoryFileSystem
+
+import ckpt_storage
+from ckpt_storage.coordination import operation as operation_module
+from ckpt_storage.coordination.board import LocalBoard
+from ckpt_storage.coordination.coordinator import Coordinator
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointInProgressError,
+    ConsolidationError,
+    IntegrityError,
+    RankFailedError,
+)
+from ckpt_storage.export.consolidation import run as run_module
+from ckpt_storage.export.consolidation.job import ConsolidateJob
+from ckpt_storage.export.consolidation.options import ConsolidateOptions
+from ckpt_storage.export.consolidation.report import ConsolidationReport
+from ckpt_storage.export.consolidation.run import run_consolidate
+from ckpt_storage.options import Timeouts
+from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.base import Store
+from ckpt_storage.testing.faults import Action, Call, FaultStore, Rule, SimulatedCrash
+
+END_S = 60.0
+KINDS = ["first", "replace"]
+ACTIONS: dict[Action, str] = {
+    "crash_before": "",
+    "crash_after": "",
+    # What is one step of a storage is never half done (`create`, `replace`).
+    "torn": "write_part|delete|delete_folder|prepare",
+    "error": "",
+    "lost_answer": "",
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten what ranks wait for each other after a failure."""
+    monkeypatch.setattr(operation_module, "_COORDINATOR_GRACE_S", 0.1)
+    monkeypatch.setattr(operation_module, "_MEMBER_GRACE_S", 0.2)
+    monkeypatch.setattr(operation_module, "_LEAVE_FAILED_S", 0.05)
+
+
+def model(version: int) -> dict[str, torch.Tensor]:
+    """Return a model of four tensors, of which two files are made."""
+    return {f"w{i}": seeded(10 * version + i, 300, 100) for i in range(4)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How one rank ended."""
+
+    report: ConsolidationReport | None = None
+    error: BaseException | None = None
+
+
+class Disk:
+    """Folders on a disk, seen without any store."""
+
+    def __init__(self, root: Path) -> None:
+        self.url = str(root)
+
+    def files(self, folder: str) -> dict[str, bytes]:
+        """Return the files below a folder."""
+        return files_in(Path(self.url) / folder)
+
+    def copy(self, folder: str, other: str) -> None:
+        """Copy a folder."""
+        shutil.copytree(Path(self.url) / folder, Path(self.url) / other)
+
+    def remove(self, folder: str) -> None:
+        """Remove a folder."""
+        shutil.rmtree(Path(self.url) / folder, ignore_errors=True)
+
+
+class Memory:
+    """Folders in memory, where replacing has conditions; seen through fsspec's own dict."""
+
+    def __init__(self, name: str) -> None:
+        self.url = f"memory://{name}"
+        self._name = name
+
+    def _below(self, folder: str) -> dict[str, str]:
+        prefix = f"/{self._name}/{folder}/"
+        return {
+            key[len(prefix) :]: key
+            for key in list(MemoryFileSystem.store)
+            if key.startswith(prefix)
+        }
+
+    def files(self, folder: str) -> dict[str, bytes]:
+        """Return the objects below a folder."""
+        store = MemoryFileSystem.store
+        return {name: store[key].getvalue() for name, key in self._below(folder).items()}
+
+    def copy(self, folder: str, other: str) -> None:
+        """Copy a folder."""
+        fs = MemoryFileSystem()
+        for name, key in self._below(folder).items():
+            fs.pipe_file(f"/{self._name}/{other}/{name}", MemoryFileSystem.store[key].getvalue())
+
+    def remove(self, folder: str) -> None:
+        """Remove a folder."""
+        for key in self._below(folder).values():
+            del MemoryFileSystem.store[key]
+
+
+class Folder:
+    """Exports of two versions of a checkpoint to folders that can be had again and again."""
+
+    def __init__(self, place: Disk | Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place = place
+        self._number = 0
+        self._wrap: Callable[[int, Store], Store] = lambda _, store: store
+        self._rank = threading.local()
+        monkeypatch.setattr(run_module, "open_store", self._open)
+        for version in (1, 2):
+            url = f"{place.url}/v{version}"
+            ckpt_storage.save({"model": model(version)}, url, sync_files=False)
+        self.run(1, "old")
+        self.whole: dict[int, cases.Tensors] = {}
+        for version in (1, 2):
+            self.run(version, f"whole{version}")
+            self.whole[version] = tensors_of(place.files(f"whole{version}"))
+
+    def _open(self, location: Location, **options: Any) -> Store:
+        store = open_store(location, sync_files=False, **options)
+        is_output = not location.path.endswith(("v1", "v2"))
+        return self._wrap(self._rank.value, store) if is_output else store
+
+    @property
+    def rank_of_this_thread(self) -> int:
+        """The rank that this thread plays."""
+        return int(self._rank.value)
+
+    def fresh(self, kind: str) -> str:
+        """Return a new output folder; for "replace" with an export of version 1 in it."""
+        self._number += 1
+        folder = f"out{self._number}"
+        if kind == "replace":
+            self.place.copy("old", folder)
+        return folder
+
+    def files(self, folder: str) -> dict[str, bytes]:
+        """Return what lies in an output folder."""
+        return self.place.files(folder)
+
+    def run(
+        self,
+        version: int,
+        output: str,
+        *,
+        world_size: int = 1,
+        wrap: Callable[[int, Store], Store] | None = None,
+        file_count: int = 2,
+    ) -> list[Ended]:
+        """Consolidate on threads; return how each ended."""
+        self._wrap = wrap or (lambda _, store: store)
+        board = LocalBoard()
+        job = ConsolidateJob(
+            source=Location.of(f"{self.place.url}/v{version}"),
+            output=Location.of(f"{self.place.url}/{output}"),
+            options=ConsolidateOptions(max_file_bytes=480_000 // file_count),
+            timeouts=Timeouts.of(30),
+            thread_count=1,
+        )
+        ended: dict[int, Ended] = {}
+
+        def rank_main(rank: int) -> None:
+            self._rank.value = rank
+            coordinator = Coordinator(board, rank=rank, world_size=world_size, look_s=0.002)
+            try:
+                with coordinator.operation("the test", timeouts=job.timeouts) as operation:
+                    operation.meet(job.terms())
+                    report = run_consolidate(operation, job)
+            except BaseException as error:  # noqa: BLE001  # the death of a process, too
+                ended[rank] = Ended(error=error)
+            else:
+                ended[rank] = Ended(report=report)
+
+        threads = [
+            threading.Thread(target=rank_main, args=(rank,), daemon=True)
+            for rank in range(world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(END_S)
+        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+        return [ended[rank] for rank in range(world_size)]
+
+    def version_of(self, files: Mapping[str, bytes]) -> int | None:
+        """Return which version a reader of the index sees, None if none; fails for a mixture.
+
+        A folder with weight files has an index. That of an export that is not complete names none
+        of them: vLLM loads the files that it names, transformers raises for one that is missing.
+        """
+        here = {name for name in files if name.endswith(".safetensors")}
+        if cases.INDEX not in files:
+            assert not here
+            return None
+        if not here.intersection(json.loads(files[cases.INDEX])["weight_map"].values()):
+            return None
+        found = tensors_of(files)
+        (version,) = [version for version, whole in self.whole.items() if whole == found]
+        return version
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """Two checkpoints and an export of the first, on a disk."""
+    return Folder(Disk(tmp_path), monkeypatch)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def any_folder(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Folder]:
+    """The same on a disk, and in memory."""
+    place = Disk(tmp_path) if request.param == "disk" else Memory(uuid.uuid4().hex)
+    yield Folder(place, monkeypatch)
+    place.remove("")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("world_size", "faulty"), [(1, 0), (2, 0), (2, 1), (3, 1)])
+def test_every_fault_at_every_operation_is_survived(
+    any_folder: Folder,
+    kind: str,
+    world_size: int,
+    faulty: int,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Old or new after each, all ranks end, and the next run makes the same, with no leftovers."""
+    folder = any_folder
+    dry: dict[int, FaultStore] = {}
+
+    def watch(rank: int, store: Store) -> Store:
+        dry[rank] = FaultStore(store)
+        return dry[rank]
+
+    reference = folder.fresh(kind)
+    # Two files of one rank; one of two ranks; four of three, of which two are shared.
+    file_count = {1: 2, 2: 1, 3: 4}[world_size]
+    folder.run(2, reference, world_size=world_size, wrap=watch, file_count=file_count)
+    calls: Sequence[Call] = dry[faulty].script.calls
+    whole = folder.files(reference)
+    assert folder.version_of(whole) == 2
+    counts: Counter[str] = Counter()
+    for action, operations in ACTIONS.items():
+        for number, call in enumerate(calls):
+            if operations and call.operation not in operations.split("|"):
+                continue
+            at = f"{kind} {action} at {number} ({call.operation} {call.path})"
+            output = folder.fresh(kind)
+            rule = Rule(action=action, skip_count=number)
+
+            def wrap(rank: int, store: Store, rule: Rule = rule) -> Store:
+                return FaultStore(store, [rule] if rank == faulty else [])
+
+            ended = folder.run(2, output, world_size=world_size, wrap=wrap, file_count=file_count)
+            files = folder.files(output)
+            version = folder.version_of(files)
+            failed = [one.error for one in ended if one.error is not None]
+            assert len(failed) in {0, world_size}, at
+            for error in failed:
+                assert isinstance(error, CheckpointError | SimulatedCrash), at
+            if not failed:
+                assert version == 2, at
+            elif kind == "replace":
+                assert version in {1, 2}, at
+            # Whoever prefers the single file sees a whole one.
+            single = files.get("model.safetensors")
+            assert single is None or single in {whole.get("model.safetensors")} | {
+                folder.files("old").get("model.safetensors")
+            }, at
+            if failed and action == "error" and call.operation != "abort":
+                assert not [name for name in files if ".tmp-" in name], at
+            counts[f"{action}: {'failed' if failed else 'passed'}"] += 1
+            again = folder.run(2, output, world_size=1, file_count=file_count)
+            assert again[0].error is None, f"{at}: {again[0].error!r}"
+            assert _content(folder.files(output)) == _content(whole), at
+            folder.place.remove(output)
+    text = f"{kind}, {world_size} ranks, rank {faulty}: {len(calls)} operations; {dict(counts)}"
+    record_property("faults", text)
+    print(text)  # noqa: T201  # shown by -rP; the counts are asked for
+
+
+def _content(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return what must be the same however often a run died; who and when does not count."""
+    kept: dict[str, Any] = {}
+    for name, data in files.items():
+        kept[name] = data
+        if name.startswith("exports/"):
+            kept[name] = None
+        if name.endswith("export.json"):
+            body = json.loads(data)["body"]
+            kept[name] = (body["files"], body["index"])
+    return kept
+
+
+def test_an_unfinished_first_export_is_taken_for_a_whole_by_nobody(
+    folder: Folder,
+) -> None:
+    """Opening and loading refuse it and say what to do, `verify` calls it unsound."""
+    folder.place.copy("v2", "run")
+    output = "run/hf"
+
+    def wrap(_: int, store: Store) -> Store:
+        return FaultStore(store, [Rule(action="crash_before", operation="complete", skip_count=3)])
+
+    folder.run(2, output, wrap=wrap, file_count=4)
+    files = folder.files(output)
+    assert len([name for name in files if name.endswith(".safetensors")]) == 3
+    assert folder.version_of(files) is None
+    url = f"{folder.place.url}/{output}"
+    for read in (ckpt_storage.open_checkpoint, partial(ckpt_storage.load, {"w0": seeded(1, 9)})):
+        with pytest.raises(CheckpointInProgressError, match=r"or its writer died.*call it again"):
+            read(url)
+    for checked in (url, f"{folder.place.url}/run"):
+        (problem,) = ckpt_storage.verify(checked).problems
+        assert "still being written" in problem.message
+        told = cli_tools.call("verify", checked)
+        assert (told.exit_code, "still being written" in told.stdout) == (1, True)
+    assert folder.run(2, output, file_count=4)[0].error is None
+    assert folder.version_of(folder.files(output)) == 2
+    assert ckpt_storage.verify(f"{folder.place.url}/run").ok
+
+
+def test_a_rerun_keeps_the_files_that_were_complete(folder: Folder) -> None:
+    """After a crash between two files the first is not written again, by other ranks either."""
+    output = folder.fresh("first")
+
+    def wrap(_: int, store: Store) -> Store:
+        return FaultStore(store, [Rule(action="crash_before", operation="complete", skip_count=2)])
+
+    folder.run(2, output, wrap=wrap, file_count=4)
+    again = folder.run(2, output, world_size=3, file_count=4)
+    report = again[0].report
+    assert report is not None, again
+    assert report.resumed == tuple(f"model-{i:05}-of-00004.safetensors" for i in (1, 2))
+    assert folder.version_of(folder.files(output)) == 2
+    assert sum(report.rank_bytes) == sum(
+        file.size_bytes for file in report.files if not file.is_resumed
+    )
+
+
+def test_a_record_of_other_content_is_not_trusted(folder: Folder) -> None:
+    """Leftovers of version 1 are no part of version 2's export, though of the same lengths."""
+    output = folder.fresh("first")
+
+    def wrap(_: int, store: Store) -> Store:
+        return FaultStore(store, [Rule(action="crash_before", operation="replace", path="index")])
+
+    folder.run(1, output, wrap=wrap)
+    assert folder.version_of(folder.files(output)) is None
+    (ended,) = folder.run(2, output)
+    assert ended.report is not None
+    assert not ended.report.resumed
+    assert folder.version_of(folder.files(output)) == 2
+    assert len([name for name in folder.files(output) if name.endswith(".safetensors")]) == 2
+
+
+def test_a_slower_consolidation_does_not_undo_a_later_one(folder: Folder) -> None:
+    """One that was overtaken publishes nothing and says by whom."""
+    output = folder.fresh("replace")
+    overtaken: list[Ended] = []
+    looks: list[str] = []
+
+    class Overtaken(FaultStore):
+        """Lets another consolidation run just before the holder is looked at."""
+
+        def read_version(self, path: str, *, most_bytes: int | None = None) -> Any:
+            """Read; once this one holds the folder, the holder has just changed when it is read."""
+            if path.endswith("holder.json"):
+                looks.append(path)
+                if len(looks) == 2:  # the first is for whose place it takes
+                    overtaken.extend(folder.run(2, output))
+            return super().read_version(path, most_bytes=most_bytes)
+
+    (ended,) = folder.run(1, output, wrap=lambda _, store: Overtaken(store), file_count=4)
+    assert [one.error for one in overtaken] == [None]
+    assert isinstance(ended.error, ConsolidationError)
+    assert "taken over" in str(ended.error)
+    assert folder.version_of(folder.files(output)) == 2
+
+
+DAMAGE = ["missing", "cut", "flipped"]
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_shard_publishes_nothing(folder: Folder, what: str, kind: str) -> None:
+    """Both ranks raise an error that names file and tensor; the old export stays as it was."""
+    output = folder.fresh(kind)
+    before = folder.files(output)
+    (shard,) = (Path(folder.place.url) / "v2").glob("saves/*/*.distcp")
+    data = shard.read_bytes()
+    try:
+        if what == "missing":
+            shard.unlink()
+        else:
+            changed = data[:-200] if what == "cut" else data[:-5000] + b"?" + data[-4999:]
+            shard.write_bytes(changed)
+        ended = folder.run(2, output, world_size=2, file_count=1)
+    finally:
+        shard.write_bytes(data)
+    for one in ended:
+        assert isinstance(one.error, IntegrityError | RankFailedError), ended
+        assert shard.name in str(one.error)
+        assert "model.w" in str(one.error)
+        assert "rank 0" in str(one.error)
+    files = folder.files(output)
+    assert folder.version_of(files) == (1 if before else None)
+    weights = [name for name in files if name.endswith(".safetensors")]
+    assert weights == [name for name in before if name.endswith(".safetensors")]
+    assert folder.run(2, output)[0].error is None
+
+
+def test_disks_of_single_nodes_are_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that does not see the others' files ends the consolidation before it began."""
+    output = folder.fresh("first")
+    real = open_store
+
+    class Blind(FaultStore):
+        """Has no shard files."""
+
+        def stat(self, path: str) -> Any:
+            """Ask; a shard file is elsewhere."""
+            if path.endswith(".distcp"):
+                return super().stat(f"{path}.elsewhere")
+            return super().stat(path)
+
+    def opened(location: Location, **options: Any) -> Store:
+        store = real(location, **options)
+        is_blind = location.path.endswith("v2") and folder.rank_of_this_thread
+        return Blind(store) if is_blind else store
+
+    monkeypatch.setattr(run_module, "open_store", opened)
+    ended = folder.run(2, output, world_size=3)
+    for one in ended:
+        assert isinstance(one.error, CheckpointError)
+        assert "not the same on all nodes" in str(one.error)
+        assert "(rank 0)" in str(one.error)
+        assert "(ranks 1-2)" in str(one.error)
+        assert "object store" in str(one.error)
+    assert [name for name in folder.files(output) if "probe" in name] == []
+
+
+def test_an_output_that_only_one_node_has_is_refused(folder: Folder) -> None:
+    """A rank that does not see what rank 0 writes to the output ends it before it began."""
+    output = folder.fresh("first")
+
+    def wrap(rank: int, store: Store) -> Store:
+        own = open_store(f"{folder.place.url}/node{rank}", sync_files=False)
+        return own if rank else store
+
+    for one in folder.run(2, output, world_size=2, wrap=wrap):
+        assert isinstance(one.error, CheckpointError)
+        assert "what rank 0 writes there is not seen" in str(one.error)
+    assert folder.files(output) == {}

@@ -1,0 +1,190 @@
+"""`convert` called again after it died: what was complete and sound is kept, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from copy_cases import QUICK, files_below, load_stock, same, save
+from dcp_cases import seeded
+from safetensors.torch import load_file
+
+import ckpt_storage.export.converting
+from ckpt_storage.errors import CheckpointError, CheckpointExistsError
+from ckpt_storage.export.converting import ConvertReport, TargetFormat, convert
+from ckpt_storage.store import Location
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.retry import RetryStore
+from ckpt_storage.testing.faults import FaultStore, Rule, SimulatedCrash
+
+FORMATS: tuple[TargetFormat, ...] = ("dcp", "safetensors", "dcp_safetensors")
+FILE_COUNT = 4
+MARKS = (".distcp", ".safetensors")
+
+
+def state_of(seed: int) -> dict[str, torch.Tensor]:
+    """Return tensors of which each fills a file."""
+    return {f"t{number}": seeded(seed + number, 50_000) for number in range(FILE_COUNT)}
+
+
+class Cut:
+    """Opens stores of which those at the target die at one operation."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target.as_uri()
+        self.rules: list[Rule] = []
+        self._opened: list[RetryStore] = []
+
+    def open(self, location: Location, **options: Any) -> Store:
+        """Stand in for `open_store`."""
+        del options
+        plain: Store = LocalStore(location.target, sync_files=False)
+        if location.url.startswith(self._target):
+            plain = FaultStore(plain, self.rules)
+        store = RetryStore(plain, policy=QUICK)
+        self._opened.append(store)
+        return store
+
+    def close(self) -> None:
+        """End the threads of all."""
+        for store in self._opened:
+            store.close()
+
+
+@pytest.fixture
+def cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cut]:
+    """Stores of the target `dst`."""
+    found = Cut(tmp_path / "dst")
+    monkeypatch.setattr(ckpt_storage.export.converting, "open_store", found.open)
+    yield found
+    found.close()
+
+
+def call(folder: Path, to: TargetFormat, **options: Any) -> ConvertReport:
+    """Convert `src` to `dst`, a file for each tensor."""
+    return convert(folder / "src", folder / "dst", to=to, max_file_bytes=200_000, **options)
+
+
+def die(cut: Cut, folder: Path, to: TargetFormat, *, completed: int) -> dict[str, int]:
+    """Convert, and die when so many files are complete; return their inodes."""
+    cut.rules = [Rule(action="crash_before", operation="complete", skip_count=completed)]
+    with pytest.raises((SimulatedCrash, CheckpointError)):
+        call(folder, to)
+    cut.rules = []
+    return inodes(folder)
+
+
+def inodes(folder: Path) -> dict[str, int]:
+    """Return which files hold tensors: a file that is written again gets another inode."""
+    paths = [path for path in (folder / "dst").iterdir() if path.name.endswith(MARKS)]
+    return {path.name: path.stat().st_ino for path in paths if not path.name.startswith(".")}
+
+
+def check(folder: Path, to: TargetFormat, state: dict[str, torch.Tensor]) -> None:
+    """Read the target by the tool whose format it is; nothing of the work is left beside it."""
+    target = folder / "dst"
+    if to == "dcp":
+        assert same(load_stock(state, target), state)
+    elif to == "safetensors":
+        files = sorted(target.glob("*.safetensors"))
+        found = {name: value for path in files for name, value in load_file(path).items()}
+        assert same(found, state)
+    else:
+        assert same(
+            {name: value.torch() for name, value in ckpt_storage.open_checkpoint(target).items()},
+            state,
+        )
+    assert not [path for path in files_below(target) if path.startswith(".ckpt")]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("completed", range(FILE_COUNT + 1))
+def test_complete_files_are_kept(
+    tmp_path: Path, cut: Cut, to: TargetFormat, completed: int
+) -> None:
+    """After a death at each file, exactly those before it are not written again."""
+    save(state_of(1), tmp_path / "src")
+    before = die(cut, tmp_path, to, completed=completed) if completed < FILE_COUNT else {}
+    assert len(before) == completed % FILE_COUNT
+    report = call(tmp_path, to)
+    assert report.kept_count == len(before)
+    after = inodes(tmp_path)
+    assert {name: after[name] for name in before} == before
+    check(tmp_path, to, state_of(1))
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "swap"])
+def test_what_is_damaged_is_written_again(
+    tmp_path: Path, cut: Cut, to: TargetFormat, damage: str
+) -> None:
+    """A file that is not what its record says is not kept, whatever its length."""
+    save(state_of(1), tmp_path / "src")
+    names = sorted(die(cut, tmp_path, to, completed=3))
+    path, other = tmp_path / "dst" / names[1], tmp_path / "dst" / names[0]
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[-9] ^= 1
+        path.write_bytes(data)
+    elif damage == "cut":
+        path.write_bytes(data[:-1])
+    elif damage == "swap":
+        path.write_bytes(other.read_bytes())
+    else:
+        path.unlink()
+    assert call(tmp_path, to).kept_count == 2
+    check(tmp_path, to, state_of(1))
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("change", ["source", "option", "selection"])
+def test_another_conversion_keeps_nothing(
+    tmp_path: Path, cut: Cut, to: TargetFormat, change: str
+) -> None:
+    """Files of another save, of other sizes or of other names are none of this conversion's."""
+    state = state_of(1)
+    save(state, tmp_path / "src")
+    die(cut, tmp_path, to, completed=3)
+    if change == "source":
+        state = state_of(9)
+        save(state, tmp_path / "src", overwrite=True)
+        report = call(tmp_path, to)
+    elif change == "option":
+        report = convert(tmp_path / "src", tmp_path / "dst", to=to, max_file_bytes=200_001)
+    else:
+        state.pop("t0")
+        report = call(tmp_path, to, exclude=["t0"])
+    assert report.kept_count == 0
+    check(tmp_path, to, state)
+
+
+def test_a_torch_file_that_was_written_again_is_another_source(tmp_path: Path, cut: Cut) -> None:
+    """Its length may be the same: then its time tells."""
+    source = tmp_path / "src.pt"
+    torch.save(state_of(1), source)
+    cut.rules = [Rule(action="crash_before", operation="complete", skip_count=2)]
+    with pytest.raises((SimulatedCrash, CheckpointError)):
+        convert(source, tmp_path / "dst", to="safetensors", max_file_bytes=200_000)
+    cut.rules = []
+    size = source.stat().st_size
+    torch.save(state_of(9), source)
+    os.utime(source, (1e9, 1e9))
+    assert source.stat().st_size == size
+    report = convert(source, tmp_path / "dst", to="safetensors", max_file_bytes=200_000)
+    assert report.kept_count == 0
+    check(tmp_path, "safetensors", state_of(9))
+
+
+def test_what_is_whole_again_is_not_replaced_unasked(tmp_path: Path, cut: Cut) -> None:
+    """Called once more after it ended, a conversion finds its target taken."""
+    save(state_of(1), tmp_path / "src")
+    die(cut, tmp_path, "dcp", completed=2)
+    call(tmp_path, "dcp")
+    with pytest.raises(CheckpointExistsError):
+        call(tmp_path, "dcp")
+    assert call(tmp_path, "dcp", overwrite=True).kept_count == 0

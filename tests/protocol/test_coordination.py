@@ -1,0 +1,894 @@
+"""Ranks that agree, meet and give up together, as threads over a board in memory.
+
+Which ranks fail, when and how is the test's own choice, so what each rank must raise is known
+without asking the code under test. A thread that does not end is a failure, never a wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_storage.coordination import operation as operation_module
+from ckpt_storage.coordination.board import Board, BoardError, LocalBoard
+from ckpt_storage.coordination.coordinator import Coordinator, solo
+from ckpt_storage.coordination.groups import StoreBoard
+from ckpt_storage.coordination.lifesigns import LifeSigns
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    InvalidInputError,
+    PhaseTimeoutError,
+    RankFailedError,
+    RankMismatchError,
+    StorageError,
+)
+from ckpt_storage.options import Timeouts
+
+LOOK_S = 0.002
+END_S = 60.0
+"""After this a thread hangs; far longer than any test here takes."""
+
+LONG = Timeouts()
+SLACK_S = 5.0
+"""What is promised beyond a deadline."""
+
+SILENCE_S = 2.0
+"""Longer than a thread of a live rank goes without the processor on a busy machine."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten what ranks wait for each other beyond their deadlines."""
+    monkeypatch.setattr(operation_module, "_COORDINATOR_GRACE_S", 0.2)
+    monkeypatch.setattr(operation_module, "_MEMBER_GRACE_S", 0.6)
+    monkeypatch.setattr(operation_module, "_LEAVE_FAILED_S", 0.3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How one rank ended: its value or its error, and after how long."""
+
+    value: Any = None
+    error: BaseException | None = None
+    wall_s: float = 0.0
+
+
+def group(board: Board, world_size: int) -> list[Coordinator]:
+    """Return the Coordinators of all ranks over one board."""
+    return [
+        Coordinator(board.twin(), rank=rank, world_size=world_size, look_s=LOOK_S)
+        for rank in range(world_size)
+    ]
+
+
+def run(coordinators: Sequence[Coordinator], body: Callable[[Coordinator], object]) -> list[Ended]:
+    """Run `body` as every rank, each in a thread; fail if one does not end."""
+    ended: dict[int, Ended] = {}
+
+    def main(coordinator: Coordinator) -> None:
+        begin = time.monotonic()
+        value, failure = None, None
+        try:
+            value = body(coordinator)
+        except BaseException as error:  # noqa: BLE001  # what a rank raised is what is tested
+            failure = error
+        wall_s = time.monotonic() - begin
+        ended[coordinator.rank] = Ended(value=value, error=failure, wall_s=wall_s)
+
+    threads = [
+        threading.Thread(target=main, args=(coordinator,), name=f"rank {coordinator.rank}")
+        for coordinator in coordinators
+    ]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
+    end = time.monotonic() + END_S
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    hung = [thread.name for thread in threads if thread.is_alive()]
+    assert not hung, f"{hung} hang; ended: {ended}"
+    return [ended[coordinator.rank] for coordinator in coordinators]
+
+
+def values(ended: Sequence[Ended]) -> list[Any]:
+    """Return what the ranks returned; raise what one raised."""
+    for one in ended:
+        if one.error is not None:
+            raise one.error
+    return [one.value for one in ended]
+
+
+def errors(ended: Sequence[Ended]) -> list[CheckpointError]:
+    """Return what the ranks raised; each must have raised an error of ours that travels."""
+    found = []
+    for rank, one in enumerate(ended):
+        assert isinstance(one.error, CheckpointError), (rank, one)
+        again = pickle.loads(pickle.dumps(one.error))
+        assert (type(again), str(again)) == (type(one.error), str(one.error))
+        found.append(one.error)
+    return found
+
+
+def operations_on(board: LocalBoard) -> set[str]:
+    """Return the ids of operations of which word is left; fail on any word of none.
+
+    Signs of life do not count: a rank's last may come when all is over.
+    """
+    left = [key.split("/") for key in board.keys if "/life/" not in key]
+    assert {parts[0] for parts in left} == {"op"}, board.keys
+    return {parts[1] for parts in left}
+
+
+TERMS = {"the checkpoint's URL": "memory://x"}
+
+
+def whole(operation: Operation) -> list[bytes]:
+    """Take every kind of step once; return what the last one gave."""
+    own = b"%d" % operation.rank
+    operation.meet(TERMS)
+    gathered = operation.gather(own)
+    assert gathered == ([b"%d" % i for i in range(operation.world_size)] if gathered else [])
+    assert operation.scatter([item * 2 for item in gathered]) == own * 2
+    assert operation.broadcast(b"word" if operation.is_coordinator else b"") == b"word"
+    return operation.all_gather(own)
+
+
+def together(coordinator: Coordinator, timeouts: Timeouts = LONG) -> list[bytes]:
+    """Run an operation of all steps."""
+    with coordinator.operation("the test", timeouts=timeouts) as operation:
+        return whole(operation)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_every_rank_gets_what_all_gave(world_size: int) -> None:
+    """Gather, scatter, broadcast and all_gather move each rank's bytes to where they belong."""
+    board = LocalBoard()
+    assert (
+        values(run(group(board, world_size), together))
+        == [[b"%d" % rank for rank in range(world_size)]] * world_size
+    )
+
+
+def test_operations_leave_nothing_but_the_last_ones_words() -> None:
+    """After many operations the board holds no more keys than after one."""
+    board = LocalBoard()
+    ranks = group(board, 3)
+    for _ in range(5):
+        values(run(ranks, together))
+        assert len(operations_on(board)) == 1
+
+
+def test_what_is_left_over_is_removed_while_ranks_wait() -> None:
+    """Not before a first wait, so that no step is late for it; at the end by who never waited."""
+    board = LocalBoard()
+    ranks = group(board, 2)
+    values(run(ranks, together))
+
+    def body(coordinator: Coordinator) -> tuple[list[str], list[str]]:
+        with coordinator.operation("the test", timeouts=LONG) as operation:
+            operation.meet(TERMS)
+            before = list(coordinator.debris)
+            end = time.monotonic() + 10.0
+            while coordinator.rank == 1 and ranks[0].debris and time.monotonic() < end:
+                time.sleep(0.01)
+            operation.gather(b"")
+            return before, list(coordinator.debris)
+
+    waited, hurried = values(run(ranks, body))
+    assert waited[0]
+    assert not waited[1]
+    assert hurried[0]
+    assert hurried[1] == hurried[0]
+    assert not set(hurried[0]) & set(ranks[1].debris)
+    assert len(operations_on(board)) == 1
+
+
+def test_ranks_that_disagree_are_listed_by_value() -> None:
+    """Each rank raises the same mismatch, which maps each value to its ranks."""
+
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.operation("the test", timeouts=LONG) as operation:
+            operation.meet({"overwrite": "False", "the URL": f"s3://b/{coordinator.rank // 2}"})
+
+    for error in errors(run(group(LocalBoard(), 5), body)):
+        assert isinstance(error, RankMismatchError)
+        assert error.values == {"s3://b/0": [0, 1], "s3://b/1": [2, 3], "s3://b/2": [4]}
+        assert "the URL" in str(error)
+        assert "0-1" in str(error)
+
+
+@pytest.mark.parametrize("missing", [[1], [2, 3], [0]], ids=["one", "two", "the coordinator"])
+def test_a_rank_that_does_not_come_is_named_by_all_that_did(missing: list[int]) -> None:
+    """Ranks that came raise an error that names the missing ones, within the deadline."""
+    timeouts = Timeouts(plan=0.5)
+
+    def body(coordinator: Coordinator) -> None:
+        if coordinator.rank not in missing:
+            together(coordinator, timeouts)
+
+    ended = run(group(LocalBoard(), 4), body)
+    came = [one for rank, one in enumerate(ended) if rank not in missing]
+    for error, one in zip(errors(came), came, strict=True):
+        assert isinstance(error, PhaseTimeoutError)
+        assert error.phase == "plan"
+        assert error.rank == missing[0]
+        named = "Rank 2-3 " if missing == [2, 3] else f"Rank {missing[0]} "
+        assert named.replace("Rank 2-3", "Ranks 2-3") in str(error)
+        assert one.wall_s < 0.5 + SLACK_S
+
+
+FAILURES = ("early", "met", "gather", "scatter", "broadcast", "last")
+
+
+def failing(operation: Operation, at: str, error: BaseException) -> None:
+    """Do what `whole` does up to the step `at`, and raise there."""
+    own = b"%d" % operation.rank
+    if at == "early":
+        raise error
+    operation.meet(TERMS)
+    if at == "met":
+        raise error
+    gathered = operation.gather(own)
+    if at == "gather":
+        raise error
+    operation.scatter([item * 2 for item in gathered])
+    if at == "scatter":
+        raise error
+    operation.broadcast(b"word")
+    if at == "broadcast":
+        raise error
+    operation.gather(own)
+    raise error
+
+
+@pytest.mark.parametrize("at", FAILURES)
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_fails_is_named_by_all(who: int, at: str) -> None:
+    """Wherever a rank fails, it raises its own error and all others one that says it."""
+    board = LocalBoard()
+
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.operation("the test", timeouts=LONG) as operation:
+            operation.phase("write")
+            if coordinator.rank == who:
+                failing(operation, at, StorageError("the disk is full", kind="no-space"))
+            whole(operation)
+            # A rank that needs nothing of the failed one any more learns it at a look.
+            while True:
+                operation.phase("write").check("looking")
+                time.sleep(LOOK_S)
+
+    ranks = group(board, 3)
+    ended = run(ranks, body)
+    for rank, error in enumerate(errors(ended)):
+        assert "the disk is full" in str(error)
+        if rank == who:
+            assert isinstance(error, StorageError)
+        else:
+            assert isinstance(error, RankFailedError)
+            assert (error.rank, error.is_silent) == (who, False)
+            assert list(error.failures) == [who]
+    assert values(run(ranks, together)) == [[b"0", b"1", b"2"]] * 3
+
+
+def test_what_is_wrong_with_the_checkpoint_is_raised_as_it_is_by_all() -> None:
+    """An error about the checkpoint itself has the same type on every rank."""
+
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.operation("the test", timeouts=LONG) as operation:
+            operation.meet(TERMS)
+            if coordinator.rank == 2:
+                raise CheckpointNotFoundError("Nothing is there.")
+            operation.all_gather(b"")
+
+    for error in errors(run(group(LocalBoard(), 3), body)):
+        assert isinstance(error, CheckpointNotFoundError)
+
+
+class OddError(CheckpointError):
+    """An error that cannot be sent to another process."""
+
+    def __init__(self) -> None:
+        super().__init__("odd")
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize("at", ["early", "gather"])
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    "kind",
+    [OddError, lambda: ValueError(threading.Lock()), KeyboardInterrupt],
+    ids=["no-pickle", "no-pickle-inside", "interrupt"],
+)
+def test_errors_that_do_not_pickle_reach_all(
+    kind: Callable[[], BaseException], who: int, at: str
+) -> None:
+    """The failing rank raises its own error, the others one with its text, and none waits."""
+    made = kind()
+    said = str(made)
+
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.operation("the test", timeouts=LONG) as operation:
+            if coordinator.rank == who:
+                failing(operation, at, made)
+            whole(operation)
+
+    ended = run(group(LocalBoard(), 3), body)
+    assert ended[who].error is made
+    for rank, one in enumerate(ended):
+        if rank != who:
+            assert isinstance(one.error, CheckpointError), one
+            assert type(made).__name__ in str(one.error) or said in str(one.error)
+
+
+class Deaf(LocalBoard):
+    """A board on which some ranks' signs of life get lost from a moment on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost: set[int] = set()
+
+    def set(self, key: str, value: bytes, timeout_s: float) -> None:
+        """Put a value, unless it is a sign of life of a lost rank."""
+        if "/life/" not in key or int(key.rpartition("/")[2]) not in self.lost:
+            super().set(key, value, timeout_s)
+
+    def signs_of(self, rank: int) -> int:
+        """Return how many bytes of signs of life of a rank lie here."""
+        return sum(
+            len(self.get(key, 1.0) or b"") for key in self.keys if key.endswith(f"/life/{rank}")
+        )
+
+
+@pytest.mark.parametrize("who", [0, 1, 3])
+def test_a_rank_that_falls_silent_is_named_with_phase_bytes_and_age(who: int) -> None:
+    """All live ranks raise an error that says which rank fell silent, where and since when."""
+    board = Deaf()
+    hold = threading.Event()
+    timeouts = Timeouts(silence=SILENCE_S)
+    operations: dict[int, Operation] = {}
+
+    def has_heard(rank: int) -> bool:
+        sign = operations[rank].signs.get(who) if rank in operations else None
+        return sign is not None and sign.done_bytes == 250
+
+    def body(coordinator: Coordinator) -> None:
+        rank = coordinator.rank
+        with coordinator.operation("the test", timeouts=timeouts) as operation:
+            operations[rank] = operation
+            operation.meet(TERMS)
+            operation.phase("write", total_bytes=1000)
+            operation.advanced(1000 if rank != who else 250)
+            if rank == who:
+                end = time.monotonic() + END_S / 2
+                while not all(map(has_heard, [0] if who else [1, 2, 3])):
+                    assert time.monotonic() < end, "the bytes were not told"
+                    time.sleep(LOOK_S)
+                board.lost.add(who)
+                assert hold.wait(END_S)
+                return
+            try:
+                operation.all_gather(b"")
+            finally:
+                if rank == (1 if who == 0 else 0):
+                    hold.set()
+
+    ended = run(group(board, 4), body)
+    for rank, one in enumerate(ended):
+        if rank == who:
+            continue
+        assert isinstance(one.error, RankFailedError), (rank, one)
+        assert one.error.is_silent
+        assert one.error.rank == who
+        assert list(one.error.failures) == [who]
+        for part in ("write phase", "250 of 1000 bytes", " s ago", f"rank {who} "):
+            assert part in str(one.error), one.error
+        assert one.wall_s < SILENCE_S + SLACK_S
+
+
+def test_a_rank_that_met_and_was_never_heard_is_named() -> None:
+    """A rank that stops right after meeting is named although it never gave a sign."""
+    board = Deaf()
+    board.lost.add(2)
+    hold = threading.Event()
+
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.operation("the test", timeouts=Timeouts(silence=SILENCE_S)) as operation:
+            operation.meet(TERMS)
+            if coordinator.rank == 2:
+                assert hold.wait(END_S)
+                return
+            try:
+                operation.all_gather(b"")
+            finally:
+                hold.set()
+
+    ended = run(group(board, 3), body)
+    for one in ended[:2]:
+        assert isinstance(one.error, RankFailedError)
+        assert "no sign of life" in str(one.error)
+        assert one.error.rank == 2
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_busy_rank_is_given_up_at_its_deadline_not_before(who: int) -> None:
+    """A rank that lives but makes no progress is named by a timeout, and not as silent."""
+    timeouts = Timeouts(silence=SILENCE_S, write=2 * SILENCE_S)
+    done = threading.Event()
+
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.operation("the test", timeouts=timeouts) as operation:
+            operation.meet(TERMS)
+            operation.phase("write", total_bytes=10)
+            if coordinator.rank == who:
+                assert done.wait(END_S)
+                return
+            try:
+                operation.all_gather(b"")
+            finally:
+                done.set()
+
+    ended = run(group(LocalBoard(), 3), body)
+    seen = [one for rank, one in enumerate(ended) if rank != who]
+    for error, one in zip(errors(seen), seen, strict=True):
+        assert "0 of 10 bytes" in str(error)
+        assert "write phase" in str(error)
+        assert f"ank {who} " in str(error)
+        assert 2 * SILENCE_S <= one.wall_s < 2 * SILENCE_S + SLACK_S
+    assert any(isinstance(one.error, PhaseTimeoutError) for one in seen)
+
+
+def test_a_phase_is_told_long_before_the_next_look() -> None:
+    """A rank that begins a phase wakes its watcher; else that looks so seldom as here."""
+    board = Deaf()
+    ranks = [
+        Coordinator(board.twin(), rank=rank, world_size=2, look_s=2 * END_S) for rank in (0, 1)
+    ]
+
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.operation("the test", timeouts=Timeouts()) as operation:
+            operation.meet(TERMS)
+            operation.phase("write")
+            end = time.monotonic() + END_S / 2
+            while not board.signs_of(coordinator.rank):
+                assert time.monotonic() < end, "nothing was told"
+                time.sleep(LOOK_S)
+            operation.all_gather(b"")
+
+    values(run(ranks, body))
+
+
+def test_a_dead_ranks_word_at_second_hand_is_no_sign_of_life() -> None:
+    """What others say of a rank does not make it heard."""
+    now = [0.0]
+    signs = [LifeSigns(rank, 3, lambda: now[0]) for rank in range(3)]
+    for sign in signs:
+        sign.begin("write", 100)
+        sign.start_listening()
+    signs[0].heard(2, signs[2].pack())
+    for second in range(1, 21):
+        now[0] = float(second)
+        signs[1].advanced(5)
+        signs[0].advanced(5)
+        signs[1].heard(0, signs[0].pack())
+        signs[0].heard(1, signs[1].pack())
+    assert signs[0].silent([1, 2], 10.0) == [2]
+    assert "last heard 20.0 s ago" in signs[0].describe(2)
+    slowest = signs[1].slowest()
+    assert slowest is not None
+    assert slowest.rank == 2
+
+
+class Broken(LocalBoard):
+    """A board whose server goes away: every call fails, or none ends in its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.how = "works"
+
+    def _gone(self, timeout_s: float) -> None:
+        if self.how == "works":
+            return
+        if self.how == "hangs":
+            time.sleep(timeout_s)
+        raise BoardError("The store did not answer.")
+
+    def set(self, key: str, value: bytes, timeout_s: float) -> None:
+        """Put a value."""
+        self._gone(timeout_s)
+        super().set(key, value, timeout_s)
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """Return a value."""
+        self._gone(timeout_s)
+        return super().get(key, timeout_s)
+
+    def has_all(self, keys: Sequence[str], timeout_s: float) -> bool:
+        """Return whether all are there."""
+        self._gone(timeout_s)
+        return super().has_all(keys, timeout_s)
+
+    def set_first(self, key: str, value: bytes, timeout_s: float) -> None:
+        """Put a value where there is none."""
+        self._gone(timeout_s)
+        super().set_first(key, value, timeout_s)
+
+    def delete(self, key: str, timeout_s: float) -> None:
+        """Remove a value."""
+        self._gone(timeout_s)
+        super().delete(key, timeout_s)
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+@pytest.mark.parametrize("when", ["before", "in the middle"])
+def test_a_lost_board_is_a_failure_that_names_the_coordinator(how: str, when: str) -> None:
+    """A board that fails or hangs becomes an error naming rank 0, within the deadline."""
+    board = Broken()
+    timeouts = Timeouts(plan=2.0, write=2.0, silence=2.0)
+    ranks = group(board, 3)
+    if when == "before":
+        board.how = how
+
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.operation("the test", timeouts=timeouts) as operation:
+            operation.meet(TERMS)
+            operation.phase("write")
+            if coordinator.rank == 2:
+                board.how = how
+            operation.all_gather(b"")
+
+    ended = run(ranks, body)
+    for error, one in zip(errors(ended), ended, strict=True):
+        assert isinstance(error, RankFailedError)
+        assert error.rank == 0
+        assert error.is_silent
+        assert one.wall_s < 2.0 + SLACK_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One operation: which rank fails where (None: it does not), and when ranks come to it."""
+
+    at: tuple[str | None, ...]
+    pauses_s: tuple[float, ...]
+
+
+def _plans(world_size: int) -> st.SearchStrategy[list[Plan]]:
+    place = st.one_of(st.none(), st.none(), st.sampled_from(FAILURES))
+    pause = st.sampled_from([0.0, 0.0, 0.01, 0.03])
+    plan = st.builds(
+        lambda at, pauses: Plan(at=tuple(at), pauses_s=tuple(pauses)),
+        st.lists(place, min_size=world_size, max_size=world_size),
+        st.lists(pause, min_size=world_size, max_size=world_size),
+    )
+    return st.lists(plan, min_size=1, max_size=5)
+
+
+def _follow(coordinator: Coordinator, plans: Sequence[Plan]) -> list[BaseException | None]:
+    seen: list[BaseException | None] = []
+    for number, plan in enumerate(plans):
+        time.sleep(plan.pauses_s[coordinator.rank])
+        at = plan.at[coordinator.rank]
+        error: BaseException | None = None
+        try:
+            with coordinator.operation(f"operation {number}", timeouts=LONG) as operation:
+                if at is not None:
+                    failing(operation, at, StorageError(f"failed in {number}", rank=operation.rank))
+                whole(operation)
+        except CheckpointError as caught:
+            error = caught
+        seen.append(error)
+    return seen
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(plans=_plans(3))
+def test_ranks_stay_together_whatever_fails_before(plans: list[Plan]) -> None:
+    """After any sequence of failures no rank hangs, and none meets another operation.
+
+    An operation in which nobody fails succeeds everywhere; in one that failed, whoever did not
+    fail itself was told of this very operation.
+    """
+    board = LocalBoard()
+    ranks = group(board, 3)
+    seen = values(run(ranks, lambda coordinator: _follow(coordinator, plans)))
+    for number, plan in enumerate(plans):
+        for rank, at in enumerate(plan.at):
+            error = seen[rank][number]
+            if not any(plan.at):
+                assert error is None, (number, rank, error)
+            elif at is not None:
+                assert error is not None, (number, rank)
+            if error is not None:
+                assert f"failed in {number}" in str(error), (number, rank, error)
+                assert not isinstance(error, RankMismatchError)
+    values(run(ranks, together))
+    assert len(operations_on(board)) == 1, board.keys
+
+
+def test_word_of_an_earlier_operation_is_not_taken_for_the_next() -> None:
+    """A rank that comes after the others gave up is told, and the next operation succeeds."""
+    board = LocalBoard()
+    gave_up = threading.Barrier(3)
+    short = Timeouts(plan=0.3)
+
+    def body(coordinator: Coordinator) -> list[bytes]:
+        late = coordinator.rank == 1
+        if late:
+            gave_up.wait(END_S)
+        terms = {"the URL": "s3://b/step-1"}
+        try:
+            with coordinator.operation("step 1", timeouts=short) as operation:
+                operation.meet(terms)
+        except PhaseTimeoutError as error:
+            assert "step 1" in str(error)  # noqa: PT017  # in a thread
+        else:
+            pytest.fail("step 1 cannot have met")
+        if not late:
+            gave_up.wait(END_S)
+            time.sleep(1.5)  # the late one gives up as well
+        return together(coordinator)
+
+    assert values(run(group(board, 3), body)) == [[b"0", b"1", b"2"]] * 3
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_comes_after_the_others_gave_up_loses_that_operation_only(late: int) -> None:
+    """A rank whose word comes too late for one operation is in step again by the third."""
+    gave_up = threading.Barrier(3)
+
+    def body(coordinator: Coordinator) -> list[str]:
+        ended = []
+        if coordinator.rank == late:
+            gave_up.wait(END_S)
+        for step in range(4):
+            plan_s = 0.3 if step == 0 and coordinator.rank != late else 2.0
+            try:
+                with coordinator.operation(
+                    f"step {step}", timeouts=Timeouts(plan=plan_s)
+                ) as operation:
+                    operation.meet({"the URL": f"step-{step}"})
+                ended.append("met")
+            except CheckpointError as error:
+                ended.append(type(error).__name__)
+            if step == 0 and coordinator.rank != late:
+                gave_up.wait(END_S)
+        return ended
+
+    for ended in values(run(group(LocalBoard(), 3), body)):
+        assert ended[2:] == ["met", "met"]
+
+
+def test_reports_of_several_ranks_name_one_of_them() -> None:
+    """When many fail at once each raises its own error or the first report, and none hangs."""
+
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.operation("the test", timeouts=LONG) as operation:
+            operation.meet(TERMS)
+            operation.gather(b"")
+            raise StorageError(f"failure of rank {coordinator.rank}")
+
+    ranks = group(LocalBoard(), 8)
+    for rank, error in enumerate(errors(run(ranks, body))):
+        assert f"failure of rank {rank}" in str(error) or isinstance(error, RankFailedError)
+    values(run(ranks, together))
+
+
+def test_the_coordinator_stays_until_all_have_read_the_outcome(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that is slow to read still finds the outcome, and the coordinator is still there."""
+    left = threading.Event()
+    monkeypatch.setattr(operation_module, "_LEAVE_S", END_S)
+
+    def body(coordinator: Coordinator) -> bytes:
+        with coordinator.operation("the test", timeouts=LONG) as operation:
+            operation.meet(TERMS)
+            if coordinator.rank == 1:
+                time.sleep(0.3)
+                assert not left.is_set()
+            word = operation.broadcast(b"done")
+        if coordinator.is_coordinator:
+            left.set()
+        return word
+
+    assert values(run(group(LocalBoard(), 2), body)) == [b"done"] * 2
+
+
+def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_end() -> None:
+    """A rank that dies before it read the outcome keeps the coordinator no longer than promised."""
+    timeouts = Timeouts(plan=1.0, commit=1.0, silence=0.5)
+    gone = threading.Event()
+    board = Deaf()
+
+    def body(coordinator: Coordinator) -> bytes:
+        with coordinator.operation("the test", timeouts=timeouts) as operation:
+            operation.meet(TERMS)
+            operation.phase("commit")
+            if coordinator.rank == 1:
+                board.lost.add(1)
+                assert gone.wait(END_S)
+                return b"dead"
+            word = operation.broadcast(b"done")
+        gone.set()
+        return word
+
+    ended = run(group(board, 2), body)
+    assert ended[0].value == b"done"
+    assert ended[0].wall_s < 1.0 + SLACK_S
+
+
+def test_two_lanes_run_at_the_same_time() -> None:
+    """An operation that waits in one lane does not keep one in another lane waiting."""
+    boards = [LocalBoard(), LocalBoard()]
+    first, second = group(boards[0], 2), group(boards[1], 2)
+    may_end = threading.Event()
+
+    def slow(coordinator: Coordinator) -> bytes:
+        with coordinator.operation("the slow one", timeouts=LONG) as operation:
+            operation.meet(TERMS)
+            assert may_end.wait(END_S)
+            return operation.broadcast(b"slow")
+
+    slow_ones: list[Ended] = []
+    thread = threading.Thread(target=lambda: slow_ones.extend(run(first, slow)))
+    thread.start()
+    assert values(run(second, together)) == [[b"0", b"1"]] * 2
+    may_end.set()
+    thread.join(END_S)
+    assert values(slow_ones) == [b"slow"] * 2
+
+
+def test_operations_of_one_process_take_turns() -> None:
+    """A second operation of a Coordinator waits for the first, and gives up at its deadline."""
+    alone = solo()
+    with (
+        alone.operation("the first", timeouts=LONG),
+        pytest.raises(PhaseTimeoutError, match="the second"),
+        alone.operation("the second", timeouts=Timeouts(plan=0.05)),
+    ):
+        pytest.fail("the second began")
+
+
+def test_two_hundred_ranks_meet() -> None:
+    """Two hundred ranks run two operations and a failure together."""
+    ranks = group(LocalBoard(), 200)
+    everybody = [b"%d" % rank for rank in range(200)]
+    assert values(run(ranks, together)) == [everybody] * 200
+
+    def body(coordinator: Coordinator) -> None:
+        with coordinator.operation("the test", timeouts=LONG) as operation:
+            operation.meet(TERMS)
+            if coordinator.rank == 137:
+                raise StorageError("full", kind="no-space")
+            operation.all_gather(b"")
+
+    for rank, error in enumerate(errors(run(ranks, body))):
+        assert rank == 137 or (isinstance(error, RankFailedError) and error.rank == 137)
+    assert values(run(ranks, together)) == [everybody] * 200
+
+
+def test_a_rank_outside_the_group_is_refused() -> None:
+    """A rank that the world does not have is an invalid input."""
+    for rank in (-1, 2):
+        with pytest.raises(InvalidInputError, match="2 ranks"):
+            Coordinator(LocalBoard(), rank=rank, world_size=2)
+
+
+# Torch's stores as boards.
+
+
+def _stores(folder: Any) -> Iterator[tuple[str, Callable[[], dist.Store]]]:
+    timeout = timedelta(seconds=20)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+    yield (
+        "tcp",
+        lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout),
+    )
+    yield "file", lambda: dist.FileStore(str(folder / "store"), -1)
+    kept = dist.HashStore()
+    yield "hash", lambda: kept
+
+
+def test_torchs_stores_carry_operations_and_large_payloads(tmp_path: Any) -> None:
+    """Over each kind of store 20 MB travel whole, and all operations do as in memory."""
+    large = random.Random(3).randbytes(20_000_000)
+
+    def body(coordinator: Coordinator) -> bool:
+        with coordinator.operation("the test", timeouts=LONG) as operation:
+            operation.meet(TERMS)
+            gathered = operation.gather(large if coordinator.rank == 1 else b"small")
+            back = operation.scatter([b"small", gathered[1]] if gathered else [])
+            return back == (large if coordinator.rank == 1 else b"small")
+
+    for name, make in _stores(tmp_path):
+        ranks = [
+            Coordinator(StoreBoard(make, "test"), rank=rank, world_size=2, look_s=LOOK_S)
+            for rank in range(2)
+        ]
+        assert values(run(ranks, body)) == [True, True], name
+        assert values(run(ranks, together)) == [[b"0", b"1"]] * 2, name
+
+
+def test_a_store_board_is_a_board(tmp_path: Any) -> None:
+    """Values of every size come back, the first of two wins, deleted ones are gone."""
+    for name, make in _stores(tmp_path):
+        board = StoreBoard(make, "board")
+        other = board.twin()
+        for size in (0, 1, 4 << 20, (4 << 20) + 1, 9_000_000):
+            value = random.Random(size).randbytes(size)
+            board.set("key", value, 20.0)
+            # A TCPStore does not acknowledge what is set; its next answer comes after it.
+            assert board.has_all(["key"], 20.0)
+            assert other.get("key", 20.0) == value, (name, size)
+        assert board.has_all(["key"], 20.0)
+        assert not board.has_all(["key", "none"], 20.0)
+        assert other.get("none", 20.0) is None
+        other.delete("key", 20.0)
+        assert board.get("key", 20.0) is None
+        other.delete("key", 20.0)
+        board.set_first("first", b"a", 20.0)
+        other.set_first("first", b"b", 20.0)
+        assert other.get("first", 20.0) == b"a"
+        board.delete("first", 20.0)
+        other.set_first("first", b"c", 20.0)
+        assert board.get("first", 20.0) == b"c", name
+
+
+def test_signs_keep_to_their_fields() -> None:
+    """A sign that was packed and heard says what its rank does."""
+    own, other = LifeSigns(0, 2), LifeSigns(1, 2)
+    other.begin("write", 10)
+    other.advanced(3)
+    own.heard(1, other.pack())
+    heard = own.known()[1]
+    assert dataclasses.replace(heard, heard_s=0.0, idle_s=0.0, host="", pid=0) == (
+        dataclasses.replace(other.own(), heard_s=0.0, idle_s=0.0, host="", pid=0)
+    )
+    assert (heard.phase, heard.done_bytes, heard.total_bytes) == ("write", 3, 10)
+
+
+def test_a_rank_that_can_start_no_thread_says_so_and_goes_on_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks hear why; the next operation, when there are threads again, meets as ever."""
+    real, failures = threading.Thread.start, ["once"]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("ckpt-storage watch") and is_rank(0) and failures:
+            failures.pop()
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    def body(coordinator: Coordinator) -> list[bytes]:
+        with coordinator.operation("the trial", timeouts=LONG) as operation:
+            operation.meet({})
+            return operation.all_gather(b"%d" % coordinator.rank)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    coordinators = group(LocalBoard(), 2)
+    first = run(coordinators, body)
+    assert isinstance(first[0].error, RuntimeError)
+    assert "can't start new thread" in str(first[0].error)
+    assert isinstance(first[1].error, CheckpointError)
+    assert "can't start new thread" in str(first[1].error)
+    assert values(run(coordinators, body)) == [[b"0", b"1"]] * 2
+
+
+def is_rank(number: int) -> bool:
+    """Return whether this is the thread of that rank."""
+    return threading.current_thread().name == f"rank {number}"

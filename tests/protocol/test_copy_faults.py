@@ -1,0 +1,316 @@
+"""`copy` cut at every storage operation of the target, and called again.
+
+A dry run counts the operations; then each is cut before, after and half-way, or fails, or its
+answer is lost. What counts as committed is judged by files and slots alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from copy_cases import QUICK, files_below, head_of, save, save_files, saved_stock, state_of
+from safetensors.torch import save_file
+
+import ckpt_storage.export.copying
+from ckpt_storage import verify
+from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_storage.export import copyparts
+from ckpt_storage.export.converting import convert
+from ckpt_storage.export.copying import CopyReport, copy
+from ckpt_storage.options import MIB, TransferOptions
+from ckpt_storage.source.opening import open_source
+from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.store.retry import RetryStore
+from ckpt_storage.testing.faults import Action, Call, FaultStore, Rule, SimulatedCrash
+from ckpt_storage.testing.s3server import S3Server
+
+
+@pytest.fixture(autouse=True)
+def _logs_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep hundreds of failures that are intended out of the report of one that is not."""
+    for name in ("ckpt_storage", "c10d-NullHandler-dcp_logger"):
+        monkeypatch.setattr(logging.getLogger(name), "disabled", True)
+
+
+class Faulty:
+    """Opens stores for `copy`; those below the target fail as told."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self.rules: list[Rule] = []
+        self.stores: list[FaultStore] = []
+        self.opened: list[RetryStore] = []
+
+    def open(self, location: Location, **options: Any) -> Store:
+        """Stand in for `open_store`."""
+        del options
+        plain: Store = (
+            LocalStore(location.target, sync_files=False)
+            if location.is_local
+            else RemoteStore(location, request_timeout_s=20)
+        )
+        if location.url.rstrip("/").startswith(self._target):
+            plain = FaultStore(plain, self.rules)
+            self.stores.append(plain)
+        store = RetryStore(plain, policy=QUICK)
+        self.opened.append(store)
+        return store
+
+    def calls(self) -> list[Call]:
+        """Return what was asked of the target by the last copy."""
+        return self.stores[-1].script.calls
+
+    def close(self) -> None:
+        """End the threads of all stores."""
+        for store in self.opened:
+            store.close()
+        self.opened.clear()
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
+    """Stores of targets on this disk."""
+    found = Faulty(f"file://{tmp_path / 'dst'}")
+    monkeypatch.setattr(ckpt_storage.export.copying, "open_store", found.open)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A committed checkpoint in four shard files."""
+    torch.save(state_of(1), tmp_path / "state.pt")
+    convert(tmp_path / "state.pt", tmp_path / "src", to="ckpt_storage", max_file_bytes=1000)
+    assert len(list((tmp_path / "src").rglob("*.distcp"))) >= 3
+    return tmp_path / "src"
+
+
+ACTIONS: tuple[Action, ...] = ("crash_before", "crash_after", "error", "lost_answer")
+
+
+def attempt(source: str | Path, target: str | Path, **options: Any) -> BaseException | None:
+    """Copy; return what that raised."""
+    try:
+        copy(source, target, **options)
+    except (SimulatedCrash, CheckpointError) as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("kind", ["fresh", "overwrite"])
+def test_a_copy_cut_anywhere_is_old_or_new_and_goes_on(
+    source: Path, tmp_path: Path, faulty: Faulty, kind: str
+) -> None:
+    """After each cut: the old checkpoint or the whole new one; the next call ends the work."""
+    whole = save_files(files_below(source))
+    new_id = head_of(files_below(source))
+    before = tmp_path / "before"
+    if kind == "overwrite":
+        save(state_of(2), before)
+    old_id = head_of(files_below(before)) if kind == "overwrite" else None
+    numbers = itertools.count()
+
+    def fresh() -> Path:
+        root = tmp_path / "dst" / f"{next(numbers):04}"
+        if kind == "overwrite":
+            shutil.copytree(before, root)
+        return root
+
+    copy(source, fresh(), overwrite=True)
+    calls = faulty.calls()
+    assert len(calls) > 15
+    kept_any = 0
+    for action, (number, call) in itertools.product(ACTIONS, enumerate(calls)):
+        at = f"{kind} {action} at {number} ({call.operation} {call.path})"
+        root = fresh()
+        faulty.rules = [Rule(action=action, skip_count=number, retryable=False)]
+        error = attempt(source, root, overwrite=True)
+        faulty.rules = []
+        found = files_below(root)
+        assert head_of(found) in {old_id, new_id}, at
+        if head_of(found) == new_id:
+            assert save_files(found).items() >= whole.items(), f"{at}: committed, but not whole"
+        elif error is None:
+            pytest.fail(f"{at}: reported as done, but it is not")
+        if ".metadata" in found and head_of(found) == old_id:
+            assert found[".metadata"] == files_below(before)[".metadata"], at
+        complete = {path for path in found if path.endswith(".distcp") and path in whole}
+        report = copy(source, root, overwrite=True)
+        resent = {one.path for one in faulty.calls() if one.operation == "complete"}
+        assert not resent & complete, f"{at}: sent again {resent & complete}"
+        kept_any += report.kept_count
+        after = files_below(root)
+        assert head_of(after) == new_id, at
+        assert {path: after.get(path) for path in whole} == whole, at
+        assert verify(root).ok, at
+        assert not [path for path in root.rglob("*") if ".tmp-" in path.name], at
+        faulty.close()
+        shutil.rmtree(root)
+    assert kept_any > 20
+
+
+def test_half_written_files_are_sent_again(source: Path, tmp_path: Path, faulty: Faulty) -> None:
+    """A file whose name is there but whose bytes are not right is not believed."""
+    faulty.rules = [Rule(action="crash_before", operation="create")]
+    assert isinstance(attempt(source, tmp_path / "dst" / "x"), SimulatedCrash)
+    faulty.rules = []
+    first, second, *_ = sorted((tmp_path / "dst" / "x").rglob("*.distcp"))
+    first.write_bytes(first.read_bytes()[:-1])
+    data = bytearray(second.read_bytes())
+    data[-1] ^= 1
+    second.write_bytes(data)
+    report = copy(source, tmp_path / "dst" / "x")
+    sent = {call.path for call in faulty.calls() if call.operation == "complete"}
+    assert sent == {str(one.relative_to(tmp_path / "dst" / "x")) for one in (first, second)}
+    assert report.kept_count >= 1
+    assert verify(tmp_path / "dst" / "x").ok
+
+
+def test_of_two_copies_of_one_save_both_succeed(
+    source: Path, tmp_path: Path, faulty: Faulty
+) -> None:
+    """The one that comes second finds its own save committed by the other."""
+    target = tmp_path / "dst" / "x"
+    done: list[CopyReport] = []
+    faulty.rules = [Rule(action="hang", operation="create", path="commits")]
+    slow = threading.Thread(target=lambda: done.append(copy(source, target)))
+    slow.start()
+    script = None
+    while script is None:
+        script = next((store.script for store in faulty.stores), None)
+    assert script.wait_hung(20)
+    faulty.rules = []
+    done.append(copy(source, target))
+    script.release()
+    slow.join(20)
+    assert not slow.is_alive()
+    assert len({report.save_id for report in done}) == 1
+    assert len(done) == 2
+    assert verify(target).ok
+
+
+STOCK = ("dcp", "dcp_safetensors", "safetensors")
+
+
+def _foreign(kind: str, folder: Path) -> None:
+    if kind == "dcp":
+        saved_stock(state_of(1), folder)
+        return
+    folder.mkdir()
+    for name in ("a", "b", "c"):
+        save_file({name: torch.ones(40)}, folder / f"{name}.safetensors")
+    if kind == "safetensors":
+        index = '{"weight_map": {"a": "a.safetensors", "b": "b.safetensors", "c": "c.safetensors"}}'
+        (folder / "model.safetensors.index.json").write_text(index)
+
+
+def _is_a_checkpoint(folder: Path) -> bool:
+    """Return whether our readers, which follow metadata and index, take it for one."""
+    store = open_store(folder)
+    try:
+        open_source(store, deadline=Deadline("load", 20), options=TransferOptions())
+    except CheckpointNotFoundError:
+        return False
+    except CheckpointError:
+        return False
+    finally:
+        store.close()
+    return True
+
+
+@pytest.mark.parametrize("kind", STOCK)
+def test_a_foreign_copy_cut_anywhere_looks_like_none_and_goes_on(
+    tmp_path: Path, faulty: Faulty, kind: str
+) -> None:
+    """A part of the files is never taken for a checkpoint, and the next call ends the work."""
+    source = tmp_path / "src"
+    _foreign(kind, source)
+    whole = files_below(source)
+    copy(source, tmp_path / "dst" / "dry")
+    calls = faulty.calls()
+    for action, (number, call) in itertools.product(ACTIONS, enumerate(calls)):
+        at = f"{kind} {action} at {number} ({call.operation} {call.path})"
+        root = tmp_path / "dst" / f"{action}-{number}"
+        faulty.rules = [Rule(action=action, skip_count=number, retryable=False)]
+        attempt(source, root)
+        faulty.rules = []
+        found = files_below(root)
+        if _is_a_checkpoint(root):
+            assert found.items() >= whole.items(), f"{at}: {sorted(found)}"
+        else:
+            copy(source, root)
+        # What is left of a cut at the very end is the note alone.
+        left = {path: data for path, data in files_below(root).items() if "copy.json" not in path}
+        assert left == whole, at
+        faulty.close()
+        shutil.rmtree(root)
+
+
+def test_a_cut_file_of_a_foreign_copy_is_sent_again(tmp_path: Path, faulty: Faulty) -> None:
+    """The note vouches for what the copy put there, not for another length."""
+    source, target = tmp_path / "src", tmp_path / "dst" / "x"
+    _foreign("safetensors", source)
+    index = "model.safetensors.index.json"
+    faulty.rules = [Rule(action="crash_before", operation="replace", path=index, skip_count=1)]
+    assert isinstance(attempt(source, target), SimulatedCrash)
+    faulty.rules = []
+    (target / "b.safetensors").write_bytes(b"cut")
+    copy(source, target)
+    assert files_below(target) == files_below(source)
+
+
+def test_copies_within_s3_cut_anywhere_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the storage copying by itself: nothing commits half, no upload stays open."""
+    monkeypatch.setattr(copyparts, "_COPY_BYTES", 6 * MIB)
+    with S3Server() as server:
+        server.create_bucket("bkt")
+        options = server.storage_options
+        save(
+            {"a": torch.arange(4 * MIB, dtype=torch.float32)},
+            "s3://bkt/src",
+            storage_options=options,
+        )
+        faulty = Faulty("s3://bkt/dst")
+        monkeypatch.setattr(ckpt_storage.export.copying, "open_store", faulty.open)
+
+        def stored(prefix: str) -> dict[str, bytes]:
+            return {
+                key.removeprefix(prefix): data
+                for key, data in server.dump("bkt").items()
+                if key.startswith(prefix)
+            }
+
+        whole = save_files(stored("src/"))
+        new_id = head_of(stored("src/"))
+        copy("s3://bkt/src", "s3://bkt/dst-dry", storage_options=options)
+        calls = faulty.calls()
+        assert [call.operation for call in calls].count("copy_part") == 2
+        for number, call in enumerate(calls):
+            root = f"dst-{number}"
+            faulty.rules = [Rule(action="crash_after", skip_count=number)]
+            attempt("s3://bkt/src", f"s3://bkt/{root}", storage_options=options)
+            faulty.rules = []
+            found = stored(f"{root}/")
+            at = f"{number} ({call.operation} {call.path})"
+            if head_of(found) is not None:
+                assert save_files(found) == whole, at
+            copy("s3://bkt/src", f"s3://bkt/{root}", storage_options=options)
+            found = stored(f"{root}/")
+            assert (head_of(found), save_files(found)) == (new_id, whole), at
+            plain = RemoteStore(Location.of(f"s3://bkt/{root}", options), request_timeout_s=20)
+            assert plain.abort_uploads("") == 0, f"{at}: an upload stayed open"
+            plain.delete_folder("saves")
+            plain.close()
+        faulty.close()

@@ -1,0 +1,553 @@
+"""Prune under attack: cut at every step, racing others, with clocks a day off.
+
+Nothing reachable is ever lost, and what is garbage goes next time. The oracle knows the documents
+alone. The counts are in the properties of the tests (`-rP` shows what was printed).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+from commit_schedules import Actor, Chooser, Job, Preempting, Wandering, play
+from commit_tools import (
+    BOTH,
+    CAS,
+    DAY_S,
+    IN_TURN,
+    QUICK,
+    DictStore,
+    Disk,
+    attempted,
+    committed,
+    take_in_turn,
+)
+from prune_cases import (
+    EXPORT,
+    OTHERS,
+    DiskCensus,
+    at,
+    heads,
+    name_of,
+    prune,
+    pruner,
+    race_scene,
+    save,
+    scene,
+)
+
+from ckpt_storage.commit import attempt as commit
+from ckpt_storage.commit import cleaning, slotlog
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CommitConflictError,
+    IntegrityError,
+)
+from ckpt_storage.export.consolidation.removal import remove_exports
+from ckpt_storage.format.exports import Holder
+from ckpt_storage.manager import pruneplan
+from ckpt_storage.manager.pruneplan import Soundness
+from ckpt_storage.manager.pruning import Pruner
+from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan
+from ckpt_storage.source import model as source
+from ckpt_storage.store import probe
+from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.testing.faults import Action, FaultStore, Rule, SimulatedCrash
+
+KEEP = KeepLatest(2) | KeepBest("loss", "min")
+KEPT = {4, 5, 6}
+GONE = {1, 2, 3}
+
+
+def unreadable(*_args: object, **_options: object) -> None:
+    """Say of a checkpoint that cannot be read what a check says: its manifest is none here."""
+    raise IntegrityError("No manifest.", path="manifest.json", offset=0, next_step="Save again.")
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each prune find out anew what its storage can do, and say nothing of failures.
+
+    Schedules have one request of an actor at a time. What is not known to be sound is damaged.
+    """
+    take_in_turn(monkeypatch, IN_TURN[0])
+    monkeypatch.setattr(pruneplan, "check_part", unreadable)
+    monkeypatch.setattr(probe, "_RESULTS", {})
+    monkeypatch.setattr(logging.getLogger("ckpt_storage"), "disabled", True)
+
+
+def rest(files: Mapping[str, bytes], steps: set[int]) -> dict[str, bytes]:
+    """Return all that lies at these steps, and what others put there."""
+    prefixes = tuple(f"{name_of(step)}/" for step in steps)
+    return {path: data for path, data in files.items() if path.startswith(prefixes)} | {
+        path: data for path, data in files.items() if path in OTHERS
+    }
+
+
+def check_unharmed(disk: Disk, before: Mapping[str, bytes]) -> None:
+    """Check that nothing is lost that was to be kept, and nothing that is reachable."""
+    found = heads(disk.files)
+    assert set(found) >= KEPT
+    assert rest(disk.files, KEPT | {7}) == before
+
+
+def check_pruned(disk: Disk, before: Mapping[str, bytes]) -> None:
+    """Check that besides nothing is left but slots, and what was being saved."""
+    check_unharmed(disk, before)
+    assert set(heads(disk.files)) == KEPT
+    for step in GONE | {8, 9}:
+        left = [path for path in disk.files if path.startswith(f"{name_of(step)}/")]
+        assert [path for path in left if "/commits/" not in path and path not in OTHERS] == []
+
+
+@BOTH
+def test_a_prune_deletes_what_no_policy_keeps(capabilities: Capabilities) -> None:
+    """Deleted are the unwanted, their exports, dead attempts and what a cut deletion left."""
+    disk = scene(capabilities)
+    before = rest(disk.files, KEPT | {7})
+    store = DictStore(disk, capabilities)
+    dry = pruner(store, KEEP, disk).prune(Deadline("commit", 600), dry_run=True)
+    assert dry.is_dry_run
+    assert set(heads(disk.files)) == KEPT | GONE
+    report = prune(store, KEEP, disk)
+    assert report.plan == dry.plan
+    assert report.deleted == tuple(name_of(step) for step in sorted(GONE))
+    assert (report.skipped, report.failed) == ({}, {})
+    assert len(report.freed) == 1
+    check_pruned(disk, before)
+    kept = {decision.name: decision.reasons for decision in report.plan.kept}
+    assert kept["tokenizer"] == kept["step-12"] == ("it does not belong to this run",)
+    changes = disk.changes
+    again = prune(store, KEEP, disk)
+    assert (again.deleted, again.freed, again.failed) == ((), (), {})
+    assert disk.changes == changes
+
+
+ACTIONS: tuple[Action, ...] = ("crash_before", "crash_after", "torn", "error", "lost_answer")
+
+
+@BOTH
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_prune_cut_at_any_step_loses_nothing_and_is_gone_on_with(
+    capabilities: Capabilities, action: Action, record_property: Callable[[str, object], None]
+) -> None:
+    """Every operation is cut or failed once: afterwards all is whole, and the next one ends it."""
+    origin = scene(capabilities)
+    before = rest(origin.files, KEPT | {7})
+    dry = FaultStore(DictStore(origin.copy(), capabilities))
+    prune(dry, KEEP, origin)
+    calls = list(dry.script.calls)
+    ends: Counter[str] = Counter()
+    for number, call in enumerate(calls):
+        disk = origin.copy()
+        can_be_torn = call.operation in {"delete", "delete_folder"}
+        if action == "torn" and not can_be_torn:
+            continue
+        rule = Rule(action=action, skip_count=number, kind="timeout", retryable=False)
+        probe._RESULTS.clear()  # noqa: SLF001  # as in a new process
+        store = FaultStore(DictStore(disk, capabilities), [rule])
+        try:
+            report = prune(store, KEEP, disk)
+            ends["ended"] += 1
+            ends["with failures"] += bool(report.failed)
+        except SimulatedCrash:
+            ends["died"] += 1
+        except CheckpointError:
+            ends["raised"] += 1
+        check_unharmed(disk, before)
+        probe._RESULTS.clear()  # noqa: SLF001  # as in a new process
+        later = prune(DictStore(disk, capabilities), KEEP, disk)
+        assert later.failed == {}, f"{action} at {call}"
+        check_pruned(disk, before)
+    text = f"{action}: {sum(ends.values())} of {len(calls)} operations: {dict(ends)}"
+    record_property("operations", text)
+    print(text)  # noqa: T201  # shown by -rP; the counts are asked for
+    assert sum(ends.values()) > 20
+    assert action == "error" or ends["died"] + ends["ended"]
+
+
+class Reader:
+    """Loads one step as the reader does: whole and right, or with an error that says why not."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def __call__(self, store: DictStore) -> str:
+        """Read, and say what came of it."""
+        here = at(store, self._step)
+        head = slotlog.read_log(here).head
+        if head is None or head.save_id is None or head.manifest is None:
+            return "nothing is there"
+        try:
+            manifest = source.read_document(here, head.manifest, save_id=head.save_id)
+            shard = here.read(f"saves/{head.save_id}/__0_0.distcp")
+        except CheckpointGoneError:
+            return "gone"
+        except CheckpointError as error:
+            if source.gone(here, head.save_id, "the shard") is None:
+                pytest.fail(f"a checkpoint that was not deleted is broken: {error}")
+            return "gone"
+        assert manifest == f"manifest of {head.save_id}".encode()
+        assert shard == f"shard of {head.save_id}".encode()
+        return "read"
+
+
+def pruning(keep: Any) -> Job:
+    """Return what a pruner does, as a process of its own would."""
+
+    def job(store: DictStore) -> object:
+        return prune(store, keep, store.disk)
+
+    return job
+
+
+def saving(step: int) -> Job:
+    """Return what a saver of a step does."""
+    return lambda store: save(store, step)
+
+
+def deleting(step: int) -> Job:
+    """Return what somebody does who deletes a step by hand."""
+
+    def job(store: DictStore) -> None:
+        cleaning.delete_checkpoint(
+            at(store, step), exclusive=True, deadline=Deadline("commit", 600), retry=QUICK
+        )
+
+    return job
+
+
+class Watch:
+    """After each operation: all that is committed is whole, and some sound step is the newest."""
+
+    def __init__(self, disk: Disk, kept: set[int], *, by_hand: bool) -> None:
+        self._kept = kept
+        self._by_hand = by_hand
+        self._others = {path: data for path, data in disk.files.items() if path in OTHERS}
+        self._newest = max(heads(disk.files), default=0)
+        self._after: set[int] | None = None
+        self._changes = disk.changes
+        self.steps = 0
+
+    def __call__(self, disk: Disk) -> None:
+        """Compare."""
+        self.steps += 1
+        if disk.changes == self._changes:
+            return
+        self._changes = disk.changes
+        files = disk.files
+        found = heads(files)
+        if not self._by_hand:
+            assert max(found, default=0) >= self._newest, "the newest was lost"
+            assert set(found) >= self._kept
+            self._newest = max(found)
+        elif self._newest not in found:
+            # What was decided a moment before may still be done, and nothing after it.
+            self._after = set(found) if self._after is None else self._after
+            newest, vanished = max(self._after, default=0), self._after - set(found)
+            assert newest in found or vanished <= {newest}
+        assert {path: data for path, data in files.items() if path in OTHERS} == self._others
+
+
+TWO = KeepLatest(2)
+ONE = KeepLatest(1)
+
+RACES: Mapping[str, tuple[list[tuple[str, Job]], set[int], int]] = {
+    "two pruners": ([("prune", pruning(TWO))] * 2, {5, 6}, 1),
+    "two pruners of other minds": (
+        [("prune", pruning(ONE)), ("prune", pruning(KeepEvery(3)))],
+        {6},
+        1,
+    ),
+    "a pruner and a saver of the next step": (
+        [("prune", pruning(ONE)), ("save", saving(10))],
+        {6},
+        1,
+    ),
+    "a pruner and a saver of what is pruned": (
+        [("prune", pruning(TWO)), ("save", saving(2))],
+        {5, 6},
+        1,
+    ),
+    "a pruner and a reader": ([("prune", pruning(TWO)), ("read", Reader(2))], {5, 6}, 1),
+    "two pruners, a saver and two readers": (
+        [
+            ("prune", pruning(ONE)),
+            ("prune", pruning(TWO)),
+            ("save", saving(10)),
+            ("read", Reader(3)),
+            ("read", Reader(6)),
+        ],
+        set(),
+        0,
+    ),
+    "a pruner and one who deletes the newest by hand": (
+        [("prune", pruning(ONE)), ("delete", deleting(6))],
+        set(),
+        1,
+    ),
+}
+"""Who comes at the same time, which steps stay in any case, and the bound of `Preempting`."""
+
+SEEDS = 40
+
+
+@BOTH
+@pytest.mark.parametrize("name", RACES)
+def test_a_race_loses_nothing(
+    capabilities: Capabilities, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    """After every operation of every schedule all that is committed is whole; readers see it."""
+    jobs, kept, bound = RACES[name]
+    origin = race_scene(capabilities)
+    choosers: list[Iterable[Chooser]] = [
+        Preempting(bound).schedules(),
+        (Wandering(seed) for seed in range(SEEDS)),
+    ]
+    count = steps = 0
+    outcomes: Counter[str] = Counter()
+    for choose in itertools.chain.from_iterable(choosers):
+        probe._RESULTS.clear()  # noqa: SLF001  # as in new processes
+        disk = origin.copy()
+        by_hand = any(kind == "delete" for kind, _ in jobs)
+        watch = Watch(disk, kept, by_hand=by_hand)
+        actors = play(disk, capabilities, jobs, choose, watch)
+        outcomes.update(check_actors(actors, disk))
+        count += 1
+        steps += watch.steps
+    text = f"{name}: {count} schedules, {steps} operations checked, {dict(outcomes)}"
+    record_property("schedules", text)
+    print(text)  # noqa: T201  # shown by -rP; the counts are asked for
+    assert count > SEEDS
+
+
+def check_actors(actors: list[Actor], disk: Disk) -> list[str]:
+    """Check what the actors were told; return it in a word each."""
+    said = []
+    for actor in actors:
+        if not actor.done:
+            continue
+        if actor.name == "read":
+            assert actor.error is None, actor.error
+            said.append(str(actor.result))
+        elif actor.name == "save":
+            assert actor.error is None or isinstance(actor.error, CommitConflictError), actor.error
+            said.append("saved" if actor.error is None else "conflict")
+            if actor.error is None:
+                everything = b"".join(
+                    data for path, data in disk.files.items() if "/commits/" in path
+                )
+                assert str(actor.result).encode() in everything
+        else:
+            assert actor.error is None, actor.error
+    return said
+
+
+@pytest.mark.parametrize("shift_s", [-DAY_S, DAY_S], ids=["a day behind", "a day ahead"])
+def test_savers_whose_clocks_are_off_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, shift_s: float
+) -> None:
+    """Ages are by the storage's clock: when a saver says that it saved does not count."""
+    from datetime import UTC, datetime, timedelta  # noqa: PLC0415  # here only
+
+    def stamp() -> dict[str, Any]:
+        then = datetime.now(UTC) + timedelta(seconds=shift_s)
+        return {"created_at": then.isoformat(timespec="seconds"), "host": "h", "pid": 1}
+
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    monkeypatch.setattr(commit, "stamp", stamp)
+    for step in (1, 2, 3, 4, 5):
+        save(store, step)
+        disk.clock_s += 100.0
+    report = prune(store, KeepNewerThan(350.0), disk)
+    assert report.deleted == (name_of(1), name_of(2))
+    report = prune(store, KeepLatest(1), disk, min_age_s=250.0)
+    assert report.deleted == (name_of(3),)
+    assert set(heads(disk.files)) == {4, 5}
+
+
+def test_an_attempt_is_freed_only_a_day_after_its_last_file() -> None:
+    """What may still be being saved is left alone; a day later it is fenced and freed."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    save(store, 1)
+    attempt = attempted(at(store, 2))
+    disk.clock_s += DAY_S - 10
+    assert prune(store, KeepLatest(1), disk).freed == ()
+    assert name_of(2) in prune(store, KeepLatest(1), disk).plan.leftovers
+    disk.clock_s += 20
+    assert prune(store, KeepLatest(1), disk).freed == (attempt.save_id,)
+    with pytest.raises(CommitConflictError):
+        committed(at(store, 2), attempt)
+    assert set(heads(disk.files)) == {1}
+
+
+def test_an_export_in_the_folder_of_a_checkpoint_of_others_stays() -> None:
+    """What was exported from what is not ours is not ours to delete, whatever the name."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    save(store, 5)
+    for path, data in EXPORT.items():
+        disk.put(f"{name_of(2)}/{path}", data)
+        disk.put(f"{name_of(3)}/{path}", data)
+    disk.put(f"{name_of(3)}/.metadata", b"stock")
+    disk.clock_s += 9 * DAY_S
+    files = disk.files
+    report = prune(store, KeepLatest(1), disk)
+    assert (report.deleted, report.freed, report.failed) == ((), (), {})
+    assert disk.files == files
+
+
+def test_files_that_no_export_writes_stay_beside_it() -> None:
+    """A user's own files in an export's folder are not deleted with it."""
+    disk = scene(CAS)
+    disk.put(f"{name_of(3)}/hf/config.json", b"mine")
+    prune(DictStore(disk, CAS), KEEP, disk)
+    left = [path for path in disk.files if path.startswith(f"{name_of(3)}/hf/")]
+    assert left == [f"{name_of(3)}/hf/config.json"]
+    assert prune(DictStore(disk, CAS), KEEP, disk).failed == {}
+
+
+def test_a_plan_that_is_old_deletes_nothing_that_was_saved_since() -> None:
+    """Between plan and deletion a step is saved anew: it stays, and the report says why."""
+    disk = scene(CAS)
+    store = DictStore(disk, CAS)
+    old = pruner(store, KEEP, disk)
+    plan = old.prune(Deadline("commit", 600), dry_run=True).plan
+    anew = save(store, 2)
+    report = old.execute(plan, Deadline("commit", 600))
+    assert report.deleted == (name_of(1), name_of(3))
+    assert list(report.skipped) == [name_of(2)]
+    assert heads(disk.files)[2] == anew
+
+
+def test_without_its_newest_a_plan_deletes_nothing() -> None:
+    """Between plan and deletion the newest is deleted by hand: all others stay."""
+    disk = scene(CAS)
+    store = DictStore(disk, CAS)
+    old = pruner(store, KEEP, disk)
+    plan = old.prune(Deadline("commit", 600), dry_run=True).plan
+    deleting(6)(store)
+    report = old.execute(plan, Deadline("commit", 600))
+    assert report.deleted == ()
+    assert set(report.skipped) == {name_of(step) for step in GONE}
+    assert set(heads(disk.files)) == (KEPT | GONE) - {6}
+
+
+def test_what_cannot_be_deleted_does_not_keep_the_others() -> None:
+    """A step that the storage refuses to delete is reported; the others go."""
+    disk = scene(CAS)
+    rule = Rule(
+        action="error", operation="create", path=name_of(2), hit_count=None, kind="permission"
+    )
+    store = FaultStore(DictStore(disk, CAS), [rule])
+    report = prune(store, KEEP, disk)
+    assert report.deleted == (name_of(1), name_of(3))
+    assert list(report.failed) == [name_of(2)]
+    assert set(heads(disk.files)) == KEPT | {2}
+
+
+def test_a_census_that_is_told_nothing_new_asks_nothing_new() -> None:
+    """In one process a second prune reads the newest again, and no other checkpoint."""
+    disk = scene(CAS)
+    store = FaultStore(DictStore(disk, CAS))
+    one = Pruner(DiskCensus(store), KeepLatest(2) | KeepEvery(1), retry=QUICK)
+    one.prune(Deadline("commit", 600))
+    seen_first = len(store.script.calls)
+    one.prune(Deadline("commit", 600))
+    second = store.script.calls[seen_first:]
+    touched = {name for call in second if "step" in (name := call.path.partition("/")[0])}
+    assert touched <= {name_of(step) for step in (5, 6, 7, 8, 9)}
+
+
+def test_a_sweep_frees_what_died_beside_what_is_kept() -> None:
+    """Dead attempts inside kept checkpoints go by a sweep; no checkpoint does."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    for step in (1, 2):
+        attempted(at(store, step))
+        save(store, step)
+    disk.clock_s += 2 * DAY_S
+    alive = attempted(at(store, 2))
+    before = heads(disk.files)
+    report = pruner(store, KeepLatest(1), disk).sweep(Deadline("commit", 600))
+    assert len(report.freed) == 2
+    assert (report.deleted, report.failed) == ((), {})
+    assert heads(disk.files) == before
+    assert any(alive.save_id in path for path in disk.files)
+
+
+def test_a_dead_attempt_at_a_step_kept_by_name_is_freed_in_time() -> None:
+    """A save that died at a step of `KeepEvery` is freed a day later, when others are newer."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    save(store, 1)
+    dead = attempted(at(store, 5))
+    one = pruner(store, KeepLatest(1) | KeepEvery(5), disk)
+    one.prune(Deadline("commit", 600))
+    save(store, 10)
+    save(store, 11)
+    disk.clock_s += 2 * DAY_S
+    assert one.prune(Deadline("commit", 600)).freed == (dead.save_id,)
+
+
+def test_what_a_policy_counts_is_looked_at_again() -> None:
+    """Somebody deletes the best after it was read: the next best takes its place, and stays."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.8)):
+        save(store, step, loss=loss)
+    one = pruner(store, KeepLatest(1) | KeepBest("loss", "min"), disk)
+    plan = one.prune(Deadline("commit", 600), dry_run=True).plan
+    assert [decision.step for decision in plan.deleted] == [1, 3]
+    deleting(2)(store)
+    assert one.prune(Deadline("commit", 600)).deleted == (name_of(3),)
+    assert set(heads(disk.files)) == {1, 4}
+
+
+def test_damaged_ones_do_not_end_the_search_for_the_newest() -> None:
+    """As many sound ones are looked for as the policy counts, past those known to be damaged."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    ids = {step: save(store, step) for step in range(1, 6)}
+    soundness = Soundness()
+    soundness.found_sound(name_of(4), ids[4])
+    soundness.damaged.add((name_of(5), ids[5]))
+    one = Pruner(DiskCensus(store), KeepLatest(2) | KeepEvery(3), retry=QUICK, soundness=soundness)
+    assert one.prune(Deadline("commit", 600)).deleted == (name_of(1), name_of(2))
+    assert set(heads(disk.files)) == {3, 4, 5}
+
+
+@pytest.mark.parametrize("path", ["model.safetensors.index.json", "names.json", "00001.json"])
+def test_an_export_that_begins_while_one_is_removed_stays(path: str) -> None:
+    """Another consolidation becomes the holder just before a step of the removal: it stops."""
+    disk = scene(CAS)
+    files = dict(disk.files)
+
+    def gate(operation: str, at_path: str) -> None:
+        if operation == "delete" and at_path.endswith(path):
+            pytest.fail(f"{at_path} was deleted under a consolidation that works there")
+        if operation == "read" and at_path.endswith("holder.json") and turn():
+            holder = Holder(run_id="c" * 32, fingerprint="d" * 64)
+            disk.put(f"{name_of(3)}/hf/exports/holder.json", holder.encode())
+
+    turns = {"model.safetensors.index.json": 2, "00001.json": 5, "names.json": 6}
+    left = [turns[path]]
+
+    def turn() -> bool:
+        left[0] -= 1
+        return left[0] == 0
+
+    here = at(DictStore(disk, CAS, gate), 3)
+    assert remove_exports(here) == []
+    assert f"{name_of(3)}/hf/exports/names.json" in disk.files
+    assert files.keys() >= disk.files.keys()
+    remove_exports(at(DictStore(disk, CAS), 3))
+    assert not [known for known in disk.files if known.startswith(f"{name_of(3)}/hf/")]

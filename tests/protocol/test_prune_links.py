@@ -1,0 +1,140 @@
+"""Symbolic links at a root: what they pin stays, what they double does not count, none is followed.
+
+The names of steps are spelt without the package.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manager_cases import blank, restore, state_of, step_in
+from prune_cases import name_of
+
+import ckpt_storage
+from ckpt_storage.integrations.removing import remove
+from ckpt_storage.manager.census import Census
+from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.pruning import Pruner, prune_checkpoints
+from ckpt_storage.manager.retention import KeepLatest
+from ckpt_storage.manager.stepnames import StepNames
+from ckpt_storage.options import Timeouts
+from ckpt_storage.store import Location
+from ckpt_storage.store.deadline import Deadline
+
+
+def saved(root: Path, *steps: int) -> None:
+    """Save some steps."""
+    with CheckpointManager(root, mode="thread", timeout=60) as manager:
+        for step in steps:
+            manager.save(step, state_of(step), sync_files=False)
+
+
+def restored_from(folder: Path) -> int:
+    """Load a checkpoint and return its step."""
+    state = blank()
+    ckpt_storage.load(state, folder)
+    return step_in(state)
+
+
+@pytest.mark.parametrize("target", [".", "commits", "saves"])
+def test_a_link_of_any_name_pins_what_it_means(tmp_path: Path, target: str) -> None:
+    """One calls a checkpoint, or what lies in it, by a name of one's own: it is not deleted."""
+    saved(tmp_path, 1, 2, 3)
+    (tmp_path / "best").symlink_to(tmp_path / name_of(1) / target)
+    (tmp_path / "elsewhere").symlink_to(tmp_path.parent)
+    report = prune_checkpoints(tmp_path, KeepLatest(1), dry_run=False)
+    assert report.deleted == (name_of(2),)
+    kept = {decision.name: decision.reasons for decision in report.plan.kept}
+    assert kept[name_of(1)] == ("best is a link to it",)
+    assert kept["best"] == kept["elsewhere"] == ("it is a link",)
+    assert restored_from(tmp_path / name_of(1)) == 1
+
+
+def test_a_link_to_a_file_pins_its_checkpoint(tmp_path: Path) -> None:
+    """The weights of an export are linked to: the checkpoint that they belong to stays."""
+    saved(tmp_path, 1, 2)
+    (tmp_path / "weights.safetensors").symlink_to(f"{name_of(1)}/commits/00000001.json")
+    report = prune_checkpoints(tmp_path, KeepLatest(1), dry_run=False)
+    assert report.deleted == ()
+
+
+@pytest.mark.parametrize("names_step_1", [False, True])
+def test_a_link_made_after_the_plan_counts(tmp_path: Path, *, names_step_1: bool) -> None:
+    """Between plan and deletion a checkpoint is pinned, or moved away and linked to."""
+    saved(tmp_path / "run", 1, 2)
+    census = Census(Location.of(tmp_path / "run"), StepNames())
+    one = Pruner(census, KeepLatest(1))
+    plan = one.prune(Deadline("commit", 60), dry_run=True).plan
+    assert [decision.name for decision in plan.deleted] == [name_of(1)]
+    folder = tmp_path / "run" / name_of(1)
+    if names_step_1:
+        folder.rename(tmp_path / "archived")
+        folder.symlink_to(tmp_path / "archived")
+    else:
+        (tmp_path / "run/best").symlink_to(name_of(1))
+    report = one.execute(plan, Deadline("commit", 60))
+    assert report.deleted == ()
+    why = "it is a link" if names_step_1 else "best is a link to it"
+    assert report.skipped == {name_of(1): why}
+    assert restored_from(folder) == 1
+
+
+def test_a_link_to_a_step_is_not_resumed_from(tmp_path: Path) -> None:
+    """A link whose name says step 9 means step 1: the newest is still step 2, and all are two."""
+    saved(tmp_path, 1, 2)
+    (tmp_path / name_of(9)).symlink_to(name_of(1))
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        latest = manager.latest()
+        assert latest is not None
+        assert latest.step == 2
+        assert restore(manager).step == 2
+        assert [info.step for info in manager.all()] == [1, 2]
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_step_that_lies_elsewhere_is_resumed_from_through_its_link(
+    tmp_path: Path, *, is_elsewhere: bool
+) -> None:
+    """A step that was moved, to another disk or under another name, is there by its link alone."""
+    root = tmp_path / "run"
+    saved(root, 1, 2)
+    place = tmp_path / "disk" if is_elsewhere else root / "precious"
+    (root / name_of(2)).rename(place)
+    (root / name_of(2)).symlink_to(place)
+    with CheckpointManager(root, timeout=60) as manager:
+        assert restore(manager).step == 2
+
+
+def test_a_folder_with_the_name_of_another_step_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint was copied under the name of a higher step: its name counts, and a log says so.
+
+    Once, however often it is looked at.
+    """
+    saved(tmp_path, 1, 2)
+    shutil.copytree(tmp_path / name_of(1), tmp_path / name_of(9))
+    caplog.set_level(logging.WARNING, "ckpt_storage")
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        found: Any = manager.restore(blank())
+        assert found.step == 9
+        manager.latest()
+        manager.all()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert f"{name_of(9)} was saved as step 1" in said[0]
+
+
+def test_removing_a_link_leaves_what_it_means(tmp_path: Path) -> None:
+    """Lightning removes the link "last": the link goes, the best checkpoint stays whole."""
+    for name in ("best", "other"):
+        ckpt_storage.save(state_of(1), tmp_path / name, sync_files=False)
+    for target in ("best", "nowhere"):
+        (tmp_path / "last").symlink_to(target)
+        remove(tmp_path / "last", storage_options=None, timeouts=Timeouts())
+        assert not (tmp_path / "last").is_symlink()
+    assert restored_from(tmp_path / "best") == 1

@@ -1,0 +1,297 @@
+"""What a prune finds under the names of steps that is not its own: other tools' saves, links."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from commit_tools import BOTH, CAS, DAY_S, DictStore, Disk, attempted, deleted, saved
+from manager_cases import blank, names_in, state_of, step_in
+from prune_cases import EXPORT, at, heads, name_of, prune, pruner, save
+
+import ckpt_storage
+from ckpt_storage.commit.slotlog import read_log
+from ckpt_storage.commit.stockfooter import is_foreign
+from ckpt_storage.errors import StorageError
+from ckpt_storage.export.consolidation.removal import remove_exports
+from ckpt_storage.format.exports import Holder, Series
+from ckpt_storage.integrations.removing import remove
+from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.pruning import prune_checkpoints
+from ckpt_storage.manager.retention import KeepLatest
+from ckpt_storage.options import Timeouts
+from ckpt_storage.store import Location, open_store, probe
+from ckpt_storage.store.base import Capabilities, PathFilter
+from ckpt_storage.store.deadline import Deadline
+
+
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each prune find out anew what its storage can do."""
+    monkeypatch.setattr(probe, "_RESULTS", {})
+
+
+def manager_of(root: Path, **options: Any) -> CheckpointManager:
+    """Return a manager that prunes when it is told to."""
+    return CheckpointManager(root, pruning="manual", timeout=60, mode="thread", **options)
+
+
+def saved_steps(root: Path, *steps: int) -> None:
+    """Save some steps, each in a process of its own as far as managers are concerned."""
+    for step in steps:
+        with manager_of(root) as manager:
+            manager.save(step, state_of(step), sync_files=False)
+
+
+def test_a_stock_save_under_a_pruned_name_stays(tmp_path: Path) -> None:
+    """Another tool saves where one of ours was deleted: it is listed, opened and left alone."""
+    saved_steps(tmp_path, 1, 2, 3)
+    folder = tmp_path / name_of(1)
+    assert prune_checkpoints(tmp_path, KeepLatest(2), dry_run=False).deleted == (name_of(1),)
+    dcp.save(state_of(1), storage_writer=dcp.FileSystemWriter(folder))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for _ in range(2):
+        report = prune_checkpoints(tmp_path, KeepLatest(1), dry_run=False)
+        assert report.failed == {}
+    with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
+        assert manager.prune() is not None
+        assert manager.sweep() is not None
+        assert [(one.step, one.format) for one in manager.all()] == [
+            (1, "dcp"),
+            (3, "ckpt_storage"),
+        ]
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    listed = ckpt_storage.list_checkpoints(tmp_path)
+    assert [(one.name, one.format) for one in listed] == [
+        (name_of(1), "dcp"),
+        (name_of(3), "ckpt_storage"),
+    ]
+    remove(folder, storage_options=None, timeouts=Timeouts())
+    state = blank()
+    ckpt_storage.load(state, folder)
+    assert step_in(state) == 1
+
+
+@BOTH
+def test_deleting_again_leaves_the_metadata_of_others(capabilities: Capabilities) -> None:
+    """A tombstone's `.metadata` goes only if its footer is ours and of an earlier slot."""
+    store = DictStore(Disk(), capabilities)
+    saved(store)
+    deleted(store)
+    store.write(".metadata", b"stock")
+    assert is_foreign(store, read_log(store))
+    deleted(store)
+    assert store.disk.files[".metadata"] == b"stock"
+
+
+@BOTH
+def test_an_export_of_a_stock_save_over_a_tombstone_stays(capabilities: Capabilities) -> None:
+    """What was exported from another tool's checkpoint is not removed by a prune or a sweep."""
+    disk = Disk()
+    store = DictStore(disk, capabilities)
+    for step in (1, 2):
+        save(store, step)
+    prune(store, KeepLatest(1), disk)
+    attempted(at(store, 1))
+    disk.put(f"{name_of(1)}/.metadata", b"stock")
+    for path, data in EXPORT.items():
+        disk.put(f"{name_of(1)}/{path}", data)
+    disk.clock_s += 9 * DAY_S
+    files = disk.files
+    report = pruner(store, KeepLatest(1), disk).sweep(Deadline("commit", 600))
+    assert report.skipped == {name_of(1): "another tool wrote it"}
+    prune(store, KeepLatest(1), disk)
+    assert disk.files == files
+
+
+def test_folders_of_others_below_saves_are_no_attempts() -> None:
+    """A folder that only looks like one of ours is not deleted, and gets no tombstone."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    disk.put("saves/models/weights.bin", b"of others")
+    files = disk.files
+    deleted(store)
+    assert disk.files == files
+
+
+def test_removing_a_checkpoint_removes_its_exports(tmp_path: Path) -> None:
+    """What a framework deletes through us is gone with the weights made of it."""
+    ckpt_storage.save(state_of(1), tmp_path / "a", consolidate=True, sync_files=False)
+    assert list((tmp_path / "a/hf").iterdir())
+    (tmp_path / "a/notes.txt").write_text("mine")
+    for _ in range(2):
+        remove(tmp_path / "a", storage_options=None, timeouts=Timeouts())
+        assert not (tmp_path / "a/hf").exists()
+    assert (tmp_path / "a/notes.txt").read_text() == "mine"
+
+
+def test_a_link_to_an_older_step_is_no_newer_checkpoint(tmp_path: Path) -> None:
+    """A link counts for nothing, and what it means is kept as long as it is there."""
+    saved_steps(tmp_path, 4, 5)
+    (tmp_path / name_of(10)).symlink_to(name_of(5))
+    report = prune_checkpoints(tmp_path, KeepLatest(1), dry_run=False)
+    assert report.deleted == (name_of(4),)
+    saved_steps(tmp_path, 7)
+    report = prune_checkpoints(tmp_path, KeepLatest(1), dry_run=False)
+    assert report.deleted == ()
+    kept = {decision.name: decision.reasons for decision in report.plan.kept}
+    assert kept[name_of(5)] == (f"{name_of(10)} is a link to it",)
+    assert kept[name_of(10)] == ("it is a link",)
+    state = blank()
+    ckpt_storage.load(state, tmp_path / name_of(10))
+    assert step_in(state) == 5, "what the link means can still be loaded"
+
+
+def test_nothing_is_deleted_through_a_link(tmp_path: Path) -> None:
+    """A step that was moved elsewhere and linked to stays there."""
+    saved_steps(tmp_path / "run", 1, 2, 3)
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "run" / name_of(1)).rename(tmp_path / "archive/one")
+    (tmp_path / "run" / name_of(1)).symlink_to(tmp_path / "archive/one")
+    with manager_of(tmp_path / "run", keep=KeepLatest(1)) as manager:
+        report = manager.prune()
+        swept = manager.sweep()
+    assert report is not None
+    assert swept is not None
+    assert report.deleted == (name_of(2),)
+    assert swept.skipped[name_of(1)] == "it is a link"
+    assert names_in(tmp_path / "archive") == ["one"]
+
+
+def test_two_names_of_one_save_are_kept_together() -> None:
+    """Where links cannot be seen: a save that is kept is not deleted under another name."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    for step in (4, 5):
+        save(store, step)
+    for path, data in disk.files.items():
+        if path.startswith(f"{name_of(5)}/"):
+            disk.put(path.replace(name_of(5), name_of(10)), data)
+    report = prune(store, KeepLatest(1), disk)
+    assert report.deleted == (name_of(4),)
+    assert set(heads(disk.files)) == {5, 10}
+    kept = {decision.step: decision.reasons for decision in report.plan.kept}
+    assert kept[5] == (f"it is the same save as {name_of(10)}, and may be the same folder",)
+
+
+def test_a_newest_that_is_another_save_than_was_judged_deletes_nothing() -> None:
+    """Between plan and deletion the newest is saved anew: what was judged is gone (I18)."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    for step in (1, 2):
+        save(store, step)
+    one = pruner(store, KeepLatest(1), disk)
+    plan = one.prune(Deadline("commit", 600), dry_run=True).plan
+    save(store, 2)
+    report = one.execute(plan, Deadline("commit", 600))
+    assert report.deleted == ()
+    assert "another save" in report.skipped[name_of(1)]
+
+
+class Uploading(DictStore):
+    """A store on which uploads are open: paths that any process may ask for."""
+
+    uploads: set[str]
+
+    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
+        """Abort those that are meant."""
+        below = {path for path in self.uploads if path.startswith(f"{prefix}/" if prefix else "")}
+        meant = {path for path in below if only is None or only(path)}
+        self.uploads -= meant
+        return len(meant)
+
+
+EXPORTED = {
+    **EXPORT,
+    "hf/exports/holder.json": Holder(
+        run_id="b" * 32, fingerprint="a" * 64, series=(Series(1), Series(2, "a" * 8))
+    ).encode(),
+}
+OUR_UPLOADS = {
+    "hf/model.safetensors",
+    "hf/model-00002-of-00002-aaaaaaaa.safetensors",
+    "hf/exports/aaaaaaaaaaaaaaaa/00002.json",
+}
+OTHER_UPLOADS = {
+    "hf/model-00001-of-00004.safetensors",
+    "hf/model-00002-of-00002-bbbbbbbb.safetensors",
+    "hf/model-00001-of-00001.safetensors",
+    "hf/adapter.bin",
+    "hf/sub/model.safetensors",
+    "hf/exports/notes.bin",
+    "hf2/model.safetensors",
+}
+
+
+@pytest.mark.parametrize("others", [{}, {"hf/other/x.bin": b"1"}, {"hf/a.txt": b""}])
+def test_a_removal_aborts_only_uploads_of_its_exports(others: dict[str, bytes]) -> None:
+    """Of what is open in an export's folder, only what its holders said they write is aborted."""
+    store = Uploading(Disk(), CAS)
+    store.uploads = OUR_UPLOADS | OTHER_UPLOADS
+    for path, data in {**EXPORTED, **others}.items():
+        store.disk.put(path, data)
+    assert remove_exports(store) == sorted(others)
+    assert store.uploads == OTHER_UPLOADS
+    assert set(store.disk.files) == set(others)
+
+
+def test_a_removal_that_was_cut_still_knows_which_uploads_are_ours() -> None:
+    """The holder by which a removal takes the folder keeps the names of those before it."""
+    store = Uploading(Disk(), CAS)
+    store.uploads = OUR_UPLOADS | OTHER_UPLOADS
+    for path, data in EXPORTED.items():
+        store.disk.put(path, data)
+
+    def cut(prefix: str, *, only: PathFilter | None = None) -> int:
+        raise StorageError(f"cut before {prefix} {only}")
+
+    store.abort_uploads = cut  # type: ignore[method-assign]
+    with pytest.raises(StorageError):
+        remove_exports(store)
+    del store.abort_uploads
+    remove_exports(store)
+    assert store.uploads == OTHER_UPLOADS
+    assert store.disk.files == {}
+
+
+def test_uploads_without_a_known_holder_stay() -> None:
+    """Where nothing tells which names an export had, no weight file's upload is taken for ours."""
+    for holder in (b"damaged", EXPORT["hf/exports/holder.json"]):
+        store = Uploading(Disk(), CAS)
+        store.uploads = OUR_UPLOADS | OTHER_UPLOADS
+        for path, data in {**EXPORT, "hf/exports/holder.json": holder}.items():
+            store.disk.put(path, data)
+        remove_exports(store)
+        assert store.uploads == OTHER_UPLOADS | {
+            path for path in OUR_UPLOADS if not path.endswith(".json")
+        }
+
+
+def test_a_folder_in_which_others_write_stays(tmp_path: Path) -> None:
+    """What another process is uploading beside an export is complete after the export went."""
+    ckpt_storage.save(state_of(1), tmp_path / "a", consolidate=True, sync_files=False)
+    store = open_store(Location.of(tmp_path / "a"))
+    upload = store.start_upload("hf/adapter.bin", part_bytes=4)
+    upload.write_part(0, 0, [memoryview(b"data")], last=True)
+    remove(tmp_path / "a", storage_options=None, timeouts=Timeouts())
+    upload.complete(4)
+    store.close()
+    assert [path.name for path in (tmp_path / "a/hf").iterdir()] == ["adapter.bin"]
+
+
+def test_a_consolidation_aborts_only_uploads_of_those_before_it(tmp_path: Path) -> None:
+    """A second consolidation clears what a dead one left, and nothing of others."""
+    ckpt_storage.save(state_of(1), tmp_path / "a", consolidate=True, sync_files=False)
+    store = open_store(Location.of(tmp_path / "a"))
+    names = ["model.safetensors", "adapter.bin", "model-00001-of-00007.safetensors"]
+    uploads = {name: store.start_upload(f"hf/{name}", part_bytes=4) for name in names}
+    for upload in uploads.values():
+        upload.write_part(0, 0, [memoryview(b"data")], last=True)
+    ckpt_storage.consolidate(tmp_path / "a")
+    drafts = {path.name.partition(".tmp-")[0] for path in (tmp_path / "a/hf").glob(".*")}
+    for upload in uploads.values():
+        upload.abort()
+    store.close()
+    assert drafts == {f".{name}" for name in names[1:]}

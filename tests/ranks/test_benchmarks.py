@@ -1,0 +1,60 @@
+"""The benchmarks run, and the simulation of many ranks shows that nothing multiplies."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from scale import ScaleFigures, simulate  # noqa: E402
+
+
+def grown(few: ScaleFigures, many: ScaleFigures) -> dict[str, float]:
+    """Return how many times as much more ranks take."""
+    return {
+        "written": many.written_bytes / few.written_bytes,
+        "read": many.metadata_bytes / few.metadata_bytes,
+        "report": many.report_bytes / few.report_bytes,
+        "items": many.item_count / few.item_count,
+    }
+
+
+def test_nothing_grows_as_tensors_times_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight times the ranks, eight times the chunks: not twice the bytes, and reports as large.
+
+    The documents of ranks, which have a limit of their own, are left out of both.
+    """
+    monkeypatch.setattr("ckpt_storage.format.rankreport.INLINE_LIMIT_BYTES", 0)
+    times = grown(simulate(64, 500), simulate(512, 500))
+    assert times["items"] > 7.9
+    assert times["written"] < 2.2
+    assert times["read"] < 2.2
+    assert 0.9 < times["report"] < 1.1
+
+
+def test_the_measure_sees_what_does_grow() -> None:
+    """`.metadata` has an entry for each chunk: with it bytes grow as chunks do."""
+    few, many = (simulate(ranks, 60, stock_metadata=True) for ranks in (16, 128))
+    assert grown(few, many)["written"] > 4
+
+
+def test_every_scenario_runs_on_a_disk(tmp_path: Path) -> None:
+    """Each contender's outcome is checked against what was saved, so one that lies fails."""
+    told = tmp_path / "told.json"
+    small = ["--gib", "0.01", "--small", "20", "--runs", "1", "--peers", "--json", str(told)]
+    subprocess.run(
+        [sys.executable, str(BENCHMARKS), str(tmp_path / "disk"), *small],
+        check=True,
+        capture_output=True,
+        timeout=150,
+    )
+    found = json.loads(told.read_text(encoding="utf-8"))["comparisons"]
+    assert len(found) == 9
+    assert all(runs for comparison in found for runs in comparison["runs"].values())
+    assert list((tmp_path / "disk").iterdir()) == []

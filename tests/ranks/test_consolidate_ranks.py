@@ -1,0 +1,158 @@
+"""A rank that dies while ranks consolidate is named by all others in time; a re-run completes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import consolidate_cases as cases
+import pytest
+from consolidate_cases import check, files_in
+from dcp_cases import seeded
+
+import ckpt_storage
+from ckpt_storage.coordination.coordinator import solo
+from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_storage.export.consolidating import consolidate, output_location
+from ckpt_storage.export.consolidation.folder import ExportFolder
+from ckpt_storage.export.consolidation.job import ConsolidateJob
+from ckpt_storage.export.consolidation.report import ConsolidationReport
+from ckpt_storage.export.consolidation.run import run_consolidate
+from ckpt_storage.export.consolidation.work import RankWork
+from ckpt_storage.options import Timeouts
+from ckpt_storage.store import Location
+from ckpt_storage.store.local_shared import LocalSharedUpload
+from ckpt_storage.testing.ranks import RankPool
+
+SILENCE_S = 2.0
+PROMISED_S = SILENCE_S + 5.0
+
+PLACES: dict[str, tuple[type, str]] = {
+    "before the work": (RankWork, "tickets"),
+    "at a part": (LocalSharedUpload, "write_part"),
+    "at the receipts": (LocalSharedUpload, "receipts"),
+    "at the completion": (LocalSharedUpload, "complete"),
+    "at the publication": (ExportFolder, "publish"),
+    "at the clearing": (ExportFolder, "collect"),
+}
+
+
+def model(version: int = 1) -> dict[str, Any]:
+    """Return 8 MiB in four tensors."""
+    return {f"w{i}": seeded(10 * version + i, 512, 1024) for i in range(4)}
+
+
+def consolidate_and_die(
+    rank: int, url: Path, victim: int, place: str, how: int
+) -> tuple[str, float]:
+    """Consolidate; the victim gets a signal at a place. Others return their error and how long."""
+    holder, name = PLACES[place]
+    kept = getattr(holder, name)
+
+    def dying(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), how)
+
+    if rank == victim:
+        setattr(holder, name, dying)
+    start_s = time.monotonic()
+    try:
+        consolidate(url, timeout=Timeouts(consolidate=60, plan=60, silence=SILENCE_S))
+    except CheckpointError as error:
+        return str(error), time.monotonic() - start_s
+    finally:
+        setattr(holder, name, kept)
+    return "", time.monotonic() - start_s
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Processes that may be killed; new ones start then."""
+    with RankPool(3, timeout_s=40) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("victim", "place"),
+    [
+        (1, "before the work"),
+        (1, "at a part"),
+        (1, "at the receipts"),
+        (0, "at the completion"),
+        (0, "at the publication"),
+    ],
+)
+def test_a_killed_rank_is_named_and_a_rerun_completes(
+    tmp_path: Path, pool: RankPool, victim: int, place: str
+) -> None:
+    """The others raise within seconds, nothing is published; the next run leaves nothing over."""
+    url = tmp_path / "run"
+    ckpt_storage.save(model(), url)
+    consolidate(url, tmp_path / "reference")
+    outcomes = pool.outcomes(consolidate_and_die, url, victim, place, signal.SIGKILL)
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            assert "died" in str(outcome.failure)
+            continue
+        assert outcome.value is not None, outcome
+        text, seconds = outcome.value
+        assert f"ank {victim}" in text, text
+        assert seconds < PROMISED_S
+    assert cases.INDEX not in files_in(url / "hf")
+    consolidate(url)
+    check(files_in(url / "hf"), model())
+    names = {path for path in files_in(url / "hf") if not path.startswith("exports/")}
+    assert names == {
+        path for path in files_in(tmp_path / "reference") if not path.startswith("exports/")
+    }
+
+
+def consolidated(job: ConsolidateJob) -> ConsolidationReport:
+    """Run a job within an operation of one's own."""
+    with solo().operation("the test", timeouts=Timeouts()) as operation:
+        operation.meet(job.terms())
+        return run_consolidate(operation, job)
+
+
+def test_a_save_can_go_on_with_its_own_commit(tmp_path: Path) -> None:
+    """`slot` names the commit to consolidate although a later save has become the head."""
+    first = ckpt_storage.save(model(1), tmp_path / "run")
+    ckpt_storage.save(model(2), tmp_path / "run", overwrite=True)
+    source = Location.of(tmp_path / "run")
+    job = ConsolidateJob(source=source, output=output_location(source, None), slot=first.slot)
+    report = consolidated(job)
+    assert report.save_id == first.save_id
+    check(files_in(tmp_path / "run" / "hf"), model(1))
+    assert [export.is_stale for export in ckpt_storage.verify(tmp_path / "run").exports] == [True]
+
+
+def test_a_slot_without_a_commit_is_refused(tmp_path: Path) -> None:
+    """A slot that holds none is an error before anything is made."""
+    ckpt_storage.save(model(1), tmp_path / "run")
+    source = Location.of(tmp_path / "run")
+    job = ConsolidateJob(source=source, output=output_location(source, None), slot=7)
+    with pytest.raises(CheckpointNotFoundError, match="slot 7"):
+        consolidated(job)
+    assert not (tmp_path / "run" / "hf").exists()
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from ckpt_storage.export.consolidating import consolidate
+print(consolidate(sys.argv[1], dtype="bfloat16").total_bytes)
+"""
+
+
+def test_one_process_needs_no_torch(tmp_path: Path) -> None:
+    """Where torch cannot be imported, one process consolidates and casts all the same."""
+    ckpt_storage.save(model(), tmp_path / "run")
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path / "run")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    check(files_in(tmp_path / "run" / "hf"), {k: v.bfloat16() for k, v in model().items()})

@@ -1,0 +1,750 @@
+"""Executors write exactly what the plan says, whichever way the bytes take, within their limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_dcp_memory
+import torch
+from crc32c import crc32c
+from export_tools import (
+    BLOCK_BYTES,
+    ArraySource,
+    Chunked,
+    bits_of,
+    saved,
+    split,
+    tensors_of,
+    torch_dtype,
+    whole,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_storage.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    PhaseTimeoutError,
+    StorageError,
+)
+from ckpt_storage.export.consolidation.division import Region, WriteRules
+from ckpt_storage.export.consolidation.executors import Copies, Portion, RegionWriter
+from ckpt_storage.export.consolidation.options import ConsolidateOptions
+from ckpt_storage.export.consolidation.plan import ExportPlan, plan_export
+from ckpt_storage.export.consolidation.storagecopy import (
+    CopyPart,
+    CopyRun,
+    StreamPart,
+    cut_region,
+    number_unit_bytes,
+)
+from ckpt_storage.format import integrity
+from ckpt_storage.options import MIB, TransferOptions
+from ckpt_storage.source.model import Place
+from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.base import Capabilities, PartReceipt, Store
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.store.retry import RetryStore
+from ckpt_storage.testing.faults import FaultStore, Rule
+from ckpt_storage.testing.ranks import RankPool
+from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.transfer.workers import bounded
+
+OPTIONS = TransferOptions(thread_count=3, part_bytes=64 * 1024, memory_limit_bytes=8 * MIB)
+
+
+def numbers(shape: Sequence[int], dtype: str, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Return random bits, so that a shifted or swapped element is seen."""
+    item = np.dtype(dtype).itemsize
+    count = int(np.prod(shape)) * item
+    return np.frombuffer(np.random.default_rng(seed).bytes(count), dtype).reshape(shape)
+
+
+def mixed_state() -> dict[str, Chunked]:
+    """Return tensors of many dtypes, shapes and shardings; some cross several windows."""
+    return {
+        "scalar": whole(numbers((), "f4", 1), "float32"),
+        "empty": Chunked(np.zeros((0, 5), "f4"), "float32", [((0, 0), (0, 5))]),
+        "byte": whole(numbers((7,), "u1", 2), "uint8"),
+        "rows": split(numbers((301, 129), "u2", 3), "bfloat16", (3, 1)),
+        "columns": split(numbers((257, 131), "u2", 4), "bfloat16", (1, 4)),
+        "grid": split(numbers((120, 90), "f4", 5), "float32", (2, 3)),
+        "deep": split(numbers((6, 30, 50), "f8", 6), "float64", (1, 2, 5)),
+        "complex": split(numbers((50, 40), "c8", 7), "complex64", (1, 2)),
+        "flags": split(numbers((1000,), "?", 8), "bool", (3,)),
+        "long": split(numbers((200_000,), "i4", 9), "int32", (2,)),
+    }
+
+
+def plan_of(
+    source: ArraySource, *, world_size: int = 1, share: bool = True, **options: Any
+) -> ExportPlan:
+    """Return a plan whose parts are small enough that every file has many."""
+    return plan_export(
+        source,
+        options=ConsolidateOptions(include="*", **options),
+        world_size=world_size,
+        rules=WriteRules(can_share_file=share, part_multiple_bytes=64, part_bytes=50 * 1024),
+    )
+
+
+def writer_of(
+    plan: ExportPlan,
+    source: ArraySource,
+    store: Store,
+    *,
+    target: Store | None = None,
+    copies: Copies = "never",
+    options: TransferOptions = OPTIONS,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> RegionWriter:
+    """Return the writer of one rank."""
+    return RegionWriter(
+        plan,
+        source=source,
+        source_store=store,
+        target_store=target or store,
+        options=options,
+        deadline=Deadline("consolidate", 120),
+        copies=copies,
+        on_bytes=on_bytes,
+    )
+
+
+def exported(
+    plan: ExportPlan, source: ArraySource, store: Store, **kw: Any
+) -> tuple[dict[str, bytes], list[Portion]]:
+    """Write all regions, each rank by a writer and an upload of its own; return files, portions."""
+    target: Store = kw.get("target") or store
+    portions = []
+    owners = {}
+    receipts: dict[int, list[PartReceipt]] = {at: [] for at in range(len(plan.files))}
+    for at, file in enumerate(plan.files):
+        owners[at] = target.start_shared_upload(f"hf/{file.name}", part_bytes=1)
+    for rank in range(plan.world_size):
+        writer = writer_of(plan, source, store, **kw)
+        for region in plan.regions_of(rank):
+            path = f"hf/{plan.files[region.file].name}"
+            ticket = owners[region.file].ticket()
+            member = target.join_upload(path, ticket, part_bytes=1)
+            portions.append(writer.write(region, member))
+            receipts[region.file] += member.receipts()
+    for at, file in enumerate(plan.files):
+        owners[at].complete(file.size_bytes, receipts=receipts[at])
+    return {file.name: target.read(f"hf/{file.name}") for file in plan.files}, portions
+
+
+def check(files: Mapping[str, bytes], plan: ExportPlan, state: Mapping[str, Chunked]) -> None:
+    """Assert that the files hold exactly the tensors."""
+    found: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    for data in files.values():
+        found |= tensors_of(data)
+    assert {name: value[2] for name, value in found.items()} == {
+        name: tensor.array.tobytes() for name, tensor in state.items()
+    }
+    assert {name: value[1] for name, value in found.items()} == {
+        name: tensor.array.shape for name, tensor in state.items()
+    }
+    assert {file.name: file.size_bytes for file in plan.files} == {
+        name: len(data) for name, data in files.items()
+    }
+
+
+@pytest.fixture(params=["memory", "local"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """A store as users get it."""
+    if request.param == "memory":
+        return open_store(f"memory://{uuid.uuid4().hex}/run")
+    return open_store(str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("copies", ["never", "always", "auto"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_files_hold_the_tensors(store: Store, world_size: int, copies: Copies) -> None:
+    """Every dtype, shape and sharding arrives bit by bit, from one rank and from several."""
+    state = mixed_state()
+    source = saved(store, state)
+    plan = plan_of(source, world_size=world_size, max_file_bytes=500_000)
+    assert len(plan.files) == 2
+    files, portions = exported(plan, source, store, copies=copies)
+    check(files, plan, state)
+    assert sum(p.sent_bytes + p.copied_bytes for p in portions) == plan.total_bytes
+
+
+@pytest.mark.parametrize("window_bytes", [1024, 5000, 64 * 1024, 300 * 1024])
+def test_windows_of_any_size_give_the_same_files(store: Store, window_bytes: int) -> None:
+    """Windows that end within rows and blocks change nothing."""
+    state = mixed_state()
+    source = saved(store, state)
+    plan = plan_of(source, world_size=2)
+    options = dataclasses.replace(OPTIONS, part_bytes=window_bytes, block_bytes=1024)
+    files, _ = exported(plan, source, store, options=options)
+    check(files, plan, state)
+
+
+@pytest.mark.parametrize("copies", ["never", "always"])
+def test_the_checksum_of_a_file_follows_from_its_portions(store: Store, copies: Copies) -> None:
+    """CRCs of portions combine to that of the file, for streamed and for copied bytes."""
+    source = saved(store, big_rows())
+    plan = plan_of(source, world_size=3)
+    files, portions = exported(plan, source, store, copies=copies)
+    (data,) = files.values()
+    portions.sort(key=lambda portion: portion.start)
+    lengths = [portion.stop - portion.start for portion in portions]
+    assert integrity.combine_many([p.crc32c for p in portions], lengths) == crc32c(data)
+    for portion in portions:
+        assert portion.crc32c == crc32c(data[portion.start : portion.stop])
+
+
+def test_progress_adds_up(store: Store) -> None:
+    """`on_bytes` gets every byte of the files once."""
+    source = saved(store, mixed_state())
+    plan = plan_of(source)
+    seen: list[int] = []
+    exported(plan, source, store, on_bytes=seen.append)
+    assert sum(seen) == plan.total_bytes
+
+
+def big_rows() -> dict[str, Chunked]:
+    """Return tensors in row shards of some MiB, and a column shard that nothing can copy."""
+    return {
+        "rows": split(numbers((3000, 500), "f4", 1), "float32", (2, 1)),
+        "columns": split(numbers((500, 300), "f4", 2), "float32", (1, 2)),
+        "one": whole(numbers((1_000_003,), "u2", 3), "bfloat16"),
+    }
+
+
+def test_copied_runs_are_not_sent(store: Store) -> None:
+    """With copies, only headers, edges and column shards pass through; all else is copied."""
+    state = big_rows()
+    source = saved(store, state)
+    plan = plan_of(source)
+    files, (portion,) = exported(plan, source, store, copies="always")
+    check(files, plan, state)
+    assert portion.copied_bytes == 3000 * 500 * 4 + 2_000_006
+    assert portion.sent_bytes == plan.total_bytes - portion.copied_bytes
+    _, (streamed,) = exported(plan_of(source), source, store_of_other_name(store), copies="never")
+    assert streamed.copied_bytes == 0
+
+
+class Sharing(LocalStore):
+    """A local store that says that its file system shares blocks."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What such a file system can do."""
+        return dataclasses.replace(super().capabilities, copies_pay=True)
+
+
+def test_disks_copy_only_what_can_share_blocks(tmp_path: Path) -> None:
+    """Of two runs, the one that lies alike in source and file is copied, the other is streamed."""
+    store = Sharing(str(tmp_path / "run"))
+    state = {name: whole(numbers((2 << 20,), "u1", at), "uint8") for at, name in enumerate("ab")}
+    source = saved(store, state)
+    plan = plan_of(source)
+    found = {tensor.fqn: tensor.start for tensor in plan.files[0].tensors}
+    data = store.read("saves/s/rank-0")
+    for fqn, off_by in (("a", 0), ("b", 64)):
+        place = source.known[fqn, (0,)]
+        start = found[fqn] % 4096 + off_by
+        payload = data[place.start : place.start + place.size_bytes]
+        store.write(f"saves/s/{fqn}", bytes(start) + payload)
+        moved = dataclasses.replace(
+            place, path=f"saves/s/{fqn}", start=start, file_bytes=start + len(payload)
+        )
+        source.known = {**source.known, (fqn, (0,)): moved}
+    files, (portion,) = exported(plan, source, store, copies="auto")
+    check(files, plan, state)
+    assert portion.copied_bytes == 2 << 20
+
+
+def store_of_other_name(store: Store) -> Store:
+    """Return `store` with nothing under the names of weight files."""
+    store.delete_folder("hf")
+    store.prepare(["hf"])
+    return store
+
+
+def test_refused_copies_are_streamed(tmp_path: Path) -> None:
+    """A storage that turns out not to copy costs one refusal a thread, no failure."""
+    faults = FaultStore(
+        LocalStore(str(tmp_path / "run")),
+        [Rule(action="error", operation="copy_part", kind="unsupported", hit_count=None)],
+    )
+    state = big_rows()
+    source = saved(faults, state)
+    plan = plan_of(source, world_size=2)
+    files, portions = exported(plan, source, faults, copies="always")
+    check(files, plan, state)
+    assert sum(portion.copied_bytes for portion in portions) == 0
+
+
+@pytest.fixture(scope="module")
+def s3() -> Any:
+    """Our S3 server, which computes checksums of copied parts."""
+    with S3Server() as server:
+        yield server
+
+
+def s3_store(server: S3Server) -> RemoteStore:
+    """Return a store in a bucket of its own."""
+    bucket = f"test-{uuid.uuid4().hex}"
+    server.create_bucket(bucket)
+    location = Location.of(f"s3://{bucket}/run", server.storage_options)
+    return RemoteStore(location, request_timeout_s=30)
+
+
+S3_OPTIONS = TransferOptions(thread_count=2, part_bytes=8 * MIB, memory_limit_bytes=128 * MIB)
+
+
+def s3_plan(source: ArraySource, world_size: int) -> ExportPlan:
+    """Return a plan with parts that S3 takes."""
+    rules = WriteRules(
+        can_share_file=True, min_part_bytes=5 * MIB, max_part_count=9000, part_bytes=8 * MIB
+    )
+    return plan_export(
+        source, options=ConsolidateOptions(include="*"), world_size=world_size, rules=rules
+    )
+
+
+def s3_state() -> dict[str, Chunked]:
+    """Return row shards of 12 MiB, which S3 can copy, and others that it cannot."""
+    return {
+        "a": split(numbers((4, 3 << 20), "u2", 1), "bfloat16", (2, 1)),
+        "b": split(numbers((1024, 1024), "u2", 2), "bfloat16", (1, 2)),
+        "c": split(numbers((4, 3 << 20), "u2", 3), "bfloat16", (2, 1)),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_s3_copies_large_runs_by_itself(s3: S3Server, world_size: int) -> None:
+    """Row shards never reach the client: their checksums come from S3 and from the manifests."""
+    store = s3_store(s3)
+    state = s3_state()
+    source = saved(store, state, block_bytes=65536)
+    plan = s3_plan(source, world_size)
+    files, portions = exported(plan, source, store, copies="auto", options=S3_OPTIONS)
+    check(files, plan, state)
+    copied = sum(portion.copied_bytes for portion in portions)
+    assert copied > plan.total_bytes * (0.7 if world_size == 1 else 0.4)
+    blocks = 2 * 65536 * 10
+    assert sum(p.read_bytes for p in portions) <= plan.total_bytes - copied + blocks
+    (data,) = files.values()
+    lengths = [portion.stop - portion.start for portion in portions]
+    assert integrity.combine_many([p.crc32c for p in portions], lengths) == crc32c(data)
+
+
+def test_damage_of_copied_bytes_is_found_without_reading_them(s3: S3Server) -> None:
+    """S3's checksum of a copied part differs from the manifest's: an error with tensor and rank."""
+    store = s3_store(s3)
+    source = saved(store, s3_state(), block_bytes=65536)
+    flip(store, source.known["a", (2, 0)], 5_000_000)
+    with pytest.raises(IntegrityError) as caught:
+        exported(s3_plan(source, 1), source, store, copies="always", options=S3_OPTIONS)
+    assert (caught.value.fqn, caught.value.rank) == ("a", 1)
+    assert caught.value.path == "saves/s/rank-1"
+
+
+def test_a_wrong_copy_is_no_damage_of_the_source(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that S3 copied wrongly, from sound bytes, is an error of the storage."""
+    store = s3_store(s3)
+    source = saved(store, s3_state(), block_bytes=65536)
+    upload = store.start_shared_upload("hf/other", part_bytes=5 << 20)
+    copy_part: Any = type(upload).copy_part
+    upload.abort()
+    wrong: Any = lambda *given, **more: copy_part(*given, **more) ^ 1  # noqa: E731
+    monkeypatch.setattr(type(upload), "copy_part", wrong)
+    with pytest.raises(StorageError, match=r"copied bytes .* wrongly: the source is sound"):
+        exported(s3_plan(source, 1), source, store, copies="always", options=S3_OPTIONS)
+
+
+def flip(store: Store, place: Place, byte: int) -> None:
+    """Change one byte of a payload."""
+    data = bytearray(store.read(place.path))
+    data[place.start + byte] ^= 1
+    store.replace(place.path, bytes(data))
+
+
+@pytest.mark.parametrize("copies", ["never", "always"])
+@pytest.mark.parametrize("fqn", ["rows", "columns", "one"])
+def test_a_flipped_byte_is_found(store: Store, fqn: str, copies: Copies) -> None:
+    """Damage of any chunk is an error that names file, tensor and rank."""
+    source = saved(store, big_rows())
+    place = next(place for key, place in source.known.items() if key[0] == fqn)
+    flip(store, place, 100_000)
+    with pytest.raises(IntegrityError) as caught:
+        exported(plan_of(source, world_size=2), source, store, copies=copies)
+    assert (caught.value.fqn, caught.value.rank) == (fqn, place.rank)
+    assert caught.value.path == place.path
+    assert place.start <= (caught.value.offset or -1) < place.start + place.size_bytes
+
+
+@pytest.mark.parametrize("copies", ["never", "always"])
+@pytest.mark.parametrize("change", ["missing", "cut", "longer"])
+def test_a_missing_or_cut_file_is_found(store: Store, change: str, copies: Copies) -> None:
+    """A file that is gone or of another length is an error that names it, a tensor and a rank."""
+    source = saved(store, big_rows())
+    path = "saves/s/rank-1"
+    data = store.read(path)
+    store.delete([path])
+    if change != "missing":
+        store.write(path, data[:-1] if change == "cut" else data + b"x")
+    with pytest.raises(IntegrityError) as caught:
+        exported(plan_of(source), source, store, copies=copies)
+    assert path in (caught.value.path or "")
+    assert caught.value.rank == 1
+    assert caught.value.fqn is not None
+
+
+def test_sources_without_checksums_are_exported(store: Store) -> None:
+    """What no manifest vouches for is copied all the same, its checksum taken from the bytes."""
+    state = big_rows()
+    source = saved(store, state, crcs=False)
+    for copies in ("always", "never"):
+        plan = plan_of(source, world_size=2)
+        files, portions = exported(plan, source, store_of_other_name(store), copies=copies)
+        check(files, plan, state)
+        (data,) = files.values()
+        lengths = [portion.stop - portion.start for portion in portions]
+        assert integrity.combine_many([p.crc32c for p in portions], lengths) == crc32c(data)
+
+
+class InOrder:
+    """An upload that takes parts in order only, as a stream does."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.numbers: list[int] = []
+
+    def write_part(
+        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
+    ) -> None:
+        """Keep a part; it must be the next one."""
+        assert offset == sum(map(len, self.parts))
+        self.parts.append(b"".join(buffers))
+        self.numbers.append(number)
+        self.last = last
+
+    def complete(self, total_bytes: int) -> None:
+        """Do nothing."""
+
+    def abort(self) -> None:
+        """Do nothing."""
+
+
+class Sequential(LocalStore):
+    """A store that says that its parts come in order and cannot be shared."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What a stream can do."""
+        return dataclasses.replace(
+            super().capabilities,
+            parallel_parts=False,
+            shared_uploads=False,
+            copy_part_min_bytes=None,
+            is_remote=True,
+        )
+
+
+def test_a_storage_that_wants_parts_in_order_gets_them_so(tmp_path: Path) -> None:
+    """Several threads read ahead, and parts arrive in order with the plan's numbers."""
+    store = Sequential(str(tmp_path / "run"))
+    state = mixed_state()
+    source = saved(store, state)
+    plan = plan_of(source, share=False)
+    upload = InOrder()
+    writer = writer_of(plan, source, store, copies="auto")
+    (region,) = plan.regions
+    writer.write(region, upload)
+    check({plan.files[0].name: b"".join(upload.parts)}, plan, state)
+    assert upload.numbers == [part.number for part in region.parts()]
+    assert upload.last
+
+
+def test_a_failure_ends_those_that_wait_for_their_turn(tmp_path: Path) -> None:
+    """Where parts go in order, the failure of one is raised at once, not at the deadline."""
+    store = Sequential(str(tmp_path / "run"))
+    source = saved(store, big_rows())
+    place = source.known["columns", (0, 0)]
+    flip(store, place, 10)
+    plan = plan_of(source, share=False)
+    with pytest.raises(IntegrityError) as caught:
+        writer_of(plan, source, store).write(plan.regions[0], InOrder())
+    assert caught.value.fqn == "columns"
+
+
+@pytest.mark.parametrize("operation", ["write_part", "read_into"])
+def test_a_failing_storage_is_reported(tmp_path: Path, operation: str) -> None:
+    """What a store raises while parts are under way reaches the caller."""
+    inner = LocalStore(str(tmp_path / "run"))
+    source = saved(inner, big_rows())
+    rule = Rule(action="error", operation=operation, kind="no-space", retryable=False, skip_count=5)
+    faults = FaultStore(inner, [rule])
+    plan = plan_of(source)
+    upload = faults.start_shared_upload("hf/x", part_bytes=1)
+    with pytest.raises(StorageError) as caught:
+        writer_of(plan, source, faults).write(plan.regions[0], upload)
+    assert caught.value.kind == "no-space"
+    upload.abort()
+
+
+def test_a_deadline_that_has_passed_ends_the_work(store: Store) -> None:
+    """Nothing is begun after the deadline, and the error names the phase."""
+    source = saved(store, big_rows())
+    plan = plan_of(source)
+    writer = RegionWriter(
+        plan,
+        source=source,
+        source_store=store,
+        target_store=store,
+        options=OPTIONS,
+        deadline=Deadline("consolidate", 0.0),
+    )
+    upload = store.start_shared_upload("hf/x", part_bytes=1)
+    with pytest.raises(PhaseTimeoutError) as caught:
+        writer.write(plan.regions[0], upload)
+    assert caught.value.phase == "consolidate"
+    upload.abort()
+
+
+class Elsewhere:
+    """A watch that tells, once it is told to, that another rank failed."""
+
+    def __init__(self) -> None:
+        self.error: CheckpointError | None = None
+        self.byte_count = 0
+
+    def failure(self) -> CheckpointError | None:
+        """Return the other rank's error."""
+        return self.error
+
+    def advanced(self, byte_count: int) -> None:
+        """Count."""
+        self.byte_count += byte_count
+
+    def expect(self, total_bytes: int) -> None:
+        """Do nothing."""
+
+    def ended_file(self) -> None:
+        """Do nothing."""
+
+    def failed(self, error: CheckpointError) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize("operation", ["write_part", "read_into", "copy_part"])
+def test_a_failure_elsewhere_ends_what_hangs(tmp_path: Path, operation: str) -> None:
+    """A storage call that never returns is given up when another rank fails, and that is raised."""
+    inner = LocalStore(str(tmp_path / "run"))
+    source = saved(inner, big_rows())
+    faults = FaultStore(inner, [Rule(action="hang", operation=operation, hit_count=None)])
+    watch = Elsewhere()
+    deadline = Deadline("consolidate", 600, watch=watch)
+    store = RetryStore(faults)
+    upload = bounded(store, deadline).start_shared_upload("hf/x", part_bytes=1)
+    plan = plan_of(source)
+    writer = RegionWriter(
+        plan,
+        source=source,
+        source_store=store,
+        target_store=store,
+        options=OPTIONS,
+        deadline=deadline,
+        copies="always",
+    )
+    caught: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            writer.write(plan.regions[0], upload)
+        except CheckpointError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert faults.script.wait_hung(60)
+    watch.error = CheckpointError("Rank 7 failed.")
+    thread.join(60)
+    assert not thread.is_alive()
+    with pytest.raises(CheckpointError, match="Rank 7"), deadline.governs("Consolidating"):
+        raise caught[0]
+    faults.script.release()
+    upload.abort()
+
+
+def test_too_little_memory_is_refused(store: Store) -> None:
+    """If not even one part fits the limit, the error says how much is needed."""
+    source = saved(store, big_rows())
+    plan = plan_of(source)
+    options = TransferOptions(part_bytes=MIB, memory_limit_bytes=MIB)
+    upload = store.start_shared_upload("hf/x", part_bytes=1)
+    with pytest.raises(InvalidInputError, match="memory_limit_bytes"):
+        writer_of(plan, source, store, options=options).write(plan.regions[0], upload)
+    upload.abort()
+
+
+def test_what_only_torch_can_read_is_refused(store: Store) -> None:
+    """An item whose payload was not found inside its zip is named, with what to do."""
+    source = saved(store, big_rows())
+    key = ("one", (0,))
+    places = dict(source.known)
+    places[key] = dataclasses.replace(places[key], container="torch_zip")
+    source.known = places
+    plan = plan_of(source)
+    upload = store.start_shared_upload("hf/x", part_bytes=1)
+    with pytest.raises(FormatError, match=r"one in saves/s/rank-0 .* only torch.load reads"):
+        writer_of(plan, source, store).write(plan.regions[0], upload)
+    upload.abort()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_are_cast_on_the_way(store: Store, dtype: str) -> None:
+    """Floating-point tensors of any sharding arrive converted; all others as they are."""
+    made = {
+        "rows": torch.randn(301, 129, dtype=torch.bfloat16),
+        "columns": torch.randn(257, 130, dtype=torch.float16),
+        "grid": torch.randn(64, 64, dtype=torch.float64),
+        "same": torch.randn(1000, dtype=torch.float32),
+    }
+    counts = {"rows": (3, 1), "columns": (1, 2), "grid": (2, 2), "same": (2,)}
+    state = {
+        name: split(bits_of(t), str(t.dtype).removeprefix("torch."), counts[name])
+        for name, t in made.items()
+    } | {"int": whole(numbers((100,), "i8"), "int64")}
+    source = saved(store, state)
+    plan = plan_of(source, world_size=2, dtype=dtype)
+    files, _ = exported(plan, source, store, copies="always")
+    (data,) = files.values()
+    found = tensors_of(data)
+    code = {"float32": "F32", "bfloat16": "BF16"}[dtype]
+    for name, tensor in made.items():
+        assert found[name][:2] == (code, tuple(tensor.shape))
+        assert found[name][2] == bits_of(tensor.to(torch_dtype(dtype))).tobytes()
+    assert found["int"][2] == state["int"].array.tobytes()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    least=st.sampled_from([1, 5 * MIB]),
+    count=st.sampled_from([None, 9000]),
+    before_count=st.integers(0, 3),
+    part_count=st.integers(1, 100),
+    tail_bytes=st.none() | st.integers(0, 8 * MIB - 1),
+    lead_bytes=st.integers(0, 200).map(lambda n: 8 * n),
+    run_sizes=st.lists(
+        st.tuples(
+            st.integers(1, 800 * MIB),
+            st.integers(0, 3),
+            st.sampled_from([0, 64, MIB, 7 * MIB]),
+        ),
+        max_size=8,
+    ),
+)
+def test_every_cut_of_a_region_is_legal(
+    least: int,
+    count: int | None,
+    before_count: int,
+    part_count: int,
+    tail_bytes: int | None,
+    lead_bytes: int,
+    run_sizes: list[tuple[int, int, int]],
+) -> None:
+    """Parts follow one another, none is too short or numbered twice, copies end at block edges."""
+    capabilities = Capabilities(
+        kind="s3",
+        exclusive_create=True,
+        atomic_replace=True,
+        replace_if_match=True,
+        parallel_parts=True,
+        min_part_bytes=least,
+        max_part_count=count,
+        copy_part_min_bytes=least,
+        copy_part_max_bytes=5 * 1024 * MIB,
+    )
+    part = 8 * MIB
+    start = before_count * part
+    stop = start + part_count * part + (tail_bytes or 0)
+    file_bytes = stop + (part if tail_bytes is None else 0)
+    region = Region(file=0, start=start, stop=stop, owner=0, part_bytes=part, file_bytes=file_bytes)
+    runs = []
+    at = start + lead_bytes
+    for wanted, blocks_before, gap in run_sizes:
+        size = min(stop - at, wanted)
+        if size <= 0:
+            break
+        offset = blocks_before * BLOCK_BYTES
+        place = Place(
+            path="p",
+            fqn="f",
+            start=0,
+            size_bytes=offset + size,
+            block_bytes=BLOCK_BYTES,
+            crcs=range(-(-(offset + size) // BLOCK_BYTES)),
+        )
+        runs.append(CopyRun(start=at, stop=at + size, place=place, source_start=offset))
+        at += size + gap
+    cut = cut_region(region, runs, capabilities, stream_bytes=part)
+    assert [p.start for p in cut] == [region.start, *(p.stop for p in cut[:-1])]
+    assert cut[-1].stop == region.stop
+    unit = number_unit_bytes(capabilities, region.file_bytes)
+    for p in cut:
+        is_last = p.stop == region.file_bytes
+        assert p.is_last == is_last
+        assert is_last or p.stop - p.start >= unit
+        assert p.number == p.start // unit
+        if isinstance(p, StreamPart):
+            assert p.stop - p.start <= max(part, 2 * unit) + 64
+        if isinstance(p, CopyPart):
+            assert p.source_start % BLOCK_BYTES == 0
+            assert p.source_stop % BLOCK_BYTES == 0 or p.source_stop == p.place.size_bytes
+            assert p.stop - p.start <= 512 * MIB
+    numbers_ = [p.number for p in cut]
+    assert len(set(numbers_)) == len(numbers_)
+    assert count is None or max(numbers_) <= count
+
+
+def peak_of_an_export(_rank: int, path: Path) -> tuple[float, float]:
+    """Export one tensor of 200 MiB in columns, cast and not, with a limit of 32 MiB."""
+    store = open_store(str(path / "run"))
+    side = 7_168
+    array = np.arange(side * side * 2, dtype=np.uint16).reshape(side, 2 * side)
+    source = saved(store, {"w": split(array, "bfloat16", (1, 4))}, block_bytes=65536)
+    del array
+    options = TransferOptions(thread_count=4, part_bytes=4 * MIB, memory_limit_bytes=32 * MIB)
+    peaks = []
+    for dtype in (None, "float32"):
+        plan = plan_export(
+            source,
+            options=ConsolidateOptions(dtype=dtype),
+            world_size=1,
+            rules=WriteRules(can_share_file=True),
+        )
+        with test_dcp_memory.Peak() as peak:
+            upload = store.start_shared_upload(f"hf/{dtype}", part_bytes=1)
+            writer = writer_of(plan, source, store, copies="auto", options=options)
+            for region in plan.regions:
+                writer.write(region, upload)
+            upload.complete(plan.files[0].size_bytes)
+        peaks.append(peak.mib)
+    return peaks[0], peaks[1]
+
+
+def test_memory_stays_within_the_limit(ranks: RankPool, tmp_path: Path) -> None:
+    """One tensor of 200 MiB needs the limit of 32 MiB and what the client needs, not more."""
+    ((plain_mib, cast_mib),) = ranks.run(peak_of_an_export, tmp_path, world_size=1)
+    assert plain_mib < 32 + 40
+    assert cast_mib < 32 + 40

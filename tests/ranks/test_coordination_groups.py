@@ -1,0 +1,257 @@
+"""Coordinators over real process groups, each rank a process.
+
+Every function here is a job of a `RankPool`; those that need another default group than the
+pool's make it themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import front_door_cases as cases
+import pytest
+import torch
+import torch.distributed as dist
+from dcp_cases import load_stock, same, seeded
+from saver_cases import until
+
+import ckpt_storage
+from ckpt_storage import InvalidInputError, RankFailedError
+from ckpt_storage.coordination.groups import coordinator_of, store_of
+from ckpt_storage.options import Timeouts
+from ckpt_storage.testing.ranks import RankPool
+
+
+def speak(group: Any = None) -> list[bytes]:
+    """Run one operation in which every rank sends its rank in the group."""
+    coordinator = coordinator_of(group)
+    with coordinator.operation("the test", timeouts=Timeouts.of(20.0)) as operation:
+        operation.meet({"everything": "equal"})
+        return operation.all_gather(b"%d" % operation.rank)
+
+
+def everybody(world_size: int) -> list[bytes]:
+    """Return what every rank sends."""
+    return [b"%d" % rank for rank in range(world_size)]
+
+
+def in_default_group(_rank: int) -> list[list[bytes]]:
+    """Speak several times, and once in another lane."""
+    assert coordinator_of(None) is coordinator_of(None) or dist.get_world_size() == 1
+    assert coordinator_of(None) is not coordinator_of(None, lane="other")
+    return [speak() for _ in range(3)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_default_group_coordinates(ranks: RankPool, world_size: int) -> None:
+    """Ranks of the default group hear each other, time after time."""
+    expected = [[everybody(world_size)] * 3] * world_size
+    assert ranks.run(in_default_group, world_size=world_size) == expected
+
+
+def in_other_groups(rank: int, folder: str, kind: str) -> list[list[bytes]]:
+    """Speak in a group of our own kind, end it, and speak in its successor."""
+    heard = []
+    for number in range(2):
+        inner = Path(folder) / str(number)
+        with cases.default_group(rank, 3, str(inner), kind=kind):
+            heard.append(speak())
+            heard.append(speak())
+    return heard
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_a_group_made_anew_coordinates(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    """After destroy and init the new group's ranks hear each other over either store."""
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+    expected = [[everybody(3)] * 4] * 3
+    assert ranks.run(in_other_groups, str(tmp_path), kind, world_size=3) == expected
+
+
+def in_sub_group(rank: int, path: str) -> str:
+    """Save on ranks 1 and 3, while 0 and 2 never call anything and end at once."""
+    if rank in {0, 2}:
+        return "no member"
+    group = dist.new_group([1, 3], use_local_synchronization=True)
+    assert speak(group) == everybody(2)
+    info = ckpt_storage.save(
+        {"w": seeded(2, 100)}, path, process_group=group, sync_files=False, timeout=20.0
+    )
+    target = {"w": torch.zeros(100)}
+    ckpt_storage.load(target, path, process_group=group, timeout=20.0)
+    assert same(target["w"], seeded(2, 100))
+    return info.save_id or ""
+
+
+def test_a_sub_group_saves_while_others_never_call(ranks: RankPool, tmp_path: Path) -> None:
+    """Ranks 1 and 3 of 4 save and load although 0 and 2 take no part in anything."""
+    path = tmp_path / "run"
+    first, second, third, fourth = ranks.run(in_sub_group, str(path), world_size=4)
+    assert (first, third) == ("no member", "no member")
+    assert second == fourth != ""
+    target = {"w": torch.zeros(100)}
+    load_stock(target, path)
+    assert same(target["w"], seeded(2, 100))
+
+
+def as_non_member(rank: int, path: str) -> str:
+    """Call `save` and `load` on a rank that is not in the group."""
+    group = dist.new_group([1])
+    if rank == 1:
+        return "member"
+    names = []
+    for call in (ckpt_storage.save, ckpt_storage.load):
+        with pytest.raises(InvalidInputError) as caught:
+            call({"w": torch.zeros(1)}, path, process_group=group)
+        names.append(str(caught.value))
+    return " ".join(names)
+
+
+def test_a_rank_outside_the_group_is_told_at_once(ranks: RankPool, tmp_path: Path) -> None:
+    """A non-member that calls gets an error that says so, and waits for nobody."""
+    told, member = ranks.run(as_non_member, str(tmp_path / "run"), world_size=2)
+    assert member == "member"
+    assert told.count("member of process_group") == 2
+
+
+def on_the_default_store(_rank: int) -> list[list[bytes]]:
+    """Speak in two groups whose backend keeps no store."""
+    with patch.object(dist.ProcessGroup, "get_group_store", side_effect=RuntimeError("none")):
+        group = dist.new_group([0, 1])
+        heard = [speak(), speak(group)]
+        assert isinstance(store_of(group), dist.PrefixStore)
+    return heard
+
+
+def test_a_group_without_a_store_uses_the_default_groups(ranks: RankPool) -> None:
+    """Where a group has no store of its own, its ranks meet on the default store."""
+    assert ranks.run(on_the_default_store, world_size=2) == [[everybody(2)] * 2] * 2
+
+
+def with_backend_without_collectives(rank: int, folder: str) -> list[bytes]:
+    """Speak in a default group whose backend moves nothing, as if its network were down."""
+    dist.destroy_process_group()
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415  # registers it
+
+    store = dist.FileStore(str(Path(folder) / "rendezvous"), 2)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=2)
+    try:
+        ckpt_storage.save({"w": seeded(rank, 9)}, f"{folder}/run", timeout=20.0, sync_files=False)
+        return speak()
+    finally:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_no_collective_of_the_group_is_needed(ranks: RankPool, tmp_path: Path) -> None:
+    """Over a backend whose collectives do nothing, ranks agree and save all the same."""
+    heard = ranks.run(with_backend_without_collectives, str(tmp_path), world_size=2)
+    assert heard == [everybody(2)] * 2
+    target = {"w": torch.zeros(9)}
+    load_stock(target, tmp_path / "run")
+    assert same(target["w"], seeded(0, 9))
+
+
+def die(rank: int, who: int) -> tuple[bool, int | None]:
+    """Let one rank vanish after it met; return what the others are told."""
+    timeouts = Timeouts(silence=3.0)
+    coordinator = coordinator_of(None)
+    try:
+        with coordinator.operation("the test", timeouts=timeouts) as operation:
+            operation.meet({})
+            if rank == who:
+                os._exit(3)
+            operation.phase("write")
+            operation.all_gather(b"")
+    except RankFailedError as error:
+        return error.is_silent, error.rank
+    return False, None
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_rank_that_dies_is_named_by_the_others(ranks: RankPool, who: int) -> None:
+    """Over a file store, where nobody's connection breaks, silence gives a dead rank away."""
+    outcomes = ranks.outcomes(die, who, world_size=3)
+    for rank, outcome in enumerate(outcomes):
+        if rank != who:
+            assert outcome.value == (True, who), outcome
+
+
+def die_with_the_server(rank: int, folder: str) -> tuple[bool, int | None]:
+    """As `die`, where rank 0 serves the store and dies."""
+    with cases.default_group(rank, 3, folder, kind="tcp"):
+        return die(rank, 0)
+
+
+def test_a_store_that_dies_with_its_rank_is_noticed(ranks: RankPool, tmp_path: Path) -> None:
+    """When the process that serves the ranks' store dies, the others name rank 0."""
+    outcomes = ranks.outcomes(die_with_the_server, str(tmp_path), world_size=3)
+    for outcome in outcomes[1:]:
+        assert outcome.value == (True, 0), outcome
+
+
+WRITE_S = 2.0
+SLACK_S = 5.0
+"""What is promised beyond a deadline."""
+
+
+def stop_with_the_server(rank: int, folder: str) -> None:
+    """Let rank 0, which serves the store, be stopped; the others note what they are told."""
+    with cases.default_group(rank, 3, folder, kind="tcp"):
+        coordinator = coordinator_of(None)
+        begin = time.monotonic()
+        told: list[Any] = ["nothing", None]
+        try:
+            timeouts = Timeouts(plan=20.0, write=WRITE_S)
+            with coordinator.operation("the test", timeouts=timeouts) as operation:
+                operation.meet({})
+                operation.phase("write", total_bytes=1)
+                begin = time.monotonic()
+                (Path(folder) / f"met-{rank}").write_text(str(os.getpid()))
+                if rank == 0:
+                    while len(list(Path(folder).glob("met-*"))) < 3:
+                        time.sleep(0.01)
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                operation.all_gather(b"")
+        except ckpt_storage.CheckpointError as error:
+            told = [str(error), error.rank]
+        wall_s = time.monotonic() - begin
+        (Path(folder) / f"told-{rank}").write_text(json.dumps([*told, wall_s]))
+        # Nobody else would end the stopped one before the job's time is up.
+        until(lambda: len(list(Path(folder).glob("told-*"))) == 2, "the other's end")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int((Path(folder) / "met-0").read_text()), signal.SIGKILL)
+        # Taking the group down would ask the stopped store.
+        os._exit(0)
+
+
+def test_a_store_whose_server_is_stopped_is_given_up(ranks: RankPool, tmp_path: Path) -> None:
+    """When the process that serves the ranks' store hangs, the others name rank 0 in time."""
+    ranks.outcomes(stop_with_the_server, str(tmp_path), world_size=3)
+    for rank in (1, 2):
+        text, named, wall_s = json.loads((tmp_path / f"told-{rank}").read_text())
+        assert named == 0, text
+        assert wall_s < WRITE_S + SLACK_S, text
+
+
+def save_on_short_group(rank: int, folder: str) -> str:
+    """Save twice on a group whose own timeout is two seconds."""
+    with cases.default_group(rank, 2, folder, timeout_s=2.0):
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+        for number, used in enumerate((None, group)):
+            cases.save(rank, f"{folder}/{number}", number, process_group=used)
+    return "saved"
+
+
+def test_a_groups_own_timeout_plays_no_part(ranks: RankPool, tmp_path: Path) -> None:
+    """A default group and a sub-group with two seconds of patience both save."""
+    assert ranks.run(save_on_short_group, str(tmp_path), world_size=2) == ["saved"] * 2

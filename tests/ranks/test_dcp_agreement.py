@@ -1,0 +1,384 @@
+"""Ranks agree before a byte is written, and say who differs where they do not."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import dcp_cases
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dcp_cases import failures_of, files_below, same, seeded, zeros_like
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+import ckpt_storage
+from ckpt_storage import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointStorageReader,
+    CheckpointStorageWriter,
+    CommitConflictError,
+    InvalidInputError,
+    RankMismatchError,
+    list_checkpoints,
+)
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.posix import Posix
+from ckpt_storage.testing.ranks import RankPool
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """Return a small state with values of single ranks and of all."""
+    return {"w": seeded(step, 30, 20), "step": step}
+
+
+def save_with(rank: int, places: list[str], options: list[dict[str, Any]]) -> None:
+    """Save to this rank's place with this rank's options."""
+    writer = CheckpointStorageWriter(places[rank], **options[rank])
+    dcp.save(state_of(0), storage_writer=writer)
+
+
+def mismatch_on_all_ranks(
+    ranks: RankPool, places: list[str], options: list[dict[str, Any]]
+) -> RankMismatchError:
+    """Save on three ranks; assert that each is told by each of the mismatch; return that."""
+    for outcome in ranks.outcomes(save_with, places, options, world_size=3, timeout_s=25):
+        failures = failures_of(outcome.error)
+        assert sorted(failures) == [0, 1, 2]
+        for error in failures.values():
+            assert isinstance(error, RankMismatchError)
+            assert "Nothing was written." in str(error)
+            assert (error.values, str(error)) == (failures[0].values, str(failures[0]))  # type: ignore[attr-defined]
+    assert isinstance(error, RankMismatchError)
+    return error
+
+
+def test_regression_ranks_with_different_paths_all_raise(ranks: RankPool, tmp_path: Path) -> None:
+    """Ranks that were given different folders all raise, told who has which; none is created.
+
+    Stock torch saves half a checkpoint into each folder and reports success.
+    """
+    places = [str(tmp_path / name) for name in ("a", "a", "b")]
+    error = mismatch_on_all_ranks(ranks, places, [{}] * 3)
+    assert error.values == {f"file://{tmp_path}/a": [0, 1], f"file://{tmp_path}/b": [2]}
+    assert f"'file://{tmp_path}/a': ranks 0-1; 'file://{tmp_path}/b': ranks 2" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("overwrite", [False, True, False]),
+        ("sync_files", [True, True, False]),
+        ("commit_url", [None, "/elsewhere", "/elsewhere"]),
+    ],
+)
+def test_ranks_with_different_options_all_raise(
+    ranks: RankPool, tmp_path: Path, option: str, values: list[Any]
+) -> None:
+    """An option that one save can have only once must be equal on all ranks."""
+    options = [{option: value} for value in values]
+    error = mismatch_on_all_ranks(ranks, [str(tmp_path / "run")] * 3, options)
+    assert f"Ranks disagree on {option}" in str(error)
+    assert sorted(itertools.chain(*error.values.values())) == [0, 1, 2]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_may_differ_in_what_is_their_own_affair(ranks: RankPool, tmp_path: Path) -> None:
+    """Threads, sizes and deadlines, and the spelling of a path, need not be equal."""
+    options: list[dict[str, Any]] = [
+        {"thread_count": 2},
+        {"part_bytes": 1 << 20},
+        {"timeout": 100, "memory_limit_bytes": 64 << 20},
+    ]
+    places = [f"{tmp_path}/run", f"file://{tmp_path}/run/", f"{tmp_path}/x/../run"]
+    ranks.run(save_with, places, options, world_size=3)
+    assert [info.name for info in list_checkpoints(str(tmp_path))] == ["run"]
+
+
+def save_with_other_version(rank: int, path: Path) -> None:
+    """Save while rank 1 has another release of the package."""
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            patched.setattr("ckpt_storage.saves.saveattempt.__version__", "9.9")
+        dcp_cases.save(state_of(0), path)
+
+
+def test_ranks_with_different_releases_all_raise(ranks: RankPool, tmp_path: Path) -> None:
+    """A rank that runs another release of the package is named."""
+    for outcome in ranks.outcomes(save_with_other_version, tmp_path / "run", world_size=2):
+        for error in failures_of(outcome.error).values():
+            assert isinstance(error, RankMismatchError)
+            assert error.values == {ckpt_storage.__version__: [0], "9.9": [1]}
+
+
+def save_with_stock_writer_on(rank: int, path: Path, stock_rank: int) -> None:
+    """Save with torch's own writer, to a folder of its own, on one rank."""
+    writer: Any = CheckpointStorageWriter(path / "ours")
+    if rank == stock_rank:
+        writer = dcp.FileSystemWriter(path / "stock")
+    dcp.save(state_of(rank) | {f"own {rank}": rank}, storage_writer=writer)
+
+
+def test_another_writer_on_one_rank_is_refused_by_all(ranks: RankPool, tmp_path: Path) -> None:
+    """If a rank has no writer of ours the coordinator refuses, and nothing of ours is created."""
+    outcomes = ranks.outcomes(save_with_stock_writer_on, tmp_path, 1, world_size=3, timeout_s=25)
+    for outcome in outcomes:
+        failures = failures_of(outcome.error)
+        assert list(failures) == [0]
+        assert isinstance(failures[0], InvalidInputError)
+        assert "Ranks [1] of 3 sent no word" in str(failures[0])
+    assert not (tmp_path / "ours").exists()
+    assert not list(tmp_path.rglob("*.distcp"))
+
+
+def test_another_writer_on_the_coordinator_commits_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    """Ranks that get no save id refuse to write, so torch's coordinator does not commit."""
+    outcomes = ranks.outcomes(save_with_stock_writer_on, tmp_path, 0, world_size=2, timeout_s=25)
+    for outcome in outcomes:
+        failures = failures_of(outcome.error)
+        assert list(failures) == [1]
+        assert isinstance(failures[1], InvalidInputError)
+        assert "got no save id" in str(failures[1])
+    assert not (tmp_path / "ours").exists()
+    assert not (tmp_path / "stock" / ".metadata").exists()
+
+
+def overwrite_counting_folders(_rank: int, path: Path, count: int) -> int:
+    """Save again and again to one id; return how many folders this rank made or tried to make."""
+    made: list[str] = []
+    originals = (Posix.mkdir, os.mkdir)
+
+    def mkdir(_posix: Posix, path: str) -> None:
+        made.append(path)
+        originals[0](_posix, path)
+
+    def plain_mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(str(path))
+        originals[1](path, *args, **kwargs)
+
+    with patch.object(Posix, "mkdir", mkdir), patch.object(os, "mkdir", plain_mkdir):
+        for step in range(count):
+            dcp_cases.save(state_of(step), path, overwrite=True)
+    return len(made)
+
+
+def test_regression_only_the_coordinator_makes_folders(ranks: RankPool, tmp_path: Path) -> None:
+    """Four ranks that overwrite one id, over and over, leave the making of folders to rank 0.
+
+    Stock torch has every rank make the folder and look whether it is empty.
+    """
+    made = ranks.run(overwrite_counting_folders, tmp_path / "run", 4)
+    assert made[0] > 0
+    assert made[1:] == [0, 0, 0]
+    target = zeros_like(state_of(3))
+    dcp_cases.load_stock(target, tmp_path / "run")
+    assert same(target, state_of(3))
+
+
+class ForgetfulPlanner(dcp.DefaultSavePlanner):
+    """A planner that makes new plans at each step and keeps nothing of what a writer put in."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Plan without the writer's data."""
+        bare = [SavePlan(plan.items, planner_data=plan.planner_data) for plan in all_plans]
+        return super().create_global_plan(bare)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Drop what the coordinator's writer sent."""
+        return super().finish_plan(SavePlan(new_plan.items, planner_data=new_plan.planner_data))
+
+
+def save_forgetfully(_rank: int, path: Path) -> None:
+    """Save with a planner that drops the writer's messages."""
+    dcp_cases.save(state_of(1), path, planner=ForgetfulPlanner())
+
+
+def test_a_planner_that_drops_the_writers_messages_does_no_harm(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """What ranks say to one another arrives although the planner drops the plans' content."""
+    ranks.run(save_forgetfully, tmp_path / "run", world_size=3)
+    target = zeros_like(state_of(1))
+    dcp_cases.load(target, tmp_path / "run")
+    assert same(target, state_of(1))
+
+
+def load_from_own_place(rank: int, path: Path) -> None:
+    """Load from another checkpoint on each rank."""
+    dcp_cases.load(zeros_like(state_of(0)), path / f"step-{rank}")
+
+
+def test_ranks_that_load_from_different_places_all_raise(ranks: RankPool, tmp_path: Path) -> None:
+    """A load whose ranks were given different checkpoints fails before any tensor is read."""
+    for step in (0, 1):
+        dcp_cases.save(state_of(step), tmp_path / f"step-{step}")
+    for outcome in ranks.outcomes(load_from_own_place, tmp_path, world_size=2, timeout_s=25):
+        for error in failures_of(outcome.error).values():
+            assert isinstance(error, RankMismatchError)
+            assert error.values == {f"file://{tmp_path}/step-{rank}": [rank] for rank in (0, 1)}
+
+
+class OverwritingPlanner(dcp.DefaultLoadPlanner):
+    """A planner in whose first step another job overwrites the checkpoint."""
+
+    def __init__(self, path: Path, sign: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.sign = sign
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+    ) -> None:
+        """Overwrite, tell the other rank, and go on with what was read before."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            writer = CheckpointStorageWriter(self.path, overwrite=True)
+            dcp.save(state_of(1), storage_writer=writer, no_dist=True)
+        self.sign.touch()
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def load_while_it_is_overwritten(rank: int, path: Path) -> None:
+    """Open the old save on rank 0 and the new one on rank 1."""
+    sign = path.with_name("overwritten")
+    planner = OverwritingPlanner(path, sign) if rank == 0 else None
+    end_s = time.monotonic() + 20
+    while rank == 1 and not sign.exists() and time.monotonic() < end_s:
+        time.sleep(0.01)
+    dcp_cases.load(zeros_like(state_of(0)), path, planner=planner)
+
+
+def test_ranks_never_load_two_saves_of_one_id(ranks: RankPool, tmp_path: Path) -> None:
+    """If an id is overwritten between the ranks' looks at it, all raise and say what to do."""
+    path = tmp_path / "run"
+    dcp_cases.save(state_of(0), path)
+    for outcome in ranks.outcomes(load_while_it_is_overwritten, path, world_size=2, timeout_s=30):
+        for error in failures_of(outcome.error).values():
+            assert isinstance(error, RankMismatchError)
+            assert "Ranks disagree on the save to read" in str(error)
+            assert "Load again" in str(error)
+
+
+def race(rank: int, path: Path) -> str:
+    """Save as a job of one's own at the same time as the other rank; return how it ended."""
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            writer = CheckpointStorageWriter(path, sync_files=False)
+            dcp.save(state_of(rank), storage_writer=writer, no_dist=True)
+        except CheckpointException as error:
+            (failure,) = failures_of(error).values()
+            assert isinstance(failure, CheckpointExistsError | CommitConflictError), failure
+            return "lost"
+    return "won"
+
+
+def test_of_two_jobs_that_save_to_one_id_one_wins(ranks: RankPool, tmp_path: Path) -> None:
+    """However two jobs race, one commits, the other is told, and the winner's state is read."""
+    for number in range(8):
+        path = tmp_path / str(number)
+        ended = ranks.run(race, path, world_size=2)
+        assert sorted(ended) == ["lost", "won"]
+        target = zeros_like(state_of(0))
+        dcp_cases.load(target, path)
+        assert same(target, state_of(ended.index("won")))
+
+
+def save_to_memory(_rank: int, url: str) -> None:
+    """Save to a storage that other processes do not see."""
+    dcp_cases.save(state_of(0), url)
+
+
+def test_storage_that_ranks_do_not_share_is_refused(ranks: RankPool) -> None:
+    """A save of several ranks into each one's own memory is an error on all, not half a success."""
+    for outcome in ranks.outcomes(save_to_memory, "memory://run/step", world_size=2, timeout_s=25):
+        failures = failures_of(outcome.error)
+        assert sorted(failures) == [0, 1]
+        for error in failures.values():
+            assert isinstance(error, InvalidInputError)
+            assert "memory://" in str(error)
+
+
+def save_to_own_disk(rank: int, path: Path, *, is_made: bool) -> None:
+    """Save where the same path is another folder for rank 1, as on a disk of its own."""
+    original = LocalStore.__init__
+
+    def init(store: LocalStore, root: str, **options: Any) -> None:
+        original(store, f"{root}-of-{rank}" if rank else root, **options)
+
+    planner = FolderMakingPlanner(Path(f"{path}-of-1"), path) if is_made and rank == 1 else None
+    state = state_of(0) | {f"own {rank}": seeded(rank, 5)}
+    with patch.object(LocalStore, "__init__", init):
+        dcp_cases.save(state, path, planner=planner)
+
+
+class FolderMakingPlanner(dcp.DefaultSavePlanner):
+    """A planner that makes on one disk the folders that the coordinator made on another."""
+
+    def __init__(self, mine: Path, theirs: Path) -> None:
+        super().__init__()
+        self.mine = mine
+        self.theirs = theirs
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Copy the folders before anything is written."""
+        for folder in self.theirs.rglob("*/"):
+            (self.mine / folder.relative_to(self.theirs)).mkdir(parents=True, exist_ok=True)
+        return super().finish_plan(new_plan)
+
+
+@pytest.mark.parametrize("is_made", [False, True], ids=["no folder", "folder"])
+def test_a_rank_with_a_disk_of_its_own_is_found_out(
+    ranks: RankPool, tmp_path: Path, *, is_made: bool
+) -> None:
+    """Where a path means another disk on one rank, the error says so and nothing commits."""
+    job = partial(save_to_own_disk, is_made=is_made)
+    for outcome in ranks.outcomes(job, tmp_path / "run", world_size=2, timeout_s=25):
+        for error in failures_of(outcome.error).values():
+            assert isinstance(error, CheckpointError)
+            assert error.rank == 1
+            assert "share" in str(error)
+    assert list_checkpoints(str(tmp_path)) == []
+
+
+class Within(CheckpointStorageReader):
+    """A reader of somebody else's around ours, with the parameters that torch documents."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # noqa: FBT001  # torch's
+        """Hand them on."""
+        super().set_up_storage_reader(metadata, is_coordinator)
+
+
+def load_within(_rank: int, path: Path) -> None:
+    """Load by such a reader."""
+    target = {"w": zeros_like(seeded(0, 30, 20)), "step": 7}
+    dcp.load(target, storage_reader=Within(path))
+    assert same(target["w"], seeded(0, 30, 20))
+    assert target["step"] == 0
+
+
+def test_a_reader_that_is_not_told_its_rank_asks_for_it(ranks: RankPool, tmp_path: Path) -> None:
+    """Torch tells it only those that take any keyword."""
+    dcp.save(state_of(0), storage_writer=CheckpointStorageWriter(tmp_path / "c"))
+    ranks.run(load_within, tmp_path / "c", world_size=2)
+
+
+def test_opening_reader_needs_no_group(tmp_path: Path) -> None:
+    """The reader tells the format without any load or process group."""
+    dcp_cases.save(state_of(0), tmp_path / "run")
+    assert CheckpointStorageReader(tmp_path / "run").format == "ckpt_storage"
+    assert files_below(tmp_path)

@@ -1,0 +1,198 @@
+"""The ranks' own gloo group: made on demand, made anew, bounded, whoever is outside of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ckpt_storage.coordination.board import LocalBoard
+from ckpt_storage.coordination.coordinator import Coordinator
+from ckpt_storage.coordination.groups import coordinator_of
+from ckpt_storage.coordination.peers import Peers
+from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.options import Timeouts
+from ckpt_storage.testing.ranks import RankPool, run_ranks
+
+TIMEOUTS = Timeouts(plan=20, load=20, silence=3)
+SIZE = 3 << 20
+
+
+def exchanged(peers: Peers, coordinator: Coordinator) -> bytes:
+    """Send this rank's bytes to the next rank and return what the one before sent."""
+    rank, count = coordinator.rank, coordinator.world_size
+    into = bytearray(SIZE)
+    with coordinator.operation("the test", timeouts=TIMEOUTS) as operation:
+        operation.meet({})
+        deadline = operation.phase("load")
+        peers.join(operation, deadline)
+        outgoing = memoryview(bytearray([rank]) * SIZE)
+        before, after = (rank - 1) % count, (rank + 1) % count
+        if rank % 2:
+            peers.receive(before, memoryview(into), 7, deadline)
+            peers.send(after, outgoing, 7, deadline)
+        else:
+            peers.send(after, outgoing, 7, deadline)
+            peers.receive(before, memoryview(into), 7, deadline)
+        operation.all_gather(b"")
+    return bytes(into)
+
+
+def ring(rank: int) -> tuple[bytes, bool]:
+    """Exchange twice over one group; return the first byte got, and whether it was kept."""
+    coordinator = coordinator_of(None)
+    peers = Peers(coordinator)
+    first = exchanged(peers, coordinator)
+    key = peers.key
+    second = exchanged(peers, coordinator)
+    assert first == second == bytes([(rank - 1) % coordinator.world_size]) * SIZE
+    return first[:1], peers.key == key
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_reach_the_rank_they_are_for(ranks: RankPool, world_size: int) -> None:
+    """Messages arrive whole, and the group is kept from one operation to the next."""
+    got = ranks.run(ring, world_size=world_size)
+    assert got == [(bytes([(rank - 1) % world_size]), True) for rank in range(world_size)]
+
+
+def sub_ring(rank: int) -> bytes | None:
+    """Exchange between ranks 1 and 3, which have been in different numbers of groups."""
+    dist.new_group([0, 1], use_local_synchronization=True)
+    members = dist.new_group([1, 3])
+    if rank not in {1, 3}:
+        return None
+    coordinator = coordinator_of(members)
+    return exchanged(Peers(coordinator), coordinator)[:1]
+
+
+def test_ranks_outside_the_group_need_not_call(ranks: RankPool) -> None:
+    """A sub-group makes its group alone, also where members differ in the groups they are in."""
+    assert ranks.run(sub_ring) == [None, b"\1", None, b"\0"]
+
+
+def fail(peers: Peers, coordinator: Coordinator) -> None:
+    """Leave ranks waiting for a message of rank 1, which raises instead."""
+    with coordinator.operation("the test", timeouts=TIMEOUTS) as operation:
+        operation.meet({})
+        deadline = operation.phase("load")
+        peers.join(operation, deadline)
+        if coordinator.rank == 1:
+            raise CheckpointError("rank 1 gives up")
+        peers.receive(1, memoryview(bytearray(10)), 3, deadline)
+
+
+def fail_then_ring(rank: int) -> bytes:
+    """Exchange, fail, and exchange as if nothing had been."""
+    coordinator = coordinator_of(None)
+    assert coordinator.rank == rank
+    peers = Peers(coordinator)
+    exchanged(peers, coordinator)
+    with pytest.raises(CheckpointError, match="rank 1 gives up"):
+        fail(peers, coordinator)
+    return exchanged(peers, coordinator)[:1]
+
+
+def test_a_group_is_made_anew_after_a_failure(ranks: RankPool) -> None:
+    """A rank that waits for a message hears of a failure, and the next exchange works."""
+    start = time.monotonic()
+    assert ranks.run(fail_then_ring, world_size=2) == [b"\1", b"\0"]
+    assert time.monotonic() - start < TIMEOUTS.load
+
+
+def lose_a_peer(rank: int, how: int) -> str:
+    """Lose rank 1 while rank 0 waits for its message; return what rank 0 raised."""
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    coordinator = coordinator_of(None)
+    peers = Peers(coordinator)
+    exchanged(peers, coordinator)
+    try:
+        with coordinator.operation("the test", timeouts=TIMEOUTS) as operation:
+            operation.meet({})
+            deadline = operation.phase("load")
+            peers.join(operation, deadline)
+            if rank == 1:
+                os.kill(os.getpid(), how)
+            peers.receive(1, memoryview(bytearray(10)), 3, deadline)
+    except CheckpointError as error:
+        # Else a stopped rank would be waited for until the time for all is up.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pids[1], signal.SIGKILL)
+        return f"{error.rank} {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_peer_is_named(how: signal.Signals) -> None:
+    """A rank that waits for one that was killed or stopped raises, naming it."""
+    outcomes: list[Any] = run_ranks(2, lose_a_peer, how, timeout_s=60)
+    assert outcomes[0].value is not None, outcomes[0].failure
+    assert outcomes[0].value.startswith("1 ")
+
+
+def lose_a_peer_among_three(rank: int, where: str) -> str:
+    """Lose rank 1 where its end is seen by a socket that does not tell whose it is."""
+    coordinator = coordinator_of(None)
+    peers = Peers(coordinator)
+    exchanged(peers, coordinator)
+    timeouts = Timeouts(plan=20, load=40, silence=4)
+    try:
+        with coordinator.operation("the test", timeouts=timeouts) as operation:
+            operation.meet({})
+            deadline = operation.phase("load")
+            peers.join(operation, deadline)
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if where == "another thread":
+                peers._lose()  # noqa: SLF001  # as a thread does that found the group broken
+            peers.receive_any(memoryview(bytearray(10)), 3, deadline)
+    except CheckpointError as error:
+        return f"{error.rank} {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("where", ["this thread", "another thread"])
+def test_a_broken_group_is_not_told_before_the_dead_rank_could_be_named(where: str) -> None:
+    """Silence takes its time to be noticed; until then nobody raises that the group broke."""
+    outcomes: list[Any] = run_ranks(3, lose_a_peer_among_three, where, timeout_s=60)
+    for rank in (0, 2):
+        assert outcomes[rank].value is not None, outcomes[rank].failure
+        assert outcomes[rank].value.startswith("1 ")
+
+
+def test_one_rank_needs_no_group() -> None:
+    """A single process joins without talking to anybody."""
+    coordinator = coordinator_of(None)
+    with coordinator.operation("the test", timeouts=TIMEOUTS) as operation:
+        operation.meet({})
+        Peers(coordinator).join(operation, operation.phase("load"))
+
+
+def test_ranks_without_a_store_are_refused() -> None:
+    """Ranks that share only a board of one process cannot find one another."""
+    coordinator = Coordinator(LocalBoard(), rank=1, world_size=2)
+    with pytest.raises(InvalidInputError, match="no store"):
+        Peers(coordinator).join(None, None)  # type: ignore[arg-type]  # refused before their use
+
+
+def test_sending_needs_a_join(ranks: RankPool) -> None:
+    """Messages before `join` are refused."""
+    assert ranks.run(send_unjoined, world_size=2) == ["InvalidInputError"] * 2
+
+
+def send_unjoined(rank: int) -> str:
+    """Send without a group; return the name of the error."""
+    coordinator = coordinator_of(None)
+    with coordinator.operation("the test", timeouts=TIMEOUTS) as operation:
+        operation.meet({})
+        try:
+            Peers(coordinator).send(1 - rank, memoryview(b"x"), 0, operation.phase("load"))
+        except InvalidInputError as error:
+            return type(error).__name__
+    return ""

@@ -1,0 +1,704 @@
+"""Background saves in threads and in worker processes: values, states, order, memory, progress."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import logging
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import saver_cases
+import torch
+import torch.distributed as dist
+from dcp_cases import same, seeded
+from saver_cases import (
+    END_S,
+    MODES,
+    Hold,
+    held,
+    is_alive,
+    loaded,
+    quick_saver,
+    quick_timeouts,
+    save_step,
+    state_of,
+    until,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ckpt_storage import (
+    AsyncSaver,
+    CheckpointInfo,
+    CheckpointManager,
+    InvalidInputError,
+    PhaseTimeoutError,
+    ProgressEvent,
+    SaveCancelledError,
+    SaveHandle,
+    SaveState,
+    list_checkpoints,
+    load,
+    save_async,
+)
+from ckpt_storage.background import saver, staging
+from ckpt_storage.testing.ranks import RankPool
+
+W, C, D = SaveState.WRITING, SaveState.COMMITTING, SaveState.COMMITTED
+
+
+def _walk(rank: int, folder: str, mode: Any) -> tuple[list[Any], str | None]:
+    """Hold a save of all ranks in each step; return states and save ids on the way."""
+    saver = quick_saver(mode)
+    seen: list[Any] = []
+    with saver:
+        hold = Hold(folder, "write", rank)
+        handle = save_step(saver, folder, rank, 0, planner=held(hold))
+        assert not handle.done()
+        hold.reached()
+        until(lambda: handle.save_id, "a save id")
+        seen += [handle.state, handle.save_id]
+        with pytest.raises(PhaseTimeoutError):
+            handle.result(0.01)
+        seen.append(handle.state)
+        hold.go()
+        handle.result(END_S)
+        seen += [handle.state, handle.save_id]
+        dist.barrier()
+        (Path(folder) / f"go-{rank}").unlink()
+        hold = Hold(folder, "commit" if rank == 0 else "outcome", rank)
+        handle = save_step(saver, folder, rank, 1, planner=held(hold))
+        hold.reached()
+        until(lambda: handle.state is C, "the commit")
+        progress = handle.progress()
+        assert progress.state is C
+        seen += [progress.done_bytes, progress.total_bytes, progress.done_files]
+        until(lambda: len(handle.progress().ranks) == dist.get_world_size() or rank, "all ranks")
+        hold.go()
+        info = handle.result(END_S)
+        assert handle.done()
+        assert handle.exception() is None
+        assert not handle.cancel()
+        assert handle.state is D
+    return seen, info.save_id
+
+
+@pytest.mark.parametrize(("mode", "world_size"), [("thread", 1), ("thread", 4), ("process", 2)])
+def test_states_walk_in_order(ranks: RankPool, tmp_path: Path, mode: str, world_size: int) -> None:
+    """A save is WRITING, COMMITTING, COMMITTED, with one save id on all ranks and its bytes."""
+    outcomes = ranks.run(_walk, str(tmp_path), mode, world_size=world_size)
+    first = outcomes[0][0]
+    assert len({seen[1] for seen, _ in outcomes}) == 1
+    assert len({save_id for _, save_id in outcomes}) == 1
+    for seen, _ in outcomes:
+        assert seen[0] is W
+        assert seen[2] is W
+        assert seen[3] is D
+        assert seen[4] == first[1]
+        done_bytes, total_bytes, done_files = seen[5:8]
+        assert done_bytes == total_bytes >= 4000
+        assert done_files == 1
+
+
+class Trainer:
+    """A state that changes in place in every way a trainer changes one."""
+
+    def __init__(self, rank: int) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.weight = distribute_tensor(seeded(1, 64, 32), mesh, [Shard(0)])
+        self.momentum = seeded(100 + rank, 100)
+        self.words = {"step": 1, "list": [1, "a"], "object": {"deep": [rank]}}
+        self.rank = rank
+
+    def state(self) -> dict[str, Any]:
+        """Return the state dict, which shares everything."""
+        return {
+            "weight": self.weight,
+            f"momentum{self.rank}": self.momentum,
+            f"words{self.rank}": self.words,
+        }
+
+    def step(self) -> None:
+        """Change everything in place."""
+        self.weight.to_local().add_(1)
+        self.momentum.zero_()
+        self.words["step"] = 99
+        self.words["list"].append("b")  # type: ignore[attr-defined]
+        self.words["object"]["deep"][0] = -1  # type: ignore[index]
+
+
+def _values(rank: int, folder: str, mode: Any) -> None:
+    with quick_saver(mode, max_pending=2) as saver:
+        trainer = Trainer(rank)
+        hold = Hold(folder, "local plan", rank)
+        first = saver.save(trainer.state(), f"{folder}/a", planner=held(hold), sync_files=False)
+        trainer.step()
+        second = saver.save(trainer.state(), f"{folder}/b", sync_files=False)
+        trainer.step()
+        hold.reached()
+        hold.go()
+        first.result(END_S)
+        second.result(END_S)
+    whole = seeded(1, 64, 32)
+    for step, name in enumerate("ab"):
+        target = Trainer(rank)
+        target.step()
+        state = target.state()
+        load(state, f"{folder}/{name}")
+        expected = distribute_tensor(whole + step, target.weight.device_mesh, [Shard(0)])
+        assert torch.equal(state["weight"].to_local(), expected.to_local())
+        momentum = torch.zeros(100) if step else seeded(100 + rank, 100)
+        assert same(state[f"momentum{rank}"], momentum)
+        words = state[f"words{rank}"]
+        if step:
+            assert words == {"step": 99, "list": [1, "a", "b"], "object": {"deep": [-1]}}
+        else:
+            assert words == {"step": 1, "list": [1, "a"], "object": {"deep": [rank]}}
+
+
+@pytest.mark.parametrize(("mode", "world_size"), [("thread", 3), ("process", 2)])
+def test_saved_is_what_was_there_at_the_call(
+    ranks: RankPool, tmp_path: Path, mode: str, world_size: int
+) -> None:
+    """What the trainer changes after `save` returned is not in the checkpoint."""
+    ranks.run(_values, str(tmp_path), mode, world_size=world_size)
+
+
+def _ordered(rank: int, folder: str, mode: Any, max_pending: int) -> list[str]:
+    """Save six times with the first one held; return the order in which they ended."""
+    ended: list[str] = []
+    with quick_saver(mode, max_pending=max_pending) as saver:
+        hold = Hold(folder, "local plan", rank)
+        handles: list[SaveHandle] = []
+        for step in range(6):
+            planner = held(hold) if step == 0 else None
+            if step == max_pending:
+                # The next call waits for the first, which is let go from another thread.
+                assert not handles[0].done()
+                hold.reached()
+                threading.Timer(0.2, hold.go).start()
+            handle = save_step(saver, folder, rank, step, planner=planner)
+            if step == max_pending:
+                assert handles[0].done()
+            handle.add_done_callback(lambda it: ended.append(it.url[-6:]))
+            handles.append(handle)
+        saver.wait(END_S)
+        assert all(handle.state is D for handle in handles)
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_pending", "world_size"), [("thread", 1, 2), ("thread", 3, 4), ("process", 3, 2)]
+)
+def test_saves_commit_in_order_and_the_next_waits(
+    ranks: RankPool, tmp_path: Path, mode: str, max_pending: int, world_size: int
+) -> None:
+    """Saves end in the order of their calls; one more than `max_pending` waits for the oldest."""
+    steps = [f"step-{step}" for step in range(6)]
+    outcomes = ranks.run(_ordered, str(tmp_path), mode, max_pending, world_size=world_size)
+    assert outcomes == [steps] * world_size
+    assert [info.name for info in list_checkpoints(tmp_path)] == steps
+
+
+def _memory_bytes(pid: int) -> int:
+    """Return what a process has in memory but for files, whoever else has it, too.
+
+    Its share of that would grow whenever another process on this machine ended.
+    """
+    text = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return 1024 * sum(
+        int(text.partition(f"\n{field}:")[2].split()[0]) for field in ("RssAnon", "RssShmem")
+    )
+
+
+def _descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def _stable(rank: int, folder: str, mode: Any) -> list[tuple[int, int, int]]:
+    """Save 20 times; return memory, descriptors and threads of trainer and worker on the way."""
+    seen = []
+    weight = torch.ones(2_000_000)
+    state = {f"w{rank}": weight, "x": {"y": [rank]}}
+    with quick_saver(mode) as saver:
+        for step in range(21):
+            weight.fill_(step)
+            handle = saver.save(state, f"{folder}/one", overwrite=True, sync_files=False)
+            handle.result(END_S)
+            if step in {4, 12, 20}:
+                gc.collect()
+                pids = [os.getpid(), *([saver.worker_pid] if saver.worker_pid else [])]
+                seen.append(
+                    (
+                        sum(map(_memory_bytes, pids)),
+                        sum(map(_descriptors, pids)),
+                        threading.active_count(),
+                    )
+                )
+    return seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_and_descriptors_are_stable(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    """After a few saves, twenty more take no further memory, descriptor or thread."""
+    for seen in ranks.run(_stable, str(tmp_path), mode, world_size=2):
+        memory, descriptors, threads = zip(*seen, strict=True)
+        assert memory[2] - memory[0] < 8_000_000  # one state
+        assert descriptors[2] <= descriptors[0] + 2
+        assert threads[2] <= threads[0] + 1
+
+
+def _cancelled(rank: int, folder: str, mode: Any, canceller: int) -> tuple[str, list[Any]]:
+    with quick_saver(mode, max_pending=2) as saver:
+        hold = Hold(folder, "write", rank)
+        handle = save_step(saver, folder, rank, 0, planner=held(hold))
+        queued = save_step(saver, folder, rank, 1)
+        hold.reached()
+        dist.barrier()
+        if rank == canceller:
+            assert handle.cancel()
+            assert handle.cancel()
+        until(lambda: (Path(folder) / "told").exists() or rank == canceller, "the word")
+        (Path(folder) / "told").touch()
+        hold.go()
+        error = handle.exception(END_S)
+        assert isinstance(error, SaveCancelledError), error
+        queued.result(END_S)
+        third = save_step(saver, folder, rank, 2)
+        assert third.cancel() or third.done()
+        third.exception(END_S)
+        # Whatever was faster, all ranks say the same, and it is so.
+        return handle.state.value, [third.state, error.rank]
+
+
+@pytest.mark.parametrize(("mode", "canceller"), [("thread", 0), ("thread", 1), ("process", 1)])
+def test_cancel_on_one_rank_ends_the_save_on_all(
+    ranks: RankPool, tmp_path: Path, mode: str, canceller: int
+) -> None:
+    """A save cancelled on one rank is CANCELLED on all and not there; those behind go on."""
+    outcomes = ranks.run(_cancelled, str(tmp_path), mode, canceller, world_size=2)
+    assert [state for state, _ in outcomes] == ["cancelled"] * 2
+    assert [rest[1] for _, rest in outcomes] == [canceller] * 2
+    there = {info.name for info in list_checkpoints(tmp_path)}
+    assert {rest[0] for _, rest in outcomes} == {D if "step-2" in there else SaveState.CANCELLED}
+    assert there >= {"step-1"}
+    assert "step-0" not in there
+
+
+def _cancelled_late(rank: int, folder: str, mode: Any, where: Any, canceller: int) -> Any:
+    with quick_saver(mode, on_error="warn") as saver:
+        hold = Hold(folder, where, 0)
+        planner = held(hold) if rank == 0 else None
+        handle = save_step(saver, folder, rank, 0, planner=planner)
+        hold.reached()
+        if rank == canceller:
+            assert handle.cancel()
+            (Path(folder) / "told").touch()
+        until((Path(folder) / "told").exists, "the cancelling")
+        if rank == 0:
+            threading.Timer(0.5, hold.go).start()
+        handle.exception(END_S)
+        save_step(saver, folder, rank, 1).result(END_S)
+        return handle.state
+
+
+@pytest.mark.parametrize("canceller", [0, 1])
+@pytest.mark.parametrize("where", ["commit", "committed"])
+@pytest.mark.parametrize("mode", MODES)
+def test_cancel_while_committing_is_answered_truthfully(
+    ranks: RankPool, tmp_path: Path, mode: str, where: str, canceller: int
+) -> None:
+    """A save that is cancelled while its commit is made ends alike on all ranks, and truly."""
+    states = ranks.run(_cancelled_late, str(tmp_path), mode, where, canceller, world_size=2)
+    is_there = "step-0" in {info.name for info in list_checkpoints(tmp_path)}
+    assert set(states) == {D if is_there else SaveState.CANCELLED}
+    assert is_there or where == "commit"
+
+
+class SlowCopies:
+    """Copies of states that wait for the word of a test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.inner = staging._copy  # noqa: SLF001  # the step that a GPU takes its time for
+        monkeypatch.setattr(staging, "_copy", self._copy)
+
+    def _copy(self, *args: Any) -> None:
+        self.go.wait(END_S)
+        self.inner(*args)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_step_guard_waits_for_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: Any
+) -> None:
+    """Without waiting in `save`, the guard waits: what a step changes inside is not saved."""
+    slow = SlowCopies(monkeypatch)
+    weight = torch.ones(1000)
+    with quick_saver("thread", on_error=on_error) as saver:
+        handle = saver.save({"w": weight}, tmp_path / "a", block_until_staged=False)
+        assert handle.state is SaveState.STAGING
+        assert not handle.is_staged()
+        with pytest.raises(PhaseTimeoutError, match="staged"):
+            handle.wait_staged(0.01)
+        threading.Timer(0.2, slow.go.set).start()
+        with saver.step_guard():
+            assert handle.is_staged()
+            weight.zero_()
+        handle.wait_staged(0)
+        handle.result(END_S)
+    target = {"w": torch.zeros(1000)}
+    load(target, tmp_path / "a")
+    assert torch.equal(target["w"], torch.ones(1000))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_copy_that_takes_too_long_harms_no_later_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    """A copy that outlives its deadline never writes into the memory of the next save."""
+    slow = SlowCopies(monkeypatch)
+    timeouts = quick_timeouts(stage=0.2)
+    with AsyncSaver(mode=mode, timeout=timeouts, on_error="warn") as saver:
+        late = saver.save({"w": torch.full((1000,), 7.0)}, tmp_path / "a", block_until_staged=False)
+        error = late.exception(END_S)
+        assert isinstance(error, PhaseTimeoutError)
+        assert late.state is SaveState.TIMED_OUT
+        monkeypatch.setattr(staging, "_copy", slow.inner)
+        hold = Hold(tmp_path, "write", 0)
+        next_one = saver.save(
+            {"w": torch.ones(1000)}, tmp_path / "b", planner=held(hold), sync_files=False
+        )
+        hold.reached()
+        slow.go.set()
+        until(
+            lambda: not any(t.name == "ckpt_storage-stage" for t in threading.enumerate()),
+            "the end of the late copy",
+        )
+        hold.go()
+        next_one.result(END_S)
+    target = {"w": torch.zeros(1000)}
+    load(target, tmp_path / "b")
+    assert torch.equal(target["w"], torch.ones(1000))
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_step_guard_raises_no_failure_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: Any
+) -> None:
+    """A copy that fails does not stop the step: the save's own waits tell of it."""
+
+    def broken(*_args: Any) -> None:
+        raise RuntimeError("out of memory, says the test")
+
+    monkeypatch.setattr(staging, "_copy", broken)
+    saver = quick_saver("thread", on_error=on_error)
+    handle = saver.save({"w": torch.ones(10)}, tmp_path / "a", block_until_staged=False)
+    with saver.step_guard():
+        assert handle.is_staged()
+    assert "out of memory" in str(handle.exception(END_S))
+    assert handle.state is SaveState.FAILED
+    saver.close()
+
+
+def _overlapping(rank: int, folder: str) -> list[str]:
+    hold = Hold(folder, "local plan", rank)
+    options: dict[str, Any] = {"sync_files": False, "timeout": quick_timeouts()}
+    first = save_async(state_of(rank, 0), f"{folder}/step-0", planner=held(hold), **options)
+    second = save_async(state_of(rank, 1), f"{folder}/step-1", **options)
+    assert not first.done()
+    assert not second.done()
+    hold.go()
+    infos = [first.result(END_S), second.result(END_S)]
+    for step in range(2):
+        assert same(loaded(f"{folder}/step-{step}", rank), state_of(rank, step))
+    return [info.name for info in infos]
+
+
+def test_save_async_overlaps_to_different_places(ranks: RankPool, tmp_path: Path) -> None:
+    """Two saves in flight go where they were sent, each with its own state."""
+    names = ranks.run(_overlapping, str(tmp_path), world_size=3)
+    assert names == [["step-0", "step-1"]] * 3
+
+
+def test_save_async_without_ranks(tmp_path: Path) -> None:
+    """One process without a process group saves in the background, again and again."""
+    handles = [
+        save_async(state_of(0, step), tmp_path / f"step-{step}", timeout=END_S) for step in range(4)
+    ]
+    infos = [handle.result(END_S) for handle in handles]
+    assert all(isinstance(info, CheckpointInfo) for info in infos)
+    for step in range(4):
+        assert same(loaded(tmp_path / f"step-{step}", 0), state_of(0, step))
+
+
+def _two_savers(rank: int, folder: str, mode: Any) -> None:
+    with quick_saver(mode) as one, quick_saver("thread", name="two") as two:
+        # One is held in the middle: the other does not wait for it.
+        hold = Hold(folder, "write", rank)
+        first = save_step(one, f"{folder}/one", rank, 0, planner=held(hold))
+        hold.reached()
+        second = save_step(two, f"{folder}/two", rank, 5)
+        second.result(END_S)
+        assert not first.done()
+        hold.go()
+        first.result(END_S)
+    assert same(loaded(f"{folder}/one/step-0", rank), state_of(rank, 0))
+    assert same(loaded(f"{folder}/two/step-5", rank), state_of(rank, 5))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_savers_do_not_meet(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    """Savers of one group run side by side; ranks never take one's save for the other's."""
+    ranks.run(_two_savers, str(tmp_path), mode, world_size=2)
+
+
+def _sub_group(rank: int, folder: str, mode: Any) -> str:
+    if rank == 1:
+        return "does not take part"
+    group = dist.new_group([0, 2], use_local_synchronization=True)
+    with quick_saver(mode, process_group=group) as saver:
+        info = save_step(saver, folder, rank, 0).result(END_S)
+        save_step(saver, folder, rank, 1).result(END_S)
+    assert same(loaded(f"{folder}/step-0", rank), state_of(rank, 0))
+    return info.name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sub_group_saves_alone(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    """Members of a sub-group save; the others never call anything."""
+    names = ranks.run(_sub_group, str(tmp_path), mode, world_size=3)
+    assert names == ["step-0", "does not take part", "step-0"]
+
+
+def _short_group(rank: int, folder: str) -> list[object]:
+    """Save in a group from several threads, and with a saver; leave it and forget it."""
+    alone = dist.new_group([0])
+    refused = 0
+    if rank == 1:
+        for call in (
+            lambda: AsyncSaver(alone),
+            lambda: save_async({}, folder, process_group=alone),
+            lambda: CheckpointManager(folder, process_group=alone),
+        ):
+            with pytest.raises(InvalidInputError, match="not a member"):
+                call()
+            refused += 1
+    group: Any = dist.new_group([0, 1])
+    with quick_saver("thread", process_group=group) as saver:
+        save_step(saver, folder, rank, 0).result(END_S)
+    save_async(state_of(rank, 1), f"{folder}/step-1", process_group=group).result(END_S)
+    dist.destroy_process_group(group)
+    there = weakref.ref(group)
+    del group, saver
+    gc.collect()
+    return [refused, there()]
+
+
+def test_group_is_not_kept_by_its_savers(ranks: RankPool, tmp_path: Path) -> None:
+    """A group ends with its last user, whatever it saved; who is no member is told so."""
+    assert ranks.run(_short_group, str(tmp_path), world_size=2) == [[0, None], [3, None]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_close_and_wait_may_be_called_again(tmp_path: Path, mode: Any) -> None:
+    """`wait` and `close` are idempotent; a closed saver refuses saves, and its worker is gone."""
+    saver = quick_saver(mode)
+    saver.wait()
+    pid = saver.worker_pid
+    assert (pid is not None) == (mode == "process")
+    handle = save_step(saver, tmp_path, 0, 0)
+    saver.wait()
+    assert handle.state is D
+    saver.wait(0)
+    saver.close()
+    saver.close()
+    assert saver.worker_pid is None
+    assert pid is None or not is_alive(pid)
+    with pytest.raises(InvalidInputError, match="closed"):
+        save_step(saver, tmp_path, 0, 1)
+
+
+def test_block_that_fails_saves_what_it_began(tmp_path: Path) -> None:
+    """An exception in the block stays what it is; the save in flight ends first."""
+    handles: list[SaveHandle] = []
+
+    def block() -> NoReturn:
+        with quick_saver("thread") as saver:
+            handles.append(save_step(saver, tmp_path, 0, 0))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        block()
+    assert handles[0].state is D
+
+
+def test_block_that_fails_is_told_of_a_save_that_failed(tmp_path: Path) -> None:
+    """Both failures are shown: the block's own, with a note on the save's."""
+
+    def block() -> NoReturn:
+        with quick_saver("thread") as saver:
+            save_step(saver, tmp_path, 0, 0, planner=saver_cases.BrokenPlanner())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        block()
+    assert any("divides by zero" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_relative_places_are_below_the_folder_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    """Wherever the worker started and the trainer goes, each path means what it meant in `save`."""
+    made, called, later = (tmp_path / name for name in ("made", "called", "later"))
+    for folder in (made, called, later):
+        folder.mkdir()
+    monkeypatch.chdir(made)
+    with quick_saver(mode, max_pending=3) as saver:
+        hold = Hold(tmp_path, "write", 0)
+        save_step(saver, tmp_path, 0, 0, planner=held(hold))
+        monkeypatch.chdir(called)
+        saver.save(state_of(0, 1), "run", consolidate="weights")
+        last = saver.save(state_of(0, 2), "apart", commit_url="log")
+        monkeypatch.chdir(later)
+        hold.go()
+        assert last.result(END_S).url == f"file://{called}/apart"
+    assert sorted(folder.name for folder in called.iterdir()) == ["apart", "log", "run", "weights"]
+    assert [*made.iterdir(), *later.iterdir()] == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_forgotten_saver_ends_its_saves(tmp_path: Path, mode: Any) -> None:
+    """A saver that is collected while saves are in flight blocks nobody, and they end well."""
+    saver = quick_saver(mode, max_pending=2)
+    hold = Hold(tmp_path, "write", 0)
+    first = save_step(saver, tmp_path, 0, 0, planner=held(hold))
+    second = save_step(saver, tmp_path, 0, 1)
+    hold.reached()
+    pid = saver.worker_pid
+    there = weakref.ref(saver)
+    del saver
+    gc.collect()
+    assert there() is None
+    assert not first.done()
+    hold.go()
+    assert first.result(END_S).name == "step-0"
+    assert second.result(END_S).name == "step-1"
+    if pid is not None:
+        until(lambda: not is_alive(pid), "the end of the worker")
+    for step in range(2):
+        assert same(loaded(tmp_path / f"step-{step}", 0), state_of(0, step))
+    assert not hasattr(AsyncSaver, "__del__")
+
+
+def _watched(rank: int, folder: str, mode: Any) -> tuple[list[ProgressEvent], str, str | None]:
+    events: list[ProgressEvent] = []
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        quick_saver(mode) as saver,
+    ):
+        handle = save_step(saver, folder, rank, 0, progress=events.append)
+        info = handle.result(END_S)
+    return events, out.getvalue() + err.getvalue(), info.save_id
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_progress_callback_gets_bytes_phase_and_rank(
+    ranks: RankPool, tmp_path: Path, mode: str
+) -> None:
+    """The callback hears of all bytes of its rank's part; nothing is printed."""
+    for rank, (events, printed, save_id) in enumerate(
+        ranks.run(_watched, str(tmp_path), mode, world_size=2)
+    ):
+        assert printed == ""
+        assert events
+        assert {(event.phase, event.rank) for event in events} == {("write", rank)}
+        done = [event.done_bytes for event in events]
+        assert done == sorted(done)
+        assert done[-1] == events[-1].total_bytes >= 4000
+        assert events[-1].save_id == save_id
+
+
+def _with_bar(rank: int, folder: str, mode: Any) -> str:
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), quick_saver(mode) as saver:
+        save_step(saver, folder, rank, 0, progress=True).result(END_S)
+    return err.getvalue()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bar_is_shown_on_rank_0(ranks: RankPool, tmp_path: Path, mode: str) -> None:
+    """With `progress=True` rank 0 shows a bar that gets to its end, and nobody else does."""
+    first, second = ranks.run(_with_bar, str(tmp_path), mode, world_size=2)
+    assert "write" in first
+    assert "100%" in first
+    assert second == ""
+
+
+def test_broken_callback_fails_the_save_not_the_saver(tmp_path: Path) -> None:
+    """An error of the user's progress callable is told; the next save works."""
+
+    def broken(_: ProgressEvent) -> None:
+        raise ValueError("the user's own")
+
+    with quick_saver("thread", on_error="warn") as saver:
+        handle = save_step(saver, tmp_path, 0, 0, progress=broken)
+        assert "the user's own" in str(handle.exception(END_S))
+        save_step(saver, tmp_path, 0, 1).result(END_S)
+
+
+def _logged(rank: int, folder: str) -> list[tuple[str, Any, Any]]:
+    records: list[logging.LogRecord] = []
+
+    class Keeping(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    log, handler = logging.getLogger("ckpt_storage"), Keeping()
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        with quick_saver("thread", on_error="warn") as saver:
+            info = save_step(saver, folder, rank, 0).result(END_S)
+            planner = saver_cases.BrokenPlanner() if rank == 1 else None
+            save_step(saver, folder, rank, 1, planner=planner).exception(END_S)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    texts = [record.getMessage() for record in records]
+    assert any(str(info.save_id) in text and f"rank {rank}" in text for text in texts), texts
+    assert any("divides by zero" in text and f"rank {rank}" in text for text in texts), texts
+    return []
+
+
+def test_log_records_name_save_and_rank(ranks: RankPool, tmp_path: Path) -> None:
+    """Each rank logs how its saves ended, with the save id and its rank."""
+    ranks.run(_logged, str(tmp_path), world_size=2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mode": "fork"},
+        {"on_error": "ignore"},
+        {"max_pending": 0},
+        {"exit_timeout_s": float("inf")},
+        {"exit_timeout_s": -1.0},
+        {"timeout": 0},
+    ],
+)
+def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
+    """What cannot be is refused before anything is started."""
+    before = set(threading.enumerate())
+    with pytest.raises(InvalidInputError):
+        saver.AsyncSaver(**{"mode": "thread", **wrong})
+    assert set(threading.enumerate()) <= before

@@ -1,0 +1,164 @@
+"""Exports go from any storage to any, read back by clients that are not ours."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import consolidate_cases as cases
+import fsspec
+import pytest
+import torch
+from consolidate_cases import check, check_report
+from servers import Running
+
+import ckpt_storage
+from ckpt_storage.errors import CheckpointError
+from ckpt_storage.export.consolidating import consolidate
+from ckpt_storage.testing.ranks import RankPool
+from ckpt_storage.testing.s3server import FaultRule, S3Server
+
+DTYPES = ["bfloat16", "float8_e4m3fn", "bool", "int64"]
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    """Our S3 server."""
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_root(s3: S3Server) -> Running:
+    """A new bucket on it."""
+    bucket = f"test-{uuid.uuid4().hex[:20]}"
+    s3.create_bucket(bucket)
+    return Running(url=f"s3://{bucket}/run", storage_options=s3.storage_options)
+
+
+@pytest.fixture(params=["s3_root", "moto_root", "gcs_root", "azure_root"])
+def root(request: pytest.FixtureRequest) -> Running:
+    """A new root on each kind of object storage."""
+    running: Running = request.getfixturevalue(request.param)
+    return running
+
+
+def files_at(url: str, options: dict[str, Any]) -> dict[str, bytes]:
+    """Return the objects below a URL, by fsspec alone."""
+    protocol, _, path = url.partition("://")
+    fs = fsspec.filesystem(protocol, **options, skip_instance_cache=True, use_listings_cache=False)
+    found = fs.find(path)
+    return {name.split(f"{path.strip('/')}/")[-1]: fs.cat_file(name) for name in found}
+
+
+def test_every_storage_to_itself(ranks: RankPool, root: Running) -> None:
+    """Two ranks export several files and tensors of every sharding to the storage they lie on."""
+    options = {"storage_options": root.storage_options, "max_file_bytes": 400_000}
+    report = ranks.run(cases.save_and_export, root.url, options, DTYPES, world_size=2)[0]
+    files = files_at(f"{root.url}/hf", dict(root.storage_options))
+    check(files, cases.whole_state(DTYPES))
+    check_report(report, files)
+    assert ckpt_storage.verify(root.url, storage_options=root.storage_options).ok
+
+
+def test_every_storage_to_a_disk_and_back(ranks: RankPool, root: Running, tmp_path: Path) -> None:
+    """A checkpoint on an object storage exports to a local folder, a local one to the storage."""
+    given: dict[str, Any] = {"storage_options": root.storage_options}
+    ckpt_storage.save(cases.whole_state(DTYPES), root.url, **given)
+    consolidate(root.url, tmp_path / "out", storage_options=root.storage_options)
+    check(cases.files_in(tmp_path / "out"), cases.whole_state(DTYPES))
+    ckpt_storage.save(cases.whole_state(DTYPES), tmp_path / "run")
+    output = f"{root.url}-export"
+    ranks.run(
+        cases.export_with,
+        tmp_path / "run",
+        output,
+        {"output_storage_options": root.storage_options},
+        world_size=2,
+    )
+    check(files_at(output, dict(root.storage_options)), cases.whole_state(DTYPES))
+
+
+def test_memory_to_memory() -> None:
+    """One process exports within its own memory."""
+    url = f"memory://{uuid.uuid4().hex}/run"
+    ckpt_storage.save(cases.whole_state(DTYPES), url)
+    consolidate(url, max_file_bytes=100_000)
+    consolidate(url, dtype=torch.float16)
+    files = files_at(f"{url.replace('memory://', 'memory:///')}/hf", {})
+    state = {
+        name: value.half() if value.dtype in {torch.float32, torch.bfloat16} else value
+        for name, value in cases.whole_state(DTYPES).items()
+    }
+    check(files, state)
+    assert ckpt_storage.verify(url).ok
+
+
+def test_memory_of_one_process_is_no_place_for_two_ranks(ranks: RankPool) -> None:
+    """Ranks that do not see each other's memory are told so."""
+    outcomes = ranks.outcomes(export_from_memory, uuid.uuid4().hex, world_size=2)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, CheckpointError)
+        assert "not the same on all nodes" in str(outcome.error)
+
+
+def export_from_memory(rank: int, name: str) -> None:
+    """Save to this process's memory on rank 0, and consolidate with both."""
+    url = f"memory://{name}/run"
+    if rank == 0:
+        alone = torch.distributed.new_group([0], use_local_synchronization=True)
+        ckpt_storage.save({"x": torch.ones(3)}, url, process_group=alone)
+    torch.distributed.barrier()
+    consolidate(url)
+
+
+def big_model() -> dict[str, torch.Tensor]:
+    """Return two tensors of 24 MiB and some small ones."""
+    count = 12 * MIB
+    return {
+        "a": torch.arange(count, dtype=torch.int16).reshape(-1, 1024),
+        "b": torch.arange(count, dtype=torch.int16).flip(0).reshape(-1, 1024),
+        "c": torch.arange(100),
+    }
+
+
+def export_and_count(_rank: int, url: str, options: dict[str, Any]) -> Any:
+    """Consolidate."""
+    return consolidate(url, storage_options=options)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_s3_copies_within_itself(ranks: RankPool, s3: S3Server, world_size: int) -> None:
+    """Whole tensors on S3 are copied by it: few bytes pass through the ranks, all are checked."""
+    bucket = f"test-{uuid.uuid4().hex[:20]}"
+    s3.create_bucket(bucket)
+    url = f"s3://{bucket}/run"
+    ckpt_storage.save(big_model(), url, storage_options=s3.storage_options)
+    report = ranks.run(export_and_count, url, s3.storage_options, world_size=world_size)[0]
+    check(files_at(f"{url}/hf", s3.storage_options), big_model())
+    assert report.copied_bytes > 0.6 * report.total_bytes
+    assert report.sent_bytes + report.copied_bytes == report.total_bytes
+    assert s3.stats().open_uploads == 0
+
+
+def test_uploads_that_a_dead_run_left_open_are_aborted(s3: S3Server, s3_root: Running) -> None:
+    """A run that dies with uploads open is cleared away by the next; nobody else's are touched."""
+    given: dict[str, Any] = {"storage_options": s3_root.storage_options}
+    ckpt_storage.save(big_model(), s3_root.url, **given)
+    before = s3.stats().open_uploads
+    s3.faults(
+        [
+            FaultRule(op=op, action="status", status=403, code="AccessDenied", times=0)
+            for op in ("complete", "abort")
+        ]
+    )
+    with pytest.raises(CheckpointError):
+        consolidate(s3_root.url, **given)
+    s3.faults([])
+    assert s3.stats().open_uploads == before + 1
+    consolidate(s3_root.url, **given)
+    assert s3.stats().open_uploads == before
+    check(files_at(f"{s3_root.url}/hf", dict(s3_root.storage_options)), big_model())

@@ -1,0 +1,374 @@
+"""Documents of any length, on a disk or behind a server, are refused before they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_storage
+from ckpt_storage import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    StorageError,
+)
+from ckpt_storage.commit import slotlog, stockwrite
+from ckpt_storage.format import integrity, layout
+from ckpt_storage.format.ceilings import MOST_SLOT_BYTES
+from ckpt_storage.format.slots import HeadRef, SlotRecord
+from ckpt_storage.store import Location
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.testing.s3server import FaultRule, S3Server
+
+SPARSE_BYTES = 4 << 40
+LITTLE_BYTES = 32 << 20
+TOLD_BYTES = 1 << 30
+STATE = {"aa": torch.arange(8.0), "step": 3}
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Fail if Python's memory grows by much; what is mapped and never touched counts, too."""
+    tracemalloc.start()
+    try:
+        yield
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < LITTLE_BYTES
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that tests copy."""
+    folder = tmp_path_factory.mktemp("saved") / "a"
+    ckpt_storage.save(STATE, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A checkpoint of one's own, one of two at a root."""
+    shutil.copytree(saved, tmp_path / "good")
+    return shutil.copytree(saved, tmp_path / "odd")
+
+
+def only(folder: Path, pattern: str) -> Path:
+    """Return the only file that a pattern means."""
+    (found,) = folder.glob(pattern)
+    return found
+
+
+def slot_says(folder: Path, **changes: Any) -> None:
+    """Change the commit record, as who made it could."""
+    path = folder / "commits" / "00000001.json"
+    path.write_bytes(integrity.seal({**slot_of(folder), **changes}))
+
+
+def slot_of(folder: Path) -> dict[str, Any]:
+    """Return what the commit record says."""
+    path = folder / "commits" / "00000001.json"
+    return dict(integrity.unseal(path.read_bytes(), path=path.name))
+
+
+def listed(root: Path) -> list[str | None]:
+    """Return the names that a list of a root shows."""
+    return [info.name for info in ckpt_storage.list_checkpoints(root)]
+
+
+def load(folder: Path) -> None:
+    """Load what `STATE` is."""
+    ckpt_storage.load({"aa": torch.zeros(8), "step": 0}, folder)
+
+
+def test_a_sparse_commit_record_is_refused_and_left_out_of_lists(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told with its length; the checkpoint beside it is found as ever."""
+    os.truncate(folder / "commits" / "00000001.json", SPARSE_BYTES)
+    with little_memory():
+        with pytest.raises(IntegrityError, match=f"has {SPARSE_BYTES} bytes or more"):
+            load(folder)
+        with pytest.raises(IntegrityError, match=f"{MOST_SLOT_BYTES} at most"):
+            ckpt_storage.open_checkpoint(folder)
+        assert listed(folder.parent) == ["good"]
+        report = ckpt_storage.verify(folder)
+    assert not report.ok
+    assert "odd is left out of the list" in caplog.text
+
+
+@pytest.mark.parametrize("pattern", ["saves/*/manifest.json", "saves/*/ranks/*.json"])
+def test_a_sparse_document_is_read_no_further_than_its_reference_says(
+    folder: Path, pattern: str
+) -> None:
+    """A longer object is not the one that was written, and need not be read to know that."""
+    path = only(folder, pattern)
+    told = path.stat().st_size
+    os.truncate(path, SPARSE_BYTES)
+    with little_memory():
+        report = ckpt_storage.verify(folder)
+        if path.name == "manifest.json":
+            with pytest.raises(IntegrityError, match=f"and {told} at most were to be expected"):
+                load(folder)
+        else:
+            # What it says is in the manifest as well.
+            load(folder)
+    assert [problem.file for problem in report.problems] == [str(path.relative_to(folder))]
+
+
+def test_a_reference_to_more_than_any_document_has_is_refused(folder: Path) -> None:
+    """Who makes up a document's length may make it as long."""
+    os.truncate(only(folder, "saves/*/manifest.json"), SPARSE_BYTES)
+    slot_says(folder, manifest={**slot_of(folder)["manifest"], "bytes": SPARSE_BYTES})
+    with little_memory(), pytest.raises(IntegrityError, match=f"said to have {SPARSE_BYTES} bytes"):
+        load(folder)
+    # What a commit record says is all that a list shows.
+    assert listed(folder.parent) == ["good", "odd"]
+
+
+def test_a_stock_document_of_a_made_up_length_is_not_published(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint itself loads; torch's own readers find no `.metadata`."""
+    os.truncate(only(folder, "saves/*/stock.metadata"), SPARSE_BYTES)
+    stock = slot_of(folder)["stock"]
+    slot_says(folder, stock={**stock, "bytes": SPARSE_BYTES})
+    (folder / ".metadata").unlink()
+    with little_memory():
+        load(folder)
+        report = ckpt_storage.verify(folder)
+    assert not report.ok
+    assert ".metadata cannot be brought up to date" in caplog.text
+    assert not (folder / ".metadata").exists()
+
+
+@pytest.mark.parametrize("name", ["begun.json", "published.json"])
+def test_a_sparse_marker_is_damage_that_verify_tells(folder: Path, name: str) -> None:
+    """Nobody else reads markers, so the checkpoint loads."""
+    os.truncate(only(folder, f"saves/*/{name}"), SPARSE_BYTES)
+    with little_memory():
+        report = ckpt_storage.verify(folder)
+        load(folder)
+    assert [problem.file for problem in report.problems] == [
+        str(only(folder, f"saves/*/{name}").relative_to(folder))
+    ]
+
+
+@pytest.mark.parametrize("name", ["stock.metadata", ".metadata"])
+def test_a_sparse_stock_document_is_damage_that_verify_tells(folder: Path, name: str) -> None:
+    """Our own readers need neither."""
+    os.truncate(
+        folder / name if name == ".metadata" else only(folder, f"saves/*/{name}"), SPARSE_BYTES
+    )
+    with little_memory():
+        report = ckpt_storage.verify(folder)
+        load(folder)
+    assert len(report.problems) == 1
+    assert (report.problems[0].file or "").endswith(name)
+
+
+@pytest.mark.parametrize("name", [".metadata", "model.safetensors.index.json"])
+def test_what_others_write_has_ceilings_too(tmp_path: Path, name: str) -> None:
+    """A folder with nothing but a sparse `.metadata`, or index, is refused when it is opened."""
+    (tmp_path / "model-1.safetensors").write_bytes(b"")
+    (tmp_path / name).touch()
+    os.truncate(tmp_path / name, SPARSE_BYTES)
+    with little_memory(), pytest.raises(IntegrityError, match="at most were to be expected"):
+        ckpt_storage.open_checkpoint(tmp_path)
+
+
+def test_a_weight_file_that_claims_a_long_header_is_refused(tmp_path: Path) -> None:
+    """The reference implementation takes 100 MB, and no more is read."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+    os.truncate(path, SPARSE_BYTES)
+    with little_memory(), pytest.raises(FormatError, match="100 MB is the limit"):
+        ckpt_storage.open_checkpoint(tmp_path)
+
+
+def test_a_save_does_not_fail_for_what_lies_at_metadata(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is committed; that it cannot be published is told."""
+    os.truncate(folder / ".metadata", SPARSE_BYTES)
+    with little_memory():
+        ckpt_storage.save(STATE, folder, overwrite=True)
+        load(folder)
+    store = LocalStore(str(folder))
+    assert slotlog.read_log(store).last_slot == 2
+    assert f".metadata has {SPARSE_BYTES} bytes or more" in caplog.text
+
+
+def record_of(**more: Any) -> SlotRecord:
+    """Return a commit record."""
+    save_id = f"20260101T000000Z-{0:016x}"
+    return SlotRecord(
+        type="fence", slot=1, write_id="x", head=HeadRef(slot=1, save_id=save_id), **more
+    )
+
+
+def test_writers_refuse_what_readers_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record or document beyond its ceiling is an error before it is sent."""
+    many = [f"20260101T000000Z-{number:016x}" for number in range(MOST_SLOT_BYTES // 36)]
+    assert len(record_of(fenced=many[:-100]).encode()) <= MOST_SLOT_BYTES
+    with pytest.raises(InvalidInputError, match=f"readers take {MOST_SLOT_BYTES}"):
+        record_of(fenced=many).encode()
+    monkeypatch.setattr(integrity, "MOST_DOCUMENT_BYTES", 1000)
+    assert len(integrity.seal({"x": "y" * 900})) < 1000
+    with pytest.raises(InvalidInputError, match="readers take 1000"):
+        integrity.seal({"x": "y" * 1000})
+
+
+def test_metadata_that_no_reader_would_take_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says how to save without it."""
+    monkeypatch.setattr(stockwrite, "MOST_STOCK_BYTES", 4100)
+    with pytest.raises(CheckpointError, match="stock_metadata='auto' or 'never'"):
+        ckpt_storage.save(STATE, tmp_path / "a", stock_metadata="always")
+    assert listed(tmp_path) == []
+    ckpt_storage.save(STATE, tmp_path / "a", stock_metadata="never", overwrite=True)
+    assert listed(tmp_path) == ["a"]
+
+
+class EndlessS3(BaseHTTPRequestHandler):
+    """Has one object, which it says is of 1 GiB, and sends some of it; all else is absent."""
+
+    protocol_version = "HTTP/1.1"
+    sent_bytes = 0
+    get_count = 0
+    piece = bytes(1 << 20)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+    def do_GET(self) -> None:
+        """Answer a read."""
+        if not self.path.endswith("/commits/00000001.json"):
+            body = b"<?xml version='1.0'?><Error><Code>NoSuchKey</Code></Error>"
+            self.send_response(404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            return
+        kind = type(self)
+        kind.get_count += 1
+        self.send_response(200)
+        self.send_header("Content-Length", str(TOLD_BYTES))
+        self.send_header("ETag", '"x"')
+        self.send_header("Last-Modified", "Sun, 22 Nov 2026 10:00:00 GMT")
+        self.end_headers()
+        self.close_connection = True
+        # Ends some time, so that whoever reads on fails, and does not fill this machine.
+        for _ in range(256):
+            try:
+                self.wfile.write(self.piece)
+            except OSError:
+                return
+            kind.sent_bytes += len(self.piece)
+
+
+def test_a_server_need_not_send_what_is_too_long() -> None:
+    """The answer's head tells the length; one request, and its connection is closed."""
+
+    class Handler(EndlessS3):
+        """With counts of its own."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            options = {
+                "key": "test",
+                "secret": "test",
+                "client_kwargs": {
+                    "endpoint_url": f"http://127.0.0.1:{server.server_address[1]}",
+                    "region_name": "us-east-1",
+                },
+            }
+            store = RemoteStore(Location.of("s3://bkt/run", options), request_timeout_s=60)
+            with little_memory(), pytest.raises(IntegrityError) as caught:
+                slotlog.read_slot(store, 1)
+        finally:
+            server.shutdown()
+            thread.join(10)
+    assert f"s3://bkt/run/commits/00000001.json has {TOLD_BYTES} bytes" in str(caught.value)
+    assert Handler.get_count == 1
+    # What the kernel buffers between the two.
+    assert Handler.sent_bytes < LITTLE_BYTES
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    """One server for all tests."""
+    with S3Server() as running:
+        running.create_bucket("bkt")
+        yield running
+
+
+def test_a_stranger_on_s3_does_not_hide_the_others(
+    server: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A commit record beyond the ceiling is a damaged one, as it is on a disk."""
+    options = server.storage_options
+    ckpt_storage.save(STATE, "s3://bkt/root/good", storage_options=options)
+    store = RemoteStore(Location.of("s3://bkt/root/odd", options), request_timeout_s=20)
+    store.write(layout.slot_path(1), bytes(MOST_SLOT_BYTES + 1))
+    found = ckpt_storage.list_checkpoints("s3://bkt/root", storage_options=options)
+    assert [info.name for info in found] == ["good"]
+    assert "s3://bkt/root/odd is left out of the list" in caplog.text
+    assert f"{MOST_SLOT_BYTES} at most were to be expected" in caplog.text
+
+
+def test_a_folder_that_may_not_be_read_is_not_hidden(server: S3Server) -> None:
+    """A list calls it unreadable, and who resumes does not take an older one in its place."""
+    root, options = "s3://bkt/mine", server.storage_options
+    for step in (1, 2):
+        ckpt_storage.save(STATE, f"{root}/step-{step:08d}", storage_options=options)
+    rule = FaultRule(
+        key="step-00000002/", times=0, action="status", status=403, code="AccessDenied"
+    )
+    server.faults([rule])
+    try:
+        old, new = ckpt_storage.list_checkpoints(root, storage_options=options)
+        with ckpt_storage.CheckpointManager(root, storage_options=options) as manager:
+            for call in (manager.latest, lambda: manager.restore({})):
+                with pytest.raises(ckpt_storage.StorageError, match=r"step-00000002.*AccessDenied"):
+                    call()
+    finally:
+        server.faults([])
+    assert (old.name, old.format, old.problem) == ("step-00000001", "ckpt_storage", None)
+    assert (new.name, new.format) == ("step-00000002", "unreadable")
+    assert "AccessDenied" in str(new.problem)
+
+
+def test_a_put_beyond_what_the_storage_takes_is_not_sent(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be refused after gigabytes; the error says what to do."""
+    location = Location.of("s3://bkt/puts", server.storage_options)
+    store = RemoteStore(location, request_timeout_s=20)
+    assert store.capabilities.max_put_bytes == 5 << 30
+    small = dataclasses.replace(store.capabilities, max_put_bytes=10)
+    monkeypatch.setattr(RemoteStore, "capabilities", property(lambda _: small))
+    server.reset_counters()
+    for put in (store.write, store.create, store.replace):
+        with pytest.raises(StorageError, match="takes 10 in one request") as caught:
+            put("x", bytes(11))
+        assert "stock_metadata='never'" in str(caught.value)
+    assert server.requests == []
+    store.write("x", bytes(10))

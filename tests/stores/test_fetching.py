@@ -1,0 +1,196 @@
+"""Reads in parallel keep to their memory, use buffers again and stop where one fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_storage.errors import IntegrityError, StorageError
+from ckpt_storage.options import TransferOptions
+from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.retry import RetryStore
+from ckpt_storage.store.timed import AbandonedError
+from ckpt_storage.testing.faults import FaultStore, Rule
+from ckpt_storage.transfer.fetching import Fetch, run_fetches
+from ckpt_storage.transfer.pacing import Pacer
+
+KIB = 1024
+PART_BYTES = 64 * KIB
+
+
+class CountingStore(LocalStore):
+    """A folder that says it is remote, and counts how many reads are under way at a time.
+
+    Each read waits until as many as `together` have been under way, or for `patience_s`.
+    """
+
+    def __init__(self, root: str, together: int, patience_s: float = 5) -> None:
+        super().__init__(root)
+        self.together = together
+        self.patience_s = patience_s
+        self.most = 0
+        self.buffers: set[int] = set()
+        self._now = 0
+        self._changed = threading.Condition()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of a storage behind a network."""
+        return dataclasses.replace(super().capabilities, is_remote=True)
+
+    def read_into(self, path: str, start: int, target: memoryview, **kw: Any) -> None:
+        """Read, once enough others do."""
+        with self._changed:
+            self._now += 1
+            self.most = max(self.most, self._now)
+            self.buffers.add(id(target.obj))
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.most >= self.together, timeout=self.patience_s)
+        try:
+            super().read_into(path, start, target, **kw)
+        finally:
+            with self._changed:
+                self._now -= 1
+
+
+def content(count: int) -> bytes:
+    """Return as many parts of bytes that tell them apart."""
+    return b"".join(bytes([number]) * PART_BYTES for number in range(count))
+
+
+def fetches_of(count: int, got: dict[int, bytes]) -> list[Fetch]:
+    """Return the reads of all parts through buffers, each noted in `got`."""
+
+    def note(number: int, view: memoryview) -> None:
+        got[number] = bytes(view)
+
+    return [
+        Fetch(
+            path="f",
+            start=number * PART_BYTES,
+            stop=(number + 1) * PART_BYTES,
+            done=lambda view, number=number: note(number, view),  # type: ignore[misc]  # bound
+        )
+        for number in range(count)
+    ]
+
+
+def options_for(parts: int, threads: int = 16) -> TransferOptions:
+    """Return options with memory for that many parts, with the client's copy of each."""
+    return TransferOptions(
+        thread_count=threads,
+        part_bytes=PART_BYTES,
+        block_bytes=KIB,
+        memory_limit_bytes=2 * parts * PART_BYTES,
+    )
+
+
+@pytest.mark.parametrize("parts", [1, 3, 8])
+def test_reads_keep_to_the_memory_limit(tmp_path: Path, parts: int) -> None:
+    """As many reads are under way as the memory allows, no more, in as many buffers."""
+    (tmp_path / "f").write_bytes(content(24))
+    store = CountingStore(str(tmp_path), parts)
+    got: dict[int, bytes] = {}
+    deadline = Deadline("load", 60)
+    run_fetches(store, fetches_of(24, got), options=options_for(parts), deadline=deadline)
+    assert store.most == parts
+    assert len(store.buffers) <= parts
+    assert b"".join(got[number] for number in range(24)) == content(24)
+
+
+def test_a_pacer_that_is_passed_remembers_what_the_storage_asked_for(tmp_path: Path) -> None:
+    """Fewer reads are under way after it was cut, and never more than the memory allows."""
+    (tmp_path / "f").write_bytes(content(24))
+    deadline = Deadline("load", 60)
+    pacer = Pacer(8)
+    pacer.slowed_down()
+    store = CountingStore(str(tmp_path), 7, patience_s=0.2)
+    run_fetches(store, fetches_of(7, {}), options=options_for(8), deadline=deadline, pacer=pacer)
+    # Four, and one more after the first round.
+    assert store.most <= 5
+    store = CountingStore(str(tmp_path), 4, patience_s=0.2)
+    run_fetches(
+        store, fetches_of(12, {}), options=options_for(3), deadline=deadline, pacer=Pacer(8)
+    )
+    assert store.most == 3
+
+
+def test_transfers_of_one_process_share_the_limit(tmp_path: Path) -> None:
+    """Two transfers at a time have together no more under way than the limit allows one."""
+    (tmp_path / "f").write_bytes(content(16))
+    store = CountingStore(str(tmp_path), 8, patience_s=0.2)
+    results: list[dict[int, bytes]] = [{}, {}]
+    threads = [
+        threading.Thread(
+            target=run_fetches,
+            args=(store, fetches_of(16, got)),
+            kwargs={"options": options_for(4), "deadline": Deadline("load", 60)},
+        )
+        for got in results
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert store.most == 4
+    assert all(b"".join(got[i] for i in range(16)) == content(16) for got in results)
+
+
+def test_memory_is_given_back_after_a_failure(tmp_path: Path) -> None:
+    """A transfer that failed leaves the whole limit to the next one."""
+    (tmp_path / "f").write_bytes(content(8))
+    for _ in range(3):
+        failing = CountingStore(str(tmp_path), 1)
+        fetches = [*fetches_of(8, {}), Fetch(path="absent", start=0, stop=PART_BYTES)]
+        with pytest.raises(StorageError):
+            run_fetches(failing, fetches, options=options_for(2), deadline=Deadline("load", 60))
+    got: dict[int, bytes] = {}
+    store = CountingStore(str(tmp_path), 2)
+    run_fetches(store, fetches_of(8, got), options=options_for(2), deadline=Deadline("load", 60))
+    assert store.most == 2
+    assert len(got) == 8
+
+
+def test_a_buffer_whose_read_failed_is_not_used_again(tmp_path: Path) -> None:
+    """Nothing is delivered after a failed check, and the failure is what is raised."""
+    (tmp_path / "f").write_bytes(content(4))
+    delivered: list[int] = []
+
+    def refuse(view: memoryview) -> None:
+        delivered.append(view[0])
+        if view[0] == 1:
+            raise IntegrityError("no", path="f", offset=1)
+
+    fetches = [dataclasses.replace(fetch, done=refuse) for fetch in fetches_of(4, {})]
+    store = LocalStore(str(tmp_path))
+    with pytest.raises(IntegrityError, match="no"):
+        run_fetches(
+            store,
+            fetches,
+            options=options_for(4, threads=1),
+            deadline=Deadline("load", 60),
+        )
+    assert delivered == [0, 1]
+
+
+def test_a_read_that_hangs_keeps_no_memory_from_others(tmp_path: Path) -> None:
+    """A read that was given up delivers nothing, and the next transfer has the whole limit."""
+    (tmp_path / "f").write_bytes(content(4))
+    faults = FaultStore(LocalStore(str(tmp_path)), [Rule(action="hang", operation="read_into")])
+    store = RetryStore(faults, request_timeout_s=1.0)
+    got: dict[int, bytes] = {}
+    options = dataclasses.replace(options_for(1, threads=1), memory_limit_bytes=PART_BYTES)
+    with pytest.raises(AbandonedError):
+        run_fetches(store, fetches_of(4, got), options=options, deadline=Deadline("load", 60))
+    again: dict[int, bytes] = {}
+    run_fetches(store, fetches_of(4, again), options=options, deadline=Deadline("load", 5))
+    assert b"".join(again[number] for number in range(4)) == content(4)
+    faults.script.release()
+    store.close()
+    assert got == {}

@@ -1,0 +1,348 @@
+"""Shard files as they are written: bytes, checksums, parts, and what is left of one that failed.
+
+The oracle joins the pieces itself and takes their CRCs with the `crc32c` package.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crc32c import crc32c
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_storage.errors import PhaseTimeoutError, StorageError
+from ckpt_storage.options import TransferOptions
+from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.transfer.filewriter import ShardFileWriter
+from ckpt_storage.transfer.pacing import BUDGET
+
+BLOCK_BYTES = 1024
+PART_BYTES = 4096
+OPTIONS = TransferOptions(part_bytes=PART_BYTES, block_bytes=BLOCK_BYTES, thread_count=1)
+FAR = Capabilities(
+    kind="s3",
+    exclusive_create=True,
+    atomic_replace=True,
+    replace_if_match=True,
+    parallel_parts=True,
+)
+
+
+@dataclass
+class Part:
+    """One part as the storage saw it."""
+
+    number: int
+    offset: int
+    data: bytes
+    last: bool
+
+
+@dataclass
+class Remote:
+    """A storage in memory; `before` runs at the start of each part, in the thread that sends it."""
+
+    before: Callable[[int], None] = lambda _: None
+    parts: list[Part] = field(default_factory=list)
+    reserved: list[int] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    running: int = 0
+    most_running: int = 0
+    capabilities: Capabilities = FAR
+    url: str = "far://"
+    lock: Any = field(default_factory=threading.Lock)
+
+    def start_upload(self, path: str, *, part_bytes: int) -> Remote:
+        """Begin."""
+        assert (path, part_bytes) == ("x", PART_BYTES)
+        return self
+
+    def reserve(self, total_bytes: int) -> None:
+        """Note what was announced."""
+        assert not self.parts
+        self.reserved.append(total_bytes)
+
+    def write_part(
+        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
+    ) -> None:
+        """Keep a part."""
+        with self.lock:
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+        try:
+            self.before(number)
+            with self.lock:
+                self.parts.append(Part(number, offset, b"".join(buffers), last))
+        finally:
+            with self.lock:
+                self.running -= 1
+
+    def complete(self, total_bytes: int) -> None:
+        """Finish."""
+        self.ended.append(f"complete {total_bytes}")
+
+    def abort(self) -> None:
+        """Discard."""
+        self.ended.append("abort")
+
+
+def writer(store: Any, options: TransferOptions = OPTIONS, **kw: Any) -> ShardFileWriter:
+    """Return a writer of the file "x"."""
+    kw = {"planned_bytes": 12_345, "deadline": Deadline("write", 30), **kw}
+    return ShardFileWriter(store, "x", options=options, **kw)
+
+
+_PATTERN = bytes(i * 7 % 251 for i in range(251)) * 200
+
+
+def pattern(seed: int, length: int) -> bytes:
+    """Return bytes that tell where they belong."""
+    start = seed * 31 % 251
+    return _PATTERN[start : start + length]
+
+
+LENGTHS = st.sampled_from([0, 1, 63, 64, 100, 1023, 1024, 1025, 4095, 4096, 4097, 9000, 20_000])
+ITEMS = st.tuples(LENGTHS, LENGTHS, LENGTHS, st.booleans())
+
+
+@settings(max_examples=60, deadline=None)
+@given(items=st.lists(ITEMS, max_size=12), tail=LENGTHS)
+def test_a_file_is_its_frames_and_payloads_with_the_checksums_of_each(
+    items: list[tuple[int, int, int, bool]], tail: int
+) -> None:
+    """Whatever the lengths, and whether a small payload is given as such or as views."""
+    store = Remote()
+    file = writer(store)
+    content, frames, payloads = b"", [], []
+    for n, (before, head, length, as_small) in enumerate(items):
+        frame, payload = pattern(n, before + head), pattern(n + 100, length)
+        file.frame(frame[:before])
+        file.frame(frame[before:])
+        if as_small and length <= file.small_bytes:
+            file.small_payload(payload)
+        else:
+            cut = length // 3
+            assert file.payload([memoryview(payload)[:cut], memoryview(payload)[cut:]]) == length
+        content += frame + payload
+        assert file.position == len(content)
+        frames.append(frame)
+        payloads.append(payload)
+    frames.append(pattern(99, tail))
+    file.frame(frames[-1])
+    content += frames[-1]
+
+    assert file.finish() == (len(content), crc32c(content))
+    assert file.frame_crcs == array("I", map(crc32c, frames))
+    assert file.chunk_crcs == array("I", map(crc32c, payloads))
+    blocks = [p[at : at + BLOCK_BYTES] for p in payloads for at in range(0, len(p), BLOCK_BYTES)]
+    assert file.block_crcs == array("I", map(crc32c, blocks))
+
+    parts = sorted(store.parts, key=lambda part: part.number)
+    assert b"".join(part.data for part in parts) == content
+    assert [part.number for part in parts] == list(range(len(parts)))
+    assert [part.offset for part in parts] == list(range(0, max(1, len(content)), PART_BYTES))
+    assert all(len(part.data) == PART_BYTES for part in parts[:-1])
+    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert store.ended == [f"complete {len(content)}"]
+    assert store.reserved == [12_345]
+    assert BUDGET.held_bytes == 0
+
+
+def test_many_small_payloads_are_few_buffers(tmp_path: Path) -> None:
+    """Five thousand tensors of 1 KiB make five system calls and some, not thousands."""
+    store = LocalStore(str(tmp_path))
+    views: list[int] = []
+    real = store.start_upload
+
+    def counting(path: str, *, part_bytes: int) -> Any:
+        upload = real(path, part_bytes=part_bytes)
+        write_part = upload.write_part
+
+        def write(number: int, offset: int, buffers: Sequence[memoryview], *, last: bool) -> None:
+            views.append(len(buffers))
+            write_part(number, offset, buffers, last=last)
+
+        upload.write_part = write  # type: ignore[method-assign]
+        return upload
+
+    store.start_upload = counting  # type: ignore[method-assign]
+    file = writer(store, TransferOptions(part_bytes=8 << 20))
+    for n in range(5000):
+        file.frame(b"h" * 1000)
+        file.small_payload(pattern(n, 1024))
+    file.finish()
+    assert sum(views) <= 15
+    assert (tmp_path / "x").stat().st_size == 5000 * 2024
+
+
+def test_parts_in_flight_keep_within_the_memory_limit() -> None:
+    """A part on its way to a server counts twice; the one being filled counts too."""
+    gate = threading.Event()
+
+    def before(number: int) -> None:
+        del number
+        assert gate.wait(20)
+
+    store = Remote(before=before)
+    limit = 6 * PART_BYTES
+    options = TransferOptions(
+        part_bytes=PART_BYTES, thread_count=8, memory_limit_bytes=limit, block_bytes=BLOCK_BYTES
+    )
+    done = threading.Event()
+
+    def write() -> None:
+        file = writer(store, options)
+        file.payload([memoryview(bytes(20 * PART_BYTES))])
+        file.finish()
+        done.set()
+
+    BUDGET.reset()
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    while store.running < 3:
+        assert not done.wait(0.001)
+    gate.set()
+    thread.join(20)
+    assert done.is_set()
+    assert store.most_running == 3
+    assert BUDGET.peak_bytes <= limit
+    assert BUDGET.held_bytes == 0
+
+
+def test_a_storage_that_is_not_known_yet_gets_few_requests_at_a_time() -> None:
+    """Sixteen threads are allowed, eight parts go out before the first is on the storage."""
+    gate = threading.Event()
+
+    def before(number: int) -> None:
+        del number
+        assert gate.wait(20)
+
+    store = Remote(before=before)
+    options = TransferOptions(part_bytes=PART_BYTES, thread_count=16, block_bytes=BLOCK_BYTES)
+    file = writer(store, options)
+    content = memoryview(bytes(40 * PART_BYTES))
+    thread = threading.Thread(target=file.payload, args=([content],), daemon=True)
+    BUDGET.reset()
+    thread.start()
+    # Eight parts are claimed for, sent and held; the ninth is claimed for, full, and must wait.
+    while BUDGET.held_bytes < 9 * 2 * PART_BYTES or store.running < 8:
+        assert thread.is_alive()
+    assert BUDGET.held_bytes == 9 * 2 * PART_BYTES
+    assert store.most_running == 8
+    gate.set()
+    thread.join(20)
+    file.finish()
+    assert 8 <= store.most_running <= 16
+    assert BUDGET.held_bytes == 0
+
+
+def test_two_files_at_a_time_share_the_memory_limit() -> None:
+    """Saves of one process that overlap keep to the limit together."""
+    BUDGET.reset()
+    limit = 4 * PART_BYTES
+    options = TransferOptions(
+        part_bytes=PART_BYTES, thread_count=2, memory_limit_bytes=limit, block_bytes=BLOCK_BYTES
+    )
+
+    def write() -> None:
+        file = writer(Remote(), options)
+        file.payload([memoryview(bytes(50 * PART_BYTES))])
+        file.finish()
+
+    threads = [threading.Thread(target=write, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert 0 < BUDGET.peak_bytes <= limit
+    assert BUDGET.held_bytes == 0
+
+
+@pytest.mark.parametrize("thread_count", [1, 4])
+def test_a_part_that_fails_ends_the_file_and_frees_the_memory(thread_count: int) -> None:
+    """The storage's own error reaches the caller; what was queued is not sent any more."""
+
+    def before(number: int) -> None:
+        if number == 2:
+            raise StorageError("no", kind="permission")
+
+    store = Remote(before=before)
+    options = TransferOptions(
+        part_bytes=PART_BYTES, thread_count=thread_count, block_bytes=BLOCK_BYTES
+    )
+    file = writer(store, options)
+    many = [memoryview(bytes(PART_BYTES))] * 200
+    with pytest.raises(StorageError, match="no"):
+        file.payload(many)
+    file.abort()
+    assert store.ended == ["abort"]
+    assert len(store.parts) < 50
+    assert BUDGET.held_bytes == 0
+    assert not [t for t in threading.enumerate() if t.name.startswith("write x")]
+
+
+def test_a_process_that_has_no_more_threads_keeps_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A part is claimed for before there are threads to send it; the claim is given back."""
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("write x"):
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    store = Remote()
+    file = writer(store)
+    BUDGET.reset()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="new thread"):
+        file.payload([memoryview(bytes(3 * PART_BYTES))])
+    assert BUDGET.peak_bytes > 0
+    file.abort()
+    assert (store.parts, store.ended) == ([], ["abort"])
+    assert BUDGET.held_bytes == 0
+
+
+def test_a_full_disk_ends_the_file_before_any_part() -> None:
+    """The reservation's error is raised by the first part; nothing was sent."""
+
+    class Full(Remote):
+        """A storage without room."""
+
+        def reserve(self, total_bytes: int) -> None:
+            raise StorageError(f"no room for {total_bytes}", kind="no-space")
+
+    store = Full()
+    file = writer(store)
+    with pytest.raises(StorageError, match="no room for 12345"):
+        file.payload([memoryview(bytes(3 * PART_BYTES))])
+    file.abort()
+    assert (store.parts, store.ended) == ([], ["abort"])
+    assert BUDGET.held_bytes == 0
+
+
+def test_a_file_that_waits_for_memory_ends_with_its_deadline() -> None:
+    """Another transfer holds all of it and does not end."""
+    BUDGET.acquire(1, limit_bytes=1, deadline=Deadline("load", 5))
+    try:
+        options = TransferOptions(
+            part_bytes=PART_BYTES, memory_limit_bytes=2 * PART_BYTES, block_bytes=BLOCK_BYTES
+        )
+        file = writer(Remote(), options, deadline=Deadline("write", 0.05))
+        with pytest.raises(PhaseTimeoutError, match="memory"):
+            file.payload([memoryview(bytes(PART_BYTES))])
+        file.abort()
+        assert BUDGET.held_bytes == 1
+    finally:
+        BUDGET.release(1)

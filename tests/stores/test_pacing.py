@@ -1,0 +1,232 @@
+"""The memory that all transfers of a process share, and the number of requests under way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ckpt_storage.errors import PhaseTimeoutError, StorageError
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer.pacing import BUDGET, Budget, Pacer
+
+
+def soon() -> Deadline:
+    """Return a deadline that is far enough for a test, counted from now."""
+    return Deadline("write", 30)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait until something holds that other threads bring about."""
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def begun(action: Callable[[], object]) -> threading.Thread:
+    """Start a thread."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    return thread
+
+
+def waiting(budget: Budget) -> int:
+    """Return how many claims wait."""
+    return len(budget._queue)  # noqa: SLF001  # what no caller needs to know
+
+
+def test_the_sum_of_all_claims_stays_below_each_limit() -> None:
+    """Eight transfers at a time never hold more than the limit together."""
+    budget = Budget()
+    seen: list[int] = []
+
+    def transfer() -> None:
+        for _ in range(200):
+            budget.acquire(10, limit_bytes=35, deadline=soon())
+            seen.append(budget.held_bytes)
+            budget.release(10)
+
+    threads = [begun(transfer) for _ in range(8)]
+    for thread in threads:
+        thread.join(20)
+    assert len(seen) == 1600
+    assert max(seen) <= 30
+    assert budget.peak_bytes <= 30
+    assert budget.held_bytes == 0
+
+
+def test_a_claim_waits_for_another_transfers_release() -> None:
+    """The strictest limit counts, whoever holds the bytes."""
+    budget = Budget()
+    budget.acquire(50, limit_bytes=100, deadline=soon())
+    thread = begun(lambda: budget.acquire(20, limit_bytes=60, deadline=soon()))
+    eventually(lambda: waiting(budget) == 1)
+    budget.release(40)
+    thread.join(20)
+    assert budget.held_bytes == 30
+
+
+def test_a_large_claim_is_not_overtaken() -> None:
+    """What came later and would fit waits behind it."""
+    budget = Budget()
+    order: list[str] = []
+    budget.acquire(60, limit_bytes=100, deadline=soon())
+
+    def claim(name: str, byte_count: int) -> None:
+        budget.acquire(byte_count, limit_bytes=100, deadline=soon())
+        order.append(name)
+
+    large = begun(lambda: claim("large", 90))
+    eventually(lambda: waiting(budget) == 1)
+    small = begun(lambda: claim("small", 10))
+    eventually(lambda: waiting(budget) == 2)
+    assert order == []
+    budget.release(60)
+    large.join(20)
+    small.join(20)
+    assert sorted(order) == ["large", "small"]
+    assert budget.held_bytes == 100
+
+
+def test_what_is_larger_than_the_limit_is_let_through_alone() -> None:
+    """It waits until nothing else is held, instead of for ever."""
+    budget = Budget()
+    budget.acquire(1, limit_bytes=10, deadline=soon())
+    thread = begun(lambda: budget.acquire(50, limit_bytes=10, deadline=soon()))
+    eventually(lambda: waiting(budget) == 1)
+    assert budget.held_bytes == 1
+    budget.release(1)
+    thread.join(20)
+    assert budget.held_bytes == 50
+
+
+def test_a_claim_ends_with_its_deadline_and_claims_nothing() -> None:
+    """The error names the phase; whoever waits behind is served."""
+    budget = Budget()
+    budget.acquire(10, limit_bytes=10, deadline=soon())
+    with pytest.raises(PhaseTimeoutError, match="memory"):
+        budget.acquire(10, limit_bytes=10, deadline=Deadline("write", 0.05))
+    assert (waiting(budget), budget.held_bytes) == (0, 10)
+    budget.release(10)
+    budget.acquire(10, limit_bytes=10, deadline=soon())
+
+
+def test_a_claim_ends_when_the_operation_failed_elsewhere() -> None:
+    """A rank that waits for memory hears of another rank's failure."""
+    failure = StorageError("another rank failed")
+
+    class Watch:
+        """An operation that has failed."""
+
+        def failure(self) -> StorageError:
+            return failure
+
+    budget = Budget()
+    budget.acquire(10, limit_bytes=10, deadline=soon())
+    watch: Any = Watch()
+    with pytest.raises(StorageError, match="another rank failed"):
+        budget.acquire(10, limit_bytes=10, deadline=Deadline("write", 60, watch=watch))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
+def test_a_forked_child_holds_nothing() -> None:
+    """The process's budget starts anew in a child, even if a thread of the parent had its lock."""
+
+    def child(found: Any) -> None:
+        BUDGET.acquire(1, limit_bytes=1, deadline=Deadline("write", 5))
+        found.send(BUDGET.held_bytes)
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    BUDGET.acquire(7, limit_bytes=1 << 40, deadline=soon())
+    try:
+        with BUDGET._changed:  # noqa: SLF001  # as a thread in the middle of a claim has it
+            process = context.Process(target=child, args=(theirs,))
+            process.start()
+        assert ours.poll(20)
+        assert ours.recv() == 1
+        process.join(20)
+    finally:
+        BUDGET.release(7)
+    assert process.exitcode == 0
+
+
+class Clock:
+    """Time that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        """Return the present."""
+        return self.now_s
+
+
+def play(pacer: Pacer, clock: Clock, *, request_s: Callable[[int], float], rounds: int) -> None:
+    """Let as many requests as are allowed go out together, `rounds` times."""
+    for _ in range(rounds):
+        count = pacer.limit()
+        seconds = request_s(count)
+        clock.now_s += seconds
+        for _ in range(count):
+            pacer.succeeded(seconds, 1000)
+
+
+def test_where_only_latency_counts_the_number_grows_to_the_ceiling() -> None:
+    """Requests that take the same time however many there are: more at a time are faster."""
+    clock = Clock()
+    pacer = Pacer(32, start=2, clock=clock)
+    play(pacer, clock, request_s=lambda _: 0.03, rounds=5)
+    assert pacer.limit() == 32
+
+
+def test_where_bandwidth_is_used_up_the_number_stays() -> None:
+    """Four at a time fill the line: doubling that once is enough to see it."""
+    clock = Clock()
+    pacer = Pacer(64, start=2, clock=clock)
+    play(pacer, clock, request_s=lambda count: max(0.03, 0.03 * count / 4), rounds=7)
+    assert 4 <= pacer.limit() <= 10
+
+
+def test_a_slow_down_halves_the_number_once_for_all_that_were_under_way() -> None:
+    """Sixteen requests that are refused together are one word; one later is another."""
+    clock = Clock()
+    pacer = Pacer(16, clock=clock)
+    play(pacer, clock, request_s=lambda _: 1.0, rounds=1)
+    for _ in range(16):
+        pacer.slowed_down()
+    assert pacer.limit() == 8
+    clock.now_s += 2.0
+    pacer.slowed_down()
+    assert pacer.limit() == 4
+    for _ in range(9):
+        clock.now_s += 2.0
+        pacer.slowed_down()
+    assert pacer.limit() == 1
+
+
+def test_after_a_slow_down_the_number_grows_by_one_a_round() -> None:
+    """Not by doubling, and never beyond the ceiling."""
+    clock = Clock()
+    pacer = Pacer(8, clock=clock)
+    play(pacer, clock, request_s=lambda _: 1.0, rounds=1)
+    pacer.slowed_down()
+    numbers = []
+    for _ in range(6):
+        numbers.append(pacer.limit())
+        play(pacer, clock, request_s=lambda _: 1.0, rounds=1)
+    assert numbers == [4, 5, 6, 7, 8, 8]
+
+
+def test_the_number_is_one_at_least_and_the_ceiling_at_most() -> None:
+    """Whatever was asked for."""
+    assert Pacer(0).limit() == 1
+    assert Pacer(4, start=9).limit() == 4
+    assert Pacer(4).limit() == 4

@@ -1,0 +1,304 @@
+"""Transfers that fail: nothing goes on behind the caller's back, and errors name their limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ckpt_storage import (
+    CheckpointStorageReader,
+    CheckpointStorageWriter,
+    InvalidInputError,
+    PhaseTimeoutError,
+    StorageError,
+    Timeouts,
+    list_checkpoints,
+)
+from ckpt_storage.coordination.agreement import Hello, check_agreement
+from ckpt_storage.errors import RankMismatchError
+from ckpt_storage.export.consolidation.job import ConsolidateJob, transfer_options
+from ckpt_storage.export.consolidation.options import ConsolidateOptions
+from ckpt_storage.options import MIB, TransferOptions, default_memory_limit_bytes
+from ckpt_storage.store import Location, endpoint_of
+from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.dialect_s3 import CAPABILITIES as S3_CAPABILITIES
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.transfer.fetching import Fetch, run_fetches
+from ckpt_storage.transfer.filewriter import part_bytes_for, write_options
+
+
+class SlowStore(LocalStore):
+    """A local store whose read of the file "slow" waits for an event before it fills anything."""
+
+    def __init__(self, root: str, release: threading.Event) -> None:
+        super().__init__(root)
+        self.release = release
+        self.began = threading.Event()
+
+    def read_into(self, path: str, start: int, target: memoryview, **kw: Any) -> None:
+        """Read; "slow" late, "bad" not at all."""
+        if path == "bad":
+            self.began.wait(10)
+            raise StorageError("no", kind="permission", path=path)
+        if path == "slow":
+            self.began.set()
+            self.release.wait(10)
+        super().read_into(path, start, target, **kw)
+
+
+def test_a_failed_load_touches_no_target_after_it_was_raised(tmp_path: Path) -> None:
+    """`run_fetches` raises when reads that were under way have ended, and hands out nothing."""
+    (tmp_path / "slow").write_bytes(b"x" * 1000)
+    release = threading.Event()
+    store = SlowStore(str(tmp_path), release)
+    done: list[str] = []
+    target = bytearray(1000)
+    fetches = [
+        Fetch(path="bad", start=0, stop=1),
+        Fetch(
+            path="slow",
+            start=0,
+            stop=1000,
+            target=memoryview(target),
+            done=lambda _: done.append("slow"),
+        ),
+    ]
+    threading.Timer(0.3, release.set).start()
+    with pytest.raises(StorageError, match="no"):
+        run_fetches(
+            store,
+            fetches,
+            options=TransferOptions(thread_count=2),
+            deadline=Deadline("load", 60),
+        )
+    assert release.is_set()
+    assert done == []
+    assert not [t for t in threading.enumerate() if t.name.startswith("read from")]
+
+
+def _state() -> dict[str, Any]:
+    return {"a": torch.zeros(4 << 20), "step": 1}
+
+
+def _cause(action: Callable[[], object]) -> BaseException:
+    with pytest.raises(CheckpointException) as caught:
+        action()
+    return caught.value.failures[0][0]
+
+
+def test_a_write_that_passes_its_deadline_leaves_nothing_and_says_which_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is `PhaseTimeoutError` with rank and phase; the temporary file is removed."""
+    real = LocalStore.start_upload
+
+    def slow(self: LocalStore, path: str, *, part_bytes: int) -> Any:
+        upload = real(self, path, part_bytes=part_bytes)
+        write_part = upload.write_part
+
+        def late(*args: Any, **kw: Any) -> None:
+            write_part(*args, **kw)
+            time.sleep(0.6)  # the storage is slower than the phase allows
+
+        upload.write_part = late  # type: ignore[method-assign]
+        return upload
+
+    monkeypatch.setattr(LocalStore, "start_upload", slow)
+    writer = CheckpointStorageWriter(tmp_path / "c", timeout=Timeouts(write=0.3))
+    cause = _cause(lambda: dcp.save(_state(), storage_writer=writer, no_dist=True))
+    assert isinstance(cause, PhaseTimeoutError)
+    assert isinstance(cause, TimeoutError)
+    assert (cause.rank, cause.phase) == (0, "write")
+    assert "Timeouts.write" in str(cause)
+    left = [path.name for path in (tmp_path / "c").rglob("*") if path.is_file()]
+    assert left == ["begun.json"]
+
+
+def test_ranks_that_reach_different_servers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The endpoint, from options or environment, is among what ranks must agree on."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    one = Location.of("s3://bucket/x", {"endpoint_url": "http://u:secret@host-a:9000"})
+    two = Location.of("s3://bucket/x", {"client_kwargs": {"endpoint_url": "http://host-b:9000"}})
+    assert one.normalised == two.normalised
+    assert (endpoint_of(one), endpoint_of(two)) == ("host-a:9000", "host-b:9000")
+    monkeypatch.setenv("host", "laptop")
+    assert endpoint_of(Location.of("sftp://server/x")) == "server"
+    assert endpoint_of(Location.of("/tmp/x")) == ""  # noqa: S108  # nothing is written there
+    hellos = [
+        Hello(nonce=str(rank), rank=rank, host="h", terms={"the endpoint": endpoint_of(where)})
+        for rank, where in enumerate((one, two))
+    ]
+    with pytest.raises(RankMismatchError, match=r"host-a:9000.*ranks 0.*host-b:9000.*ranks 1"):
+        check_agreement(hellos, phase="plan")
+
+
+def test_an_id_whose_save_failed_in_the_planner_is_not_used_again(tmp_path: Path) -> None:
+    """After a failed save of one id, a save without an id goes to the writer's own path."""
+
+    class Broken(dcp.DefaultSavePlanner):
+        def set_up_planner(self, *args: Any, **kw: Any) -> None:  # noqa: ARG002  # torch's
+            raise RuntimeError("planner")
+
+    writer = CheckpointStorageWriter(tmp_path / "base")
+    state = {"a": torch.zeros(2)}
+    with pytest.raises(CheckpointException):
+        dcp.save(
+            state, checkpoint_id="other", storage_writer=writer, planner=Broken(), no_dist=True
+        )
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert (tmp_path / "base" / ".metadata").exists()
+    assert not (tmp_path / "base" / "other").exists()
+
+
+def test_odd_folders_do_not_hide_checkpoints(tmp_path: Path) -> None:
+    """A damaged record, or a folder with a name that is no URL, is left out of the list."""
+    for step in ("step-9", "step-10", "~"):
+        writer = CheckpointStorageWriter(tmp_path / step)
+        dcp.save({"a": torch.zeros(1)}, storage_writer=writer, no_dist=True)
+    for name in ("a::b", "s3:", "²", "x\\y"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "damaged" / "commits").mkdir(parents=True)
+    (tmp_path / "damaged" / "commits" / "00000001.json").write_bytes(b"{}")
+    names = [info.name for info in list_checkpoints(tmp_path)]
+    assert names == ["step-9", "step-10", "~"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"thread_count": 0},
+        {"memory_limit_bytes": 0},
+        {"part_bytes": 16e6},
+        {"part_bytes": True},
+        {"part_bytes": 1 << 20, "memory_limit_bytes": 1 << 19},
+    ],
+)
+def test_limits_that_cannot_be_kept_are_refused_at_once(bad: dict[str, Any]) -> None:
+    """0 is not taken for the default, and a float not for a number of bytes."""
+    with pytest.raises(InvalidInputError):
+        CheckpointStorageWriter("/nowhere", **bad)
+
+
+def test_a_memory_limit_below_the_storages_least_part_is_refused() -> None:
+    """Parts are never silently larger than the limit allows."""
+    capabilities = Capabilities(
+        kind="s3",
+        exclusive_create=True,
+        atomic_replace=True,
+        replace_if_match=True,
+        parallel_parts=True,
+        min_part_bytes=5 << 20,
+    )
+    enough = TransferOptions(part_bytes=1 << 20, memory_limit_bytes=10 << 20)
+    assert part_bytes_for(capabilities, enough, 10) == 5 << 20
+    tight = TransferOptions(part_bytes=1 << 20, memory_limit_bytes=9 << 20)
+    with pytest.raises(InvalidInputError, match="memory_limit_bytes"):
+        part_bytes_for(capabilities, tight, 10)
+
+
+def test_a_target_on_the_meta_device_is_refused(tmp_path: Path) -> None:
+    """Loading into a tensor without memory is an error, not a success."""
+    writer = CheckpointStorageWriter(tmp_path / "c")
+    dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+
+    class Lazy(dcp.DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            return torch.empty(tuple(read_item.lengths), device="meta")
+
+    target = {"a": torch.zeros(3)}
+    reader = CheckpointStorageReader(tmp_path / "c")
+    cause = _cause(lambda: dcp.load(target, storage_reader=reader, planner=Lazy(), no_dist=True))
+    assert isinstance(cause, InvalidInputError)
+
+
+def test_a_part_that_no_storage_takes_is_refused_before_it_is_sent() -> None:
+    """S3 takes parts of up to 5 GiB, so a file of 48 TiB has to be several."""
+    options = TransferOptions(part_bytes=6 << 30, memory_limit_bytes=1 << 60)
+    capabilities = S3_CAPABILITIES
+    with pytest.raises(InvalidInputError, match="at most") as caught:
+        part_bytes_for(capabilities, options, 10)
+    assert "Lower part_bytes" in (caught.value.next_step or "")
+    options = TransferOptions(memory_limit_bytes=1 << 60)
+    assert part_bytes_for(capabilities, options, 40 << 40) <= 5 << 30
+    with pytest.raises(InvalidInputError, match="at most") as caught:
+        part_bytes_for(capabilities, options, 48 << 40)
+    assert "more ranks" in (caught.value.next_step or "")
+
+
+@pytest.mark.parametrize(("file_mib", "part_mib"), [(100, 16), (400, 25), (630, 32), (9000, 32)])
+def test_parts_for_s3_grow_with_their_file(file_mib: int, part_mib: int) -> None:
+    """Parts that are sent without a copy reach twice the default; eight fit into the limit."""
+    options = write_options(
+        S3_CAPABILITIES, thread_count=None, part_bytes=None, memory_limit_bytes=256 * MIB
+    )
+    assert part_bytes_for(S3_CAPABILITIES, options, file_mib * MIB) == part_mib * MIB
+
+
+@pytest.mark.parametrize(
+    ("told", "mib"),
+    [
+        ("", 256),
+        ("1", 256),
+        ("4", 256),
+        ("8", 128),
+        ("12", 85),
+        ("100", 64),
+        ("x", 256),
+        ("0", 256),
+    ],
+)
+def test_ranks_of_a_node_share_what_is_the_default(
+    told: str, mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gibibyte in all, no more than one alone has, and enough for some parts."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    assert default_memory_limit_bytes() // MIB == mib
+
+    def options(memory_limit_bytes: int | None) -> TransferOptions:
+        return TransferOptions.for_storage(
+            is_remote=True,
+            local_threads=1,
+            local_part_bytes=MIB,
+            thread_count=None,
+            part_bytes=None,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+
+    assert options(None).memory_limit_bytes // MIB == mib
+    assert options(512 * MIB).memory_limit_bytes == 512 * MIB
+
+
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_ranks_on_full_and_on_empty_nodes_plan_one_export(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, is_remote: bool
+) -> None:
+    """The share of the node decides how many parts are under way, not how large they are."""
+    capabilities = dataclasses.replace(
+        LocalStore(str(tmp_path)).capabilities, is_remote=is_remote, min_part_bytes=5 * MIB
+    )
+    store: Any = SimpleNamespace(capabilities=capabilities)
+
+    def options(rank_count: int, **given: Any) -> TransferOptions:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(rank_count))
+        job = ConsolidateJob(
+            source=Location.of(tmp_path / "run"),
+            output=Location.of(tmp_path / "out"),
+            options=ConsolidateOptions(**given),
+        )
+        return transfer_options(job, store, store)
+
+    assert options(16).part_bytes == options(1).part_bytes
+    assert [options(count).memory_limit_bytes // MIB for count in (1, 16)] == [256, 64]
+    assert options(16, memory_limit_bytes=256 * MIB) == options(1)

@@ -1,0 +1,466 @@
+"""What the tests of the commit protocol share: a store in a dict, attempts to commit, an oracle.
+
+The oracle reads slots and `.metadata` with `json` and `pickle` alone; it never calls the package.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import crc32c
+import pytest
+
+from ckpt_storage.commit import attempt as commit
+from ckpt_storage.commit import cleaning, publishing, slotlog, stockfooter
+from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.errors import UnsupportedByStoreError as Unsupported
+from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.slots import SlotRecord
+from ckpt_storage.options import RetryPolicy
+from ckpt_storage.store.base import Capabilities, Entry, PathFilter, Stat, Store, Version
+from ckpt_storage.store.bounds import TooLongError, too_long
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer import workers
+
+CAS = Capabilities(
+    kind="s3",
+    exclusive_create=True,
+    atomic_replace=True,
+    replace_if_match=True,
+    parallel_parts=True,
+    reads_total_size=True,
+)
+BLIND = replace(CAS, kind="posix", replace_if_match=False)
+"""As on a POSIX file system: replacing is atomic, but knows no condition."""
+
+BOTH = pytest.mark.parametrize("capabilities", [CAS, BLIND], ids=["conditions", "blind"])
+
+DAY_S = 24 * 3600.0
+
+QUICK = RetryPolicy(attempt_count=4, first_delay_s=0.0, max_delay_s=0.0)
+
+Gate = Callable[[str, str], None]
+
+
+IN_TURN = ("as listed", "backwards")
+"""Orders of requests that go side by side; with one cut off in between, all that can be left."""
+
+
+def take_in_turn(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    """Let requests that go side by side go one after the other, in one of the orders `IN_TURN`."""
+
+    def in_turn(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        numbers = range(len(calls))
+        found = {i: calls[i]() for i in (numbers if order == IN_TURN[0] else reversed(numbers))}
+        return [found[i] for i in numbers]
+
+    monkeypatch.setattr(workers, "_at_once", in_turn)
+
+
+def ungated(operation: str, path: str) -> None:
+    """Let every operation pass."""
+    del operation, path
+
+
+@dataclass(slots=True)
+class Disk:
+    """What a storage holds: content, token and time by path; `clock_s` is its own clock."""
+
+    objects: dict[str, tuple[bytes, str, float]] = field(default_factory=dict)
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
+    clock_s: float = 1e9
+    changes: int = 0
+
+    def put(self, path: str, data: bytes) -> None:
+        """Put an object with a token that was never used before."""
+        self.objects[path] = (data, f"v{next(self.numbers)}", self.clock_s)
+        self.changes += 1
+
+    def drop(self, path: str) -> None:
+        """Remove an object that may be absent."""
+        self.changes += self.objects.pop(path, None) is not None
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Content by path."""
+        return {path: found[0] for path, found in self.objects.items()}
+
+    def copy(self) -> Disk:
+        """Return a disk of its own with the same objects and tokens."""
+        return Disk(dict(self.objects), itertools.count(10**9), self.clock_s)
+
+
+class DictStore:
+    """A `Store` on a `Disk`; every operation first passes `gate`, and then is one atomic step."""
+
+    def __init__(self, disk: Disk, capabilities: Capabilities = CAS, gate: Gate = ungated) -> None:
+        self.disk = disk
+        self.capabilities = capabilities
+        self.gate = gate
+
+    @property
+    def url(self) -> str:
+        """The root, for messages."""
+        return "dict://root"
+
+    def prepare(self, folders: Sequence[str]) -> None:
+        """Do nothing: there are no folders."""
+        del folders
+
+    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
+        """Return an object."""
+        return self.read_version(path, most_bytes=most_bytes).data
+
+    def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
+        """Return an object and its token."""
+        self.gate("read", path)
+        data, token, _ = self._found(path)
+        if most_bytes is not None and len(data) > most_bytes:
+            raise too_long(TooLongError(len(data), most_bytes), path=path, shown=path)
+        return Version(data=data, token=token if self.capabilities.replace_if_match else None)
+
+    def read_into(
+        self,
+        path: str,
+        start: int,
+        target: memoryview,
+        *,
+        size_bytes: int | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> None:
+        """Fill `target`."""
+        del arrived
+        self.gate("read", path)
+        data = self._found(path)[0]
+        stop = start + len(target)
+        if stop > len(data) or size_bytes not in {None, len(data)}:
+            raise IntegrityError(f"{path} has {len(data)} bytes.", path=path, offset=len(data))
+        target[:] = data[start:stop]
+
+    def stat(self, path: str) -> Stat:
+        """Return size and time."""
+        self.gate("stat", path)
+        data, _, modified_s = self._found(path)
+        return Stat(size_bytes=len(data), modified_s=modified_s)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Put an object."""
+        self.gate("write", path)
+        self.disk.put(path, data)
+
+    def create(self, path: str, data: bytes) -> None:
+        """Put an object if nothing is there."""
+        if not self.capabilities.exclusive_create:
+            raise Unsupported(f"{path} cannot be created.", kind="unsupported", path=path)
+        self.gate("create", path)
+        if path in self.disk.objects:
+            raise StorageError(f"{path} is there.", kind="exists", path=path)
+        self.disk.put(path, data)
+
+    def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
+        """Put an object, on a condition if one is given."""
+        if if_match is not None and not self.capabilities.replace_if_match:
+            raise Unsupported("No conditions here.", kind="unsupported", path=path)
+        self.gate("replace", path)
+        if if_match is not None:
+            if path not in self.disk.objects:
+                raise StorageError(f"{path} is gone.", kind="not-found", path=path)
+            if self.disk.objects[path][1] != if_match:
+                raise StorageError(f"{path} has changed.", kind="precondition", path=path)
+        self.disk.put(path, data)
+
+    def start_upload(self, path: str, *, part_bytes: int) -> DictUpload:
+        """Begin an upload in memory."""
+        del part_bytes
+        return DictUpload(self, path)
+
+    def start_shared_upload(self, path: str, *, part_bytes: int) -> NoReturn:
+        """Refuse: commits share no uploads."""
+        del part_bytes
+        raise Unsupported(f"{path} cannot be shared.", kind="unsupported", path=path)
+
+    def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> NoReturn:
+        """Refuse, like its beginning."""
+        del ticket
+        self.start_shared_upload(path, part_bytes=part_bytes)
+
+    def copy_source(self, path: str) -> None:
+        """Return that nothing can be copied."""
+        del path
+
+    def can_copy_from(self, other: Store) -> bool:
+        """Return that nothing can be copied."""
+        del other
+        return False
+
+    def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
+        """Return the objects below a folder."""
+        self.gate("list", prefix)
+        folder = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        found: dict[str, Entry] = {}
+        for path, (data, _, modified_s) in sorted(self.disk.objects.items()):
+            if not path.startswith(folder):
+                continue
+            head, slash, _ = path[len(folder) :].partition("/")
+            if slash and not recursive:
+                found[head] = Entry(path=f"{folder}{head}/", size_bytes=0)
+            else:
+                found[path] = Entry(path=path, size_bytes=len(data), modified_s=modified_s)
+        return list(found.values())
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete objects one by one, each a step of its own."""
+        for path in paths:
+            self.gate("delete", path)
+            self.disk.drop(path)
+
+    def delete_folder(self, path: str) -> None:
+        """Delete all below a folder in one step."""
+        folder = path.strip("/")
+        if not folder:
+            raise InvalidInputError("The root is not deleted.")
+        self.gate("delete_folder", path)
+        for known in list(self.disk.objects):
+            if known.startswith(f"{folder}/"):
+                self.disk.drop(known)
+
+    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
+        """Return 0: open uploads are in the memory of their owner."""
+        del prefix, only
+        return 0
+
+    def now_s(self, probe_path: str) -> float:
+        """Return the disk's clock."""
+        del probe_path
+        return self.disk.clock_s
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _found(self, path: str) -> tuple[bytes, str, float]:
+        if path not in self.disk.objects:
+            raise StorageError(f"{path} is not there.", kind="not-found", path=path)
+        return self.disk.objects[path]
+
+
+class DictUpload:
+    """An upload kept in memory until it is complete."""
+
+    def __init__(self, store: DictStore, path: str) -> None:
+        self._store = store
+        self._path = path
+        self._parts: dict[int, bytes] = {}
+        self._state = "open"
+
+    def write_part(
+        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
+    ) -> None:
+        """Keep a copy of a part."""
+        del offset, last
+        self._parts[number] = b"".join(buffers)
+
+    def complete(self, total_bytes: int) -> None:
+        """Put the object."""
+        if self._state == "complete":
+            return
+        data = b"".join(self._parts[number] for number in sorted(self._parts))
+        if self._state != "open" or len(data) != total_bytes:
+            raise StorageError(f"{self._path} is {self._state}, {len(data)} bytes.")
+        self._store.write(self._path, data)
+        self._state = "complete"
+
+    def abort(self) -> None:
+        """Forget the parts."""
+        if self._state == "open":
+            self._state = "aborted"
+        self._parts.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A save attempt whose files are written and which only has to be committed."""
+
+    grant: Grant
+    manifest: FileRef
+    stock: FileRef
+    stock_bytes: bytes
+
+    @property
+    def save_id(self) -> str:
+        """Its id."""
+        return self.grant.save_id
+
+
+def deadline(timeout_s: float = 600.0) -> Deadline:
+    """Return a deadline of the commit phase."""
+    return Deadline("commit", timeout_s)
+
+
+def reference(path: str, data: bytes) -> FileRef:
+    """Return what names a document."""
+    return FileRef(path=path, size_bytes=len(data), crc32c=crc32c.crc32c(data))
+
+
+def files_of(save_id: str) -> list[str]:
+    """Return what an attempt of these tests consists of; without one of them it is not whole."""
+    names = ("__0_0.distcp", "ranks/rank-00000.json", "stock.metadata", "manifest.json")
+    return [f"saves/{save_id}/{name}" for name in names]
+
+
+def begun(store: Store, *, overwrite: bool = True, exclusive: bool = True) -> Grant:
+    """Begin an attempt."""
+    return commit.begin(store, overwrite=overwrite, probe=lambda _: exclusive)
+
+
+def written(store: Store, grant: Grant) -> Attempt:
+    """Write an attempt's files in the order in which the writer does."""
+    shard, rank, stock_path, manifest = files_of(grant.save_id)
+    store.write(shard, b"shard of " + grant.save_id.encode())
+    store.write(rank, b"rank manifest")
+    pickled = pickle.dumps({"save": grant.save_id})
+    stock_bytes = stockfooter.with_footer(pickled, slot=grant.last_slot + 1, save_id=grant.save_id)
+    store.write(stock_path, stock_bytes)
+    text = b"manifest of " + grant.save_id.encode()
+    store.write(manifest, text)
+    return Attempt(
+        grant=grant,
+        manifest=reference(manifest, text),
+        stock=reference(stock_path, stock_bytes),
+        stock_bytes=stock_bytes,
+    )
+
+
+def attempted(store: Store) -> Attempt:
+    """Begin and write an attempt."""
+    return written(store, begun(store))
+
+
+def committed(store: Store, attempt: Attempt, *, retry: RetryPolicy = QUICK) -> SlotRecord:
+    """Commit an attempt; publish nothing."""
+    return commit.commit(
+        store,
+        attempt.grant,
+        manifest=attempt.manifest,
+        stock=attempt.stock,
+        deadline=deadline(),
+        retry=retry,
+    )
+
+
+def published(store: Store, attempt: Attempt, record: SlotRecord) -> bool:
+    """Publish an attempt as its saver does."""
+    return publishing.publish(store, own=record, own_stock=attempt.stock_bytes)
+
+
+def saved(store: Store) -> str:
+    """Save completely, freeing nothing; return the save id."""
+    attempt = attempted(store)
+    published(store, attempt, committed(store, attempt))
+    return attempt.save_id
+
+
+def just_committed(store: Store) -> tuple[Attempt, SlotRecord]:
+    """Save up to the commit; the saver has not published."""
+    attempt = attempted(store)
+    return attempt, committed(store, attempt)
+
+
+def interrupt(store: DictStore, operation: str, path: str, action: Callable[[], object]) -> None:
+    """Run `action` once, just before the next operation of that name on a path ending so."""
+
+    def gate(name: str, at: str) -> None:
+        if name == operation and at.endswith(path):
+            store.gate = ungated
+            action()
+
+    store.gate = gate
+
+
+def fenced(store: Store, *save_ids: str) -> slotlog.CommitLog:
+    """Fence attempts."""
+    return cleaning.fence(store, save_ids, exclusive=True, deadline=deadline(), retry=QUICK)
+
+
+def cleaned(store: Store, *, min_age_s: float = 0.0, keep_previous: int = 1) -> list[str]:
+    """Fence and free attempts that nobody needs."""
+    return cleaning.free_leftovers(
+        store,
+        exclusive=True,
+        deadline=deadline(),
+        retry=QUICK,
+        min_age_s=min_age_s,
+        keep_previous=keep_previous,
+    )
+
+
+def deleted(store: Store) -> None:
+    """Delete the checkpoint."""
+    cleaning.delete_checkpoint(store, exclusive=True, deadline=deadline(), retry=QUICK)
+
+
+def body_of(data: bytes) -> dict[str, object]:
+    """Return the body of a sealed document, unchecked."""
+    found: dict[str, object] = json.loads(data)["body"]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A checkpoint as the documents define it: slots, our head, and what stock readers find.
+
+    `stock` is the save that the pickle in `.metadata` is of, `footer` the slot its footer names.
+    """
+
+    slots: Sequence[Mapping[str, object]]
+    head: str | None
+    stock: str | None
+    footer: int | None
+
+    @property
+    def committed(self) -> list[str]:
+        """The save ids of all commit records, in order."""
+        return [str(slot["save_id"]) for slot in self.slots if slot["type"] == "commit"]
+
+    @property
+    def deleted(self) -> list[str]:
+        """The save ids of the commits that a deletion of the checkpoint came after."""
+        kinds = [slot["type"] for slot in self.slots]
+        count = len(kinds) - kinds[::-1].index("deleted") if "deleted" in kinds else 0
+        return [str(slot["save_id"]) for slot in self.slots[:count] if slot["type"] == "commit"]
+
+
+def seen(files: Mapping[str, bytes]) -> Seen:
+    """Return what the files say; fails for slots that are not dense."""
+    names = sorted(path for path in files if path.startswith("commits/"))
+    assert names == [f"commits/{n:08d}.json" for n in range(1, len(names) + 1)]
+    slots = [body_of(files[name]) for name in names]
+    head = None
+    for slot in slots:
+        if slot["type"] == "commit":
+            head = str(slot["save_id"])
+        elif slot["type"] == "deleted":
+            head = None
+    stock = footer = None
+    if ".metadata" in files:
+        data = files[".metadata"]
+        stock = pickle.loads(data)["save"]
+        length = int(data[-16:-8])
+        footer = json.loads(data[-16 - length : -16])["slot"]
+    return Seen(slots=slots, head=head, stock=stock, footer=footer)
+
+
+def is_whole(files: Mapping[str, bytes], save_id: str) -> bool:
+    """Return whether every file of an attempt is there."""
+    return all(path in files for path in files_of(save_id))
+
+
+def sealed(body: Mapping[str, object]) -> bytes:
+    """Return a sealed document, made without the package."""
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return b'{"crc32c":"%08x","body":%s}\n' % (crc32c.crc32c(text), text)

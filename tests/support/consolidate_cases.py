@@ -1,0 +1,185 @@
+"""Sharded states to consolidate, functions that ranks run, and an oracle that reads the outcome.
+
+The oracle is the safetensors library over plain files; nothing of it is the package under test.
+"""
+
+# ruff: noqa: SLF001  # torch offers no other way to make a legacy ShardedTensor
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from crc32c import crc32c
+from dcp_cases import raw_bytes, seeded
+from safetensors import deserialize
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+import ckpt_storage
+from ckpt_storage.export.consolidating import consolidate
+from ckpt_storage.export.consolidation.report import ConsolidationReport
+from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.options import RetryPolicy
+
+INDEX = "model.safetensors.index.json"
+QUICK = RetryPolicy(attempt_count=2, first_delay_s=0.01, max_delay_s=0.02)
+
+DTYPE_NAMES = [name for name, kind in DTYPES.items() if kind.safetensors is not None]
+
+Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
+
+
+def whole_state(dtypes: list[str] | None = None) -> dict[str, torch.Tensor]:
+    """Return every kind of tensor in every shape, whole."""
+    state: dict[str, torch.Tensor] = {}
+    for seed, name in enumerate(dtypes or DTYPE_NAMES):
+        dtype: torch.dtype = getattr(torch, name)
+        if name != "float4_e2m1fn_x2":
+            state[f"{name}.scalar"] = seeded(seed, dtype=dtype)
+        state[f"{name}.empty"] = seeded(seed, 0, 3, dtype=dtype)
+        state[f"{name}.rows"] = seeded(seed, 13, 7, dtype=dtype)
+        state[f"{name}.columns"] = seeded(seed, 5, 17, dtype=dtype)
+        state[f"{name}.grid"] = seeded(seed, 11, 9, dtype=dtype)
+        state[f"{name}.turned"] = seeded(seed, 6, 10, dtype=dtype).t()
+    state["large.rows"] = seeded(91, 301, 257)
+    state["large.columns"] = seeded(92, 259, 303, dtype=torch.bfloat16)
+    state["large.grid"] = seeded(93, 203, 405)
+    return state
+
+
+def sharded_state(dtypes: list[str] | None = None) -> dict[str, Any]:
+    """Return what this rank saves of `whole_state`; names say how a tensor is sharded."""
+    world_size = dist.get_world_size()
+    line = init_device_mesh("cpu", (world_size,))
+    grid = init_device_mesh("cpu", (2, world_size // 2) if world_size > 2 else (world_size, 1))
+    placements: dict[str, tuple[Any, list[Placement]]] = {
+        "rows": (line, [Shard(0)]),
+        "columns": (line, [Shard(1)]),
+        "grid": (grid, [Shard(0), Shard(1)]),
+        "empty": (line, [Replicate()]),
+    }
+    state: dict[str, Any] = {}
+    for name, tensor in whole_state(dtypes).items():
+        how = placements.get(name.rpartition(".")[2])
+        if how is None:
+            state[name] = tensor
+        else:
+            state[name] = distribute_tensor(tensor, *how, src_data_rank=None)
+    return state
+
+
+def parts_of(rank: int) -> ShardedTensor:
+    """Return a legacy sharded tensor of 9 rows, of which rank 0 holds three parts, rank 1 two."""
+    whole = seeded(1, 9, 4)
+    rows = {0: [(0, 2), (4, 5), (8, 9)], 1: [(2, 4), (5, 8)]}.get(rank, [])
+    shards = [
+        LocalShard.from_tensor_and_offsets(whole[start:stop].clone(), [start, 0], rank)
+        for start, stop in rows
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: ShardedTensor = ShardedTensor._init_from_local_shards(shards, (9, 4))
+    return made
+
+
+def expected_of(state: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return dtype (as safetensors spells it), shape and bytes by name."""
+    found: Tensors = {}
+    for name, tensor in state.items():
+        kind = DTYPES[str(tensor.dtype).removeprefix("torch.")].safetensors
+        shape = list(tensor.shape)
+        if kind == "F4":
+            shape[-1] *= 2  # two numbers in an element of torch's
+        found[name] = (str(kind), tuple(shape), raw_bytes(tensor))
+    return found
+
+
+def tensors_of(files: Mapping[str, bytes]) -> Tensors:
+    """Return what the files of an export hold, by the safetensors library, following the index."""
+    index = json.loads(files[INDEX])
+    found: Tensors = {}
+    for file in sorted(set(index["weight_map"].values())):
+        data = files[file]
+        start = int.from_bytes(data[:8], "little") + 8
+        assert start % 64 == 0
+        header = json.loads(data[8:start])
+        assert header["__metadata__"] == {"format": "pt"}
+        for name, tensor in deserialize(data):  # type: ignore[no-untyped-call]  # from Rust
+            assert index["weight_map"][name] == file
+            assert name not in found
+            found[name] = (tensor["dtype"], tuple(tensor["shape"]), bytes(tensor["data"]))
+    assert found.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in found.values())
+    return found
+
+
+def check(files: Mapping[str, bytes], state: Mapping[str, torch.Tensor]) -> None:
+    """Assert that an export holds exactly the tensors of `state`."""
+    expected, found = expected_of(state), tensors_of(files)
+    assert found.keys() == expected.keys()
+    wrong = [name for name in expected if found[name] != expected[name]]
+    assert not wrong, wrong
+
+
+def check_report(report: ConsolidationReport, files: Mapping[str, bytes]) -> None:
+    """Assert that a report's names, lengths and checksums are those of the files."""
+    assert {file.name: (file.size_bytes, file.crc32c) for file in report.files} == {
+        file.name: (len(files[file.name]), crc32c(files[file.name])) for file in report.files
+    }
+    named = set(json.loads(files[INDEX])["weight_map"].values())
+    assert named == {file.name for file in report.files}
+    present = {name for name in files if name.endswith(".safetensors")}
+    assert present == named
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder, temporary ones included, by path."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def walk(report: ConsolidationReport) -> Iterator[str]:
+    """Yield the names of the weight files."""
+    for file in report.files:
+        yield file.name
+
+
+def save_sharded(
+    rank: int, url: str | Path, dtypes: list[str] | None = None, **options: Any
+) -> None:
+    """Save `sharded_state`."""
+    del rank
+    ckpt_storage.save(sharded_state(dtypes), url, sync_files=False, **options)
+
+
+def export(rank: int, url: str | Path, output: Any = None, **options: Any) -> ConsolidationReport:
+    """Consolidate on this rank."""
+    del rank
+    return consolidate(url, output, retry=QUICK, **options)
+
+
+def export_with(
+    rank: int, url: str | Path, output: Any, options: dict[str, Any]
+) -> ConsolidationReport:
+    """Consolidate with options that travel to the ranks."""
+    return export(rank, url, output, **options)
+
+
+def save_and_export(
+    rank: int, url: str | Path, options: dict[str, Any], dtypes: list[str] | None = None
+) -> ConsolidationReport:
+    """Save `sharded_state` and consolidate it."""
+    given = {"storage_options": options["storage_options"]} if "storage_options" in options else {}
+    save_sharded(rank, url, dtypes, **given)
+    return export(rank, url, **options)

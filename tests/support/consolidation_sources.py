@@ -1,0 +1,197 @@
+"""What the tests of consolidation plans share: a checkpoint in memory, and copying by a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt_storage.export.consolidation.plan import ExportPlan, Piece, PieceFinder, Region, windows
+from ckpt_storage.format.regions import Box
+from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.source.model import Place, SourceFormat, TensorInfo
+from ckpt_storage.store.base import Store
+from ckpt_storage.store.deadline import Deadline
+
+BLOCK_BYTES = 1024
+
+
+@dataclass(slots=True)
+class MemorySource:
+    """A checkpoint whose chunks lie in a dict: (FQN, offsets) -> bytes."""
+
+    tensors: Mapping[str, TensorInfo]
+    blobs: frozenset[str] = frozenset()
+    planner_data: Mapping[str, tuple[str | int, ...]] | None = None
+    payloads: dict[tuple[str, tuple[int, ...]], bytes] = field(default_factory=dict)
+    format: SourceFormat = "ckpt_storage"
+    save_id: str | None = "20260101T000000Z-0123456789abcdef"
+
+    def require(self, chunks: Iterable[tuple[str, tuple[int, ...] | None]]) -> None:
+        """Check that each chunk is there."""
+        for fqn, offsets in chunks:
+            assert offsets is None or offsets in {box.offsets for box in self.tensors[fqn].boxes}
+
+    def renew(self, store: Store, deadline: Deadline) -> None:
+        """Nothing to renew."""
+
+    def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> list[Place]:
+        """Return the places of several chunks."""
+        return [self.place(fqn, offsets) for fqn, offsets in keys]
+
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+        """Return a place with checksums, if the bytes are known."""
+        data = self.payloads.get((fqn, offsets or ()), b"")
+        blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+        return Place(
+            path=f"{fqn}.bin",
+            fqn=fqn,
+            start=0,
+            size_bytes=len(data),
+            block_bytes=BLOCK_BYTES,
+            crcs=[crc32c.crc32c(block) for block in blocks],
+        )
+
+    def explain_missing(self, place: Place) -> Exception:
+        """Nothing is ever missing."""
+        return AssertionError(place.path)
+
+
+def tensor(
+    fqn: str, shape: Sequence[int], dtype: str = "float32", boxes: Sequence[Box] | None = None
+) -> TensorInfo:
+    """Return a tensor, in one chunk unless `boxes` say otherwise."""
+    whole = Box((0,) * len(shape), tuple(shape))
+    return TensorInfo(fqn=fqn, dtype=dtype, shape=tuple(shape), boxes=boxes or [whole])
+
+
+def bare_source(
+    *tensors: TensorInfo,
+    blobs: Iterable[str] = (),
+    paths: Mapping[str, tuple[str | int, ...]] | None = None,
+) -> MemorySource:
+    """Return a checkpoint without bytes; `paths` is its planner data."""
+    return MemorySource(
+        tensors={info.fqn: info for info in tensors},
+        blobs=frozenset(blobs),
+        planner_data=paths,
+    )
+
+
+def nested_source(state: Mapping[str, object]) -> MemorySource:
+    """Return a checkpoint of a nested state dict, flattened as DCP does; leaves are TensorInfos.
+
+    A leaf that is no TensorInfo is a blob.
+    """
+    paths: dict[str, tuple[str | int, ...]] = {}
+    tensors: dict[str, TensorInfo] = {}
+
+    def visit(value: object, path: tuple[str | int, ...]) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                visit(inner, (*path, key))
+            return
+        fqn = ".".join(map(str, path))
+        paths[fqn] = path
+        if isinstance(value, TensorInfo):
+            tensors[fqn] = tensor(fqn, value.shape, value.dtype)
+
+    visit(state, ())
+    return MemorySource(tensors, frozenset(paths.keys() - tensors.keys()), paths)
+
+
+def array_source(
+    arrays: Mapping[str, tuple[NDArray[np.generic], str, Sequence[Box]]],
+) -> MemorySource:
+    """Return a checkpoint that holds arrays, given with torch's dtype and cut into boxes."""
+    source = bare_source(
+        *(
+            TensorInfo(fqn=fqn, dtype=dtype, shape=array.shape, boxes=boxes)
+            for fqn, (array, dtype, boxes) in arrays.items()
+        )
+    )
+    for fqn, (array, _, boxes) in arrays.items():
+        for box in boxes:
+            source.payloads[fqn, box.offsets] = array[slices(box)].tobytes()
+    return source
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """Return the index of a box in an array."""
+    return tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))
+
+
+def assemble(plan: ExportPlan, source: MemorySource, window_bytes: int) -> list[bytes]:
+    """Return the weight files that come out where all regions are copied as the plan says.
+
+    Fails where a byte is written twice or not at all, or a window is longer than asked for.
+    """
+    files = [bytearray(file.size_bytes) for file in plan.files]
+    counts = [np.zeros(file.size_bytes, np.uint8) for file in plan.files]
+    finder = PieceFinder(plan, source.tensors)
+    for region in plan.regions:
+        assemble_region(plan, source, region, finder, files, counts, window_bytes)
+    assert all((count == 1).all() for count in counts)
+    return [bytes(file) for file in files]
+
+
+def assemble_region(
+    plan: ExportPlan,
+    source: MemorySource,
+    region: Region,
+    finder: PieceFinder,
+    files: list[bytearray],
+    counts: list[NDArray[np.uint8]],
+    window_bytes: int,
+) -> None:
+    """Copy one region window by window."""
+    at = region.start
+    for window in windows(plan, region, window_bytes):
+        assert window.start == at
+        assert 0 < window.size_bytes <= window_bytes
+        at = window.stop
+        buffer = bytearray(window.size_bytes)
+        buffer[: len(window.header)] = window.header
+        touched = np.zeros(window.size_bytes, np.uint8)
+        touched[: len(window.header)] += 1
+        for piece in finder.pieces_of(window.file, window.start, window.stop):
+            copy_piece(piece, source, memoryview(buffer), touched, window.start)
+        files[window.file][window.start : window.stop] = buffer
+        counts[window.file][window.start : window.stop] += touched
+    assert at == region.stop
+
+
+def copy_piece(
+    piece: Piece,
+    source: MemorySource,
+    buffer: memoryview,
+    touched: NDArray[np.uint8],
+    origin: int,
+) -> None:
+    """Copy one piece with numpy's own slicing, element for element."""
+    item = piece.tensor.item_bytes
+    kinds = [f"V{item}", f"V{item}"]
+    if piece.tensor.is_cast:
+        kinds = [
+            str(DTYPES[name].numpy) for name in (piece.tensor.source_dtype, piece.tensor.dtype)
+        ]
+    payload = source.payloads[piece.fqn, piece.chunk_offsets]
+    taken = np.frombuffer(payload, kinds[0]).reshape(piece.chunk_sizes)[slices(piece.region)]
+    start = piece.dest_start - origin
+    size = math.prod(piece.dest_sizes) * item
+    assert start >= 0
+    assert start + size <= len(buffer)
+    target = np.frombuffer(buffer[start : start + size], kinds[1]).reshape(piece.dest_sizes)
+    box = slices(Box(piece.dest_offsets, piece.region.sizes))
+    target[box] = taken
+    marks = touched[start : start + size].reshape((*piece.dest_sizes, item))
+    marks[box] += 1
+    if piece.is_plain_copy:
+        run, into = piece.source_run, piece.dest_run
+        assert run is not None
+        assert into is not None
+        assert buffer[into.start - origin : into.stop - origin] == payload[run.start : run.stop]

@@ -1,0 +1,232 @@
+"""States, planners that hold a save in a given step, and processes, for tests of the saver.
+
+A save is held where a test needs it: in thread mode by a planner or a patch in this process, in
+process mode by a planner that patches its worker when it is unpickled there. Who is held leaves a
+mark in a folder, with its process id, and goes on once the folder has the word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from dcp_cases import seeded
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from ckpt_storage import AsyncSaver, SaveHandle, Timeouts, load
+from ckpt_storage.commit import attempt as commit
+from ckpt_storage.coordination.operation import Operation
+
+MODES: tuple[Literal["thread", "process"], ...] = ("thread", "process")
+
+SILENCE_S = 3.0
+SLACK_S = 5.0
+"""What is promised beyond the deadline for silence."""
+
+END_S = 60.0
+"""Nothing here takes so long; what does, hangs."""
+
+Where = Literal["local plan", "global plan", "write", "commit", "committed", "outcome"]
+
+
+def quick_timeouts(**other: float) -> Timeouts:
+    """Return timeouts that end a hanging test, and notice silence soon."""
+    phases = dict.fromkeys(("plan", "stage", "write", "commit"), 30.0)
+    return Timeouts(**{**phases, "silence": SILENCE_S, **other})
+
+
+def state_of(rank: int, step: int, *, count: int = 1000) -> dict[str, Any]:
+    """Return what a rank has in a step; no two are alike."""
+    return {
+        f"w{rank}": seeded(1000 * step + rank, count),
+        f"words{rank}": {"step": step, "list": [step, "a"]},
+    }
+
+
+def loaded(url: str | Path, rank: int, *, count: int = 1000) -> dict[str, Any]:
+    """Return what a rank has in a checkpoint, read without the other ranks."""
+    target = {f"w{rank}": torch.zeros(count), f"words{rank}": {"step": -1, "list": [-1, ""]}}
+    load(target, url, process_group=_alone())
+    return target
+
+
+def _alone() -> Any:
+    """Return a group of this rank only, or None without ranks."""
+    import torch.distributed as dist  # noqa: PLC0415  # a process without ranks does without
+
+    if not dist.is_initialized():
+        return None
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def until(look: Callable[[], object], what: str, limit_s: float = END_S) -> None:
+    """Wait until `look` finds something; fail naming `what` if it does not."""
+    end = time.monotonic() + limit_s
+    while not look():
+        if time.monotonic() > end:
+            raise AssertionError(f"It never happened: {what}.")
+        time.sleep(0.005)
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+class Hold:
+    """One step of one rank's save, held until the folder has the word `go`."""
+
+    def __init__(self, folder: str | Path, where: Where, rank: int) -> None:
+        self.folder = str(folder)
+        self.where: Where = where
+        self.rank = rank
+
+    @property
+    def _mark(self) -> Path:
+        return Path(self.folder) / f"at-{self.where.replace(' ', '-')}-{self.rank}"
+
+    def here(self) -> None:
+        """Leave the mark, and stay."""
+        temporary = self._mark.with_suffix(".tmp")
+        temporary.write_text(str(os.getpid()), encoding="ascii")
+        temporary.rename(self._mark)
+        until((Path(self.folder) / f"go-{self.rank}").exists, f"the word to leave {self.where}")
+
+    def reached(self) -> int:
+        """Wait until somebody is held, and return the id of the process."""
+        until(self._mark.exists, f"rank {self.rank} comes to {self.where}")
+        return int(self._mark.read_text(encoding="ascii"))
+
+    def go(self) -> None:
+        """Let it go on."""
+        (Path(self.folder) / f"go-{self.rank}").touch()
+
+
+_current: list[Hold] = []
+"""What is held next in this process; each hold takes place once."""
+
+
+def hold_here(hold: Hold) -> None:
+    """Hold the next save of this process."""
+    _patch()
+    _current[:] = [hold]
+
+
+def _pass(where: Where) -> None:
+    if _current and _current[0].where == where:
+        _current.pop().here()
+
+
+def _patch() -> None:
+    """Let commits and members' waits for them look whether they are held; once a process."""
+    if hasattr(commit.commit, "inner"):
+        return
+    inner_commit, inner_outcome = commit.commit, Operation.outcome
+
+    @functools.wraps(inner_commit)
+    def held_commit(*args: Any, **kwargs: Any) -> Any:
+        _pass("commit")
+        record = inner_commit(*args, **kwargs)
+        _pass("committed")
+        return record
+
+    @functools.wraps(inner_outcome)
+    def held_outcome(self: Operation) -> bytes:
+        _pass("outcome")
+        return inner_outcome(self)
+
+    held_commit.inner = inner_commit  # type: ignore[attr-defined]  # the mark of a wrapped one
+    commit.commit = held_commit
+    Operation.outcome = held_outcome  # type: ignore[method-assign]
+
+
+class HeldPlanner(DefaultSavePlanner):
+    """A planner whose save is held, in this process or in the worker it is sent to."""
+
+    def __init__(self, hold: Hold) -> None:
+        super().__init__()
+        self._hold = hold
+
+    def __getstate__(self) -> dict[str, Any]:
+        _current.clear()  # it is the worker that is held
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        hold_here(self._hold)
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan, held or not."""
+        _pass("local plan")
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Plan for all, held or not."""
+        _pass("global plan")
+        return super().create_global_plan(all_plans)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Return an item's data, held or not."""
+        _pass("write")
+        return super().resolve_data(write_item)
+
+
+def held(hold: Hold) -> HeldPlanner:
+    """Return a planner that holds the next save to which it is given."""
+    hold_here(hold)
+    return HeldPlanner(hold)
+
+
+class BrokenPlanner(DefaultSavePlanner):
+    """A planner that fails where the state is planned."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Fail."""
+        raise ZeroDivisionError("the planner divides by zero")
+
+
+def quick_saver(mode: Literal["thread", "process"], **options: Any) -> AsyncSaver:
+    """Return a saver with deadlines that suit a test."""
+    return AsyncSaver(mode=mode, **{"timeout": quick_timeouts(), **options})
+
+
+def save_step(
+    saver: AsyncSaver, folder: str | Path, rank: int, step: int, **options: Any
+) -> SaveHandle:
+    """Begin to save a step, without fsync."""
+    return saver.save(
+        state_of(rank, step), f"{folder}/step-{step}", **{"sync_files": False, **options}
+    )
+
+
+def told(error: BaseException | None) -> tuple[str, int | None, str | None]:
+    """Return the kind, rank and phase of an error."""
+    return (
+        type(error).__name__,
+        getattr(error, "rank", None),
+        getattr(error, "phase", None),
+    )
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process for the length of a block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)

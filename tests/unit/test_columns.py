@@ -1,0 +1,157 @@
+"""Columns and names: what is packed comes back, and what was tampered with does not."""
+
+from __future__ import annotations
+
+import base64
+import json
+import tracemalloc
+import zlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_storage.errors import FormatError
+from ckpt_storage.format.columns import MOST_INFLATED_BYTES, Columns, pack_column, pack_names
+
+NUMBERS = st.one_of(
+    st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=200),
+    st.lists(st.integers(0, 200), min_size=65, max_size=200),
+    st.builds(
+        lambda start, step, count: [start + step * i for i in range(count)],
+        st.integers(-(1 << 40), 1 << 40),
+        st.integers(-(1 << 20), 1 << 20),
+        st.integers(65, 300),
+    ),
+)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+def through_json(value: Any) -> dict[str, Any]:
+    """Return a document that has the value, as its reader parses it."""
+    document: dict[str, Any] = json.loads(json.dumps({"key": value}))
+    return document
+
+
+@settings(deadline=None)
+@given(NUMBERS)
+def test_a_column_comes_back(numbers: list[int]) -> None:
+    """Whatever 64 bits hold, in whatever order."""
+    document = through_json(pack_column(numbers))
+    found = Columns("here").column(document, "key", least=-(1 << 63))
+    assert found.tolist() == numbers
+
+
+@settings(deadline=None)
+@given(st.lists(TEXT, max_size=120))
+def test_names_come_back(names: list[str]) -> None:
+    """Also those with line breaks, quotes and other scripts."""
+    assert Columns("here").names(through_json(pack_names(names)), "key") == names
+
+
+def test_a_regular_column_takes_no_more_when_it_is_longer() -> None:
+    """Ten thousand starts in equal steps are a few hundred characters."""
+    assert len(json.dumps(pack_column(range(0, 10_000 * 4096, 4096)))) < 400
+
+
+PACKED = pack_column([n * n for n in range(100)])
+NAMES = pack_names([f"model.layers.{n}.weight" for n in range(200)])
+
+
+def deflated(data: bytes) -> str:
+    """Return base64 of a zlib stream."""
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"count": 99},
+        {"count": 101},
+        {"count": -1},
+        {"count": True},
+        {"count": 1 << 62},
+        {"width": 3},
+        {"width": 8},
+        {"delta": 2},
+        {"zlib": ""},
+        {"zlib": "?"},
+        {"zlib": None},
+        {"zlib": deflated(b"")},
+        {"zlib": deflated(bytes(99))},
+        {"zlib": deflated(bytes(1 << 20))},
+        {"zlib": base64.b64encode(b"no stream").decode()},
+    ],
+    ids=str,
+)
+def test_a_column_that_is_not_what_it_says_is_refused(change: dict[str, object]) -> None:
+    """Too much, too little, and what is no stream at all."""
+    assert isinstance(PACKED, dict)
+    with pytest.raises(FormatError, match="here"):
+        Columns("here").column({"key": PACKED | change}, "key")
+
+
+@pytest.mark.parametrize("cut", [1, 5, -1, -5])
+def test_a_stream_that_was_cut_or_extended_is_refused(cut: int) -> None:
+    """The end of the stream is part of it, and nothing comes behind it."""
+    assert isinstance(PACKED, dict)
+    data = base64.b64decode(PACKED["zlib"])
+    changed = data + bytes(cut) if cut > 0 else data[:cut]
+    with pytest.raises(FormatError):
+        Columns("here").column(
+            {"key": PACKED | {"zlib": base64.b64encode(changed).decode()}}, "key"
+        )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"count": 199},
+        {"bytes": 10},
+        {"bytes": 1 << 40},
+        {"zlib": deflated(b"x" * 10), "bytes": 10},
+        {"zlib": deflated(b"[1,2]"), "bytes": 5, "count": 2},
+        {"zlib": deflated(b'["\\ud800"]'), "bytes": 10, "count": 1},
+        {"zlib": deflated(b"[" * 100_000), "bytes": 100_000, "count": 1},
+    ],
+    ids=str,
+)
+def test_names_that_are_not_what_they_say_are_refused(change: dict[str, object]) -> None:
+    """Another number or length, and texts that are no list of strings."""
+    assert isinstance(NAMES, dict)
+    with pytest.raises(FormatError, match="here"):
+        Columns("here").names({"key": NAMES | change}, "key")
+
+
+def test_nothing_is_inflated_beyond_what_was_declared() -> None:
+    """A stream of 64 MiB that says it has ten bytes is given up after ten."""
+    bomb = zlib.compressobj(9)
+    data = b"".join(bomb.compress(bytes(1 << 20)) for _ in range(64)) + bomb.flush()
+    body = {"key": {"count": 10, "width": 1, "delta": 0, "zlib": base64.b64encode(data).decode()}}
+    columns = Columns("here")
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError):
+            columns.column(body, "key")
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert columns.left_bytes == MOST_INFLATED_BYTES - 80
+
+
+def test_all_columns_of_a_document_share_one_limit() -> None:
+    """What one takes, the next cannot."""
+    columns = Columns("here", left_bytes=1000)
+    columns.column({"key": PACKED}, "key")
+    with pytest.raises(FormatError, match="declares more than"):
+        columns.column({"key": PACKED}, "key")
+
+
+def test_limits_of_numbers_are_checked() -> None:
+    """A position outside a list is found where it is read."""
+    columns = Columns("here")
+    assert columns.column({"key": [-1, 4]}, "key", least=-1, below=5).tolist() == [-1, 4]
+    for numbers, limits in (([-1], {}), ([5], {"below": 5}), ([1, 2], {"count": 3})):
+        with pytest.raises(FormatError):
+            columns.column({"key": numbers}, "key", **limits)

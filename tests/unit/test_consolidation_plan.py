@@ -1,0 +1,508 @@
+"""Weight files, regions and pieces, held against numpy slicing and the safetensors library."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from consolidation_sources import MemorySource, array_source, assemble, bare_source, tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from safetensors.numpy import load as load_numpy
+from safetensors.torch import load_file
+
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.export.consolidation.division import divide
+from ckpt_storage.export.consolidation.options import ConsolidateOptions
+from ckpt_storage.export.consolidation.plan import (
+    ExportPlan,
+    PieceFinder,
+    WriteRules,
+    index_document,
+    plan_export,
+    windows,
+    with_suffix,
+)
+from ckpt_storage.format.regions import Box
+from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.source.model import TensorInfo
+from ckpt_storage.store.base import Capabilities
+
+QUICK = settings(max_examples=100, deadline=None)
+MIB = 1 << 20
+SHARED = WriteRules(can_share_file=True)
+S3 = WriteRules(
+    can_share_file=True, min_part_bytes=5 * MIB, max_part_count=10_000, part_multiple_bytes=1
+)
+WHOLE = WriteRules(can_share_file=False)
+NUMPY_DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "uint8", "bool")
+
+
+@st.composite
+def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """Draw boxes that tile `shape`, made by cutting boxes in two, in any order."""
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        wide = [dim for dim, size in enumerate(box.sizes) if size > 1]
+        if not wide:
+            boxes.append(box)
+            continue
+        dim = draw(st.sampled_from(wide))
+        cut = draw(st.integers(1, box.sizes[dim] - 1))
+        for start, size in ((0, cut), (cut, box.sizes[dim] - cut)):
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            offsets[dim] += start
+            sizes[dim] = size
+            boxes.append(Box(tuple(offsets), tuple(sizes)))
+    return draw(st.permutations(boxes))
+
+
+@st.composite
+def checkpoints(
+    draw: st.DrawFn,
+) -> tuple[MemorySource, dict[str, NDArray[np.generic]]]:
+    """Draw a checkpoint of up to 6 small tensors, sharded anyhow, and its arrays."""
+    arrays: dict[str, tuple[NDArray[np.generic], str, Sequence[Box]]] = {}
+    for number in range(draw(st.integers(1, 6))):
+        shape = tuple(draw(st.lists(st.integers(0, 40), max_size=3)))
+        dtype = draw(st.sampled_from(NUMPY_DTYPES))
+        data = np.random.default_rng(number).integers(0, 2, math.prod(shape) * 16, np.uint8)
+        array = data[: math.prod(shape) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+        arrays[f"t{number}"] = (array, dtype, draw(tilings(shape)))
+    return array_source(arrays), {fqn: array for fqn, (array, _, _) in arrays.items()}
+
+
+@QUICK
+@given(
+    checkpoint=checkpoints(),
+    world_size=st.integers(1, 9),
+    rules=st.sampled_from([SHARED, S3, WHOLE, WriteRules(can_share_file=True, part_bytes=64)]),
+    limit=st.sampled_from([1000, 5000, "5GB"]),
+    window_bytes=st.integers(64, 20_000),
+)
+def test_files_made_by_a_plan_are_what_safetensors_reads(
+    checkpoint: tuple[MemorySource, dict[str, NDArray[np.generic]]],
+    world_size: int,
+    rules: WriteRules,
+    limit: int | str,
+    window_bytes: int,
+) -> None:
+    """Every byte is written once, and the safetensors library finds every array unchanged."""
+    source, arrays = checkpoint
+    options = ConsolidateOptions(max_file_bytes=limit)
+    plan = plan_export(source, options=options, world_size=world_size, rules=rules)
+    found: dict[str, NDArray[np.generic]] = {}
+    for data in assemble(plan, source, window_bytes):
+        found |= load_numpy(data)
+    assert found.keys() == arrays.keys()
+    for fqn, array in arrays.items():
+        assert found[fqn].shape == array.shape
+        assert found[fqn].dtype == array.dtype
+        assert found[fqn].tobytes() == array.tobytes()
+
+
+@QUICK
+@given(
+    boxes=tilings((7, 9)),
+    dtypes=st.permutations(["float64", "float32", "float16"]),
+    window_bytes=st.integers(64, 500),
+)
+def test_pieces_of_a_cast_tensor_count_in_both_dtypes(
+    boxes: list[Box], dtypes: list[str], window_bytes: int
+) -> None:
+    """Elements find their place where stored and written ones differ in size."""
+    array = np.arange(63).astype(dtypes[0]).reshape(7, 9)
+    source = array_source({"t": (array, dtypes[0], boxes)})
+    options = ConsolidateOptions(dtype=dtypes[1])
+    rules = WriteRules(can_share_file=True, part_multiple_bytes=64, part_bytes=128)
+    plan = plan_export(source, options=options, world_size=2, rules=rules)
+    (data,) = assemble(plan, source, window_bytes)
+    found = load_numpy(data)["t"]
+    assert found.dtype == dtypes[1]
+    assert (found == array).all()
+    finder = PieceFinder(plan, source.tensors)
+    whole = finder.pieces_of(0, 0, plan.files[0].size_bytes)
+    assert not any(piece.is_plain_copy for piece in whole)
+
+
+@QUICK
+@given(checkpoint=checkpoints(), order=st.randoms(use_true_random=False))
+def test_the_order_of_dicts_does_not_matter(
+    checkpoint: tuple[MemorySource, dict[str, NDArray[np.generic]]], order: Random
+) -> None:
+    """A source and options that list the same in another order give the same plan."""
+    source, _ = checkpoint
+    shuffled = list(source.tensors)
+    order.shuffle(shuffled)
+    other = MemorySource(
+        {fqn: source.tensors[fqn] for fqn in shuffled}, payloads=dict(source.payloads)
+    )
+    index = {fqn: 1 + at % 2 for at, fqn in enumerate(source.tensors)}
+    plans = []
+    for here, names in ((source, list(index)), (other, shuffled)):
+        options = ConsolidateOptions(
+            fqn_to_index_mapping={name: index[name] for name in names} if len(index) > 1 else None,
+            rename={name: f"x.{name}" for name in names},
+            include=set(names),
+        )
+        plans.append(plan_export(here, options=options, world_size=3, rules=SHARED))
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize(
+    "dtype", [name for name, dtype in DTYPES.items() if dtype.safetensors is not None]
+)
+def test_every_dtype_of_safetensors_goes_out(tmp_path: Path, dtype: str) -> None:
+    """Torch's loader finds bytes, shape and dtype of each dtype that safetensors has."""
+    shape = (6, 4)
+    kind = getattr(torch, dtype)
+    item = kind.itemsize
+    raw = np.random.default_rng(1).integers(0, 2, 24 * item, np.uint8)
+    boxes = [Box((0, 0), (6, 3)), Box((0, 3), (6, 1))]
+    source = array_source({"t": (raw.view(f"V{item}").reshape(shape), dtype, boxes)})
+    plan = plan_export(source, options=ConsolidateOptions(), world_size=2, rules=SHARED)
+    (data,) = assemble(plan, source, 64)
+    assert json.loads(plan.files[0].header[8:])["t"]["dtype"] == DTYPES[dtype].safetensors
+    (tmp_path / "model.safetensors").write_bytes(data)
+    loaded = load_file(tmp_path / "model.safetensors")["t"]
+    assert loaded.dtype == kind
+    assert loaded.shape == shape
+    assert bytes(loaded.view(torch.uint8).numpy()) == raw.tobytes()
+
+
+@pytest.mark.parametrize(
+    "dtype", [name for name, dtype in DTYPES.items() if dtype.safetensors is None]
+)
+def test_a_dtype_that_safetensors_lacks_is_refused(dtype: str) -> None:
+    """The error names the tensor and how to leave it out."""
+    source = bare_source(tensor("good", (2,)), tensor("layers.0.bad", (2,), dtype))
+    with pytest.raises(InvalidInputError, match=r"layers\.0\.bad has dtype .*exclude="):
+        plan_export(source, options=ConsolidateOptions(), world_size=1, rules=SHARED)
+    options = ConsolidateOptions(exclude="layers.0.bad", dtype=torch.bfloat16)
+    assert plan_export(source, options=options, world_size=1, rules=SHARED).files
+
+
+def test_tensors_without_dimension_or_elements_keep_their_shape() -> None:
+    """A scalar is one element, and an empty tensor has a header entry and no bytes."""
+    scalar = np.array(2.5, np.float32)
+    empty = np.zeros((3, 0, 2), np.int64)
+    source = array_source(
+        {
+            "scalar": (scalar, "float32", [Box((), ())]),
+            "empty": (empty, "int64", [Box((0, 0, 0), (3, 0, 2))]),
+        }
+    )
+    plan = plan_export(source, options=ConsolidateOptions(), world_size=4, rules=SHARED)
+    (data,) = assemble(plan, source, 4096)
+    found = load_numpy(data)
+    assert found["scalar"] == scalar
+    assert found["scalar"].shape == ()
+    assert found["empty"].shape == (3, 0, 2)
+
+
+def test_headers_are_aligned_and_name_the_format() -> None:
+    """Data begins at a multiple of 64, each tensor at one of its element; metadata says "pt"."""
+    source = bare_source(
+        *(tensor(f"t{at}", (3,), dtype) for at, dtype in enumerate(reversed(NUMPY_DTYPES)))
+    )
+    plan = plan_export(source, options=ConsolidateOptions(), world_size=1, rules=SHARED)
+    (file,) = plan.files
+    assert file.name == "model.safetensors"
+    assert len(file.header) % 64 == 0
+    assert json.loads(file.header[8:])["__metadata__"] == {"format": "pt"}
+    assert all(t.start % t.item_bytes == 0 for t in file.tensors)
+    stops = [t.stop for t in file.tensors]
+    assert [t.start for t in file.tensors] == [len(file.header), *stops[:-1]]
+    assert stops[-1] == file.size_bytes
+
+
+def hugging_face_split(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Return what `split_state_dict_into_shards_factory` is documented to do."""
+    shards: list[list[int]] = []
+    open_shard: list[int] = []
+    for at, size in enumerate(sizes):
+        if size > limit:
+            shards.append([at])
+        elif sum(sizes[i] for i in open_shard) + size > limit:
+            shards.append(open_shard)
+            open_shard = [at]
+        else:
+            open_shard.append(at)
+    return [*shards, open_shard] if open_shard else shards
+
+
+@QUICK
+@given(sizes=st.lists(st.integers(0, 1500), min_size=1, max_size=30))
+def test_files_are_cut_as_hugging_face_cuts(sizes: list[int]) -> None:
+    """Tensors fill a file up to the limit; a larger one than that has a file of its own."""
+    source = bare_source(*(tensor(f"t{at}", (size,), "uint8") for at, size in enumerate(sizes)))
+    options = ConsolidateOptions(max_file_bytes=1000)
+    plan = plan_export(source, options=options, world_size=1, rules=SHARED)
+    expected = hugging_face_split(sizes, 1000)
+    count = len(expected)
+    assert [[int(t.name[1:]) for t in file.tensors] for file in plan.files] == expected
+    if count > 1:
+        assert [f.name for f in plan.files] == [
+            f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
+        ]
+
+
+def test_an_index_mapping_decides_the_files() -> None:
+    """Names and FQNs are understood as keys, and a file of dropped aliases only is no file."""
+    source = bare_source(
+        tensor("model.a", (2,)),
+        tensor("model.b", (2,)),
+        tensor("model.head", (2,)),
+        paths={"model.a": ("model", "a"), "model.b": ("model", "b"), "model.head": ("model", "h")},
+    )
+    options = ConsolidateOptions(fqn_to_index_mapping={"a": 3, "model.b": 1, "head": 2})
+    plan = plan_export(
+        source, options=options, world_size=1, rules=SHARED, ties={"model.head": "model.a"}
+    )
+    assert [[t.name for t in file.tensors] for file in plan.files] == [["b"], ["a"]]
+    document = json.loads(index_document(plan))
+    assert document["weight_map"] == {
+        "b": "model-00001-of-00002.safetensors",
+        "a": "model-00002-of-00002.safetensors",
+    }
+    assert document["metadata"]["total_size"] == 16
+    assert document["metadata"]["save_id"] == source.save_id
+
+
+@QUICK
+@given(
+    sizes=st.lists(st.integers(1, 5000) | st.integers(1, 1 << 34), min_size=1, max_size=12),
+    world_size=st.integers(1, 300),
+    min_part_bytes=st.sampled_from([1, 5 * MIB]),
+    max_part_count=st.sampled_from([None, 100, 10_000]),
+    multiple=st.sampled_from([1, 4096, 256 * 1024]),
+    part_bytes=st.sampled_from([8 * MIB, 16 * MIB, 100 * 1000 * 1000]),
+)
+def test_regions_cover_files_with_lawful_parts_and_balance(
+    sizes: list[int],
+    world_size: int,
+    min_part_bytes: int,
+    max_part_count: int | None,
+    multiple: int,
+    part_bytes: int,
+) -> None:
+    """Parts are numbered densely, large enough, few enough and aligned; ranks are balanced."""
+    rules = WriteRules(
+        can_share_file=True,
+        min_part_bytes=min_part_bytes,
+        max_part_count=max_part_count,
+        part_multiple_bytes=multiple,
+        part_bytes=part_bytes,
+    )
+    regions = divide(sizes, world_size, rules)
+    loads = [0] * world_size
+    at = [0] * len(sizes)
+    for region in regions:
+        assert region.start == at[region.file] < region.stop
+        assert region.start % region.part_bytes == 0
+        assert region.start % math.lcm(multiple, 64) == 0
+        assert region.ends_file or region.stop % region.part_bytes == 0
+        at[region.file] = region.stop
+        loads[region.owner] += region.size_bytes
+    assert at == sizes
+    assert [r.owner for r in regions] == sorted(r.owner for r in regions)
+    for file, size in enumerate(sizes):
+        (part,) = {region.part_bytes for region in regions if region.file == file}
+        assert part >= min_part_bytes
+        assert max_part_count is None or -(-size // part) <= max_part_count
+    mean = sum(sizes) / world_size
+    largest = max(region.part_bytes for region in regions)
+    assert max(loads) <= mean + largest
+    least_parts = [max(min_part_bytes, -(-size // (max_part_count or size))) for size in sizes]
+    unit = max(math.lcm(multiple, 64), *least_parts)
+    if mean >= 40 * unit:
+        assert max(loads) <= 1.05 * mean
+
+
+def test_parts_of_a_region_are_numbered_from_the_start_of_the_file() -> None:
+    """Parts of all regions of a file, together, are 0 to n - 1, and only the last ends it."""
+    regions = divide([100 * MIB + 17], 4, S3)
+    parts = [part for region in regions for part in region.parts()]
+    assert len({region.owner for region in regions}) == 4
+    assert [part.number for part in parts] == list(range(len(parts)))
+    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert all(a.stop == b.start for a, b in itertools.pairwise(parts))
+    assert all(part.stop - part.start >= 5 * MIB for part in parts[:-1])
+    assert parts[-1].stop == 100 * MIB + 17
+
+
+def test_rules_come_from_what_a_store_can_do() -> None:
+    """Parts obey both the storage's own multiple and where two members may meet."""
+    store = Capabilities(
+        kind="s3",
+        exclusive_create=True,
+        atomic_replace=True,
+        replace_if_match=True,
+        parallel_parts=True,
+        min_part_bytes=5 * MIB,
+        max_part_count=10_000,
+        part_multiple_bytes=3,
+        shared_uploads=True,
+        shared_align_bytes=64 * 1024,
+    )
+    assert WriteRules.of(store, part_bytes=8 * MIB) == WriteRules(
+        can_share_file=True,
+        min_part_bytes=5 * MIB,
+        max_part_count=10_000,
+        part_multiple_bytes=3 * 64 * 1024,
+        part_bytes=8 * MIB,
+    )
+    assert not WriteRules.of(replace(store, shared_uploads=False)).can_share_file
+
+
+def test_whole_files_go_to_the_rank_that_has_least() -> None:
+    """Without shared files every region is a file, and the largest file sets the pace."""
+    sizes = [100, 900, 300, 500, 200, 400]
+    regions = divide(sizes, 3, WHOLE)
+    assert [(r.file, r.start, r.stop) for r in regions] == [(i, 0, s) for i, s in enumerate(sizes)]
+    loads = [sum(r.size_bytes for r in regions if r.owner == rank) for rank in range(3)]
+    assert sorted(loads) == [700, 800, 900]
+
+
+def two_dimensional() -> ExportPlan:
+    """Return the plan of one 1,000 x 1,000 tensor on 1 rank, with parts of 256 KiB."""
+    rules = WriteRules(can_share_file=True, part_bytes=256 * 1024)
+    return plan_export(
+        bare_source(tensor("t", (1000, 1000))),
+        options=ConsolidateOptions(),
+        world_size=1,
+        rules=rules,
+    )
+
+
+def test_windows_end_with_parts_or_rows() -> None:
+    """Windows of whole parts where one fits, of whole rows where asked for or none fits."""
+    plan = two_dimensional()
+    (region,) = plan.regions
+    first = plan.files[0].tensors[0].start
+    for window in list(windows(plan, region, 600_000))[:-1]:
+        assert window.stop % region.part_bytes == 0
+    for window in list(windows(plan, region, 600_000, cut="rows"))[:-1]:
+        assert (window.stop - first) % 4000 == 0
+    small = list(windows(plan, region, 10_000))
+    assert all((w.stop - first) % 4000 == 0 or w.stop % region.part_bytes == 0 for w in small[:-1])
+    assert b"".join(window.header for window in small) == plan.files[0].header
+    with pytest.raises(InvalidInputError, match="window_bytes is 63"):
+        list(windows(plan, region, 63))
+
+
+def test_an_interval_that_cuts_an_element_is_refused() -> None:
+    """Pieces are whole elements."""
+    plan = two_dimensional()
+    finder = PieceFinder(plan, bare_source(tensor("t", (1000, 1000))).tensors)
+    start = plan.files[0].tensors[0].start
+    with pytest.raises(InvalidInputError, match="cut an element of t"):
+        list(finder.pieces_of(0, start, start + 6))
+
+
+def test_row_shards_are_plain_copies_and_column_shards_are_not() -> None:
+    """A dim-0 shard gives one piece per chunk and interval, a run on both sides."""
+    rows = [Box((at, 0), (250, 1000)) for at in range(0, 1000, 250)]
+    columns = [Box((0, at), (1000, 250)) for at in range(0, 1000, 250)]
+    plan = two_dimensional()
+    stop = plan.files[0].size_bytes
+    for boxes, plain in ((rows, True), (columns, False)):
+        finder = PieceFinder(plan, {"t": tensor("t", (1000, 1000), boxes=boxes)})
+        pieces = list(finder.pieces_of(0, 4096, stop - 4))
+        assert {piece.is_plain_copy for piece in pieces[1:-1]} >= {plain}
+        assert sum(piece.region.volume for piece in pieces) * 4 == stop - 4 - 4096
+        if plain:
+            assert len(pieces) == 4
+            assert all(piece.is_plain_copy for piece in pieces)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "torch.float16", torch.float64])
+def test_casting_touches_floating_tensors_only(name: object) -> None:
+    """Integers, booleans, complex numbers and 8-bit floats go out as they are."""
+    kept = ["int64", "bool", "complex64", "float8_e4m3fn", "uint8"]
+    cast = ["float64", "float32", "float16", "bfloat16"]
+    source = bare_source(*(tensor(dtype, (4,), dtype) for dtype in (*kept, *cast)))
+    plan = plan_export(source, options=ConsolidateOptions(dtype=name), world_size=1, rules=SHARED)
+    target = str(name).removeprefix("torch.")
+    found = {t.name: t.dtype for t in plan.files[0].tensors}
+    assert found == {**{dtype: dtype for dtype in kept}, **dict.fromkeys(cast, target)}
+    assert {t.name for t in plan.files[0].tensors if t.is_cast} == set(cast) - {target}
+
+
+def test_the_fingerprint_is_of_the_content_and_the_agreement_of_the_plan() -> None:
+    """World size and file names change only the agreement; source and tensors change both."""
+    source = bare_source(tensor("a", (5000,)), tensor("b", (5000,)))
+    base = plan_export(source, options=ConsolidateOptions(), world_size=2, rules=SHARED)
+    wider = plan_export(source, options=ConsolidateOptions(), world_size=3, rules=SHARED)
+    again = with_suffix(base, base.fingerprint[:8])
+    assert base.fingerprint == wider.fingerprint == again.fingerprint
+    assert len({base.agreement, wider.agreement, again.agreement}) == 3
+    assert again.files[0].name == f"model-00001-of-00001-{base.fingerprint[:8]}.safetensors"
+    assert with_suffix(again, "") == base
+    others = [
+        plan_export(
+            source, options=ConsolidateOptions(rename={"a": "c"}), world_size=2, rules=SHARED
+        ),
+        plan_export(
+            source, options=ConsolidateOptions(), world_size=2, rules=SHARED, source_id="other"
+        ),
+        plan_export(
+            source,
+            options=ConsolidateOptions(rename={"a": "b", "b": "a"}),
+            world_size=2,
+            rules=SHARED,
+        ),
+        plan_export(
+            bare_source(tensor("a", (5000,)), tensor("b", (5000,), "int32")),
+            options=ConsolidateOptions(),
+            world_size=2,
+            rules=SHARED,
+        ),
+    ]
+    digests = [base.fingerprint, *(plan.fingerprint for plan in others)]
+    assert others[2].files[0].header == base.files[0].header
+    assert len(set(digests)) == 5
+    assert all(len(digest) == 64 for digest in digests)
+
+
+def test_a_large_plan_is_lazy() -> None:
+    """1,000 tensors in 256 column shards for 256 ranks: planning looks at no chunk."""
+
+    class Watched(list[Box]):
+        looks = 0
+
+        def __iter__(self) -> Iterator[Box]:
+            Watched.looks += 1
+            return super().__iter__()
+
+    shape = (4096, 1024)
+    boxes = Watched(Box((0, at), (4096, 4)) for at in range(0, 1024, 4))
+    tensors = [
+        TensorInfo(fqn=f"layers.{at}.w", dtype="bfloat16", shape=shape, boxes=boxes)
+        for at in range(1000)
+    ]
+    source = bare_source(*tensors)
+    source.format = "dcp"
+    plan = plan_export(source, options=ConsolidateOptions(), world_size=256, rules=S3)
+    assert Watched.looks == 0
+    loads = [sum(r.size_bytes for r in plan.regions_of(rank)) for rank in range(256)]
+    assert max(loads) <= 1.2 * sum(loads) / 256
+    finder = PieceFinder(plan, source.tensors)
+    region = plan.regions_of(17)[0]
+    total = sum(
+        piece.region.volume * 2
+        for window in windows(plan, region, 16 * MIB)
+        for piece in finder.pieces_of(window.file, window.start, window.stop)
+    )
+    assert region.size_bytes - len(plan.files[0].header) <= total <= region.size_bytes
+    assert 0 < Watched.looks < 3 * (2 + region.size_bytes // (4096 * 1024 * 2))

@@ -1,0 +1,412 @@
+"""Which tensors go out under which names: nesting, selections, renaming, ties, bad options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from consolidation_sources import (
+    MemorySource,
+    array_source,
+    bare_source,
+    nested_source,
+    tensor,
+)
+
+from ckpt_storage import CheckpointStorageWriter
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.export.consolidation.choice import Choice, choose, natural_key
+from ckpt_storage.export.consolidation.options import (
+    ConsolidateOptions,
+    index_of_weight_map,
+    parse_bytes,
+)
+from ckpt_storage.export.consolidation.plan import ExportPlan, WriteRules, plan_export
+from ckpt_storage.export.consolidation.ties import check_ties
+from ckpt_storage.format.regions import Box
+from ckpt_storage.options import TransferOptions
+from ckpt_storage.source.opening import open_source
+from ckpt_storage.store import open_store
+from ckpt_storage.store.deadline import Deadline
+
+RULES = WriteRules(can_share_file=True)
+W = tensor("", (4, 2))
+HF = {"model.embed.weight": W, "model.layers.0.w": W, "lm_head.weight": W}
+"""A Hugging Face state dict: its names begin with "model." themselves."""
+TIED_HF = {"model.embed.weight": W, "model.layers.0.w": W}
+"""One whose every name does, because the head is tied."""
+OSD = {"state": {"model.embed.weight": {"exp_avg": W, "step": tensor("", ())}}, "lr": 0.1}
+
+
+def chosen(source: MemorySource, **options: Any) -> Choice:
+    """Return the choice with these options."""
+    return choose(source, ConsolidateOptions(**options))
+
+
+def out(choice: Choice) -> dict[str, str]:
+    """Return name -> FQN of what goes out."""
+    return {t.name: t.fqn for t in choice.tensors}
+
+
+def left(choice: Choice) -> dict[str, str]:
+    """Return FQN -> reason of what does not."""
+    return {skip.fqn: skip.reason for skip in choice.skipped}
+
+
+@pytest.mark.parametrize(
+    ("state", "stripped"),
+    [
+        (HF, ""),
+        (TIED_HF, ""),
+        ({"model": HF}, "model."),
+        ({"model": TIED_HF}, "model."),
+        ({"model": HF, "optimizer": OSD, "step": 7}, "model."),
+        ({"model": HF, "optimizer": OSD, "step": tensor("", ())}, "model."),
+        ({"model": HF, "ema_model": HF, "scheduler": {"last": W}}, "model."),
+        ({"app": {"model": HF, "optim": OSD}}, "app.model."),
+        ({"state_dict": HF, "optimizer_states": {"0": OSD}}, "state_dict."),
+        ({"Module": HF, "lr_scheduler": {"last": W}}, "Module."),
+        ({"net": HF, "optimizers": OSD}, "net."),
+        ({**HF, "optimizer": OSD, "train_state": {"step": W}}, ""),
+    ],
+)
+def test_the_model_goes_out_under_its_own_names(state: dict[str, object], stripped: str) -> None:
+    """However a script nests it, what goes out is the model's state dict, and nothing else."""
+    source = nested_source(state)
+    choice = chosen(source)
+    names = TIED_HF if "lm_head.weight" not in str(state) else HF
+    assert out(choice) == {name: f"{stripped}{name}" for name in names}
+    assert choice.stripped == stripped
+    everything = source.tensors.keys() | source.blobs
+    assert left(choice).keys() == everything - set(out(choice).values())
+
+
+def test_what_is_left_out_says_why() -> None:
+    """Blobs, optimizer state, training state and other models are listed with their reasons."""
+    source = nested_source(
+        {"model": {"a": W}, "optim": {"s": W, "lr": 0.1}, "rng": {"s": W}, "ema": {"a": W}}
+    )
+    choice = chosen(source)
+    assert left(choice) == {
+        "ema.a": "outside the model",
+        "optim.lr": "blob",
+        "optim.s": "optimizer",
+        "rng.s": "training state",
+    }
+    sizes = {skip.fqn: skip.size_bytes for skip in choice.skipped}
+    assert sizes == {"ema.a": 32, "optim.lr": None, "optim.s": 32, "rng.s": 32}
+
+
+def test_a_parameter_is_never_judged_by_its_name() -> None:
+    """A module may have parameters "scaler" and "opt"; only containers are left out."""
+    assert set(out(chosen(nested_source({"model": {"scaler": W, "opt": W, "w": W}})))) == {
+        "scaler",
+        "opt",
+        "w",
+    }
+    assert set(out(chosen(nested_source({"scaler": W, "w": W})))) == {"scaler", "w"}
+
+
+def test_several_containers_of_equal_right_go_out_whole() -> None:
+    """Where nothing says which one is the model, all go out under their FQNs."""
+    for keys in (("generator", "critic"), ("model", "module")):
+        choice = chosen(nested_source({key: {"w": W} for key in keys}))
+        assert set(out(choice)) == {f"{key}.w" for key in keys}
+        assert choice.stripped == ""
+
+
+def test_a_modules_own_dictionaries_are_no_containers() -> None:
+    """Below the model only keys that are known to hold models are taken off."""
+    choice = chosen(nested_source({"model": {"layer0": {"w": W, "b": W}}}))
+    assert set(out(choice)) == {"layer0.w", "layer0.b"}
+
+
+def test_without_paths_names_stay_whole() -> None:
+    """Where the nesting is not known, nothing is taken off; optimizer state is still left out."""
+    names = ["model.a", "model.b", "optimizer.state.a"]
+    choice = chosen(bare_source(*(tensor(name, (2,)) for name in names)))
+    assert set(out(choice)) == {"model.a", "model.b"}
+    assert left(choice) == {"optimizer.state.a": "optimizer"}
+
+
+STATE: dict[str, object] = {
+    "model": {"layers.0.w": W, "layers.1.w": W, "head": W},
+    "ema": {"layers.0.w": W, "head": W},
+    "optimizer": {"head": W},
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"include": "model.layers.*"}, {"layers.0.w", "layers.1.w"}),
+        ({"include": ["ema.*"]}, {"layers.0.w", "head"}),
+        ({"include": {"ema.head", "model.head"}}, {"ema.head", "model.head"}),
+        ({"include": "optimizer.*"}, {"head"}),
+        ({"include": lambda fqn: fqn.endswith("1.w")}, {"layers.1.w"}),
+        ({"exclude": "*.head"}, {"layers.0.w", "layers.1.w"}),
+        ({"exclude": ["model.layers.?.w", "ema.*"]}, {"head"}),
+        ({"exclude": lambda fqn: "layers" in fqn}, {"head"}),
+        ({"include": "*", "exclude": ["ema.*", "optim*"]}, {"layers.0.w", "layers.1.w", "head"}),
+    ],
+)
+def test_include_and_exclude_take_fqns_patterns_and_functions(
+    options: dict[str, Any], names: set[str]
+) -> None:
+    """`include` replaces the default choice, `exclude` narrows it; one container is taken off."""
+    assert set(out(chosen(nested_source(STATE), **options))) == names
+
+
+def test_an_fqn_is_not_read_as_a_pattern() -> None:
+    """Brackets in an FQN stand for themselves if there is such a tensor."""
+    source = bare_source(tensor("a[0]", (2,)), tensor("a0", (2,)))
+    assert set(out(chosen(source, include="a[0]"))) == {"a[0]"}
+    assert set(out(chosen(source, include="a[0]*"))) == {"a0"}
+
+
+@pytest.mark.parametrize(
+    ("rename", "names"),
+    [
+        ({"model.head": "lm_head"}, {"layers.0.w", "layers.1.w", "lm_head"}),
+        (lambda fqn: fqn.upper(), {"MODEL.LAYERS.0.W", "MODEL.LAYERS.1.W", "MODEL.HEAD"}),
+    ],
+)
+def test_rename_has_the_last_word(
+    rename: Mapping[str, str] | Callable[[str], str], names: set[str]
+) -> None:
+    """A mapping leaves other names at their default; a function gets whole FQNs."""
+    assert set(out(chosen(nested_source(STATE), rename=rename))) == names
+
+
+def test_tensors_go_out_in_natural_order() -> None:
+    """Numbers in names sort as numbers."""
+    names = ["layers.10.w", "layers.2.w", "layers.2", "embed", "02", "2", "10"]
+    expected = ["02", "2", "10", "embed", "layers.2", "layers.2.w", "layers.10.w"]
+    assert sorted(names, key=natural_key) == expected
+
+
+def tied_state() -> MemorySource:
+    """Return a model whose head is its embedding, stored twice."""
+    data = np.arange(64, dtype=np.float32).reshape(8, 8)
+    boxes = [Box((0, 0), (4, 8)), Box((4, 0), (4, 8))]
+    arrays = {
+        "embed": (data, "float32", boxes),
+        "head": (data, "float32", boxes),
+        "other": (data + 1, "float32", boxes),
+        "whole": (data, "float32", [Box((0, 0), (8, 8))]),
+        "tail": (np.concatenate([data[:4], data[:4]]), "float32", boxes),
+    }
+    return array_source(arrays)
+
+
+def test_recorded_ties_are_dropped_or_kept() -> None:
+    """An alias is left out by default, and read from its own bytes if kept."""
+    source, ties = tied_state(), {"head": "embed"}
+    dropped = choose(source, ConsolidateOptions(), ties)
+    assert "head" not in out(dropped)
+    (skip,) = dropped.skipped
+    assert (skip.fqn, skip.reason, skip.target) == ("head", "tied", "embed")
+    assert out(choose(source, ConsolidateOptions(tied="keep"), ties))["head"] == "head"
+
+
+def test_an_alias_that_was_not_stored_is_read_from_its_target() -> None:
+    """Kept, it has the target's elements and a name like the target's; chains are followed."""
+    source = nested_source({"model": {"embed": W, "w": W}})
+    ties = {"model.head": "model.tail", "model.tail": "model.embed"}
+    kept = choose(source, ConsolidateOptions(tied="keep"), ties)
+    assert out(kept) == {
+        "embed": "model.embed",
+        "head": "model.embed",
+        "tail": "model.embed",
+        "w": "model.w",
+    }
+    dropped = choose(source, ConsolidateOptions(), ties)
+    assert set(out(dropped)) == {"embed", "w"}
+    assert {skip.target for skip in dropped.skipped} == {"model.embed"}
+
+
+def test_an_alias_goes_out_when_its_target_does_not() -> None:
+    """Leaving out the target of a tie loses no weights that were asked for."""
+    source = tied_state()
+    choice = choose(source, ConsolidateOptions(exclude="embed"), {"head": "embed"})
+    assert "head" in out(choice)
+
+
+def test_a_caller_may_confirm_ties_by_either_name() -> None:
+    """Names of weight files and FQNs are understood; recorded ties are dropped too."""
+    source = nested_source({"model": {"embed": W, "head": W, "tail": W}})
+    for pair in ({"head": "embed"}, {"model.head": "model.embed"}, {"head": "model.embed"}):
+        choice = choose(source, ConsolidateOptions(tied=pair), {"model.tail": "model.embed"})
+        assert out(choice) == {"embed": "model.embed"}
+    absent = choose(source, ConsolidateOptions(tied={"lm_head.weight": "embed"}))
+    assert left(absent) == {"lm_head.weight": "tied"}
+
+
+def test_an_index_may_name_aliases_that_are_dropped() -> None:
+    """A published index lists the tied head; it needs no file where the head is not stored."""
+    source = nested_source({"model": {"embed": W, "w": W}})
+    index = {"embed": 1, "w": 2, "lm_head.weight": 3}
+    plan = planned(source, fqn_to_index_mapping=index, tied={"lm_head.weight": "embed"})
+    assert [[t.name for t in file.tensors] for file in plan.files] == [["embed"], ["w"]]
+    assert plan.ties == {"lm_head.weight": "model.embed"}
+
+
+def test_an_index_may_have_gaps_and_name_what_does_not_go_out() -> None:
+    """Files of absent tensors are left out and later ones move up, as torchtitan needs it."""
+    source = nested_source({"model": {"embed": W, "w": W}, "ema": {"embed": W}})
+    index = {"embed": 2, "w": 5, "absent": 3, "ema.embed": 1}
+    plan = planned(source, fqn_to_index_mapping=index)
+    assert [[t.name for t in file.tensors] for file in plan.files] == [["embed"], ["w"]]
+    assert [file.name for file in plan.files] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_file_bytes": 5}, r"max_file_bytes is 5, .*Give 1000 or more"),
+        ({"max_file_bytes": "5 GBs"}, r"max_file_bytes is '5 GBs'.*5GiB"),
+        ({"max_file_bytes": True}, r"max_file_bytes is True"),
+        ({"max_file_bytes": 2.5}, r"max_file_bytes is 2.5"),
+        ({"max_file_bytes": "1GB", "fqn_to_index_mapping": {"a": 1}}, r"Both .*Give one of them"),
+        ({"fqn_to_index_mapping": {}}, r"from 1 on"),
+        ({"fqn_to_index_mapping": {"a": "1"}}, r"from 1 on"),
+        ({"fqn_to_index_mapping": {"a": 0, "b": 1}}, r"a goes into file 0\. Number the files"),
+        ({"dtype": "int8"}, r"dtype is 'int8'.*bfloat16"),
+        ({"dtype": torch.float8_e4m3fn}, r"dtype is torch.float8_e4m3fn.*scales"),
+        ({"rename": ["a"]}, r"rename is \['a'\]"),
+        ({"include": 3}, r"include is 3"),
+        ({"exclude": [1]}, r"exclude is \[1\]"),
+        ({"tied": "both"}, r"tied is 'both'"),
+        ({"memory_limit_bytes": 10}, r"memory_limit_bytes is 10"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    """The error names the option and says what to give, before any checkpoint is opened."""
+    with pytest.raises(InvalidInputError, match=message):
+        ConsolidateOptions(**options)
+
+
+def planned(source: MemorySource, **options: Any) -> ExportPlan:
+    """Return the plan with these options."""
+    return plan_export(source, options=ConsolidateOptions(**options), world_size=1, rules=RULES)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"include": "model.x"}, r"include names 'model.x', which matches no value"),
+        ({"include": "model"}, r'For all below it give "model\.\*"'),
+        ({"include": "x*"}, r"include names 'x\*', which matches no value"),
+        ({"exclude": "model.x"}, r"exclude names 'model.x'"),
+        ({"exclude": "zzz*"}, r"exclude names 'zzz\*', which matches no value"),
+        ({"exclude": "*"}, r"No tensor is left"),
+        ({"rename": {"model.x": "y"}}, r"rename names 'model.x'"),
+        ({"rename": {"model.head": "layers.0.w"}}, r"model.head and .*both be called 'layers.0.w'"),
+        ({"rename": lambda _: "one"}, r"both be called 'one'.*rename="),
+        ({"rename": lambda _: "__metadata__"}, r"called '__metadata__'"),
+        ({"rename": lambda _: None}, r"called None"),
+        ({"rename": lambda fqn: f"{fqn}\ud800"}, r"text and not"),
+        ({"fqn_to_index_mapping": {"head": 1}}, r"does not say which file layers.0.w"),
+        ({"fqn_to_index_mapping": {"head": 1, "model.head": 2}}, r"gives head two files"),
+        ({"tied": {"head": "nope"}}, r"maps 'model.head' to 'nope', which is no tensor"),
+        ({"tied": {"head": "odd"}}, r"float32, \[4, 2\]\) to model.odd \(int8, \[3\]\)"),
+        ({"tied": {"head": "layers.0.w", "layers.0.w": "head"}}, r"to itself"),
+    ],
+)
+def test_options_that_do_not_fit_the_checkpoint_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    """The error names what does not fit and the next step."""
+    model = {"layers.0.w": W, "layers.1.w": W, "head": W}
+    if "tied" in options:
+        model["odd"] = tensor("", (3,), "int8")
+    source = nested_source({**STATE, "model": model})
+    with pytest.raises(InvalidInputError, match=message) as caught:
+        planned(source, **options)
+    assert caught.value.next_step
+
+
+def test_a_tie_that_checksums_deny_is_refused() -> None:
+    """A caller cannot drop a tensor that differs from its target."""
+    source = tied_state()
+    refused = planned(source, tied={"other": "embed"}).ties
+    with pytest.raises(InvalidInputError, match="other is said to be tied to embed; their check"):
+        check_ties(source, refused)
+    good = planned(source, tied={"whole": "embed", "head": "embed", "absent": "embed"}).ties
+    assert set(good) == {"whole", "head", "absent"}
+    check_ties(source, good)
+
+
+def test_all_ranks_name_the_same_of_several_problems() -> None:
+    """An error is about the first tensor in order of FQNs, not of a set."""
+    source = bare_source(*(tensor(f"t{at}", (2,), "complex128") for at in range(9)))
+    with pytest.raises(InvalidInputError, match=r"^t0 has dtype complex128"):
+        planned(source)
+
+
+def test_a_pair_of_small_floats_without_dimension_is_refused() -> None:
+    """Safetensors counts the numbers of a pair in the last dimension, which must be there."""
+    with pytest.raises(InvalidInputError, match="t is one pair of 4-bit numbers"):
+        planned(bare_source(tensor("t", (), "float4_e2m1fn_x2")))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (12, 12),
+        ("013", 13),
+        ("5GB", 5 * 10**9),
+        ("5 gb", 5 * 10**9),
+        ("5GiB", 5 * 2**30),
+        ("1.5KiB", 1536),
+        ("200kB", 200_000),
+        ("3T", 3 * 10**12),
+        ("0.1MB", 100_000),
+    ],
+)
+def test_sizes_are_read_decimal_and_binary(text: int | str, number: int) -> None:
+    """A text of "5GB" is five thousand million bytes, and of "5GiB" five times 2 to the 30."""
+    assert parse_bytes(text, option="x") == number
+
+
+def test_an_existing_index_gives_the_same_grouping() -> None:
+    """Files are numbered by name."""
+    weight_map = {"a": "m-2.safetensors", "b": "m-1.safetensors", "c": "m-2.safetensors"}
+    assert index_of_weight_map(weight_map) == {"a": 2, "b": 1, "c": 2}
+
+
+def test_a_real_checkpoint_tells_containers_from_modules(tmp_path: Path) -> None:
+    """What DCP and our writer record of the nesting is enough."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = torch.nn.Embedding(8, 4)
+            self.lm_head = torch.nn.Linear(4, 8, bias=False)
+            self.lm_head.weight = self.model.weight
+
+    module = Model()
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.lm_head(module.model(torch.tensor([1]))).sum().backward()
+    optimizer.step()
+    nested = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+    for name, state in (("nested", nested), ("flat", module.state_dict())):
+        dcp.save(state, storage_writer=CheckpointStorageWriter(str(tmp_path / name)), no_dist=True)
+        store = open_store(str(tmp_path / name))
+        source = open_source(store, deadline=Deadline("plan", 60.0), options=TransferOptions())
+        plan = plan_export(source, options=ConsolidateOptions(), world_size=2, rules=RULES)
+        names = [t.name for file in plan.files for t in file.tensors]
+        prefix = "model." if name == "nested" else ""
+        assert names == ["lm_head.weight", "model.weight"]
+        assert plan.stripped == prefix
+        reasons = {skip.reason for skip in plan.skipped}
+        assert reasons == ({"optimizer", "blob"} if name == "nested" else set())
+        store.close()

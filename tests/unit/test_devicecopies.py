@@ -1,0 +1,176 @@
+"""CUDA tensors on their way to the host: order, with stand-ins for CUDA, and bytes, with one."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_storage.loads import devicecopies
+from ckpt_storage.loads.devicecopies import DeviceCopies
+from ckpt_storage.loads.hostbytes import HostCopies, host_bytes
+
+MIB = 1 << 20
+
+has_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+class FakeCuda:
+    """Streams and events that note what happens; copies on the CPU take place at once."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.buffers: list[torch.Tensor] = []
+        self.event_count = 0
+
+    def stream(self, device: object) -> FakeStream:
+        """Return a side stream."""
+        del device
+        return FakeStream(self)
+
+    def event(self) -> FakeEvent:
+        """Return an event with a number."""
+        self.event_count += 1
+        return FakeEvent(self, self.event_count)
+
+    def pinned(self, byte_count: int) -> torch.Tensor:
+        """Return plain memory."""
+        self.buffers.append(torch.zeros(byte_count, dtype=torch.uint8))
+        return self.buffers[-1]
+
+
+class FakeStream:
+    """A stream."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def wait_stream(self, other: object) -> None:
+        """Note it."""
+        self._cuda.log.append(f"wait for {other}")
+
+    def synchronize(self) -> None:
+        """Note it."""
+        self._cuda.log.append("synchronize")
+
+
+class FakeEvent:
+    """An event."""
+
+    def __init__(self, cuda: FakeCuda, number: int) -> None:
+        self._cuda = cuda
+        self._number = number
+
+    def record(self, stream: object) -> None:
+        """Note which copy was begun."""
+        assert isinstance(stream, FakeStream)
+        self._cuda.log.append(f"begin {self._number}")
+
+    def synchronize(self) -> None:
+        """Note which copy was waited for."""
+        self._cuda.log.append(f"end {self._number}")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """Stand-ins for what is called of torch.cuda."""
+    fake = FakeCuda()
+    monkeypatch.setattr(torch.cuda, "Stream", fake.stream)
+    monkeypatch.setattr(torch.cuda, "Event", fake.event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the producer")
+    monkeypatch.setattr(devicecopies, "_pinned", fake.pinned)
+    return fake
+
+
+def windows(count: int, length: int = 4) -> Iterator[torch.Tensor]:
+    """Yield tensors that tell their number."""
+    for number in range(count):
+        yield torch.full((length,), number, dtype=torch.int32)
+
+
+def test_the_next_copy_is_under_way_while_a_window_is_used(cuda: FakeCuda) -> None:
+    """A window is given out only once its own copy has ended, and the next has begun by then."""
+    copies = DeviceCopies(torch.device("cpu"), MIB)
+    for number, view in enumerate(copies.views(windows(3))):
+        assert view.cast("i").tolist() == [number] * 4
+        cuda.log.append(f"use {number + 1}")
+    assert cuda.log == [
+        "wait for the producer",
+        *["begin 1", "begin 2", "end 1", "use 1"],
+        *["begin 3", "end 2", "use 2", "end 3", "use 3"],
+        "synchronize",
+    ]
+
+
+def test_an_abandoned_tensor_leaves_no_copy_under_way(cuda: FakeCuda) -> None:
+    """A writer that fails in between waits for what was begun."""
+    views = DeviceCopies(torch.device("cpu"), MIB).views(windows(5))
+    next(views)
+    views.close()  # type: ignore[attr-defined]  # a generator's
+    assert cuda.log[-1] == "synchronize"
+
+
+def test_windows_of_many_tensors_share_a_buffer(cuda: FakeCuda) -> None:
+    """A thousand tensors of 1 KiB need one; their views hold what they were given out with."""
+    copies = DeviceCopies(torch.device("cpu"), MIB)
+    held = [view for _ in range(1000) for view in copies.views(windows(1, 256))]
+    assert len(held) == 1000
+    assert len(cuda.buffers) == 1
+
+
+def test_a_buffer_is_used_again_once_nobody_looks_at_it(cuda: FakeCuda) -> None:
+    """Not before: a part on its way keeps its bytes, however long it takes."""
+    copies = DeviceCopies(torch.device("cpu"), 32)
+    for _ in range(20):
+        for view in copies.views(windows(1, 16)):
+            del view
+    gc.collect()
+    used_again = len(cuda.buffers)
+    assert used_again <= 3
+    held = [view for _ in range(10) for view in copies.views(windows(3, 16))]
+    assert [view.cast("i")[0] for view in held] == [0, 1, 2] * 10
+    assert len(cuda.buffers) >= 30
+    del held
+    before = len(cuda.buffers)
+    for _ in range(10):
+        list(copies.views(windows(1, 16)))
+    assert len(cuda.buffers) == before
+
+
+KINDS = {
+    "plain": lambda: torch.arange(3_000_000, dtype=torch.float32).reshape(1000, 3000),
+    "transposed": lambda: torch.arange(3_000_000, dtype=torch.float32).reshape(1000, 3000).t(),
+    "bfloat16": lambda: torch.arange(5_000_000).to(torch.bfloat16)[::3],
+    "conjugated": lambda: torch.ones(400_000, 2).cumsum(0).view(torch.complex64)[:, 0].conj(),  # noqa: PLW0108  # a new one each time
+    "scalar": lambda: torch.tensor(3),
+    "empty": lambda: torch.empty(0, 5),
+}
+
+
+@has_cuda
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_a_cuda_tensor_gives_what_its_copy_on_the_host_gives(make: Any) -> None:
+    """Window by window and whole, of any form."""
+    tensor = make().cuda()
+    expected = host_bytes(make().contiguous())
+    for window_bytes in (1 << 14, 1 << 20, 1 << 24):
+        views = HostCopies().views(tensor, window_bytes)
+        assert b"".join(map(bytes, views)) == expected
+    assert host_bytes(tensor) == expected
+
+
+@has_cuda
+def test_what_the_producer_enqueued_is_in_the_copy() -> None:
+    """Kernels still under way on the producer's stream come first; later ones come after."""
+    tensor = torch.zeros(8 << 20, device="cuda")
+    for _ in range(50):
+        tensor += 1
+    views = [bytes(view) for view in HostCopies().views(tensor, 1 << 22)]
+    tensor.zero_()
+    expected = torch.full((8 << 20,), 50.0)
+    assert b"".join(views) == host_bytes(expected)

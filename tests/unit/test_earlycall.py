@@ -1,0 +1,111 @@
+"""A meeting sooner than agreed: all ranks come to it at one turn, or none does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_storage.coordination.board import BoardError, LocalBoard
+from ckpt_storage.manager.earlycall import EarlyCall
+
+_END = 12
+"""The turn of the meeting that was agreed on before."""
+
+
+@given(
+    world_size=st.integers(1, 4),
+    data=st.data(),
+)
+def test_all_ranks_meet_at_one_turn_whatever_their_pace(
+    world_size: int, data: st.DataObject
+) -> None:
+    """In any order of turns, with any wishes and looks left out, nobody meets alone or too late."""
+    board = LocalBoard()
+    calls = [
+        EarlyCall(board, rank=r, world_size=world_size, timeout_s=1) for r in range(world_size)
+    ]
+    for epoch in range(2):
+        turns = [0] * world_size
+        came: dict[int, int] = {}
+        while len(came) < world_size:
+            rank = data.draw(st.sampled_from([r for r in range(world_size) if r not in came]))
+            call = calls[rank]
+            if epoch and not turns[rank]:
+                call.anew("second")  # others may be on their way already
+            turns[rank] += 1
+            is_asked = call.has_promised or data.draw(st.booleans())
+            wants = is_asked and data.draw(st.integers(0, 3)) == 0
+            agreed = call.look(turns[rank], wants=wants) if is_asked else None
+            assert agreed is None or agreed >= turns[rank]
+            if agreed == turns[rank] or turns[rank] == _END:
+                came[rank] = turns[rank]
+        assert len(set(came.values())) == 1
+
+
+def test_ranks_that_keep_pace_meet_within_three_turns() -> None:
+    """Whoever calls, before or after the others looked at that turn."""
+    for world_size in (2, 3, 5):
+        for caller in range(world_size):
+            board = LocalBoard()
+            calls = [
+                EarlyCall(board, rank=r, world_size=world_size, timeout_s=1)
+                for r in range(world_size)
+            ]
+            agreed: set[int | None] = {None}
+            turn = 0
+            while agreed == {None} or turn not in agreed:
+                turn += 1
+                agreed = {
+                    one.look(turn, wants=rank == caller and turn == 1)
+                    for rank, one in enumerate(calls)
+                }
+                assert turn <= 4
+            assert agreed == {turn}
+            for one in calls:
+                one.anew("next")
+            assert board.keys == []
+
+
+def test_what_ranks_left_that_were_ended_is_no_call() -> None:
+    """Those after them share their board, and would meet alone at a turn that others are past."""
+    board = LocalBoard()
+
+    def ranks(meeting_id: str) -> list[EarlyCall]:
+        calls = [EarlyCall(board, rank=r, world_size=2, timeout_s=1) for r in range(2)]
+        for one in calls:
+            one.anew(meeting_id)
+        return calls
+
+    ended = ranks("of the first attempt")
+    for turn in range(1, 4):
+        agreed = [one.look(turn, wants=turn == 1) for one in ended]
+    assert agreed == [3, 3]
+    assert board.keys
+    late, early = ranks("of the second")
+    assert early.look(1, wants=False) is None
+    assert late.look(5, wants=False) is None
+    assert not early.has_promised
+    assert not late.has_promised
+
+
+def test_a_board_that_is_gone_matters_only_to_who_promised() -> None:
+    """Before, the next meeting tells; after it, nobody may go on without the word."""
+
+    class Gone(LocalBoard):
+        is_gone = True
+
+        def get(self, key: str, timeout_s: float) -> bytes | None:
+            if self.is_gone:
+                raise BoardError("gone")
+            return super().get(key, timeout_s)
+
+    board = Gone()
+    call = EarlyCall(board, rank=0, world_size=2, timeout_s=1)
+    assert call.look(1, wants=False) is None
+    board.is_gone = False
+    assert call.look(2, wants=True) is None
+    assert call.has_promised
+    board.is_gone = True
+    with pytest.raises(BoardError):
+        call.look(3, wants=False)

@@ -1,0 +1,254 @@
+"""Boxes, byte runs and windows, held against counting elements in numpy arrays."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.regions import (
+    Box,
+    ByteRun,
+    WindowCopy,
+    byte_runs,
+    coalesce,
+    interval_boxes,
+    round_out,
+    run_bytes,
+    run_count,
+    run_extent,
+    window_copies,
+)
+from ckpt_storage.format.tiling import Grid, covers_exactly, find_grid
+
+QUICK = settings(max_examples=200, deadline=None)
+SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+SOLID_SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+@st.composite
+def boxes_in(draw: st.DrawFn, shape: Sequence[int]) -> Box:
+    """Draw a box, possibly empty, within `shape`; along half of the dimensions it is whole."""
+    spans = [
+        (0, size)
+        if draw(st.booleans())
+        else sorted((draw(st.integers(0, size)), draw(st.integers(0, size))))
+        for size in shape
+    ]
+    return Box(tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans))
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """Return the numpy index of a box."""
+    return tuple(
+        slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True)
+    )
+
+
+def mask(shape: Sequence[int], box: Box) -> NDArray[np.bool_]:
+    """Return an array that is True in the elements of `shape` that `box` holds."""
+    held = np.zeros(shape, dtype=bool)
+    held[
+        tuple(
+            slice(max(start, 0), max(start + size, 0))
+            for start, size in zip(box.offsets, box.sizes, strict=True)
+        )
+    ] = True
+    return held
+
+
+@QUICK
+@given(data=st.data(), shape=SHAPES)
+def test_boxes_behave_as_sets_of_elements(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """Volume, emptiness, intersection, containment and shift agree with masks."""
+    left, right = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
+    in_left, in_right = mask(shape, left), mask(shape, right)
+    assert left.volume == in_left.sum()
+    assert left.is_empty == (not in_left.any())
+    assert left.contains(right) == bool((in_left | ~in_right).all())
+    both = left.intersect(right)
+    assert (both is not None) == bool((in_left & in_right).any())
+    if both is not None:
+        assert (mask(shape, both) == (in_left & in_right)).all()
+        values = np.arange(math.prod(shape)).reshape(shape)
+        shifted = values[slices(left)][slices(both.relative_to(left))]
+        assert (shifted == values[slices(both)]).all()
+
+
+def test_a_box_without_dimensions_holds_one_element() -> None:
+    """The box of a scalar has volume 1, contains itself and meets itself."""
+    scalar = Box((), ())
+    assert scalar.volume == 1
+    assert not scalar.is_empty
+    assert scalar.contains(scalar)
+    assert scalar.intersect(scalar) == scalar
+    assert covers_exactly((), [scalar]).is_exact
+    assert covers_exactly((), []).gap == scalar
+    assert covers_exactly((), [scalar, scalar]).overlap == (0, 1)
+    assert find_grid((), [scalar]) == Grid((), (0,))
+
+
+@QUICK
+@given(data=st.data(), sizes=SHAPES, item_bytes=st.sampled_from([1, 2, 8]))
+def test_byte_runs_are_the_maximal_runs_of_the_region(
+    data: st.DataObject, sizes: tuple[int, ...], item_bytes: int
+) -> None:
+    """Runs, their number, bytes and extent agree with marking each byte of the payload."""
+    region = data.draw(boxes_in(sizes))
+    held = np.repeat(mask(sizes, region).ravel(), item_bytes)
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], held.astype(int), [0]))))
+    runs = [ByteRun(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
+    assert list(byte_runs(sizes, region, item_bytes)) == runs
+    assert run_count(sizes, region) == len(runs)
+    assert run_bytes(region, item_bytes) == held.sum()
+    extent = ByteRun(runs[0].start, runs[-1].stop) if runs else ByteRun(0, 0)
+    assert run_extent(sizes, region, item_bytes) == extent
+
+
+@QUICK
+@given(data=st.data(), shape=SHAPES)
+def test_an_interval_is_cut_into_few_boxes_in_order(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    """Laid end to end, the boxes' elements are those of the interval."""
+    total = math.prod(shape)
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    boxes = interval_boxes(shape, start, stop)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert not any(box.is_empty for box in boxes)
+    values = np.arange(total).reshape(shape)
+    elements = [int(value) for box in boxes for value in values[slices(box)].ravel()]
+    assert elements == list(range(start, stop))
+
+
+def copied(source: NDArray[Any], copy: WindowCopy) -> NDArray[Any]:
+    """Return the source of a copy as an array; `source` is the window and nothing else."""
+    reach = copy.source_offset_elements + sum(
+        (size - 1) * stride for size, stride in zip(copy.sizes, copy.source_strides, strict=True)
+    )
+    assert 0 <= copy.source_offset_elements <= reach < source.size
+    return as_strided(
+        source[copy.source_offset_elements :],
+        copy.sizes,
+        [stride * source.itemsize for stride in copy.source_strides],
+    )
+
+
+@QUICK
+@given(data=st.data(), sizes=SHAPES)
+def test_windows_fill_a_region_once(data: st.DataObject, sizes: tuple[int, ...]) -> None:
+    """Copies out of windows that partition a payload put every element into its place, once."""
+    region = data.draw(boxes_in(sizes))
+    total = math.prod(sizes)
+    inner = data.draw(st.sets(st.integers(0, total), max_size=4))
+    values = np.arange(total)
+    target = np.full(region.sizes, -1)
+    for start, stop in itertools.pairwise(sorted({0, total, *inner})):
+        copies = window_copies(sizes, region, start, stop)
+        assert len(copies) <= max(1, 2 * len(sizes) - 1)
+        for copy in copies:
+            place = slices(Box(copy.dest_offsets, copy.sizes))
+            assert target[place].shape == copy.sizes
+            assert np.all(target[place] == -1)
+            target[place] = copied(values[start:stop], copy)
+    assert (target == values.reshape(sizes)[slices(region)]).all()
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        Box((0, 0), (3, 4)),
+        Box((1, 0), (2, 4)),
+        Box((-1, 0), (2, 4)),
+        Box((0, 0), (2, -1)),
+        Box((0,), (2,)),
+        Box((0, 0), (2,)),
+        Box((), ()),
+    ],
+)
+def test_a_region_that_leaves_its_chunk_is_refused(region: Box) -> None:
+    """No byte positions are given for elements that are not in the payload."""
+    with pytest.raises(InvalidInputError, match="leaves a chunk"):
+        list(byte_runs((2, 4), region, 2))
+    with pytest.raises(InvalidInputError, match="leaves a chunk"):
+        run_count((2, 4), region)
+    with pytest.raises(InvalidInputError, match="leaves a chunk"):
+        run_extent((2, 4), region, 2)
+    with pytest.raises(InvalidInputError, match="leaves a chunk"):
+        window_copies((2, 4), region, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop"), [(-1, 3), (3, 2), (0, 9), (9, 9), (-4, 4), (8, 4), (4, 12)]
+)
+def test_an_interval_that_leaves_the_shape_is_refused(start: int, stop: int) -> None:
+    """A window must lie in the payload, from its start to its end."""
+    with pytest.raises(InvalidInputError, match="not within the shape"):
+        interval_boxes((2, 4), start, stop)
+    with pytest.raises(InvalidInputError, match="not within the shape"):
+        window_copies((2, 4), Box((0, 0), (2, 4)), start, stop)
+
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30)), max_size=12).map(
+    lambda pairs: sorted((start, start + length) for start, length in pairs)
+)
+
+
+@QUICK
+@given(intervals=INTERVALS, gap=st.integers(0, 20), max_bytes=st.integers(1, 60))
+def test_extents_hold_all_intervals_and_respect_the_limits(
+    intervals: list[tuple[int, int]], gap: int, max_bytes: int
+) -> None:
+    """Every interval is in one extent, none is too long or bridges too much, none could join."""
+    extents = coalesce(intervals, gap, max_bytes)
+    assert [member for extent in extents for member in extent.members] == list(
+        range(len(intervals))
+    )
+    for extent in extents:
+        members = [intervals[member] for member in extent.members]
+        assert extent.start == members[0][0]
+        assert extent.stop == max(stop for _, stop in members)
+        longest = max(stop - start for start, stop in members)
+        assert extent.stop - extent.start <= max(max_bytes, longest)
+        wanted = np.zeros(200, dtype=int)
+        for start, stop in members:
+            wanted[start:stop] = 1
+        read = "".join(map(str, wanted[extent.start : extent.stop]))
+        assert all(len(bridged) <= gap for bridged in read.split("1"))
+    for left, right in itertools.pairwise(extents):
+        begins, ends = intervals[right.members[0]]
+        longer = max(left.stop, ends) - left.start
+        assert begins - left.stop > gap or longer > max(max_bytes, left.stop - left.start)
+
+
+@pytest.mark.parametrize("intervals", [[(5, 4)], [(3, 4), (2, 6)], [(0, 9), (5, 6), (4, 9)]])
+def test_intervals_out_of_order_are_refused(intervals: list[tuple[int, int]]) -> None:
+    """An interval that is reversed, or begins before its predecessor, is an error."""
+    with pytest.raises(InvalidInputError, match="out of order"):
+        coalesce(intervals, 10, 100)
+
+
+@QUICK
+@given(data=st.data(), block=st.integers(1, 12), total=st.integers(0, 60))
+def test_rounding_out_adds_no_block_that_is_not_touched(
+    data: st.DataObject, block: int, total: int
+) -> None:
+    """The interval becomes the bytes of all blocks it shares a byte with."""
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    touched = {at // block for at in range(start, stop)}
+    expected = [at for at in range(total) if at // block in touched]
+    first, last = round_out(start, stop, block, total)
+    assert list(range(first, last)) == expected
+    assert first % block == 0
+    assert first <= start

@@ -1,0 +1,287 @@
+"""Exports and copies go by the rules of saves: paced by both storages, within one budget."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from remote_tools import options_of
+
+import ckpt_storage
+from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
+from ckpt_storage.export.consolidating import consolidate
+from ckpt_storage.options import MIB, RetryPolicy
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.testing.s3server import FaultRule, S3Server
+from ckpt_storage.transfer import fetching, relay
+from ckpt_storage.transfer.pacing import BUDGET, Pacer
+from ckpt_storage.transfer.relay import Buffers, Paces, PartWorkers
+
+RETRY = RetryPolicy(first_delay_s=0.0, max_delay_s=0.01)
+LIMIT_BYTES = 128 * MIB
+
+
+@pytest.fixture
+def server() -> Iterator[S3Server]:
+    """A server with a checkpoint of 48 MiB."""
+    with S3Server() as running:
+        running.create_bucket("bkt")
+        state = {"model": {f"w{i}": torch.full((6 * MIB,), i / 2).bfloat16() for i in range(4)}}
+        ckpt_storage.save(state, "s3://bkt/run", storage_options=options_of(running), retry=RETRY)
+        running.reset_counters()
+        BUDGET.reset()
+        yield running
+
+
+class Noted(Pacer):
+    """A pacer that the test can ask."""
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self.heard = 0
+        self.lowest = self.limit()
+        self.start = self.limit()
+
+    def slowed_down(self) -> None:
+        """Count."""
+        super().slowed_down()
+        self.heard += 1
+        self.lowest = min(self.lowest, self.limit())
+
+
+@pytest.fixture
+def pacers(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
+    """Those of all transfers from a storage to a storage: source, target, source, target."""
+    made: list[Noted] = []
+
+    def make(*args: Any, **kw: Any) -> Noted:
+        made.append(Noted(*args, **kw))
+        return made[-1]
+
+    monkeypatch.setattr(relay, "Pacer", make)
+    return made
+
+
+def export(server: S3Server) -> None:
+    """Export with a cast, so that every byte passes through."""
+    consolidate(
+        "s3://bkt/run",
+        dtype="float32",
+        memory_limit_bytes=LIMIT_BYTES,
+        storage_options=options_of(server),
+        retry=RETRY,
+    )
+
+
+def copy(server: S3Server) -> None:
+    """Copy every byte through this process."""
+    ckpt_storage.copy(
+        "s3://bkt/run",
+        f"s3://bkt/{uuid.uuid4().hex}",
+        copies="never",
+        storage_options=options_of(server),
+        memory_limit_bytes=LIMIT_BYTES,
+        retry=RETRY,
+    )
+
+
+@pytest.mark.parametrize("op", ["part", "get"])
+def test_an_export_hears_what_its_storages_ask_for(
+    server: S3Server, pacers: list[Noted], op: str
+) -> None:
+    """A SlowDown of a read is the source's, one of a part the target's; each halves that limit."""
+    key = "distcp" if op == "get" else "safetensors"
+    server.faults([FaultRule(op=op, key=key, action="status", times=3)])
+    export(server)
+    source, target = pacers
+    asked, other = (source, target) if op == "get" else (target, source)
+    assert (asked.heard, other.heard) == (3, 0)
+    assert asked.lowest < asked.start == other.lowest
+
+
+def test_a_copy_hears_that_its_source_is_asked_too_much(
+    server: S3Server, pacers: list[Noted]
+) -> None:
+    """A SlowDown of its source halves the limit of that storage alone."""
+    server.faults([FaultRule(op="get", key="distcp", action="status", times=3)])
+    copy(server)
+    source, target = pacers
+    assert (source.heard, target.heard) == (3, 0)
+    assert source.lowest < source.start
+
+
+def test_a_copy_hears_that_its_target_is_asked_too_much(
+    server: S3Server, pacers: list[Noted]
+) -> None:
+    """A SlowDown of its target halves the limit of that storage alone."""
+    server.faults([FaultRule(op="part", key="distcp", action="status", times=3)])
+    copy(server)
+    source, target = pacers
+    assert (source.heard, target.heard) == (0, 3)
+    assert target.lowest < target.start
+
+
+def test_exports_and_copies_at_a_time_keep_to_one_budget(server: S3Server) -> None:
+    """Together they claim no more than one may, they claim it, and all of it is given back."""
+    copy(server)
+    assert LIMIT_BYTES // 4 <= BUDGET.peak_bytes <= LIMIT_BYTES
+    BUDGET.reset()
+    export(server)
+    assert LIMIT_BYTES // 4 <= BUDGET.peak_bytes <= LIMIT_BYTES
+    both = [
+        threading.Thread(target=export, args=(server,)),
+        threading.Thread(target=copy, args=(server,)),
+    ]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join(60)
+    assert BUDGET.peak_bytes <= LIMIT_BYTES
+    assert BUDGET.held_bytes == 0
+    assert ckpt_storage.verify("s3://bkt/run", storage_options=options_of(server)).ok
+
+
+@pytest.mark.parametrize("op", ["part", "get"])
+def test_what_fails_gives_its_memory_back(server: S3Server, op: str) -> None:
+    """An export and a copy that are refused leave the whole budget to the next."""
+    key = "safetensors|hf/|[0-9a-f]{32}/saves.*distcp" if op == "part" else "distcp"
+    server.faults([FaultRule(op=op, key=key, action="status", status=403, times=0)])
+    with pytest.raises(CheckpointError):
+        export(server)
+    assert BUDGET.held_bytes == 0
+    with pytest.raises(CheckpointError):
+        copy(server)
+    assert BUDGET.held_bytes == 0
+
+
+def own(*_: Any, **__: Any) -> Any:
+    """Stand in for a pacer that one call of `run_fetches` would make for itself."""
+    raise AssertionError("a pacer that is forgotten with the call")
+
+
+def test_no_read_of_a_longer_work_forgets_what_it_was_told(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exports, verifications, conversions and open checkpoints keep one pacer for all reads."""
+    options = options_of(server)
+    monkeypatch.setattr(fetching, "Pacer", own)
+    export(server)
+    export(server)  # which looks whether the files are sound
+    assert ckpt_storage.verify("s3://bkt/run", storage_options=options).ok
+    ckpt_storage.convert("s3://bkt/run", tmp_path / "dcp", to="dcp", storage_options=options)
+    ckpt_storage.convert(tmp_path / "dcp", tmp_path / "weights", to="safetensors")
+    with ckpt_storage.open_checkpoint("s3://bkt/run", storage_options=options) as opened:
+        assert float(opened["model.w3"][:1][0]) == 1.5
+
+
+def test_an_open_checkpoint_remembers_that_it_asked_too_much(server: S3Server) -> None:
+    """A read that was throttled leaves a lower limit to those that come after it."""
+    options = options_of(server)
+    with ckpt_storage.open_checkpoint(
+        "s3://bkt/run", storage_options=options, retry=RETRY
+    ) as opened:
+        pacer = opened._session.pacer  # noqa: SLF001  # nothing else tells
+        before = pacer.limit()
+        server.faults([FaultRule(op="get", key="distcp", action="status")])
+        assert float(opened["model.w3"][:1][0]) == 1.5
+        throttled = pacer.limit()
+        assert throttled < before
+        assert float(opened["model.w2"][:1][0]) == 1.0
+        assert pacer.limit() <= throttled + 1
+
+
+def workers_of(
+    count: int, paces: Paces, *, each_bytes: int = 1, limit_bytes: int = 1000, **kw: Any
+) -> PartWorkers:
+    """Return workers of small parts."""
+    made: dict[str, Any] = {"buffers": Buffers(), "deadline": Deadline("write", 60), **kw}
+    return PartWorkers(
+        count, name="test", paces=paces, each_bytes=each_bytes, limit_bytes=limit_bytes, **made
+    )
+
+
+class Together:
+    """Jobs that wait until as many as `wanted` are under way, and a moment for one more."""
+
+    def __init__(self, wanted: int) -> None:
+        self._wanted = wanted
+        self._now = 0
+        self.most = 0
+        self._changed = threading.Condition()
+
+    def __call__(self) -> None:
+        """Count."""
+        with self._changed:
+            self._now += 1
+            self.most = max(self.most, self._now)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.most >= self._wanted, timeout=20)
+            self._changed.wait_for(lambda: self.most > self._wanted, timeout=0.2)
+            self._now -= 1
+
+
+@pytest.mark.parametrize("asks_for_less", ["source", "target", None])
+def test_no_more_parts_are_under_way_than_both_storages_bear(asks_for_less: str | None) -> None:
+    """The stricter one decides; without a word from either, all threads work."""
+    paces = Paces(8)
+    expected = 8
+    if asks_for_less is not None:
+        getattr(paces, asks_for_less).slowed_down()
+        expected = 4
+    assert paces.limit() == expected
+    job = Together(expected)
+    with workers_of(8, paces) as workers:
+        for _ in range(20):
+            workers.submit(job)
+        workers.drain()
+    assert job.most == expected
+
+
+def test_parts_wait_for_memory_that_others_hold() -> None:
+    """Nothing is begun before they give it back, and then all of it ends."""
+    BUDGET.reset()
+    BUDGET.acquire(950, limit_bytes=1000, deadline=Deadline("write", 60))
+    done: list[int] = []
+    with (
+        pytest.raises(PhaseTimeoutError, match="memory"),
+        workers_of(2, Paces(2), each_bytes=100, deadline=Deadline("write", 0.3)) as workers,
+    ):
+        workers.submit(partial(done.append, 0))
+    assert not done
+    assert BUDGET.held_bytes == 950
+    BUDGET.release(950)
+    with workers_of(2, Paces(2), each_bytes=100) as workers:
+        for number in range(20):
+            workers.submit(partial(done.append, number))
+        workers.drain()
+    assert sorted(done) == list(range(20))
+    assert BUDGET.held_bytes == 0
+
+
+def test_who_waits_for_memory_keeps_no_buffers() -> None:
+    """Those of earlier parts, which nobody counts, are not held beside what others claimed."""
+    BUDGET.reset()
+    buffers = Buffers()
+    with buffers.taken(10) as first:
+        pass
+    with buffers.taken(10) as second:
+        assert second is first
+    BUDGET.acquire(950, limit_bytes=1000, deadline=Deadline("write", 60))
+    with (
+        pytest.raises(PhaseTimeoutError),
+        workers_of(
+            1, Paces(1), each_bytes=100, buffers=buffers, deadline=Deadline("write", 0.3)
+        ) as workers,
+    ):
+        workers.submit(lambda: None)
+    with buffers.taken(10) as third:
+        assert third is not first
+    BUDGET.release(950)
+    with buffers.taken(10) as fourth:
+        assert fourth is third

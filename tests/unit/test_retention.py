@@ -1,0 +1,288 @@
+"""What is kept and why: policies against a brute-force oracle, and what no policy can take away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.manager.retention import (
+    KeepAny,
+    KeepBest,
+    KeepEvery,
+    KeepLatest,
+    KeepNewerThan,
+    Policy,
+    PrunePlan,
+    plan_prune,
+    policies_of,
+)
+
+
+def info(
+    step: int | None, *, loss: float | None = None, format_: str = "ckpt_storage"
+) -> CheckpointInfo:
+    """Return a committed checkpoint; its save id is `id-<step>`."""
+    return CheckpointInfo(
+        url=f"memory://r/step-{step}",
+        name=f"step-{step}",
+        format=format_,
+        save_id=f"id-{step}",
+        slot=1,
+        step=step,
+        metrics={} if loss is None else {"loss": loss},
+    )
+
+
+def bad(step: int) -> tuple[str, str]:
+    """Return how a damaged checkpoint is told apart: by name and save id."""
+    return (f"step-{step}", f"id-{step}")
+
+
+def steps(plan: PrunePlan) -> list[int | None]:
+    """Return the steps that a plan keeps."""
+    return [decision.step for decision in plan.kept]
+
+
+RUN = [info(step, loss=abs(step - 4) / 10) for step in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        (KeepLatest(3), [6, 7, 8]),
+        (KeepLatest(99), [1, 2, 3, 4, 5, 6, 7, 8]),
+        (KeepEvery(3), [3, 6, 8]),
+        (KeepBest("loss", "min"), [4, 8]),
+        (KeepBest("loss", "max", 2), [7, 8]),
+        (KeepBest("loss", "min", 3), [3, 4, 5, 8]),
+        (KeepBest("no such metric", "min"), [8]),
+        (KeepNewerThan(2.5), [7, 8]),
+        (KeepNewerThan(timedelta(seconds=2.5)), [7, 8]),
+        (KeepLatest(1) | KeepEvery(4) | KeepBest("loss", "min", 2), [4, 5, 8]),
+        ([KeepLatest(1), [KeepEvery(4), KeepNewerThan(1.5)]], [4, 8]),
+    ],
+)
+def test_each_policy_keeps_what_it_says(keep: Any, kept: list[int]) -> None:
+    """Each policy keeps its own, several keep what any keeps, and the newest is always kept."""
+    times_s = {one.name: 100.0 + (one.step or 0) for one in RUN}
+    plan = plan_prune(RUN, keep, now_s=109.0, committed_s=times_s)
+    assert steps(plan) == kept
+    assert sorted(decision.step or 0 for decision in (*plan.kept, *plan.deleted)) == list(
+        range(1, 9)
+    )
+
+
+def test_every_decision_has_a_reason_that_names_the_policy() -> None:
+    """Kept ones name each policy that keeps them; deleted ones name the policies that do not."""
+    plan = plan_prune(RUN, KeepLatest(1) | KeepEvery(8) | KeepBest("loss", "min"))
+    reasons = {decision.step: decision.reasons for decision in plan.kept}
+    assert reasons[8] == ("KeepLatest(1)", "KeepEvery(8)", "it is the newest sound checkpoint")
+    assert reasons[4] == ("KeepBest('loss', 'min', 1): loss is 0",)
+    for decision in plan.deleted:
+        (reason,) = decision.reasons
+        assert reason == "not kept by KeepLatest(1) | KeepEvery(8) | KeepBest('loss', 'min', 1)"
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_of_equal_metrics_the_later_step_is_better(mode: Any) -> None:
+    """Ties go to the later step; NaN, infinity and absent are never best."""
+    infos = [
+        info(1, loss=0.5),
+        info(2, loss=math.nan),
+        info(3, loss=0.5),
+        info(4),
+        info(5, loss=0.5),
+        info(6, loss=math.nan),
+        info(7),
+    ]
+    assert steps(plan_prune(infos, KeepBest("loss", mode))) == [5, 7]
+    assert steps(plan_prune(infos, KeepBest("loss", mode, 2))) == [3, 5, 7]
+    assert steps(plan_prune(infos, KeepBest("loss", mode, 9))) == [1, 3, 5, 7]
+    infinite = [info(1, loss=math.inf), info(2, loss=-math.inf), info(3, loss=0.0), info(4)]
+    assert steps(plan_prune(infinite, KeepBest("loss", mode, 3))) == [3, 4]
+
+
+def test_what_is_not_of_the_run_is_kept_and_never_counts() -> None:
+    """A folder without a step, or of another tool, is kept with that reason, however new."""
+    infos = [
+        info(1),
+        info(2),
+        info(9, format_="dcp"),
+        CheckpointInfo(url="memory://r/x", name="x", format="ckpt_storage", save_id="x"),
+    ]
+    plan = plan_prune(infos, KeepLatest(1))
+    assert {decision.name: decision.reasons for decision in plan.kept} == {
+        "x": ("it does not belong to this run",),
+        "step-2": ("KeepLatest(1)", "it is the newest sound checkpoint"),
+        "step-9": ("another tool wrote it (dcp)",),
+    }
+    assert [decision.step for decision in plan.deleted] == [1]
+    assert plan.anchor is not None
+    assert plan.anchor.step == 2
+
+
+def test_damaged_ones_do_not_count() -> None:
+    """A damaged checkpoint takes no place of a sound one, and stays where it would have one."""
+    plan = plan_prune(RUN, KeepLatest(2), damaged={bad(8), bad(6), bad(4), bad(2)})
+    assert steps(plan) == [5, 6, 7, 8]
+    assert plan.kept[-1].reasons[-1] == "it is damaged, and nothing sound is newer"
+    assert plan.anchor is not None
+    assert plan.anchor.step == 7
+    assert plan.kept[1].reasons == ("KeepLatest(2), if it is sound after all",)
+    four = next(decision for decision in plan.deleted if decision.step == 4)
+    assert four.reasons == ("it is damaged and not kept by KeepLatest(2)",)
+    assert "step-6" not in plan.counted
+    plan = plan_prune(RUN, KeepBest("loss", "min"), damaged={bad(4), bad(3)})
+    assert steps(plan) == [4, 5, 8]
+
+
+def test_nothing_is_deleted_where_nothing_is_sound() -> None:
+    """Where all are damaged, all are kept: one of them may be all there is."""
+    plan = plan_prune(RUN, KeepLatest(1), damaged={bad(one.step or 0) for one in RUN})
+    assert plan.deleted == ()
+    assert plan.anchor is None
+
+
+def test_a_young_one_is_protected_by_the_storages_clock() -> None:
+    """Younger than `min_age_s`, from the future, or of unknown age: kept, whatever policies say."""
+    infos = [info(1), info(2), info(3), info(4), info(5)]
+    times_s = {"step-1": 10.0, "step-2": 50.5, "step-3": 90000.0, "step-5": 0.0}
+    plan = plan_prune(infos, KeepLatest(1), now_s=100.0, committed_s=times_s, min_age_s=50.0)
+    assert [decision.step for decision in plan.deleted] == [1]
+    assert plan.kept[0].reasons == ("it is 50 s old, less than 50 s",)
+    assert plan.kept[2].reasons == ("the storage does not tell its age",)
+
+
+def test_what_is_in_use_is_kept() -> None:
+    """A checkpoint that is read or written here is kept, and the reason says so."""
+    plan = plan_prune(RUN, KeepLatest(1), in_use={"step-3": "it is being loaded"})
+    assert steps(plan) == [3, 8]
+    assert plan.kept[0].reasons == ("it is being loaded",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (KeepLatest, (0,)),
+        (KeepLatest, (True,)),
+        (KeepLatest, (1.5,)),
+        (KeepEvery, (0,)),
+        (KeepBest, ("loss", "min", 0)),
+        (KeepBest, ("loss", "least")),
+        (KeepNewerThan, (-1,)),
+        (KeepNewerThan, (math.inf,)),
+        (KeepNewerThan, (math.nan,)),
+        (KeepNewerThan, ("1h",)),
+        (plan_prune, (RUN, [])),
+        (plan_prune, (RUN, "KeepLatest")),
+        (plan_prune, (RUN, 3)),
+        (KeepLatest(1).__or__, (3,)),
+    ],
+    ids=[f"{number}" for number in range(14)],
+)
+def test_what_is_no_policy_is_refused(kind: Any, arguments: tuple[Any, ...]) -> None:
+    """A policy that keeps nothing, or nothing at all, is an error that says what to give."""
+    with pytest.raises(InvalidInputError, match="Give"):
+        kind(*arguments)
+
+
+def test_policies_are_values() -> None:
+    """Policies are equal by content, can be hashed, flatten and print as they are written."""
+    keep = KeepLatest(3) | KeepEvery(1000) | KeepBest("loss", "min")
+    assert keep == KeepAny((KeepLatest(3), KeepEvery(1000), KeepBest("loss", "min", 1)))
+    assert len({keep, KeepLatest(3), KeepLatest(3)}) == 2
+    assert str(keep) == "KeepLatest(3) | KeepEvery(1000) | KeepBest('loss', 'min', 1)"
+    assert policies_of([keep, KeepNewerThan(60)]) == (*keep.policies, KeepNewerThan(60))
+    assert policies_of(KeepAny((KeepAny((keep,)), KeepNewerThan(60)))) == (
+        *keep.policies,
+        KeepNewerThan(60),
+    )
+
+
+VALUES = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0, math.nan, math.inf, -math.inf]))
+INFOS = st.dictionaries(st.integers(0, 40), VALUES, max_size=16).map(
+    lambda losses: [info(step, loss=loss) for step, loss in losses.items()]
+)
+POLICIES = st.lists(
+    st.one_of(
+        st.integers(1, 5).map(KeepLatest),
+        st.integers(1, 7).map(KeepEvery),
+        st.builds(KeepBest, st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 4)),
+        st.integers(0, 50).map(KeepNewerThan),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def oracle(infos: Sequence[CheckpointInfo], policy: Policy, now_s: float) -> set[str]:
+    """Return what one policy keeps, each checkpoint judged by itself against all others."""
+    found = set()
+    for one in infos:
+        step, loss = one.step or 0, one.metrics.get("loss", math.nan)
+        if isinstance(policy, KeepLatest):
+            kept = sum((other.step or 0) > step for other in infos) < policy.n
+        elif isinstance(policy, KeepEvery):
+            kept = step / policy.n == step // policy.n
+        elif isinstance(policy, KeepBest):
+            better = 0
+            for other in infos:
+                theirs = other.metrics.get("loss", math.nan)
+                if math.isinf(theirs):
+                    continue
+                wins = theirs < loss if policy.mode == "min" else theirs > loss
+                better += wins or (theirs == loss and (other.step or 0) > step)
+            kept = math.isfinite(loss) and better < policy.n
+        else:
+            assert isinstance(policy, KeepNewerThan)
+            kept = now_s - (1000.0 + step) < policy.age_s
+        if kept:
+            found.add(one.name)
+    return found
+
+
+@given(infos=INFOS, policies=POLICIES, damaged=st.sets(st.integers(0, 40)), order=st.randoms())
+def test_a_plan_is_the_union_and_never_takes_the_newest(
+    infos: list[CheckpointInfo], policies: list[Policy], damaged: set[int], order: Any
+) -> None:
+    """Kept is the union of the policies over the sound ones, the newest sound one with it."""
+    order.shuffle(infos)
+    marked = {bad(step) for step in damaged}
+    now_s = 1045.0
+    times_s = {one.name: 1000.0 + (one.step or 0) for one in infos}
+    plan = plan_prune(infos, policies, now_s=now_s, committed_s=times_s, damaged=marked)
+    kept = {decision.name for decision in plan.kept}
+    gone = {decision.name for decision in plan.deleted}
+    assert kept | gone == {one.name for one in infos}
+    assert not kept & gone
+    assert all(decision.reasons for decision in (*plan.kept, *plan.deleted))
+    sound = [one for one in infos if bad(one.step or 0) not in marked]
+    expected = set[str]().union(*(oracle(sound, policy, now_s) for policy in policies))
+    assert kept & {one.name for one in sound} == expected | {
+        one.name for one in sorted(sound, key=lambda one: one.step or 0)[-1:]
+    }
+    if not sound:
+        assert not gone
+    else:
+        newest = max(one.step or 0 for one in sound)
+        assert all(
+            decision.step is not None and decision.step < newest for decision in plan.deleted
+        )
+
+
+@given(infos=INFOS, policies=POLICIES)
+def test_a_plan_is_settled(infos: list[CheckpointInfo], policies: list[Policy]) -> None:
+    """What a plan keeps, the same plan keeps again: nothing is lost by pruning twice."""
+    times_s = {one.name: 1000.0 + (one.step or 0) for one in infos}
+    first = plan_prune(infos, policies, now_s=1045.0, committed_s=times_s)
+    kept = [decision.info for decision in first.kept if decision.info is not None]
+    second = plan_prune(kept, policies, now_s=1045.0, committed_s=times_s)
+    assert second.deleted == ()
