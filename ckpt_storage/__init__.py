@@ -1,9 +1,7 @@
 """Checkpoints of PyTorch Distributed Checkpoint (DCP) on any storage: safe, verified, fast.
 
-Everything public is imported from here, listed in `__all__` and loaded on first use
-(PEP 562), so that `import ckpt_storage` stays cheap and imports no torch.
-Knows which module defines which name and nothing else. Callers: users only; inside the
-package a module imports from the module that defines a name.
+Everything public is imported from here, listed in `__all__` and loaded on first use (PEP 562), so
+that `import ckpt_storage` stays cheap and imports no torch.
 """
 
 from __future__ import annotations

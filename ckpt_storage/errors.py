@@ -1,9 +1,8 @@
 """Every exception this package raises, grouped by what the caller does next.
 
-Knows nothing but the standard library. Every error pickles and unpickles, because an
-exception that does not makes DCP's peer ranks hang in a collective
-(`torch.distributed.checkpoint.utils._DistWrapper` gathers exceptions by pickle).
-A message has three parts: what failed, on which object and rank, what to do next.
+Every error pickles and unpickles, because an exception that does not makes DCP's peer ranks hang in
+a collective (`torch.distributed.checkpoint.utils._DistWrapper` gathers exceptions by pickle). A
+message has three parts: what failed, on which object and rank, what to do next.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every tunable, with its unit, its default and where the default comes from.
 
-Values only: no I/O. Called by every layer below it.
+Values only: no I/O.
 """
 
 from __future__ import annotations

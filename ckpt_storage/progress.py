@@ -1,7 +1,6 @@
 """Telling a user how far a phase is: a callable of theirs, or a `tqdm` bar.
 
-Knows byte counts; knows no storage. Called by `writer` and `reader`. Prints nothing unless
-asked to.
+Prints nothing unless asked to.
 """
 
 from __future__ import annotations

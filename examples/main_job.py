@@ -1,8 +1,6 @@
 """The driver behind `python examples/train_fsdp2.py`: starts runs, kills one, compares them.
 
-Knows the command line and the log of the training script and the public names of
-`ckpt_storage`; nothing of the model. It says in plain sentences what it does and what it
-finds.
+It says in plain sentences what it does and what it finds.
 """
 
 from __future__ import annotations

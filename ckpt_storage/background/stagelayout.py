@@ -1,7 +1,5 @@
 """Where staged tensors go: which bytes are copied once, and how tensors that share them lie there.
 
-Knows tensors' extents in memory; knows no arena and no state dict. Called by `staging`.
-
 Tensors are tied where their extents in memory overlap, whichever storage objects they were made
 from. Tied tensors share a window; a window is copied as a whole. A tensor that is spread thinly
 over a large extent (a column of a matrix) is packed instead.

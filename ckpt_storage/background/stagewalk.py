@@ -1,8 +1,5 @@
 """The shape of a state dict: its containers, its tensors inside out, and copies of the rest.
 
-Knows containers, wrappers around tensors (DTensor, ShardedTensor, any traceable subclass) and
-how to copy an object; knows no memory. Called by `staging`.
-
 A walk lists all plain tensors in order; their copies come back in the same order and are put
 into new wrappers and new containers.
 """

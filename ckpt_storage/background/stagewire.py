@@ -1,8 +1,5 @@
 """Staged states on their way to a worker process: references through a pipe, memory by mapping.
 
-Knows staged states, pickle and Unix sockets; knows no storage and no protocol between saver and
-worker. Called by `saver` in the trainer and in the worker.
-
 The trainer packs a state: a pickle in which tensors are references into an arena. An arena's
 descriptor crosses once; the worker maps it and keeps the mapping for the saves to come.
 """

@@ -1,8 +1,5 @@
 """A state dict copied out of the trainer's way, into leased host memory.
 
-Knows tensors of all kinds that DCP saves, containers, and the memory of `hostbuffers`; knows no
-storage, rank or process. Called by `saver` on each rank, for itself alone.
-
 The result holds nothing that the trainer can change: tensors are copied, everything else is
 copied or pickled. Structure and objects are taken when the call is made; `begin_stage` leaves
 only the copying of tensors' bytes to a thread.

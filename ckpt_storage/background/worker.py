@@ -1,7 +1,6 @@
 """The worker process of a rank: runs the saves that its trainer sends, one after another.
 
-Knows pipes and `saving`; knows no trainer state but what arrives. Started by `workerlink`; ends
-with its trainer, however that ends.
+Started by `workerlink`; ends with its trainer, however that ends.
 """
 
 from __future__ import annotations

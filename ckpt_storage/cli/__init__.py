@@ -1,8 +1,4 @@
-"""The command line `ckpt-storage`: parse, call one function of the library, print, exit code.
-
-Knows only whether what it needs is installed; the commands are in modules of their own, imported
-when they are called. Called by the entry point and by `python -m ckpt_storage`.
-"""
+"""The command line `ckpt-storage`: parse, call one function of the library, print, exit code."""
 
 from __future__ import annotations
 

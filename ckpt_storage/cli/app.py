@@ -1,8 +1,4 @@
-"""The group of all commands: which there are, and how a call ends.
-
-Knows exit codes, errors and signals; each command is imported when it is called, so that none
-pays for what another needs. Called by `main`.
-"""
+"""The group of all commands: which there are, and how a call ends."""
 
 from __future__ import annotations
 

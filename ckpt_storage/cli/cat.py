@@ -1,7 +1,4 @@
-"""`ckpt-storage cat URL FQN`: the elements of a tensor, or an object.
-
-Called by `app`.
-"""
+"""`ckpt-storage cat URL FQN`: the elements of a tensor, or an object."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`ckpt-storage consolidate URL [OUT]`: a Hugging Face export, alone or under torchrun.
-
-Called by `app`.
-"""
+"""`ckpt-storage consolidate URL [OUT]`: a Hugging Face export, alone or under torchrun."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`ckpt-storage convert SRC DST --to FORMAT`: a checkpoint in another format.
-
-Called by `app`.
-"""
+"""`ckpt-storage convert SRC DST --to FORMAT`: a checkpoint in another format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`ckpt-storage cp SRC DST`: a checkpoint from one storage to another.
-
-Called by `app`.
-"""
+"""`ckpt-storage cp SRC DST`: a checkpoint from one storage to another."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`ckpt-storage diff A B`: how two checkpoints differ.
-
-Called by `app`.
-"""
+"""`ckpt-storage diff A B`: how two checkpoints differ."""
 
 from __future__ import annotations
 

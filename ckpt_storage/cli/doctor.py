@@ -1,7 +1,4 @@
-"""`ckpt-storage doctor URL`: what a storage can do, how fast, and what to set.
-
-Called by `app`.
-"""
+"""`ckpt-storage doctor URL`: what a storage can do, how fast, and what to set."""
 
 from __future__ import annotations
 

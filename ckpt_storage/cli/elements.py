@@ -1,7 +1,4 @@
-"""Elements of a tensor for `cat`: what is printed is read, and no more is held than a piece.
-
-Knows lazy tensors and how numpy abbreviates an array. Called by `cat`.
-"""
+"""Elements of a tensor for `cat`: what is printed is read, and no more is held than a piece."""
 
 from __future__ import annotations
 

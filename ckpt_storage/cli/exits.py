@@ -1,6 +1,6 @@
 """The exit codes of the command line; `docs/cli.md` promises them.
 
-Values only. Called by `app` and the commands.
+Values only.
 """
 
 from __future__ import annotations

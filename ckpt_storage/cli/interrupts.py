@@ -1,8 +1,8 @@
 """Running a command so that Ctrl-C ends it, whatever it waits for.
 
-Knows threads and signals. Called by `app`. Python hands signals to the main thread alone, and only
-between two steps of its own: a request that waits inside a client written in another language
-would hold it up. So the command runs in a thread, and the main thread waits for it.
+Python hands signals to the main thread alone, and only between two steps of its own: a request that
+waits inside a client written in another language would hold it up. So the command runs in a thread,
+and the main thread waits for it.
 """
 
 from __future__ import annotations

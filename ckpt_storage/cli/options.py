@@ -1,7 +1,4 @@
-"""The options that commands share, and what their texts mean.
-
-Knows click and nothing of checkpoints; imports no storage. Called by the commands.
-"""
+"""The options that commands share, and what their texts mean."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What commands print: tables and lines for people, one JSON object for programs.
-
-Knows terminals and rich; knows no checkpoint. Called by the commands. rich is imported only when
-a table is printed.
-"""
+"""What commands print: tables and lines for people, one JSON object for programs."""
 
 from __future__ import annotations
 

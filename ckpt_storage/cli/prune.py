@@ -1,7 +1,4 @@
-"""`ckpt-storage prune ROOT`: delete what no policy keeps.
-
-Called by `app`.
-"""
+"""`ckpt-storage prune ROOT`: delete what no policy keeps."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Whether a root that holds no checkpoint is one at all: what is mistyped must not look empty.
-
-Knows storages, no checkpoint's content. Called by the commands that take a root.
-"""
+"""Whether a root that holds no checkpoint is one at all: what is mistyped must not look empty."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`ckpt-storage show URL [FQN]`: what a checkpoint is, or one tensor of it.
-
-Called by `app`.
-"""
+"""`ckpt-storage show URL [FQN]`: what a checkpoint is, or one tensor of it."""
 
 from __future__ import annotations
 

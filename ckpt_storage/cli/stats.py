@@ -1,7 +1,4 @@
-"""`ckpt-storage stats URL FQN...`: what is in tensors, in numbers.
-
-Called by `app`.
-"""
+"""`ckpt-storage stats URL FQN...`: what is in tensors, in numbers."""
 
 from __future__ import annotations
 

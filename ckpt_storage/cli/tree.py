@@ -1,7 +1,4 @@
-"""`ckpt-storage tree URL`: the names in a checkpoint, as a tree.
-
-Called by `app`.
-"""
+"""`ckpt-storage tree URL`: the names in a checkpoint, as a tree."""
 
 from __future__ import annotations
 

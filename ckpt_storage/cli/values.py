@@ -1,7 +1,4 @@
-"""Values of an open checkpoint by name, with errors as the command line prints them.
-
-Knows open checkpoints. Called by the commands that take an FQN.
-"""
+"""Values of an open checkpoint by name, with errors as the command line prints them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`ckpt-storage verify URL`: is a checkpoint sound.
-
-Called by `app`.
-"""
+"""`ckpt-storage verify URL`: is a checkpoint sound."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """From rank reports to one manifest: the coordinator's check that a save is complete (I8).
 
-Knows documents, no torch; the only storage call is `check_files`' look at file lengths. Called
-by `committing` on the coordinator. Work grows with reports, tensors and different ways of cutting
-them; what grows with items is done on arrays.
+Work grows with reports, tensors and different ways of cutting them; what grows with items is done
+on arrays.
 """
 
 from __future__ import annotations

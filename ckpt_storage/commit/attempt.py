@@ -1,7 +1,6 @@
 """The commit protocol: begin a save attempt, and commit it by one exclusive create of a slot.
 
-Knows documents, their order and stores (`docs/format.md`, "Save"; `docs/invariants.md`); knows no
-tensor and no process group. Only the coordinator calls it. Called by `writer` and `cleaning`.
+Only the coordinator calls it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Freeing what nobody needs: superseded commits, attempts that died, whole checkpoints (I7).
 
-Knows slots, stores and what may still be read or published. Only one rank calls it. Called by
-`writer` after a commit.
+Only one rank calls it.
 """
 
 from __future__ import annotations

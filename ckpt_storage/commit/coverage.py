@@ -1,8 +1,8 @@
 """Do chunks cover a tensor exactly, asked of arrays: by numpy where chunks are regular.
 
-Knows integers only. Called by `assemble`. A grid, and chunks that are intervals of the tensor in C
-order, are recognised in a few sorts of one array, whatever their number; anything else, and
-anything wrong, is left to `tiling.covers_exactly`, which says exactly what.
+A grid, and chunks that are intervals of the tensor in C order, are recognised in a few sorts of one
+array, whatever their number; anything else, and anything wrong, is left to `tiling.covers_exactly`,
+which says exactly what.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is told of a committed checkpoint to whoever lists or saves it.
 
-Values only. Called by `catalog`, `writer` and the front doors.
+Values only.
 """
 
 from __future__ import annotations

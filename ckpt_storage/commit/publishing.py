@@ -1,8 +1,4 @@
-"""`.metadata` for stock readers: its footer, and how it follows the head (invariant I13).
-
-Knows stores and slots; unpickles nothing. Called by `writer` after a commit, by `reader` for what a
-crashed saver left undone, by `cleaning` and `opening`.
-"""
+"""`.metadata` for stock readers: its footer, and how it follows the head (invariant I13)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The reports of all ranks as one table: which rank wrote which box of which tensor.
 
-Knows rank reports and what was planned; no storage, no torch. Called by `assemble` on the
-coordinator. One row an item of every rank, in arrays; Python runs once for each report and once
-for each *different* pattern of items, not once for each row.
+One row an item of every rank, in arrays; Python runs once for each report and once for each
+*different* pattern of items, not once for each row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The commit slots as they lie on a storage: find the highest, and the head it tells of.
-
-Knows slot records and stores (`docs/format.md`, "Find the head"); writes nothing. Called by
-`commit`, `publishing`, `cleaning`, `source`, `opening` and `catalog`, on any rank.
-"""
+"""The commit slots as they lie on a storage: find the highest, and the head it tells of."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The pickle of torch's `Metadata`, with its two tables written from columns and by opcode.
 
-Knows torch's metadata classes and pickle's opcodes (`pickletools` describes them); does no I/O.
-Called by `stockwrite`. One table has an entry for each item of every rank, the other a chunk;
-pickled as objects an entry takes some 30 us, most of it in making it.
+One table has an entry for each item of every rank, the other a chunk; pickled as objects an entry
+takes some 30 us, most of it in making it.
 """
 
 from __future__ import annotations

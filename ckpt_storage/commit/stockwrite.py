@@ -1,7 +1,4 @@
-"""What stock DCP readers need of a save of ours: torch's `Metadata`, pickled.
-
-Knows torch's metadata classes; does no I/O. Called by `committing` on the coordinator.
-"""
+"""What stock DCP readers need of a save of ours: torch's `Metadata`, pickled."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """What ranks say about tensors that are the same memory, and the ties that follow for all.
 
-Knows FQNs and rank reports; knows no tensor and no storage. Called by `assemble` and, on the
-coordinator of a front door's save, by `saving`.
-
 Two sources: each rank's writer ties what it wrote (in its report), and each rank's front
 door ties what lies in its state, also where the ranks divided the chunks of one tensor among
 them. Of names that any front door ties, the front doors decide; of all others, the writers.

@@ -1,8 +1,5 @@
 """How ranks agree under bare `dcp.save`: messages that ride in DCP's plans (design note 3).
 
-Knows `SavePlan` objects only as carriers; knows no storage. Called by `writer`, `saveattempt` and
-`reader`.
-
 A message takes effect when it is unpickled: it enters the inbox of the thread that runs the
 collective. So it arrives even when the planner drops the plan that carried it, as
 `DefaultSavePlanner` does with `enable_plan_caching=True`.

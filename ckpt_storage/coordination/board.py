@@ -1,7 +1,6 @@
 """Shared key-value memory of the ranks of one group: the place where they leave word.
 
-Knows keys, bytes and how long a look may take; knows no rank and no torch. `coordination_torch`
-puts a process group's store behind `Board`. Called by `operation` and `coordination`.
+`coordination_torch` puts a process group's store behind `Board`.
 """
 
 from __future__ import annotations

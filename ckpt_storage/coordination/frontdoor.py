@@ -1,8 +1,4 @@
-"""What the front doors share: DCP's steps over an `Operation`.
-
-Knows DCP's planners, plans and state dicts; knows no storage. Called by `saving`, `loading` and
-`saver`.
-"""
+"""What the front doors share: DCP's steps over an `Operation`."""
 
 from __future__ import annotations
 

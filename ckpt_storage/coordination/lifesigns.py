@@ -1,8 +1,4 @@
-"""Signs of life: what each rank was last heard to do, and who has fallen silent.
-
-Knows phases, bytes and this process's clock; compares no clocks of different machines: a sign
-carries durations, and its age counts from when it was heard here. Called by `operation`.
-"""
+"""Signs of life: what each rank was last heard to do, and who has fallen silent."""
 
 from __future__ import annotations
 

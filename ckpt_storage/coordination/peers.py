@@ -1,8 +1,6 @@
 """The ranks' own gloo group: for bytes between ranks that are too many for the board.
 
-Knows gloo and operations; knows nothing of what is sent. Called by consolidation, for ranks that
-cannot read one another's files, and by `sharers` for loads. The training group, whatever its
-backend, takes no part.
+The training group, whatever its backend, takes no part.
 
 Made on first use, and anew after an operation failed: a gloo group is of no use after one wait
 that timed out. Not by `torch.distributed.new_group`: with `use_local_synchronization=True` its name

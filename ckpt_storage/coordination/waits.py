@@ -1,7 +1,4 @@
-"""Waiting for words on the board: within a deadline, and no longer than the operation lives.
-
-Knows the board and deadlines; knows no steps. Called by `meeting` and `operation`.
-"""
+"""Waiting for words on the board: within a deadline, and no longer than the operation lives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`consolidate`: one bounded, collective consolidation to Hugging Face safetensors.
 
-Knows the public options and how a process comes to its ranks; the work is `consolidation`'s.
-Imports torch only where a process group is involved. Called by users and the command line.
+Imports torch only where a process group is involved.
 """
 
 from __future__ import annotations

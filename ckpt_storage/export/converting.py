@@ -1,8 +1,5 @@
 """`convert`: the values of a checkpoint of one format, written in another.
 
-Knows which format can hold what; how each is spelt, and in which order a target becomes a
-checkpoint, is `conversion`'s. Called by users and the command line.
-
 Nothing is held in memory but windows of tensors and the values that are none. Until its last write
 the target looks like no checkpoint, or like the one that is being replaced where that is of ours.
 """

@@ -1,8 +1,6 @@
 """One save attempt that holds the files of another checkpoint: sent, then committed.
 
-Knows the commit protocol and the order of the documents (`docs/invariants.md`, I1 and I7); the
-files go through `filecopies`. Why the save id is kept, and when not, is told in `copying`, which
-calls it.
+Why the save id is kept, and when not, is told in `copying`, which calls it.
 """
 
 from __future__ import annotations

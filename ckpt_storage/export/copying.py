@@ -1,9 +1,5 @@
 """`copy`: a checkpoint from one storage to another, verified as it goes, committed there last.
 
-Knows the commit protocol of both sides and the order of the documents (`docs/invariants.md`, I1
-and I7); moves files through `filecopies` and imports no torch. Called by users and the command
-line.
-
 A copy keeps the save id. It is the same save: the same bytes under the same names, vouched for by
 the same checksums, so exports, logs and other copies that name it stay true, a repeated copy knows
 what it has, and two copies of one checkpoint can be told to be the same. I2 (a name is written

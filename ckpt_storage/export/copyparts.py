@@ -1,7 +1,6 @@
 """Files to copy, and the parts that each is cut into.
 
 Pure: knows what a storage can do and where the checksums of a file have their edges; moves nothing.
-Called by `filecopies` and by all that has files for it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Exports that lie beside a checkpoint, copied after it: weight files first, the index last.
-
-Knows the documents of an export folder (`docs/invariants.md`, I14 and I15) and moves files through
-`filecopies`. Called by `copying`, once the checkpoint itself is committed at the target.
-"""
+"""Exports that lie beside a checkpoint, copied after it: weight files first, the index last."""
 
 from __future__ import annotations
 

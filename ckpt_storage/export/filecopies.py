@@ -1,9 +1,5 @@
 """Whole files from one store to another: many at a time, in bounded memory, checked on their way.
 
-Knows which files are open, what the target holds already, and who copies: this process or the
-storage; how a part gets over, `partcopies` knows. Knows no checkpoint and no order that matters to
-one. Called by `copying`, `copyattempt`, `exportcopy` and `foreigncopy`.
-
 A file becomes visible at the target only complete, so one that is there after a crash is whole.
 Where the target's storage can copy from the source by itself, no byte travels through this
 process, except to be checked where the storage tells no checksum of what it copied.

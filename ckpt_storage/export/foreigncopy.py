@@ -1,7 +1,6 @@
 """Checkpoints of other writers, copied file by file.
 
-Knows which of their files goes last; has no checksums to go by, only lengths. That a half copy
-looks like none is `foreignfolder`'s. Called by `copying`.
+That a half copy looks like none is `foreignfolder`'s.
 """
 
 from __future__ import annotations

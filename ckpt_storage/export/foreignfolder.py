@@ -1,8 +1,5 @@
 """A folder in which files of another format are being put, so that a part looks like no whole.
 
-Knows which file makes each format a checkpoint, and what readers refuse. Called by `foreigncopy`
-and `converting`.
-
 What makes the files a checkpoint goes last: `.metadata`, or the index of the weight files. A
 folder of safetensors without an index has nothing of the kind, and half of it looks like a smaller
 whole; so while such a folder is being filled, a blocker index lies in it (`layout.BLOCKER`).

@@ -1,8 +1,5 @@
 """Whether two roots are one place under two names, or one of them lies inside the other.
 
-Knows how locations are spelt, and asks storages where spelling does not tell. Called by `copying`
-and `converting` before anything at a target is replaced or deleted.
-
 Names prove that two roots are one place, never that they are not: a link, a mount, two profiles or
 two spellings of an endpoint lead to the same files. So a note of a random name is put at the target
 and looked for through the source's own store.

@@ -1,8 +1,4 @@
-"""One part of a file from one store to another: sent, or copied by the storage, and checked.
-
-Knows stores, uploads and checksums; knows neither how a file is cut nor what is under way besides.
-Called by `filecopies`, in any thread.
-"""
+"""One part of a file from one store to another: sent, or copied by the storage, and checked."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A root may be shared with strangers, and what lies at a name may be anybody's: without a ceiling a
 sparse file of a terabyte in place of a commit record ends the process that looks. Each is far above
-what real checkpoints have. Knows no document. Called by `integrity`, `slots`, `slotlog` and what
-reads or writes documents.
+what real checkpoints have.
 """
 
 from __future__ import annotations

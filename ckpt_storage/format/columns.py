@@ -1,9 +1,8 @@
 """Columns of integers and lists of names as JSON values, packed where they are long.
 
-Knows `docs/format.md`, section "Columns and names"; knows no document. Called by the codecs of
-the manifests. What is inflated is bounded before it is: a document cannot make its reader inflate
-more than `MOST_INFLATED_BYTES`. What codecs make of it, lists and tuples, takes several times as
-much memory while it is held.
+What is inflated is bounded before it is: a document cannot make its reader inflate more than
+`MOST_INFLATED_BYTES`. What codecs make of it, lists and tuples, takes several times as much memory
+while it is held.
 """
 
 from __future__ import annotations

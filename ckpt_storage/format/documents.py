@@ -1,6 +1,6 @@
 """What all documents of a checkpoint share: references to files, and strict access to JSON.
 
-Pure values; no I/O. Called by `manifest`, `slots` and what handles documents.
+Pure values; no I/O.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The documents of an export folder as values: their names, and a strict codec to sealed JSON.
-
-Knows `docs/format.md`, section "Exports"; does no I/O. Called by `folder`, `run` and
-`exportcheck`.
-"""
+"""The documents of an export folder as values: their names, and a strict codec to sealed JSON."""
 
 from __future__ import annotations
 

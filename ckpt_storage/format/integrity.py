@@ -1,9 +1,5 @@
 """CRC-32C of blocks, how such checksums combine, and documents that carry their own.
 
-Knows the checksums and the envelope of `docs/format.md` (sections "Sealed JSON" and "Shard
-files"); knows no document, no file and no storage. Called by `manifest`, `filewriter`, `commit`
-and the readers.
-
 numpy is imported by the functions that need it, so that small documents do without.
 """
 

@@ -1,8 +1,7 @@
 """What a rank tells the coordinator of its part of a save: small, columnar, bytes.
 
-Knows rank manifests; no storage, no torch. Made by `writer` on every rank, read by `reporttable`
-on the coordinator. Travels as a pickle in DCP's write results between processes of one version;
-it is never stored.
+Made by `writer` on every rank, read by `reporttable` on the coordinator. Travels as a pickle in
+DCP's write results between processes of one version; it is never stored.
 
 Of N ranks that save one model most have the same names and the same pattern of items; those come
 as equal bytes, which the coordinator decodes once. What differs is a few distinct boxes. Checksums

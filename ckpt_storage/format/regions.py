@@ -1,9 +1,7 @@
 """Boxes in index space, the byte runs they occupy, and what to copy out of windows of a payload.
 
-Knows integers only: no dtype, no file, no tensor. Called by `manifest`, `filewriter`, `commit`
-and the readers. Offsets and sizes are in elements, positions in a payload in bytes; a payload
-holds the elements of one chunk in C order. A 0-dimensional box holds one element. All intervals
-are half open.
+Offsets and sizes are in elements, positions in a payload in bytes; a payload holds the elements of
+one chunk in C order. A 0-dimensional box holds one element. All intervals are half open.
 """
 
 from __future__ import annotations

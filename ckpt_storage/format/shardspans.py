@@ -1,7 +1,6 @@
 """What the checksums of a rank manifest say of any byte range of a shard file.
 
-Pure: knows the frames and blocks of `docs/format.md`, "Shard files"; reads nothing. Called by
-`copyparts`, `partcopies` and `filecopies`, whose parts begin and end anywhere in a block.
+Pure: knows the frames and blocks of `docs/format.md`, "Shard files"; reads nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """One shard file as a value: where it is, its items, their checksums; and its JSON.
 
-Knows `docs/format.md`, sections "Shard files" and "Rank manifest"; does no I/O. Called by
-`manifest`, which has the vocabularies that columns refer to.
-
 Tables stay columnar, in memory as on disk: a rank with 20,000 small tensors has one `ItemTable`,
 not 20,000 objects.
 """

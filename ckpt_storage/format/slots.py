@@ -1,7 +1,4 @@
-"""The records under `commits/` as values, with a strict codec to and from sealed JSON.
-
-Knows `docs/format.md`, section "Commit slots"; does no I/O. Called by `commit` and `source`.
-"""
+"""The records under `commits/` as values, with a strict codec to and from sealed JSON."""
 
 from __future__ import annotations
 

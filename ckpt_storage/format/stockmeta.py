@@ -1,9 +1,7 @@
 """The `.metadata` file of torch's own DCP writers, read without running any of it.
 
-Knows the classes that torch 2.0 and later pickle there, and turns their inert stand-ins
-into plain values. It reads no storage, imports no torch, and judges neither whether the
-chunks cover their tensors, as `foreign` does, nor whether the files exist. Called by `reader` and
-`checkpoint` for checkpoints that are not ours.
+It reads no storage, imports no torch, and judges neither whether the chunks cover their tensors, as
+`foreign` does, nor whether the files exist.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """How tensors are cut into chunks and who wrote which: records of tensors, and their JSON.
 
-Knows `docs/format.md`, section "Manifest", as far as it is about tensors; does no I/O. Called by
-`manifest` and `assemble`. Tensors that are cut alike share one grid or list of chunks, in memory
-as in the document.
+Tensors that are cut alike share one grid or list of chunks, in memory as in the document.
 """
 
 from __future__ import annotations

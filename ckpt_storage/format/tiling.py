@@ -1,8 +1,4 @@
-"""Whether boxes tile a tensor: grids of chunks, and where chunks leave gaps or overlap.
-
-Knows boxes; knows no dtype, no file and no tensor. Called by `assemble`, by the manifest's
-layouts, and by the checks of checkpoints.
-"""
+"""Whether boxes tile a tensor: grids of chunks, and where chunks leave gaps or overlap."""
 
 from __future__ import annotations
 

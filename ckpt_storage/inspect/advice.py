@@ -1,6 +1,6 @@
 """What to set for a storage that was tried out: options by name, with the reason.
 
-Pure. Knows what the defaults are and what they assume. Called by `doctor`.
+Pure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Regions of tensors into memory: which blocks to read, in one batch, verified, and copied out.
 
 Elements are moved as words of their size: what they mean is the caller's business, so that types
-numpy lacks are read alike. Knows numpy (imported when first needed), no torch. Called by
-`lazytensor`, `holdings`, `comparing` and `checkpoint`.
+numpy lacks are read alike.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """`open_checkpoint`: a checkpoint as a mapping from FQN to tensor or object, read when asked for.
 
-Knows what lies beside it and puts it together; imports torch only for a value that is asked for as
-torch, or is no tensor. Called by users in notebooks and by the command line. Needs no process
-group.
+Needs no process group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Two checkpoints side by side: names, shapes, types and, streamed in bounded memory, values.
-
-Knows tensors that are read in pieces and objects; opens nothing. Called by `checkpoint`.
-"""
+"""Two checkpoints side by side: names, shapes, types and, streamed in bounded memory, values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """`diagnose`: what a storage can do for checkpoints, tried out under names of its own.
 
-Knows stores and how to ask them; changes nothing but what it made itself, and says what of that it
-could not remove. Imports no torch. Called by users and the command line.
+Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The documents of a checkpoint, each held against the others.
-
-Knows what manifest, rank manifests, markers and `.metadata` promise of one another; reads no shard
-file. Called by `verification`.
-"""
+"""The documents of a checkpoint, each held against the others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Small pictures as SVG: how a tensor is cut into chunks, and a histogram.
-
-Knows shardings and numbers, no storage. Called by the views of an open checkpoint.
-"""
+"""Small pictures as SVG: how a tensor is cut into chunks, and a histogram."""
 
 from __future__ import annotations
 

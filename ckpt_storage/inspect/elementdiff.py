@@ -1,7 +1,4 @@
-"""How the elements of two tensors of one shape differ, taken in piece by piece.
-
-Knows flat arrays of words and what their types mean, and no storage. Called by `comparing`.
-"""
+"""How the elements of two tensors of one shape differ, taken in piece by piece."""
 
 from __future__ import annotations
 

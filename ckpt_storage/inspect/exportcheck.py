@@ -1,8 +1,4 @@
-"""Is an export sound: its record held against its index, every weight file against its checksum.
-
-Knows the documents of `records` and one store, whose root may be the checkpoint or the export
-itself; changes nothing. Called by `verification`.
-"""
+"""Is an export sound: its record held against its index, every weight file against its checksum."""
 
 from __future__ import annotations
 

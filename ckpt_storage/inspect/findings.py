@@ -1,8 +1,4 @@
-"""What a verification found so far: what is wrong, and how much was looked at.
-
-Knows errors, and which of them are findings; reads nothing. Called by `verification` and by the
-checks that it is made of.
-"""
+"""What a verification found so far: what is wrong, and how much was looked at."""
 
 from __future__ import annotations
 

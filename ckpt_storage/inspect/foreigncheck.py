@@ -1,7 +1,4 @@
-"""Whether what another writer left can be read: each of its files is there, and long enough.
-
-Knows sources; reads no tensor, because nothing there has a checksum. Called by `verification`.
-"""
+"""Whether what another writer left can be read: each of its files is there, and long enough."""
 
 from __future__ import annotations
 

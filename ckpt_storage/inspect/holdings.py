@@ -1,7 +1,6 @@
 """The values of an open checkpoint by name: which there are, whole ones in memory, and in pieces.
 
-Knows what is a tensor and what is not; how bytes are read it leaves to `arrays`. Imports torch
-only for what is asked for as torch, or is no tensor. Called by `checkpoint` and `comparing`.
+Imports torch only for what is asked for as torch, or is no tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """numpy's basic indexing as arithmetic: which elements an index means, and which bytes hold them.
 
-Knows integers only: no array, no file. Called by `arrays` and `lazytensor`. Positions in a
-payload are in bytes; a payload holds the elements of one chunk in C order.
+Positions in a payload are in bytes; a payload holds the elements of one chunk in C order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`LazyTensor`: one tensor of an open checkpoint, read where it is indexed and nowhere else.
 
-Knows numpy's manners (imported when first needed); torch is imported by `torch()` alone. Made by
-`checkpoint`; users index it.
+Made by `checkpoint`; users index it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """HTML for notebooks, and text made fit to show: escaped, without scripts, at home in both themes.
 
-Knows no checkpoint. Colours are the page's own (`currentColor`) or of middle lightness, so that a
-light and a dark page show them alike. Called by the views of an open checkpoint.
+Colours are the page's own (`currentColor`) or of middle lightness, so that a light and a dark page
+show them alike.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The names in a checkpoint as a tree of prefixes, in which alike layers are shown once.
 
-Pure: knows names, shapes and sizes. Called by `views`.
+Pure: knows names, shapes and sizes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Whether a checkpoint can be loaded, by one process or by many, each of which reads a part of it.
 
-Knows what of a verification matters to a load; knows no rank. Called by `restoring`, on every
-rank, and by `pruneplan`.
-
 Unlike `verify`, which reports all that is wrong with a folder, this asks for a reason to pass the
 checkpoint over. That torch's own readers would not find it, or that an export of it is damaged, is
 none: a job that went back for it would lose work.

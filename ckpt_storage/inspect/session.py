@@ -1,8 +1,6 @@
 """A checkpoint held open for reading: what it holds, where its chunks lie, and the next deadline.
 
 The one place where notebooks' modules meet `source`: what they ask of a source is asked here.
-Knows no array and no tensor; moves no tensor bytes; imports no torch. Called by `arrays`,
-`lazytensor`, `sharding`'s users and `checkpoint`, from any thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The shard files of a checkpoint: whether each is there, of its length, every block as written.
-
-Knows rank manifests, stores and threads; judges no document. Called by `verification`.
-"""
+"""The shard files of a checkpoint: whether each is there, of its length, every block as written."""
 
 from __future__ import annotations
 

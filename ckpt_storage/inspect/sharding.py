@@ -1,6 +1,6 @@
 """How one tensor is cut into chunks, and by whom: as values and as a line of text.
 
-Pure: knows boxes and grids, no storage. Called by `session`, `arrays` and the views.
+Pure: knows boxes and grids, no storage.
 """
 
 from __future__ import annotations

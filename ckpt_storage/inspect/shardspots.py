@@ -1,8 +1,4 @@
-"""What of a shard file is checked together: its frames, and its payloads in runs of blocks.
-
-Knows rank manifests; reads nothing. Called by `verification` and
-`shardcheck`.
-"""
+"""What of a shard file is checked together: its frames, and its payloads in runs of blocks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The numbers in one tensor in brief: mean, spread, extremes, NaN, and a histogram; streamed.
-
-Knows flat arrays in pieces, and no storage. Called by `checkpoint`.
-"""
+"""The numbers in one tensor in brief: mean, spread, extremes, NaN, and a histogram; streamed."""
 
 from __future__ import annotations
 

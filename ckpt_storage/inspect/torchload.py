@@ -1,6 +1,6 @@
 """What only `torch.load` can read: blobs, and tensors that do not lie in their item as plain bytes.
 
-Runs nothing that a checkpoint names (invariant I10). Called by `loads`.
+Runs nothing that a checkpoint names (invariant I10).
 """
 
 from __future__ import annotations

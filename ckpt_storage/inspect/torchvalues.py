@@ -1,8 +1,7 @@
 """Values of an open checkpoint as torch has them: tensors from words, and unpickled blobs.
 
 The only room under `open_checkpoint` that imports torch; imported when torch is asked for. Runs
-nothing that a checkpoint names (invariant I10) unless told to. Called by `arrays`, `lazytensor`
-and `checkpoint`.
+nothing that a checkpoint names (invariant I10) unless told to.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Is a checkpoint sound: every byte of it read and checked, every document held against the others.
 
-Knows what is checked, in which order, and when it has to be checked again; what is wrong with
-documents, shard files and checkpoints of other writers, `documentcheck`, `shardcheck` and
-`foreigncheck` know. Loads no tensor into anything and imports no torch. Called by users, the
-command line and `partcheck`.
+Loads no tensor into anything and imports no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""An open checkpoint for the eye: a tree of its names, as text and as HTML.
-
-Knows names, shapes and shardings, reads nothing. Called by `checkpoint`.
-"""
+"""An open checkpoint for the eye: a tree of its names, as text and as HTML."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Lightning's checkpoints in this package's storage: a `CheckpointIO`, and a sharded strategy.
 
-Knows Lightning's two seams. `Trainer(plugins=[CheckpointStorageIO()])` serves every strategy that
-saves through a `CheckpointIO`: rank 0 holds the whole checkpoint and saves it, all ranks load.
+`Trainer(plugins=[CheckpointStorageIO()])` serves every strategy that saves through a
+`CheckpointIO`: rank 0 holds the whole checkpoint and saves it, all ranks load.
 `CheckpointStorageStrategy` is for FSDP2 and tensor parallelism: Lightning's own
 `ModelParallelStrategy` asks no `CheckpointIO`; here each rank saves and loads its own shards.
-Called by Lightning.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Any nest of values as one checkpoint: tensors under names of their own, the rest as one value.
 
-Knows dicts, lists, tuples and tensors; knows no framework. Called by adapters to frameworks that
-hand over a finished dict and want one of equal shape back, keys that are no text and all. Tensors
-get names, so that `open_checkpoint`, `consolidate` and stock DCP see them; how they hung together
-is a tuple of plain values beside them, which loads under torch's `weights_only` rules.
+Tensors get names, so that `open_checkpoint`, `consolidate` and stock DCP see them; how they hung
+together is a tuple of plain values beside them, which loads under torch's `weights_only` rules.
 """
 
 from __future__ import annotations

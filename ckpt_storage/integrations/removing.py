@@ -1,7 +1,4 @@
-"""Deleting one checkpoint on behalf of a framework that decides itself what to keep.
-
-Knows the safe order only by its names. Called by adapters, on one rank.
-"""
+"""Deleting one checkpoint on behalf of a framework that decides itself what to keep."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """torchtitan's checkpointer over this package's storage: a `CheckpointManager` of its own kind.
 
-Knows torchtitan's contract (`BaseCheckpointManager`, since 0.3): its trainer builds whatever
-`Config` stands in `Trainer.Config.checkpoint`. When to save, what to save and the last, model-only
-step stay torchtitan's; how states reach storage and come back is ours. Called by torchtitan.
+When to save, what to save and the last, model-only step stay torchtitan's; how states reach storage
+and come back is ours.
 
 Its own checkpointer takes neither a storage writer nor a reader, so this is a subclass that
 replaces the methods which call DCP. Hugging Face files (`last_save_in_hf`, `initial_load_in_hf`)

@@ -1,8 +1,7 @@
 """Checkpoints of the Hugging Face `Trainer` in this package's storage: a `TrainerCallback`.
 
-Knows the Trainer's events and what it reads when it resumes. The Trainer decides when to save, by
-its own arguments; the callback saves instead of it, in the background, each rank its own part.
-Called by the Trainer.
+The Trainer decides when to save, by its own arguments; the callback saves instead of it, in the
+background, each rank its own part.
 """
 
 from __future__ import annotations

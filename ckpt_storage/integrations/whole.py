@@ -1,7 +1,4 @@
-"""A load planner that needs no target for what it is not told of: it takes the checkpoint's word.
-
-Knows DCP's metadata; knows no framework. Called by adapters, with `load(planner=)`.
-"""
+"""A load planner that needs no targets: what it is not told of, the checkpoint tells."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Windows of CUDA tensors on their way to the host, one copied while another is written.
-
-Knows streams, events and pinned memory; knows no file. Called by `hostbytes`.
-"""
+"""Windows of CUDA tensors on their way to the host, one copied while another is written."""
 
 from __future__ import annotations
 

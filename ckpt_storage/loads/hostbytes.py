@@ -1,7 +1,4 @@
-"""Tensors as host bytes: views where the memory can be used as it is, bounded copies elsewhere.
-
-Knows torch tensors; knows no file and no plan. Called by `shards`, `stagewalk` and `loads`.
-"""
+"""Tensors as host bytes: views where the memory can be used as it is, bounded copies elsewhere."""
 
 from __future__ import annotations
 

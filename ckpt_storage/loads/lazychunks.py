@@ -1,7 +1,7 @@
 """Torch's `Metadata` of a source, whose lists of chunks are made when they are asked for.
 
-Knows torch's metadata classes and sources; reads nothing. Called by `reader`. A checkpoint of
-2,048 ranks and 2,000 tensors has four million chunks, of which a rank needs its own.
+A checkpoint of 2,048 ranks and 2,000 tensors has four million chunks, of which a rank needs its
+own.
 """
 
 from __future__ import annotations

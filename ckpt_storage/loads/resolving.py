@@ -1,9 +1,8 @@
 """What DCP's own planners answer to `resolve_data` and `resolve_tensor`, without their detours.
 
-Knows torch's default planners and tensors; knows no storage. Called by `shards` and `loads`. For a
-sharded tensor torch goes through autograd and several look-ups, 6 to 8 us each time; of most the
-answer is at hand. Planners of other classes, and kinds of tensors that answer for themselves, are
-asked as ever.
+For a sharded tensor torch goes through autograd and several look-ups, 6 to 8 us each time; of most
+the answer is at hand. Planners of other classes, and kinds of tensors that answer for themselves,
+are asked as ever.
 """
 
 from __future__ import annotations

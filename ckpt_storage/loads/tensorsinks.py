@@ -1,8 +1,4 @@
-"""Copies of what was read of a chunk into the tensor that wants it, on any device.
-
-Knows torch and windows of payloads; knows no storage and no plan. Called by `loads` for targets
-that cannot be filled by the read itself.
-"""
+"""Copies of what was read of a chunk into the tensor that wants it, on any device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""When to save: every so many steps or seconds, or on notice; the same answer on every rank.
-
-Knows steps, clocks, notices and how ranks meet; knows no storage and imports no torch. Called by
-`manager`, by every rank, once a step.
-"""
+"""When to save: every so many steps or seconds, or on notice; the same answer on every rank."""
 
 from __future__ import annotations
 

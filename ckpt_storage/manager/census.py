@@ -1,7 +1,6 @@
 """What lies below a root, checkpoint by checkpoint, as far as somebody asked.
 
-Knows names of steps, commit slots and stores; deletes nothing and imports no torch. Keeps what it
-has read: slot records never change, only the head moves on. Called by `pruning` and `manager`.
+Keeps what it has read: slot records never change, only the head moves on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which checkpoints of a run this process reads, writes or deletes now.
 
-Knows names and threads; knows no storage. Owned by a `CheckpointManager`; asked by its pruner.
+Owned by a `CheckpointManager`; asked by its pruner.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """A meeting sooner than it was agreed on: at a turn that every rank knows of before it comes.
 
-Knows ranks, turns and the board that ranks share; knows no step, no clock and not what the meeting
-is about. Called by `cadence`, by every rank.
-
 No rank can go to a meeting alone, and none may wait for the others between two, as they may need
 it to get there. So nobody waits here. A rank that wants a meeting puts a call on the board; who
 sees it promises a turn past which it does not go without the word; and the word is put once: the

@@ -1,7 +1,6 @@
 """One thread that does a job in the background each time it is asked to, and ends when told.
 
-Knows threads and deadlines; knows no checkpoint. Owned by a `CheckpointManager`, whose job for it
-is to prune.
+Owned by a `CheckpointManager`, whose job for it is to prune.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The notice that this process will be ended soon: a signal, or what a hook of the user's says.
-
-Knows signals of this process; knows no other rank and no checkpoint. Called by `cadence`.
-"""
+"""The notice that this process will be ended soon: a signal, or what a hook of the user's says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What must be known of a root to plan a prune, and no more: asks the storage, then plans.
-
-Knows a census and policies; changes nothing and imports no torch. Called by `pruning`.
-"""
+"""What must be known of a root to plan a prune, and no more: asks the storage, then plans."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Carrying a plan of retention out, in the safe order (invariants I7 and I18).
 
-Knows plans and how a checkpoint is deleted; knows no rank and imports no torch.
-Called by `manager`, on the coordinator, and by the command line.
-
 Nothing here needs a lock on the storage. A plan may be old when it is carried out: each deletion
 looks again whether the newest sound checkpoint is still there, and is decided by the exclusive
 create of a slot that names the save that was meant. Two pruners do the same work twice, or one of

@@ -1,6 +1,6 @@
 """What to keep of the checkpoints of a run, and why: policies as values, and the plan they make.
 
-Pure: no I/O and no clock of its own. Called by `pruning`, `manager`, the command line and users.
+Pure: no I/O and no clock of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which steps were pruned for good: a note at the root, so that no later process looks again.
 
 Only spares requests: that a checkpoint is there, or deleted, is never decided by it. A step that is
-noted and was saved since is at worst kept for longer. Called by `pruneplan` and `pruning`.
+noted and was saved since is at worst kept for longer.
 """
 
 from __future__ import annotations

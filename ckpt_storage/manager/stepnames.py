@@ -1,8 +1,4 @@
-"""The names of the checkpoints of one run: from a step to a folder's name, and back.
-
-Knows one template such as `step-{step:08d}`; knows no storage. Called by `census`, `pruning`,
-`manager` and the command line.
-"""
+"""The names of the checkpoints of one run: from a step to a folder's name, and back."""
 
 from __future__ import annotations
 

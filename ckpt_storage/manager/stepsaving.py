@@ -1,8 +1,4 @@
-"""Saving under the names of steps, while the pruner keeps its hands off.
-
-Knows names, claims and the front doors that save; knows no policy. Called by `manager` on every
-rank.
-"""
+"""Saving under the names of steps, while the pruner keeps its hands off."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What is done for a root besides saving and loading: pruning, in the background or when told.
 
-Knows a pruner, the thread it works in, and what this process saved; knows no rank but whether this
-one cleans up. Imports no torch. Owned by a `CheckpointManager`.
+Imports no torch. Owned by a `CheckpointManager`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A save that goes on with a consolidation: what that is to be, and how its failure is told.
-
-Knows options of both, and that a checkpoint which is committed stays so. Called by `saving`.
-"""
+"""A save that goes on with a consolidation: what that is to be, and how its failure is told."""
 
 from __future__ import annotations
 

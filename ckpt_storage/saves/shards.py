@@ -1,8 +1,4 @@
-"""One rank's part of a save: the items of its plan, written as a shard file, with their table.
-
-Knows DCP's write items, tensors as bytes, and how items lie in a file (`docs/format.md`, "Shard
-files"); knows no agreement and no commit. Called by `saveattempt` on every rank.
-"""
+"""One rank's part of a save: the items of its plan, written as a shard file, with their table."""
 
 from __future__ import annotations
 

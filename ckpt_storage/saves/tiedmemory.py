@@ -1,8 +1,5 @@
 """Which tensors of one rank are the same memory.
 
-Knows tensors of all kinds that DCP saves, and where they lie; knows no document and no other
-rank. Called by `shards` for what is written and by `saving` for a state.
-
 Tensors are the same memory if they begin at the same byte and have the same dtype, shape and
 strides. A rank that holds no element of a tensor says nothing about it.
 """

@@ -1,8 +1,7 @@
 """Whether another writer touched its files while they were read.
 
-Such files bear no checksums and names that the next save uses again: values of two saves would
-mix unnoticed. Knows lengths and times, no content. Called by `session`, `copying`,
-`converting` and `reader`.
+Such files bear no checksums and names that the next save uses again: values of two saves would mix
+unnoticed.
 """
 
 from __future__ import annotations

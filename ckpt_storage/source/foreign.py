@@ -1,8 +1,6 @@
 """Checkpoints that others wrote: stock DCP, torch's sharded safetensors, Hugging Face folders.
 
-Knows their documents through `stockmeta` and `tensorfile`; runs nothing they contain and
-imports no torch. They carry no checksums of ours: only lengths can be checked. Called by
-`opening`.
+They carry no checksums of ours: only lengths can be checked.
 """
 
 from __future__ import annotations

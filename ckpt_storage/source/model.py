@@ -1,8 +1,4 @@
-"""One view of anything that can be read: which tensors there are, and where their bytes lie.
-
-Knows our documents and what `foreign` makes of other formats; moves no tensor bytes, imports no
-torch. Called by `catalog` and `reader`.
-"""
+"""One view of anything that can be read: which tensors there are, and where their bytes lie."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Which byte ranges to read for some regions of some chunks, and what to do with each.
 
-Pure planning over `source.Place` and `regions`, and the check and delivery of what arrives;
-knows no tensor library and no storage; what a request costs it learns from `costs`. Called by
-`reader` and all others that read chunks; the result is run by `fetching.run_fetches`.
+Pure planning over `source.Place` and `regions`, and the check and delivery of what arrives; knows
+no tensor library and no storage; what a request costs it learns from `costs`.
 
 A region that is one long byte run goes straight into its target, block by block verified there.
 Anything else is read in windows of at most one part and copied out: a payload that is wanted

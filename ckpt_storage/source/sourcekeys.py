@@ -1,7 +1,4 @@
-"""The keys of all values of a source: what is asked for by who looks at everything.
-
-Knows sources; reads nothing. Called by the checks and copies of whole checkpoints.
-"""
+"""The keys of all values of a source: what is asked for by who looks at everything."""
 
 from __future__ import annotations
 

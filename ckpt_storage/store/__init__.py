@@ -1,8 +1,4 @@
-"""Storages behind one protocol, and the one function that opens them.
-
-Knows which store serves which location; imports a store only when it is opened, so that
-importing this package costs nothing. Called by `writer`, `reader`, `catalog` and `commit`.
-"""
+"""Storages behind one protocol, and the one function that opens them."""
 
 from __future__ import annotations
 

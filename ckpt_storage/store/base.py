@@ -1,9 +1,7 @@
 """The seam between the checkpoint protocol and storages: what a store does and promises.
 
-Knows no file system and no network. Every path is relative to the store's root, uses
-`/`, and is one that `layout` spelt. Everything is synchronous and may be called from
-several threads at once. Implementations: `local`, `remote`; wrappers: `retry`,
-`testing.faults`. Callers: `filewriter`, `fetching`, `commit`, `source`, `catalog`.
+Every path is relative to the store's root, uses `/`, and is one that `layout` spelt. Everything is
+synchronous and may be called from several threads at once.
 
 Errors: every method raises only `CheckpointError`s, nearly always `StorageError` with
 `kind` set (see `errors.StorageError`); an absent object is kind "not-found".

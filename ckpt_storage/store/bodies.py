@@ -1,8 +1,4 @@
-"""The body of a request out of several views, without joining them; and whether to sign it.
-
-Knows how botocore reads a body to sign it and how aiohttp sends one; knows no request. Called by
-`dialect_s3_requests` and `dialect_s3`.
-"""
+"""The body of a request out of several views, without joining them; and whether to sign it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Whole reads that end before they take more than was to be expected.
 
-What lies on a storage may be anybody's: a small document may be a sparse file of a terabyte. Knows
-no storage; dialects say what they found, and stores tell it in their own words. Called by `local`,
-`remote` and the dialects.
+What lies on a storage may be anybody's: a small document may be a sparse file of a terabyte.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The instant at which a phase gives up, and the word from outside that it must give up sooner.
-
-Knows clocks and errors; knows no storage and no rank. Called by everything that waits.
-"""
+"""The instant at which a phase gives up, and the word from outside that it must give up sooner."""
 
 from __future__ import annotations
 

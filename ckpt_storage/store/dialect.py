@@ -1,7 +1,4 @@
-"""What a dialect of a family of storages has to do, and which one speaks to which client.
-
-Knows the dialects by name alone: one is loaded. Called by `remote`.
-"""
+"""What a dialect of a family of storages has to do, and which one speaks to which client."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Azure Blob Storage through the SDK's client: one request per call, ETags as conditions.
 
-Knows Put Blob, Put Block and Put Block List; uses adlfs for the client and its credentials
-only. Accounts with a hierarchical namespace (abfs://) take the same calls. The SDK's own
-retries are off: `retry` is the one layer that repeats. Called by `remote`.
+Accounts with a hierarchical namespace (abfs://) take the same calls. The SDK's own retries are off:
+`retry` is the one layer that repeats.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""How every request to Azure Blob Storage is sent: names, timeouts, no retries of the SDK's.
-
-Knows one container; knows no sequence of requests. Called by `dialect_azure` and
-`dialect_azure_upload`.
-"""
+"""How every request to Azure Blob Storage is sent: names, timeouts, no retries of the SDK's."""
 
 from __future__ import annotations
 

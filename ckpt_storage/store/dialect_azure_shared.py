@@ -1,9 +1,4 @@
-"""One object on its way into Azure from several processes: blocks under one id, one block list.
-
-Knows that blocks which nobody lists are invisible, so a member needs no more than the id that
-all block ids begin with; and that a list sent late must not replace what has the name by then.
-Called by `dialect_azure`.
-"""
+"""One object on its way into Azure from several processes: blocks under one id, one block list."""
 
 from __future__ import annotations
 

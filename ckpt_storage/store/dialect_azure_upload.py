@@ -1,8 +1,4 @@
-"""One object on its way into Azure: blocks staged in any order, then listed in one request.
-
-Knows Put Block and Put Block List; blocks that are not listed are invisible and vanish after a
-week by themselves. Called by `dialect_azure`.
-"""
+"""One object on its way into Azure: blocks staged in any order, then listed in one request."""
 
 from __future__ import annotations
 

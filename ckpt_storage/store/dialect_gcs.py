@@ -1,8 +1,6 @@
 """Google Cloud Storage through its JSON API: one request per call, generations as conditions.
 
-Knows the JSON API; uses gcsfs for the session, credentials and address only, because its
-requests are repeated inside it and its errors lose the status. Works on buckets of the usual
-kinds; zonal ones (Rapid Storage) take no such uploads. Called by `remote`.
+Works on buckets of the usual kinds; zonal ones (Rapid Storage) take no such uploads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""One request to the JSON API of Google Cloud Storage at a time, its status kept.
-
-Knows addresses, headers and answers; knows no sequence of requests. Called by `dialect_gcs`
-and `dialect_gcs_upload`.
-"""
+"""One request to the JSON API of Google Cloud Storage at a time, its status kept."""
 
 from __future__ import annotations
 

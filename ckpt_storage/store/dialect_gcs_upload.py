@@ -1,8 +1,4 @@
-"""One object on its way into Google Cloud Storage: held back if small, else a resumable session.
-
-Knows the resumable protocol: parts in order, each a multiple of 256 KiB, and what to ask
-after a lost answer. Called by `dialect_gcs`.
-"""
+"""One object on its way into Google Cloud Storage: held back if small, else a resumable session."""
 
 from __future__ import annotations
 

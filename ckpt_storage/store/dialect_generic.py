@@ -1,9 +1,7 @@
 """Any other fsspec file system: a temporary file beside the target, its length checked, moved.
 
-Knows fsspec's common calls only (sftp, smb, webdav, hdfs and those nobody has heard of); so
-it trusts no exclusive creation, and calls a replace atomic nowhere. File systems without a
-rename of their own copy and delete, which still shows no name before its content is whole,
-as far as their copy does. Called by `remote`.
+File systems without a rename of their own copy and delete, which still shows no name before its
+content is whole, as far as their copy does.
 """
 
 from __future__ import annotations

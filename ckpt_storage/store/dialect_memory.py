@@ -1,7 +1,4 @@
-"""fsspec's `memory://`: a dict in this process, with every operation one step under a lock.
-
-Knows `MemoryFileSystem`; other processes see nothing of it. Called by `remote`.
-"""
+"""fsspec's `memory://`: a dict in this process, with every operation one step under a lock."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """S3 and what speaks like it, through s3fs's client: one request per call, conditions sent.
 
-Knows the S3 API as botocore spells it; uses s3fs for the session, credentials and options
-only, because its own `open`, `pipe` and `mv` retry, cache and complete uploads that failed.
-The client's own retries are off: `retry` is the one layer that repeats. Called by `remote`.
+The client's own retries are off: `retry` is the one layer that repeats.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One object on its way into S3 from several processes, and from other objects of the bucket.
 
-Knows UploadPart, UploadPartCopy and the checksums that S3 computes of both. The upload's id is
-all that a member needs; once the upload is complete, S3 knows the id no more and refuses late
-parts. Called by `dialect_s3`.
+The upload's id is all that a member needs; once the upload is complete, S3 knows the id no more and
+refuses late parts.
 """
 
 from __future__ import annotations

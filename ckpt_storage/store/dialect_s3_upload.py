@@ -1,8 +1,4 @@
-"""One object on its way into S3: held back if it is one part, else a multipart upload.
-
-Knows which multipart request may follow which, and what a lost answer leaves behind. Called
-by `dialect_s3`.
-"""
+"""One object on its way into S3: held back if it is one part, else a multipart upload."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""One file on its way to its name: written under a temporary one, sealed, then published.
-
-Knows the order of calls that makes a file complete, durable and visible at once
-(`docs/invariants.md`, I1 and I4), and what each call's failure proves. Knows no store, no
-listing and no error tree beyond `StorageError` for a wrong length: system errors leave it
-as `OSError`. Called by the modules of the local store.
-"""
+"""One file on its way to its name: written under a temporary one, sealed, then published."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """The store on a folder of a POSIX file system: local disks and network mounts.
 
-Knows how the operations of a `Store` are made of POSIX's; knows nothing of checkpoints. Files
-come into being through `draft`, folders through `local_folders`, system calls go through `posix`,
-and every `OSError` becomes a `StorageError` at the border of `local_root`. Called by `open_store`
-and by tests.
+Files come into being through `draft`, folders through `local_folders`, system calls go through
+`posix`, and every `OSError` becomes a `StorageError` at the border of `local_root`.
 """
 
 from __future__ import annotations

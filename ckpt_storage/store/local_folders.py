@@ -1,7 +1,6 @@
 """The folders of a local store: made durably, listed, cleared of temporary files, removed.
 
-Knows names, and what NFS leaves of a removed file; knows no file's content. System errors leave
-it as `OSError`. Called by `local`.
+System errors leave it as `OSError`.
 """
 
 from __future__ import annotations

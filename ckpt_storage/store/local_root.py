@@ -1,8 +1,4 @@
-"""The root of a local store: its paths in full, the border of its errors, and second looks.
-
-Knows how an `OSError` below it is told, and what an NFS client remembers wrongly; knows no file's
-content and no order of calls. Called by `local` and `local_folders`.
-"""
+"""The root of a local store: its paths in full, the border of its errors, and second looks."""
 
 from __future__ import annotations
 

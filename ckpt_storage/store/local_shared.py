@@ -1,8 +1,5 @@
 """The shared upload of the local store: several processes write into one temporary file.
 
-Knows who owns the file, which states a member passes through and which failures are final; the
-calls and their order are `draft`'s. Called by `local`.
-
 A process that is stuck with the file open could write into it after it got its name. It cannot
 do harm: the owner completes nothing without the receipts of whoever had a part to write, and
 giving them closes the file; and a part is never given to a second member of the same upload.

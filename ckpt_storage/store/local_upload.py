@@ -1,8 +1,4 @@
-"""The upload of the local store: parts written in place into one temporary file.
-
-Knows the states an upload passes through and which failures are final; the calls and their
-order are `draft`'s. Called by `local`.
-"""
+"""The upload of the local store: parts written in place into one temporary file."""
 
 from __future__ import annotations
 

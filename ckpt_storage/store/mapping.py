@@ -1,9 +1,7 @@
 """The one border where the exceptions of foreign clients become `StorageError`s.
 
-Knows error codes, HTTP statuses and exception types of botocore, aiohttp, gcsfs, google-auth,
-azure, requests, httpx, webdav4, paramiko, asyncssh, smbprotocol and the operating system, and
-what a user can do about each. Imports none of them: types are told by their names. Judges by
-codes, statuses and types, never by the text of a message. Called by `remote`.
+Imports none of them: types are told by their names. Judges by codes, statuses and types, never by
+the text of a message.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The one border where an `OSError` of the operating system becomes a `StorageError`.
-
-Knows error numbers and what a user can do about each; makes no system call. Called by
-`local` and `local_root`.
-"""
+"""The one border where an `OSError` of the operating system becomes a `StorageError`."""
 
 from __future__ import annotations
 

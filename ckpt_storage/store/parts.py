@@ -1,7 +1,4 @@
-"""Bookkeeping that the uploads of all dialects share: which parts were sent, and joining views.
-
-Knows lengths and offsets; knows no storage. Called by the dialects.
-"""
+"""Bookkeeping that the uploads of all dialects share: which parts were sent, and joining views."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The POSIX calls the local store makes, one method each, so that tests can fail each of them.
 
-Knows the system call interface only: no checkpoint, no error tree, no policy. Every method
-raises the `OSError` it got. Called by `draft`, `openfile` and the modules of the local store;
-`testing.posix_faults` and `testing.power` stand in for it.
+Every method raises the `OSError` it got.
 """
 
 # ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH114, PTH116  # one system call a method; a

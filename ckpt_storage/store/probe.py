@@ -1,8 +1,6 @@
 """Finds out whether a storage keeps its promise of exclusive creation (invariant I4).
 
-Knows the one experiment that tells: to create a name twice. Some servers take the
-condition and ignore it, so a declared capability is not enough. Called by `commit`'s
-callers once per process, store and options.
+Some servers take the condition and ignore it, so a declared capability is not enough.
 """
 
 from __future__ import annotations

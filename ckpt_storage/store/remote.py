@@ -1,8 +1,4 @@
-"""The store on anything that fsspec reaches: one thin body over a dialect for each.
-
-Knows paths below a root and which errors mean what to a caller; knows no request of any
-storage. Called by `open_store`.
-"""
+"""The store on anything that fsspec reaches: one thin body over a dialect for each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The uploads of remote stores: those of a dialect, behind the border where errors are mapped.
-
-Knows the protocol of uploads; knows no storage and no dialect. Called by `remote`.
-"""
+"""The uploads of remote stores: those of a dialect, behind the border where errors are mapped."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """A wrapper that gives every operation of a store a deadline and repeats what may be repeated.
 
-Knows which operations are idempotent, what an error proves and how long to wait; knows no
-storage. Called by `open_store`, `commit` and `workers`; waits in threads of `timed` where
-the inner store cannot end its operations by itself.
-
 A thread that was given up may still end its call: a read then fills the target it was
 given, a part is then sent from the buffers it was given. After an error of kind "timeout"
 from `read_into` or `write_part` that memory must therefore not be used for anything else,

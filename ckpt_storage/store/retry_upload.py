@@ -1,8 +1,4 @@
-"""Uploads with deadlines and retries: what may be repeated of each step, and when one is dead.
-
-Knows uploads and which of their operations are idempotent; how an operation is bounded and
-repeated is the runner's. Called by `retry`.
-"""
+"""Uploads with deadlines and retries: what may be repeated of each step, and when one is dead."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 For mounts that can neither rename nor create exclusively (gcsfuse, mountpoint-s3): data goes
 through the mount, the few objects that need those go to the same place by its native URL.
-Called by `open_store`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The texts by which other processes join an upload: what is in them, checked on the way in.
-
-Knows JSON and nothing of any storage. Called by the dialects and the local store.
-"""
+"""The texts by which other processes join an upload: what is in them, checked on the way in."""
 
 from __future__ import annotations
 

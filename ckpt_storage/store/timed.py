@@ -1,9 +1,8 @@
 """Calls with a deadline: each runs in a daemon thread that is abandoned when time is up.
 
-Knows threads; knows no store and no retries. A thread that hangs in the kernel cannot be
-ended from outside, so it is left behind, named after what it was doing and counted, and
-the process can still exit. Threads are used again, because starting one costs more than
-most calls. Called by `retry`.
+A thread that hangs in the kernel cannot be ended from outside, so it is left behind, named after
+what it was doing and counted, and the process can still exit. Threads are used again, because
+starting one costs more than most calls.
 """
 
 from __future__ import annotations

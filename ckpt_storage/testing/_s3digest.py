@@ -1,6 +1,5 @@
 """The checksums a request may carry: compute, compare, combine.
 
-Knows header names and encodings of S3's digests; knows no objects. Called by the S3 operations.
 CRC64NVME and the XXH kinds are refused, never passed unchecked.
 """
 

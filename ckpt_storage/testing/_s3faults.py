@@ -1,8 +1,4 @@
-"""What goes wrong on purpose, and the log of what was asked.
-
-Knows rules, crash points, sequence numbers and counts; knows neither sockets nor S3's state.
-Called by the server for every request, and by tests through `S3Server`.
-"""
+"""What goes wrong on purpose, and the log of what was asked."""
 
 from __future__ import annotations
 

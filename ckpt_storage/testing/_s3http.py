@@ -1,8 +1,7 @@
 """HTTP/1.1 on one socket, as S3 clients speak it: heads, bodies in every framing, answers, resets.
 
-Knows framing (Content-Length, chunked, aws-chunked with trailers, Expect); knows no S3 operation.
-Called by the server's connection threads. A body is received straight into the buffer that will
-hold the object, and an object is sent straight out of it.
+A body is received straight into the buffer that will hold the object, and an object is sent
+straight out of it.
 """
 
 from __future__ import annotations

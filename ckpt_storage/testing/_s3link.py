@@ -1,8 +1,4 @@
-"""A link of so many bytes a second, shared by all connections of the test server.
-
-Knows bytes and time; knows no socket. Called by `_s3http` for what comes and for what goes, which
-share nothing: a network card carries as much each way at a time.
-"""
+"""A link of so many bytes a second, shared by all connections of the test server."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The memory that holds the S3 server's bytes: recycled buffers and immutable runs of them.
 
-Knows sizes and slices; knows neither HTTP nor S3. Called by every other part of the server.
 Fresh pages cost the kernel about as much time as the copy into them, so a large buffer that no
 object uses any more is used again instead of being given back.
 """

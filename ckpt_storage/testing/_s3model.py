@@ -1,8 +1,7 @@
 """The state of the S3 server: buckets, objects, open uploads, and the rules between them.
 
-Knows what S3 promises about names, preconditions, parts and listings; knows no HTTP and no XML.
-Called by the S3 operations, and by `S3Server` for oracles. Every method is atomic: a conditional
-write is decided and done under one lock, so of racing creates of a key exactly one wins.
+Every method is atomic: a conditional write is decided and done under one lock, so of racing creates
+of a key exactly one wins.
 """
 
 from __future__ import annotations

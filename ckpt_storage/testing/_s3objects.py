@@ -1,6 +1,6 @@
 """The S3 operations on buckets and whole objects.
 
-Knows what each answers; all state lives in `S3State`. Called through `table` by the server.
+Called through `table` by the server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """One S3 request: which operation it is, and what its headers ask for.
 
-Knows the mapping from HTTP to operations, conditions, ranges and copy sources; changes nothing.
-Called by the server, which needs the op name before any work, and by the S3 operations.
 What this server does not implement is refused with 501, never ignored.
 """
 

@@ -1,7 +1,4 @@
-"""S3's documents: write answers, read the two that clients send.
-
-Knows element names and escaping; knows no state. Called by the S3 operations.
-"""
+"""S3's documents: write answers, read the two that clients send."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The facts of the store suite about uploads that several processes share, and copied parts.
-
-Knows the protocol only. Called by `store_suite`, whose base this is.
-"""
+"""The facts of the store suite about uploads that several processes share, and copied parts."""
 
 from __future__ import annotations
 

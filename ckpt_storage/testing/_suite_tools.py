@@ -1,7 +1,4 @@
-"""What the facts of the store suite are checked with.
-
-Knows the protocol only. Called by `store_suite`, `_upload_facts` and `store_machine`.
-"""
+"""What the facts of the store suite are checked with."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The facts of the store suite about uploads.
-
-Knows the protocol only. Called by `store_suite`, whose base this is.
-"""
+"""The facts of the store suite about uploads."""
 
 from __future__ import annotations
 

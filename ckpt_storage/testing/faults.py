@@ -1,7 +1,6 @@
 """A store that fails as it is told to, for testing what is built on stores.
 
-Knows the `Store` protocol and a script of rules; knows no storage and no checkpoint.
-Called by tests, ours and users'. `posix_faults` plays the same script for system calls.
+`posix_faults` plays the same script for system calls.
 
 A crash is simulated by `SimulatedCrash`: once raised, every later operation of the wrapper
 raises it too, from any thread, as if the process had died. What the storage then holds is

@@ -1,8 +1,4 @@
-"""System calls that fail as they are told to, for testing the local store call by call.
-
-Knows the calls of `store.posix` and the rules of `faults`. Called by tests: a dry run
-without rules counts the calls, then each of them gets each fault.
-"""
+"""System calls that fail as they are told to, for testing the local store call by call."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""System calls over a disk that forgets what was not synced when the power is cut.
-
-Knows what POSIX promises of fsync and nothing more: content is durable after fsync of the
-file, a name after fsync of its folder, neither through the other. Called by tests that
-cut the power after every system call; without it a missing fsync goes unseen.
-"""
+"""System calls over a disk that forgets what was not synced when the power is cut."""
 
 from __future__ import annotations
 
@@ -22,8 +17,7 @@ __all__ = ["PowerCutPosix"]
 class PowerCutPosix(Posix):
     """System calls that remember how to undo what is not yet durable.
 
-    `graveyard` is a folder on the same file system that keeps what was replaced or
-    removed. Used by one thread.
+    `graveyard` is a folder on the same file system that keeps what was replaced or removed.
     """
 
     def __init__(self, graveyard: Path) -> None:

@@ -1,9 +1,8 @@
 """Ranks for tests: processes that join a gloo group, run functions together and are ended for sure.
 
-Knows processes, pipes and how a process group is set up; knows no checkpoint. Called by tests,
-ours and users'. Importing torch costs seconds a process, so ranks are forked from one process that
-has imported it, and a `RankPool` keeps its processes and runs many functions in them, each in a
-process group of its own: one that failed or is stuck harms no later one.
+Importing torch costs seconds a process, so ranks are forked from one process that has imported it,
+and a `RankPool` keeps its processes and runs many functions in them, each in a process group of its
+own: one that failed or is stuck harms no later one.
 
 Functions and their arguments travel by pickle. A function must be importable in a new process:
 defined at the top of a module, neither nested nor a lambda.
@@ -88,8 +87,8 @@ class RankPool:
     """`world_size` live processes that run functions as ranks; a context manager.
 
     Each starts with the first job that needs it, and anew after a job in which a rank died or that
-    did not end in time. Used by one thread. They end with `close`, with the interpreter, and with
-    this process however it ends; what they started ends with them.
+    did not end in time. They end with `close`, with the interpreter, and with this process however
+    it ends; what they started ends with them.
     """
 
     def __init__(self, world_size: int, *, timeout_s: float = 60.0) -> None:

@@ -1,11 +1,9 @@
 """An in-memory S3 server with faults, for tests, examples and benchmarks.
 
-Speaks enough of S3 for botocore and s3fs, path style only, and is strict where
-checkpoints depend on it: preconditions hold atomically, an upload is invisible until
-complete, digests are verified, and what is not implemented is refused with 501. Any credentials
-are accepted and signatures are not verified. Knows threads and lifecycles; HTTP, state and
-operations live in the private modules beside it. Called by tests in process (`S3Server`) and by
-anything else as `python -m ckpt_storage.testing.s3server`.
+Speaks enough of S3 for botocore and s3fs, path style only, and is strict where checkpoints depend
+on it: preconditions hold atomically, an upload is invisible until complete, digests are verified,
+and what is not implemented is refused with 501. Any credentials are accepted and signatures are not
+verified.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A random walk over a store's operations, compared with a dict at every step.
-
-Knows the protocol only; needs Hypothesis. Called by deriving from `StoreMachine` with a
-`make_store` of one's own and handing its `TestCase` to pytest.
-"""
+"""A random walk over a store's operations, compared with a dict at every step."""
 
 from __future__ import annotations
 

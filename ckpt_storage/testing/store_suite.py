@@ -1,8 +1,5 @@
 """The tests that every store and every wrapper must pass: what `Store` promises, as facts.
 
-Knows the protocol only; needs pytest. Called by deriving a class whose name begins with
-"Test" and overriding the two fixtures:
-
     class TestMyStore(StoreSuite):
         @pytest.fixture
         def store(self): ...    # a fresh root

@@ -1,6 +1,6 @@
 """What a read costs on a kind of storage, in the few numbers by which reads are planned.
 
-Measured values and the arithmetic on them; no I/O. Called by `readplan` and `reader`.
+Measured values and the arithmetic on them; no I/O.
 
 One request more occupies its stream for `request_s`; bytes that nobody asked for occupy it for
 their number / `stream_bytes_s`. What is cheaper is done: neighbours share a request where the gap

@@ -1,8 +1,4 @@
-"""Many byte ranges in: ranged reads in parallel, bounded, checked while they arrive.
-
-Knows stores; knows no tensor, no format and no process group. Called by all that reads files of a
-checkpoint.
-"""
+"""Many byte ranges in: ranged reads in parallel, bounded, checked while they arrive."""
 
 from __future__ import annotations
 

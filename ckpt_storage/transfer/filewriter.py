@@ -1,8 +1,4 @@
-"""One shard file out: cut into parts, checksummed block by block.
-
-Knows checksums and how a file is made of frames and payloads; knows no tensor, and sends nothing
-itself. Called by `shards`.
-"""
+"""One shard file out: cut into parts, checksummed block by block."""
 
 from __future__ import annotations
 

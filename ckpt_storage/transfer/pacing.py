@@ -1,8 +1,4 @@
-"""How much may be in flight: bytes for the whole process, requests for one transfer.
-
-Knows numbers, clocks and deadlines; knows no store, no file and no pool of threads. Called by
-`filewriter` and by what reads in parallel.
-"""
+"""How much may be in flight: bytes for the whole process, requests for one transfer."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Parts on their way from one storage to another: how many at a time, and in what memory.
-
-Knows pacers, the budget of the process and threads; knows no file and no format. Called by
-`filecopies`, `partcopies` and by the executors of a consolidation, whose threads each read a part
-and write it.
-"""
+"""Parts on their way from one storage to another: how many at a time, and in what memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The parts of one object on their way to a storage: space, memory, pace, order of ending.
-
-Knows stores and uploads; knows no checksum and no format. Called by `filewriter`.
-"""
+"""The parts of one object on their way to a storage: space, memory, pace, order of ending."""
 
 from __future__ import annotations
 

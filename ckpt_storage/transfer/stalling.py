@@ -1,9 +1,4 @@
-"""Work that may take as long as it moves: it gives up only when nothing has come for a while.
-
-Knows clocks and byte counts. Called by `copying`, `converting` and `verification`, whose work has
-no length that one could guess before: ten terabytes take days, and a storage that hangs is told
-after the same time as with one megabyte.
-"""
+"""Work that may take as long as it moves: it gives up only when nothing has come for a while."""
 
 from __future__ import annotations
 

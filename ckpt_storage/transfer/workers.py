@@ -1,8 +1,6 @@
 """Threads that move bytes, and stores that end with their deadline.
 
-Knows threads, deadlines and stores' retry wrapper; knows no file and no format. Called by all that
-reads or writes in parallel. Threads are daemons with names: one that is stuck in the kernel is
-abandoned, never joined at exit.
+Threads are daemons with names: one that is stuck in the kernel is abandoned, never joined at exit.
 """
 
 from __future__ import annotations

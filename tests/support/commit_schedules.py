@@ -1,7 +1,7 @@
 """Actors that run real code over one disk, stopped before every operation on it.
 
-A controller lets one actor do one operation at a time, so a schedule is a list of choices, and
-the same choices give the same run. Called by `test_commit_model`.
+A controller lets one actor do one operation at a time, so a schedule is a list of choices, and the
+same choices give the same run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Sources of numpy arrays in chunks of any shape, and what a weight file of them must hold.
-
-Called by the tests of the consolidation's executors; the bytes that are expected are put together
-with numpy alone.
-"""
+"""Sources of numpy arrays in chunks of any shape, and what a weight file of them must hold."""
 
 from __future__ import annotations
 

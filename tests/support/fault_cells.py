@@ -1,8 +1,7 @@
 """The cells of the fault matrix, as data: operations, their phases, faults and victims.
 
-Knows how a victim is kept in a phase and how long others may take to notice; runs nothing. Called
-by `fault_matrix`. A new operation is one function in `fault_ranks.OPERATIONS` and one entry of
-`PHASES` and `WAITS` here.
+A new operation is one function in `fault_ranks.OPERATIONS` and one entry of `PHASES` and `WAITS`
+here.
 """
 
 from __future__ import annotations

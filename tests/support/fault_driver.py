@@ -1,8 +1,4 @@
-"""What the fault matrix is driven with: processes, what they tell, and what lies on the server.
-
-Knows processes, pipes and the S3 server; knows neither faults nor verdicts. Called by
-`fault_matrix`.
-"""
+"""What the fault matrix is driven with: processes, what they tell, and what lies on the server."""
 
 from __future__ import annotations
 

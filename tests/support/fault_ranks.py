@@ -1,9 +1,7 @@
 """The ranks of the fault matrix: real processes, made fast, that tell where they are.
 
-Knows the operations under test and how one is held in a phase; knows no faults and no verdicts:
-those are in `fault_matrix`, whose script starts the nursery. The nursery is one process that has
-imported torch and forks each rank from there; a rank ends like any script, so that all that may
-keep an interpreter from ending does so here too.
+The nursery is one process that has imported torch and forks each rank from there; a rank ends like
+any script, so that all that may keep an interpreter from ending does so here too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What tests of integrations share: processes that end for sure, and packages that may be missing.
 
-Knows no framework. A framework that is not installed skips its tests, loudly; where the environment
-variable CI is set it fails them.
+A framework that is not installed skips its tests, loudly; where the environment variable CI is set
+it fails them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A root with many checkpoints on one dict, pruned through it, and an oracle of what may be lost.
-
-Called by `test_prune_attack` and `test_pruning`.
-"""
+"""A root with many checkpoints on one dict, pruned through it; an oracle of what may be lost."""
 
 from __future__ import annotations
 

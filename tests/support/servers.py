@@ -1,8 +1,7 @@
 """Real storage servers for tests, each on a free port of the loopback interface.
 
-Knows how each is started, how one tells that it is up, and how it is ended; knows no test.
-Called by `conftest`. A server ends with its context manager, and with the test process
-however that ends: the kernel sends it SIGTERM.
+A server ends with its context manager, and with the test process however that ends: the kernel
+sends it SIGTERM.
 """
 
 from __future__ import annotations

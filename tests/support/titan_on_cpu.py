@@ -3,7 +3,7 @@
 torchtitan is written for GPUs, Triton and PyTorch nightlies. This puts in their place the little
 that its trainer asks of them, and dense attention for FlexAttention, which has no backward pass on
 CPUs; model, FSDP, optimizer, data, trainer and checkpointer stay torchtitan's own. The job is that
-of examples/torchtitan_job.py. Called by test_integration_torchtitan.py, in a process of its own.
+of examples/torchtitan_job.py.
 """
 
 from __future__ import annotations

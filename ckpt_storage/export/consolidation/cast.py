@@ -1,8 +1,4 @@
-"""Floating-point elements from one dtype to another, as torch converts them.
-
-Knows the four dtypes that `options.CASTABLE` names, by the bits of their elements; no tensor
-library but numpy, which has no bfloat16. Called by `stream`.
-"""
+"""Floating-point elements from one dtype to another, as torch converts them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Which tensors of a checkpoint go out, under which names, and what is left out and why.
 
-Knows FQNs, dtypes, shapes and checksums; no files, no ranks. Called by `plan`.
-
 The default choice follows how training scripts nest what they save. It goes by the path of each
 value in the nested state dict (`planner_data`), which tells the container in
 `{"model": model.state_dict()}` from a module that is called "model"; where nothing is known of

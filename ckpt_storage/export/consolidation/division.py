@@ -1,8 +1,4 @@
-"""Which rank writes which bytes of which weight file.
-
-Knows lengths of files and what the output storage allows; no tensors, no chunks, no I/O.
-Called by `plan`.
-"""
+"""Which rank writes which bytes of which weight file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Writing the regions of a plan: which part goes which way, many at a time, within the memory.
 
-Knows plans, uploads and limits; meets no other rank and publishes nothing: the caller starts or
-joins uploads, passes receipts on, and completes. Called by what runs a consolidation.
-
 A region of a shared upload is cut by `storagecopy` into parts that the storage copies and parts
 that `stream` puts together; one of another upload into the parts that the plan numbered. Each
 thread does one part at a time, reading and writing, so that one part is being written while the
@@ -69,11 +66,11 @@ class Portion:
 class RegionWriter:
     """Writes regions, one after the other, of one plan on one rank; buffers are kept in between.
 
-    Used by one thread. Buffers take at most `options.memory_limit_bytes` of the process's budget.
-    `paces` decides how many parts are under way; for what is heard of the target, uploads are
-    begun on a store that tells it. `on_bytes` gets the bytes of weight files that are done; it is
-    called from several threads. After a failure the writer must not be used again, since a thread
-    that hangs may still fill a buffer.
+    Buffers take at most `options.memory_limit_bytes` of the process's budget. `paces` decides how
+    many parts are under way; for what is heard of the target, uploads are begun on a store that
+    tells it. `on_bytes` gets the bytes of weight files that are done; it is called from several
+    threads. After a failure the writer must not be used again, since a thread that hangs may still
+    fill a buffer.
     """
 
     def __init__(  # one call site, all named

@@ -1,8 +1,4 @@
-"""What a consolidation is told, and what it needs of its ranks.
-
-Knows locations, options and the shape of an operation; opens nothing. Called by `run` and by
-whoever starts a consolidation.
-"""
+"""What a consolidation is told, and what it needs of its ranks."""
 
 from __future__ import annotations
 

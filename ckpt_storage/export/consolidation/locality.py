@@ -1,7 +1,6 @@
 """Whether all ranks see one checkpoint and one output folder, or each node a disk of its own.
 
-Knows sources, stores and host names; knows no plan. Called by `run` before any work. Storages that
-every process reaches by the same requests need no look.
+Storages that every process reaches by the same requests need no look.
 """
 
 from __future__ import annotations

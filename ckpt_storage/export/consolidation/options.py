@@ -1,6 +1,6 @@
 """What a caller may choose about an export, checked as far as that needs no checkpoint.
 
-Values only; knows neither tensors nor storages. Called by `choice`, `plan` and the front doors.
+Values only; knows neither tensors nor storages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """The plan of a consolidation: pure, the same on every rank, from the source's documents alone.
 
-Knows what goes into which weight file, who writes which bytes, and where each byte comes from;
-moves none, lists nothing, imports no torch. Called by the executors and by what runs them.
-
 How an executor uses it: `plan.regions_of(rank)`; for each region `windows(...)`; for each window
 its header bytes and `PieceFinder.pieces_of(...)`, both lazily. A piece is a box of one chunk of
 the source (a `readplan.Request` in all but its `Place`, which `source.place(piece.fqn,

@@ -1,8 +1,4 @@
-"""Removing the exports that lie below a checkpoint that was deleted.
-
-Knows the names in an export's folder and whose turn it is there (invariant I17); knows no
-checkpoint. Called by `pruning`.
-"""
+"""Removing the exports that lie below a checkpoint that was deleted."""
 
 from __future__ import annotations
 

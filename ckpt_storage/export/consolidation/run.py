@@ -1,8 +1,7 @@
 """One consolidation on one rank, step by step: from two locations to a published export.
 
-Knows the order of steps and what ranks tell one another; the plan is `plan`'s, moving bytes is
-`executors`', the output folder is `folder`'s. Runs inside an operation of all ranks that is under
-way already: by the front door, or after a save. Imports no torch.
+Runs inside an operation of all ranks that is under way already: by the front door, or after a save.
+Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A region cut into parts: some that the storage copies by itself, the rest put together by us.
 
-Pure. Knows pieces, places, block checksums and what a storage wants of a part; sends nothing.
-Called by `executors`.
+Pure.
 
 A run is copied from block edge to block edge of its source, because only there its checksum is
 known without reading; what lies between two such runs is streamed. No part but the last of the

@@ -1,8 +1,7 @@
 """Windows of weight files put together in memory out of verified ranges of the source.
 
-Knows pieces, chunks and their checksums; writes nothing and waits for nobody. Every block of the
-source is checked as it arrives; elements are placed by a handful of strided copies for each read,
-never row by row. Called by `executors`.
+Every block of the source is checked as it arrives; elements are placed by a handful of strided
+copies for each read, never row by row.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which tensor lies at which byte of which weight file, and the safetensors headers.
 
-Pure values and functions; knows neither ranks nor where the bytes come from. Called by `plan`.
+Pure values and functions; knows neither ranks nor where the bytes come from.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""What one rank does with its regions: uploads begun, shared and joined, written, completed.
-
-Knows a plan, the division of what is left of it, and the output store; meets no other rank: `run`
-carries tickets, results and completions between them. Called by `run`.
-"""
+"""What one rank does with its regions: uploads begun, shared and joined, written, completed."""
 
 from __future__ import annotations
 

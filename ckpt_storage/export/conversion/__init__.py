@@ -1,4 +1,1 @@
-"""The formats that `convert` reads and writes, one module each.
-
-Knows nothing itself. Called by `converting`.
-"""
+"""The formats that `convert` reads and writes, one module each."""

@@ -1,8 +1,5 @@
 """The files of a conversion that an earlier call completed before it died.
 
-Knows the note in a folder that is being filled, and how a file is checked against its record.
-Called by `targets`.
-
 A file is kept only if the note, which is of this very conversion, has its length and CRC-32C, and
 the file that lies there has both: every byte of it is read.
 """

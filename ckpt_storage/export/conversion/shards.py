@@ -1,7 +1,6 @@
 """Values as shard files of DCP: for a checkpoint of ours, and for stock torch's own layout.
 
-Knows items, shard files and torch's metadata; commits nothing. The chunks stay those of the
-source. Called by `converting`.
+The chunks stay those of the source.
 """
 
 from __future__ import annotations

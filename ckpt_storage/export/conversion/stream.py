@@ -1,8 +1,7 @@
 """Tensors of any source as streams of verified bytes, one bounded window after the other.
 
-Knows sources, boxes and reads; writes nothing. Elements are put in order by a handful of strided
-copies for each read, never row by row. torch is imported only for an item that torch alone can
-read. Called by `converting`.
+Elements are put in order by a handful of strided copies for each read, never row by row. torch is
+imported only for an item that torch alone can read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One target of each format, from the first look at the folder to what makes it a checkpoint.
 
-Knows in which order a target comes into being; how a format is spelt is its module's. Called by
-`converting`. The modules that import torch are imported for the formats that need them.
+The modules that import torch are imported for the formats that need them.
 """
 
 from __future__ import annotations

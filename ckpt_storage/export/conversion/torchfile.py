@@ -1,9 +1,4 @@
-"""A file that `torch.save` wrote, as a source: its tensors are found without reading them.
-
-Knows how torch lays out its zip and that loading to the meta device tells where each storage lies;
-values that are no tensors are unpickled under torch's `weights_only` rules unless the caller says
-otherwise. Called by `converting`.
-"""
+"""A file that `torch.save` wrote, as a source: its tensors are found without reading them."""
 
 from __future__ import annotations
 

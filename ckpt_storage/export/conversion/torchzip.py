@@ -1,8 +1,7 @@
 """Values as one file of `torch.save`, written from front to back while they are read.
 
-Knows torch's records and the pickle of a state dict; holds no tensor in memory. Lengths are known
-before, so every local header is exact but for the checksum, which follows the bytes as zip allows
-and stands in the directory at the end.
+Lengths are known before, so every local header is exact but for the checksum, which follows the
+bytes as zip allows and stands in the directory at the end.
 """
 
 from __future__ import annotations

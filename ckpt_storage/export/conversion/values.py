@@ -1,6 +1,6 @@
 """What a conversion moves: the tensors and other values of one source, and how to stream them.
 
-Knows sources; knows no target. Made by `converting`, used by the targets.
+Made by `converting`, used by the targets.
 """
 
 from __future__ import annotations

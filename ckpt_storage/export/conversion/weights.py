@@ -1,7 +1,6 @@
 """Values as safetensors: torch's sharded files, or one export as Hugging Face has it.
 
-Knows headers and names of files; hides and shows nothing. Values that safetensors cannot hold were
-refused or dropped before. Called by `converting`.
+Values that safetensors cannot hold were refused or dropped before.
 """
 
 from __future__ import annotations

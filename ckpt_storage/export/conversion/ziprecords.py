@@ -1,7 +1,6 @@
 """The checksums of a file of `torch.save`, and tensors that are held to them while they stream.
 
-Knows that the file is a zip whose records carry CRC-32; torch itself does not look at them. Imports
-no torch.
+Imports no torch.
 """
 
 from __future__ import annotations

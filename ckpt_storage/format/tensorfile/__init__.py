@@ -1,9 +1,6 @@
 """The containers tensors lie in: items of a shard file, and safetensors headers.
 
-Knows the zip that torch 2 writes for one tensor (head, raw bytes, tail), how to find the
-raw bytes in such a zip without running its pickle, and the header of a safetensors file.
 It does not know where containers lie, moves no tensor bytes, and imports no torch.
-Called by `manifest`, `stockmeta`, `writer`, `reader` and `consolidate`.
 """
 
 from __future__ import annotations

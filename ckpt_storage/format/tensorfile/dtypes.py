@@ -1,8 +1,4 @@
-"""The element types a checkpoint may hold, and what each format calls them.
-
-Knows names and sizes only; numpy and torch are not imported. Called by everything that
-turns a number of elements into a number of bytes.
-"""
+"""The element types a checkpoint may hold, and what each format calls them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The zip around the raw bytes of one tensor, as `torch.save` would write it.
 
-Knows the records, the pickle and the headers of such a zip, and writes them by hand, so
-that raw bytes need no copy and torch no import. It moves no tensor bytes. Called by
-`writer`.
+It moves no tensor bytes.
 """
 
 from __future__ import annotations

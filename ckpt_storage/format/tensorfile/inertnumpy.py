@@ -1,8 +1,7 @@
 """Whether a pickle holds only plain values and numpy arrays of numbers.
 
 Random states of numpy are the values in checkpoints that torch's `weights_only` rules refuse
-although they run nothing. Knows how numpy pickles arrays, scalars and dtypes; imports no numpy
-and builds nothing. Called by `reader`, for blobs that torch refused.
+although they run nothing.
 
 Only dtypes of numbers pass, in the form that numpy writes them: with others, a dtype's pickled
 flags could make numpy take bytes for pointers.

@@ -1,12 +1,8 @@
 """A pickle reader that builds nothing but inert values.
 
-Knows the opcodes that pickle protocols 2 to 5 use for the two kinds of pickle torch
-puts into a checkpoint: `data.pkl` inside a saved tensor, and `.metadata`. It imports
-nothing, calls nothing that the pickle names, and hashes nothing that the pickle holds:
-a class or function becomes a `Global`, a call to it a `Record`, a dictionary a list of
-pairs. Memory and time stay linear in the length of the pickle. It does not know what
-the values mean. Called by `item` and `stockmeta`, which turn its errors into those
-of `errors`.
+It imports nothing, calls nothing that the pickle names, and hashes nothing that the pickle holds: a
+class or function becomes a `Global`, a call to it a `Record`, a dictionary a list of pairs. Memory
+and time stay linear in the length of the pickle. It does not know what the values mean.
 """
 
 from __future__ import annotations

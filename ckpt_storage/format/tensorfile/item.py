@@ -1,7 +1,6 @@
 """Where the raw bytes lie in a tensor that `torch.save` wrote.
 
-Knows the local headers of torch's zips and the pickle of a plain tensor, and runs
-nothing of it. It reads no storage and checks no raw bytes. Called by `reader`.
+It reads no storage and checks no raw bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The header of a safetensors file, read strictly and written.
 
-Knows the JSON header, which byte run belongs to which tensor, and where torch's DCP
-notes the position of a shard (`DCP_SHARDING_INFO`). It reads no storage and sees no
-tensor bytes. Called by `reader` and `checkpoint` (to read) and `consolidate` (to write).
+It reads no storage and sees no tensor bytes.
 """
 
 from __future__ import annotations
