@@ -99,45 +99,6 @@ def test_rules_read_as_a_sequence(server: S3Server) -> None:
     assert codes == [500, 403, 404, 404, 404]
 
 
-def test_op_must_match_as_a_whole(server: S3Server, client: Any) -> None:
-    """A rule for `part` hits neither `list_parts` nor `part_copy`."""
-    server.faults([FaultRule(op="part", times=0, action="status", status=400, code="Hit")])
-    put(client, "src")
-    name = {"Bucket": BUCKET, "Key": "k"}
-    name["UploadId"] = client.create_multipart_upload(**name)["UploadId"]
-    client.list_parts(**name)
-    source = {"Bucket": BUCKET, "Key": "src"}
-    client.upload_part_copy(**name, PartNumber=1, CopySource=source)
-    assert refused(client.upload_part, **name, PartNumber=2, Body=b"") == (400, "Hit")
-
-
-def test_error_within_a_success(server: S3Server, client: Any) -> None:
-    """Status 200 with a code is the failed completion that S3 reports in the body."""
-    arguments = upload(client, "k", {1: b"x"})
-    rule = FaultRule(op="complete", action="status", status=200, code="InternalError")
-    server.faults([rule])
-    with pytest.raises(ClientError, match="InternalError"):
-        client.complete_multipart_upload(**arguments)
-    assert server.dump() == {}
-    client.complete_multipart_upload(**arguments)
-    assert server.dump() == {"k": b"x"}
-
-
-def test_expired_token(server: S3Server, client: Any) -> None:
-    """An expired token is 403 ExpiredToken, and nothing is done."""
-    server.faults([FaultRule(action="expired_token")])
-    assert refused(client.put_object, Bucket=BUCKET, Key="k") == (403, "ExpiredToken")
-    assert server.dump() == {}
-
-
-def test_delay_ends_in_the_usual_answer(server: S3Server, client: Any) -> None:
-    """A delayed request is served."""
-    server.faults([FaultRule(op="put", action="delay", delay_s=0.01)])
-    put(client, "k")
-    assert server.dump() == {"k": b"x"}
-    assert [(record.fault, record.status) for record in server.requests] == [("delay", 200)]
-
-
 @pytest.mark.parametrize("action", ["delay", "hang"])
 def test_stop_ends_what_hangs(action: Any) -> None:
     """A request that hangs or waits long is cut when the server stops, without an answer."""
@@ -168,34 +129,6 @@ def test_reset_before_or_after_the_work(
     assert [(record.status, record.fault) for record in server.requests] == [(0, action)]
 
 
-def test_lost_answer_is_a_reset(server: S3Server) -> None:
-    """A lost answer ends in RST, not in an orderly close that could be taken for an answer."""
-    server.faults([FaultRule(action="lost")])
-    with socket_to(server) as sock:
-        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert drain(sock) == (b"", True)
-
-
-def test_lost_completion(server: S3Server, client: Any) -> None:
-    """After a completion whose answer was lost the object is there and its upload is not."""
-    arguments = upload(client, "k", {1: b"x"})
-    server.faults([FaultRule(op="complete", action="lost")])
-    with pytest.raises(BotoCoreError):
-        client.complete_multipart_upload(**arguments)
-    assert server.dump() == {"k": b"x"}
-    assert refused(client.complete_multipart_upload, **arguments) == (404, "NoSuchUpload")
-
-
-@pytest.mark.parametrize("limit_bytes", [0, 1, 150_000])
-def test_reset_within_the_body(server: S3Server, limit_bytes: int) -> None:
-    """`reset_body` reads that much of the body, resets, and stores nothing."""
-    server.faults([FaultRule(op="put", action="reset_body", limit_bytes=limit_bytes)])
-    with pytest.raises(ConnectionError):
-        ask(server, "PUT", f"/{BUCKET}/k", b"x" * 300_000)
-    assert server.dump() == {}
-    assert [record.bytes_in for record in server.requests] == [limit_bytes]
-
-
 @pytest.mark.parametrize("limit_bytes", [0, 10, 150_000])
 def test_truncated_answer(server: S3Server, client: Any, limit_bytes: int) -> None:
     """`truncate` announces all, sends exactly that much of the body, and resets."""
@@ -209,15 +142,6 @@ def test_truncated_answer(server: S3Server, client: Any, limit_bytes: int) -> No
     assert b"Content-Length: 300000" in head
     assert (got, is_reset) == (body[:limit_bytes], True)
     assert fetch(client, "k") == body
-
-
-def test_ignored_range(server: S3Server, client: Any) -> None:
-    """`ignore_range` answers 200 with the whole object."""
-    put(client, "k", b"0123456789")
-    server.faults([FaultRule(op="get", action="ignore_range")])
-    wanted = {"Range": "bytes=2-3"}
-    answers = [ask(server, "GET", f"/{BUCKET}/k", headers=wanted) for _ in range(2)]
-    assert [(status, body) for status, _, body in answers] == [(200, b"0123456789"), (206, b"23")]
 
 
 @pytest.mark.parametrize(
@@ -342,22 +266,6 @@ def test_stop_leaves_no_thread_and_no_port() -> None:
     port = int(server.endpoint_url.rpartition(":")[2])
     with S3Server(port=port) as second:
         assert second.endpoint_url == server.endpoint_url
-
-
-def test_stop_ends_a_transfer_that_stands_still() -> None:
-    """A server stops while one client sends no more of its body and another reads no answer."""
-    with S3Server() as server:
-        server.create_bucket(BUCKET)
-        body = b"x" * (64 << 20)
-        assert ask(server, "PUT", f"/{BUCKET}/k", body)[0] == 200
-        sender, reader = socket_to(server), socket_to(server)
-        sender.sendall(f"PUT /{BUCKET}/l HTTP/1.1\r\nContent-Length: 100\r\n\r\nhalf".encode())
-        reader.sendall(f"GET /{BUCKET}/k HTTP/1.1\r\n\r\n".encode())
-        server.wait_for(lambda requests: len(requests) == 3)
-    with sender, reader:
-        assert drain(sender)[0] == b""
-        assert len(drain(reader)[0]) < len(body)
-    assert list(server.dump()) == ["k"]
 
 
 @pytest.mark.parametrize("end", ["stdin", "SIGTERM", "SIGINT"])
