@@ -16,8 +16,7 @@ import ckpt_storage
 from ckpt_storage.format.regions import Box
 from ckpt_storage.format.tiling import Grid
 from ckpt_storage.inspect.checkpoint import Checkpoint, diff, open_checkpoint
-from ckpt_storage.inspect.drawing import histogram_svg, sharding_svg
-from ckpt_storage.inspect.markup import escaped, human_bytes, runs_text, shown
+from ckpt_storage.inspect.drawing import sharding_svg
 from ckpt_storage.inspect.nametree import Entry, tree_of
 from ckpt_storage.inspect.sharding import Sharding
 from ckpt_storage.inspect.views import TreeView
@@ -104,12 +103,6 @@ def test_layers_that_differ_are_not_folded() -> None:
     assert list(pair.children["h"].children) == ["0.w", "1.w"]
 
 
-def test_a_name_may_be_a_prefix_of_another() -> None:
-    """`a` and `a.b` are both values; neither hides the other."""
-    root = tree_of([Entry(fqn="a", dtype="int8"), Entry(fqn="a.b", dtype="int8"), Entry(fqn="")])
-    assert {entry.fqn for entry in root.entries()} == {"a", "a.b", ""}
-
-
 def test_names_nested_without_end_are_shown() -> None:
     """Thousands of levels, branching or not, neither overflow the stack nor fill the page."""
     whole = Sharding(shape=(), chunks=[(Box((), ()), 0)])
@@ -120,18 +113,6 @@ def test_names_nested_without_end_are_shown() -> None:
         view = TreeView(root=root, sharding_of=lambda _: whole)
         assert str(view).count("\n") <= 40
         assert Tags(view._repr_html_()).tags
-
-
-def test_a_part_of_thousands_of_digits_is_a_name(tmp_path: Path) -> None:
-    """Python makes no number of it; a hostile checkpoint can be shown all the same."""
-    digits = "9" * 5000
-    root = tree_of(Entry(fqn=f"h.{digits}{i}.w", dtype="int8") for i in range(4))
-    assert root.children["h"].value_count == 4
-    assert {entry.fqn for entry in root.entries()} == {f"h.{digits}{i}.w" for i in range(4)}
-    mixed = tree_of(Entry(fqn=name, dtype="int8") for name in ("#a", "1a", "2a", digits))
-    assert mixed.value_count == 4
-    ckpt_storage.save({digits: torch.ones(1)}, tmp_path / "c")
-    assert digits[:50] in repr(open_checkpoint(tmp_path / "c"))
 
 
 def test_more_names_than_are_quickly_sorted_are_not_gathered_unasked(
@@ -241,44 +222,3 @@ def test_pictures_are_tiled_by_chunks(
     for (x, y, width, height), (other_x, other_y, *_) in itertools.permutations(found, 2):
         inside = x <= other_x < x + width - 0.1 and y <= other_y < y + height - 0.1
         assert not inside
-
-
-def test_a_fine_sharding_is_told_not_drawn() -> None:
-    """More chunks than can be seen are one rectangle and a title."""
-    cuts = (tuple(range(1000)), (0,))
-    svg = sharding_svg(Sharding(shape=(1000, 4), grid=Grid(cuts, tuple(range(1000)))))
-    assert len(rectangles(svg)) == 1
-    assert "1000 \N{MULTIPLICATION SIGN} 1, ranks 0\N{EN DASH}999" in svg
-
-
-def test_an_irregular_sharding_is_drawn() -> None:
-    """Chunks that make no grid are drawn where they are."""
-    boxes = [Box((0, 0), (2, 4)), Box((2, 0), (2, 1)), Box((2, 1), (2, 3))]
-    chunks = [(box, None) for box in boxes]
-    sharding = Sharding(shape=(4, 4), chunks=chunks)
-    assert str(sharding) == "3 chunks"
-    assert len(rectangles(sharding_svg(sharding))) == 3
-
-
-def test_a_histogram_is_drawn() -> None:
-    """A bar for every count that is not zero; nothing is drawn of nothing."""
-    assert len(rectangles(histogram_svg((0.0, 1.0, 2.0, 3.0), (3, 0, 5)))) == 2
-    assert rectangles(histogram_svg((), ())) == []
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_264_000_000, "1.26 GB"), (10**18, "1000 PB")],
-)
-def test_bytes_are_told_in_decimal_units(count: int, text: str) -> None:
-    """Three digits and a unit."""
-    assert human_bytes(count) == text
-
-
-def test_text_is_made_fit_to_show() -> None:
-    """What does not print is spelt out, HTML is escaped, runs of numbers are joined."""
-    assert shown("a\x1b[0m\u202eé") == "a\\x1b[0m\\u202eé"
-    assert escaped("<a b='\"'>&") == "&lt;a b=&#x27;&quot;&#x27;&gt;&amp;"
-    assert runs_text([0, 1, 2, 5]) == "0\N{EN DASH}2, 5"
-    assert runs_text([0, 2, 4, 6, 8]) == "0…8"
-    assert runs_text([]) == ""

@@ -6,7 +6,6 @@ What was recorded is read from the documents as JSON; what ranks hold is what th
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -21,17 +20,15 @@ from dcp_cases import raw_bytes, same, seeded, zeros_like
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from saver_cases import END_S, quick_saver
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 import ckpt_storage
 from ckpt_storage import FormatError
 from ckpt_storage.commit.tiednames import candidate_ties, settled_ties
-from ckpt_storage.format.manifest import Manifest, RankManifest
+from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.saves.tiedmemory import WrittenMemory
 from ckpt_storage.testing.ranks import RankPool
 
@@ -126,13 +123,6 @@ def test_what_only_looks_alike_is_not_tied(tmp_path: Path, door: Door) -> None:
     save_by(door, look_alikes(), tmp_path)
     texts = [path.read_bytes() for path in tmp_path.rglob("*.json")]
     assert not any(b'"ties"' in text for text in texts)
-
-
-def test_a_front_door_ties_storages_of_one_memory(tmp_path: Path) -> None:
-    """Two storage objects over the same bytes are one memory to a front door."""
-    array = seeded(1, 16).numpy()
-    ckpt_storage.save({"a": torch.from_numpy(array), "b": torch.from_numpy(array)}, tmp_path)
-    assert recorded(tmp_path) == {"b": "a"}
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -236,12 +226,6 @@ def test_shards_are_tied_where_all_that_hold_any_agree(
     assert recorded(tmp_path / "apart") == {}
 
 
-def test_replicated_dtensors_are_tied(ranks: RankPool, tmp_path: Path) -> None:
-    """Also those that planning gave to different ranks."""
-    ranks.run(save_sharded, tmp_path, "save", [Replicate()], 8, None, world_size=2)
-    assert recorded(tmp_path) == TIE
-
-
 def save_otherwise_sharded(rank: int, path: Path, door: Door) -> None:
     """Save one local tensor as part of tensors that are cut otherwise, or to other ranks."""
     del rank
@@ -262,50 +246,6 @@ def test_one_local_tensor_in_two_places_is_no_tie(
     """The same memory and values, but in other rows of the whole, are not the same tensor."""
     ranks.run(save_otherwise_sharded, tmp_path, door, world_size=2)
     assert recorded(tmp_path) == {}
-
-
-def save_legacy_shards(rank: int, path: Path, door: Door, apart: int | None) -> None:
-    """Save tensors in several legacy shards a rank; on rank `apart` one of them is a copy."""
-    whole = seeded(1, 9, 4)
-    rows = {0: [(0, 2), (4, 5), (8, 9)], 1: [(2, 4), (5, 8)]}[rank]
-    parts = [whole[start:stop].clone() for start, stop in rows]
-    state = {}
-    for name in ("embed", "head"):
-        if name == "head" and rank == apart:
-            parts[1] = parts[1].clone()
-        shards = [
-            LocalShard.from_tensor_and_offsets(part, [start, 0], rank)
-            for part, (start, _) in zip(parts, rows, strict=True)
-        ]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            state[name] = ShardedTensor._init_from_local_shards(shards, (9, 4))  # noqa: SLF001  # torch's only way
-    save_by(door, {"model": state}, path)
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_legacy_shards_are_tied_if_all_of_them_are(
-    ranks: RankPool, tmp_path: Path, door: Door
-) -> None:
-    """One of five shards that is a copy makes it two tensors."""
-    ranks.run(save_legacy_shards, tmp_path / "tied", door, None, world_size=2)
-    assert recorded(tmp_path / "tied") == TIE
-    ranks.run(save_legacy_shards, tmp_path / "apart", door, 1, world_size=2)
-    assert recorded(tmp_path / "apart") == {}
-
-
-def save_alias_on_one_rank(rank: int, path: Path) -> None:
-    """Save a tensor that all ranks hold, and its alias, which rank 0 holds."""
-    state = tied_model()
-    if rank:
-        del state["model"]["head"]
-    ckpt_storage.save(state, path, sync_files=False)
-
-
-def test_a_rank_that_holds_only_one_of_two_does_not_object(ranks: RankPool, tmp_path: Path) -> None:
-    """It cannot know better than the rank that holds both."""
-    ranks.run(save_alias_on_one_rank, tmp_path, world_size=3)
-    assert recorded(tmp_path) == TIE
 
 
 class Resolving(dcp.DefaultSavePlanner):
@@ -398,25 +338,6 @@ def test_a_tie_is_recorded_by_the_names_that_are_stored(tmp_path: Path) -> None:
     assert recorded(tmp_path) == {"new_model.head": "new_model.embed"}
 
 
-def test_a_state_that_holds_itself_is_saved_as_the_planner_likes(tmp_path: Path) -> None:
-    """Looking for ties does not fail a save that the planner can make."""
-    inner: dict[str, Any] = {"x": 1}
-    inner["self"] = inner
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    ckpt_storage.save({"inner": inner}, tmp_path, planner=planner, sync_files=False)
-    assert recorded(tmp_path) == {}
-
-
-@pytest.mark.parametrize("mode", ["thread", "process"])
-def test_staging_keeps_ties(tmp_path: Path, mode: Literal["thread", "process"]) -> None:
-    """A save in the background records the ties of the trainer's state, time and again."""
-    with quick_saver(mode) as saver:
-        for step in range(2):
-            path = tmp_path / f"step-{step}"
-            saver.save(tied_model() | look_alikes(), path, sync_files=False).result(END_S)
-            assert recorded(path) == TIE
-
-
 def save_in_background(rank: int, path: Path, apart: int | None) -> None:
     """Save a replicated model with an `AsyncSaver`; on rank `apart` the head is a copy."""
     state = tied_model()
@@ -479,16 +400,6 @@ def test_a_manifest_with_ties_that_cannot_be_is_refused(
     assert Manifest.from_body(body, where="here").ties == TIE
     with pytest.raises(FormatError, match=text):
         Manifest.from_body(body | {"ties": ties}, where="here")
-
-
-@pytest.mark.parametrize("ties", [{"model.head": "absent"}, {"absent": "model.head"}, 3])
-def test_a_rank_manifest_with_ties_that_cannot_be_is_refused(tmp_path: Path, ties: Any) -> None:
-    """Its ties are of what the rank wrote."""
-    ckpt_storage.save(tied_model(), tmp_path, sync_files=False)
-    body = body_of(tmp_path)["inline_ranks"][0]
-    assert RankManifest.from_body(body, where="here").ties == TIE
-    with pytest.raises(FormatError, match=r"tie of|'ties' should be"):
-        RankManifest.from_body(body | {"ties": ties}, where="here")
 
 
 NAMES = "abcdef"
@@ -554,17 +465,3 @@ def test_no_rank_is_overruled(world: list[Held]) -> None:
         assert group <= reach[target]
         for held in world:
             assert len({held[name] for name in group if name in held}) <= 1
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.dictionaries(st.sampled_from(NAMES), st.integers(0, 2), min_size=2),
-    st.lists(st.sets(st.sampled_from(NAMES)), min_size=1, max_size=4),
-)
-def test_ranks_of_one_mind_tie_all_that_they_can(memory: Held, holdings: list[set[str]]) -> None:
-    """Where no rank contradicts another, all that is connected has one target, the first named."""
-    world = [{name: memory[name] for name in sorted(held & memory.keys())} for held in holdings]
-    ties, reach = settled_in(world), connected(world)
-    order = [name for view in views_of(world) for group in view for name in group]
-    for name in set(order):
-        assert ties.get(name, name) == min(reach[name], key=order.index)

@@ -17,10 +17,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from unittest.mock import patch
 
-import pytest
 import torch.distributed as dist
 
-from ckpt_storage.coordination.board import Board, BoardError, LocalBoard
+from ckpt_storage.coordination.board import Board, LocalBoard
 from ckpt_storage.coordination.coordinator import Coordinator
 from ckpt_storage.coordination.groups import StoreBoard
 from ckpt_storage.errors import RankFailedError
@@ -172,40 +171,6 @@ def test_connections_that_broke_cost_one_operation() -> None:
         cable.close()
 
 
-def test_what_is_removed_while_it_is_read_is_not_waited_for() -> None:
-    """A reader gets it whole or not at all; the store's own `get` would wait, or return nothing."""
-    timeout = timedelta(seconds=60)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
-
-    def connect() -> dist.Store:
-        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
-
-    reader = StoreBoard(connect, "test")
-    writer = reader.twin()
-    is_over = threading.Event()
-
-    def put_and_remove() -> None:
-        while not is_over.is_set():
-            writer.set("key", b"value", END_S)
-            writer.delete("key", END_S)
-
-    thread = threading.Thread(target=put_and_remove, daemon=True)
-    thread.start()
-    try:
-        found = {reader.get("key", END_S) for _ in range(2000)}
-    finally:
-        is_over.set()
-        thread.join(END_S)
-    assert found <= {None, b"value"}
-    writer.set("large", bytes(9 << 20), END_S)
-    assert writer.has_all(["large"], END_S)
-    # As it is while somebody removes it.
-    assert connect().delete_key("test/large#1")
-    assert reader.get("large", END_S) is None
-    for board in (writer, reader):
-        board.close()
-
-
 def _read_often(board: StoreBoard, key: str) -> set[bytes | None]:
     return {board.get(key, END_S) for _ in range(2000)}
 
@@ -279,29 +244,6 @@ class Twin(LocalBoard):
         self.is_closed = True
 
 
-def test_one_that_failed_is_not_used_again() -> None:
-    """The operation whose watcher lost its connection fails; the next one has a new connection."""
-
-    def lost() -> None:
-        raise BoardError("The store failed: connection reset")
-
-    first, other = Twins(lost), LocalBoard()
-    other._values, other._lock = first._values, first._lock  # noqa: SLF001  # one memory
-    boards = iter([first, other])
-    ranks = group(lambda: next(boards))
-    # The other rank hears of it from nobody, and waits for as long as the step may take.
-    assert isinstance(operate(ranks, lambda: False, timeout_s=3.0)[0], RankFailedError)
-    assert first.made[0].is_closed
-    assert ranks[0].spare_board is None
-    for _ in range(2):
-        assert operate(ranks, lambda: first.made[-1].look_count > 0) == [None, None]
-    assert len(first.made) == 2
-    assert ranks[0].spare_board is first.made[1]
-    assert not first.made[1].is_closed
-    ranks[0].close()
-    assert first.made[1].is_closed
-
-
 def test_one_that_hangs_is_left_behind() -> None:
     """A look that does not come back keeps neither its operation nor the next one."""
     is_over = threading.Event()
@@ -320,15 +262,3 @@ def test_one_that_hangs_is_left_behind() -> None:
         assert ranks[0].spare_board is first.made[1]
     finally:
         is_over.set()
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_board_in_memory_is_its_own_twin(count: int) -> None:
-    """Nothing is kept apart there, and nothing is lost by closing it."""
-    board = LocalBoard()
-    ranks = group(lambda: board)
-    for _ in range(count):
-        assert operate(ranks, lambda: True) == [None, None]
-    for rank in ranks:
-        rank.close()
-    assert operate(ranks, lambda: True) == [None, None]

@@ -6,7 +6,6 @@ without asking the code under test. A thread that does not end is a failure, nev
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import random
 import threading
@@ -30,7 +29,6 @@ from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    InvalidInputError,
     PhaseTimeoutError,
     RankFailedError,
     RankMismatchError,
@@ -170,31 +168,6 @@ def test_operations_leave_nothing_but_the_last_ones_words() -> None:
     for _ in range(5):
         values(run(ranks, together))
         assert len(operations_on(board)) == 1
-
-
-def test_what_is_left_over_is_removed_while_ranks_wait() -> None:
-    """Not before a first wait, so that no step is late for it; at the end by who never waited."""
-    board = LocalBoard()
-    ranks = group(board, 2)
-    values(run(ranks, together))
-
-    def body(coordinator: Coordinator) -> tuple[list[str], list[str]]:
-        with coordinator.operation("the test", timeouts=LONG) as operation:
-            operation.meet(TERMS)
-            before = list(coordinator.debris)
-            end = time.monotonic() + 10.0
-            while coordinator.rank == 1 and ranks[0].debris and time.monotonic() < end:
-                time.sleep(0.01)
-            operation.gather(b"")
-            return before, list(coordinator.debris)
-
-    waited, hurried = values(run(ranks, body))
-    assert waited[0]
-    assert not waited[1]
-    assert hurried[0]
-    assert hurried[1] == hurried[0]
-    assert not set(hurried[0]) & set(ranks[1].debris)
-    assert len(operations_on(board)) == 1
 
 
 def test_ranks_that_disagree_are_listed_by_value() -> None:
@@ -782,13 +755,6 @@ def test_two_hundred_ranks_meet() -> None:
     assert values(run(ranks, together)) == [everybody] * 200
 
 
-def test_a_rank_outside_the_group_is_refused() -> None:
-    """A rank that the world does not have is an invalid input."""
-    for rank in (-1, 2):
-        with pytest.raises(InvalidInputError, match="2 ranks"):
-            Coordinator(LocalBoard(), rank=rank, world_size=2)
-
-
 # Torch's stores as boards.
 
 
@@ -847,19 +813,6 @@ def test_a_store_board_is_a_board(tmp_path: Any) -> None:
         board.delete("first", 20.0)
         other.set_first("first", b"c", 20.0)
         assert board.get("first", 20.0) == b"c", name
-
-
-def test_signs_keep_to_their_fields() -> None:
-    """A sign that was packed and heard says what its rank does."""
-    own, other = LifeSigns(0, 2), LifeSigns(1, 2)
-    other.begin("write", 10)
-    other.advanced(3)
-    own.heard(1, other.pack())
-    heard = own.known()[1]
-    assert dataclasses.replace(heard, heard_s=0.0, idle_s=0.0, host="", pid=0) == (
-        dataclasses.replace(other.own(), heard_s=0.0, idle_s=0.0, host="", pid=0)
-    )
-    assert (heard.phase, heard.done_bytes, heard.total_bytes) == ("write", 3, 10)
 
 
 def test_a_rank_that_can_start_no_thread_says_so_and_goes_on_later(

@@ -12,17 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import test_dcp_memory
-import torch
 from crc32c import crc32c
 from export_tools import (
     BLOCK_BYTES,
     ArraySource,
     Chunked,
-    bits_of,
     saved,
     split,
     tensors_of,
-    torch_dtype,
     whole,
 )
 from hypothesis import given, settings
@@ -30,10 +27,8 @@ from hypothesis import strategies as st
 
 from ckpt_storage.errors import (
     CheckpointError,
-    FormatError,
     IntegrityError,
     InvalidInputError,
-    PhaseTimeoutError,
     StorageError,
 )
 from ckpt_storage.export.consolidation.division import Region, WriteRules
@@ -182,40 +177,6 @@ def test_files_hold_the_tensors(store: Store, world_size: int, copies: Copies) -
     assert sum(p.sent_bytes + p.copied_bytes for p in portions) == plan.total_bytes
 
 
-@pytest.mark.parametrize("window_bytes", [1024, 5000, 64 * 1024, 300 * 1024])
-def test_windows_of_any_size_give_the_same_files(store: Store, window_bytes: int) -> None:
-    """Windows that end within rows and blocks change nothing."""
-    state = mixed_state()
-    source = saved(store, state)
-    plan = plan_of(source, world_size=2)
-    options = dataclasses.replace(OPTIONS, part_bytes=window_bytes, block_bytes=1024)
-    files, _ = exported(plan, source, store, options=options)
-    check(files, plan, state)
-
-
-@pytest.mark.parametrize("copies", ["never", "always"])
-def test_the_checksum_of_a_file_follows_from_its_portions(store: Store, copies: Copies) -> None:
-    """CRCs of portions combine to that of the file, for streamed and for copied bytes."""
-    source = saved(store, big_rows())
-    plan = plan_of(source, world_size=3)
-    files, portions = exported(plan, source, store, copies=copies)
-    (data,) = files.values()
-    portions.sort(key=lambda portion: portion.start)
-    lengths = [portion.stop - portion.start for portion in portions]
-    assert integrity.combine_many([p.crc32c for p in portions], lengths) == crc32c(data)
-    for portion in portions:
-        assert portion.crc32c == crc32c(data[portion.start : portion.stop])
-
-
-def test_progress_adds_up(store: Store) -> None:
-    """`on_bytes` gets every byte of the files once."""
-    source = saved(store, mixed_state())
-    plan = plan_of(source)
-    seen: list[int] = []
-    exported(plan, source, store, on_bytes=seen.append)
-    assert sum(seen) == plan.total_bytes
-
-
 def big_rows() -> dict[str, Chunked]:
     """Return tensors in row shards of some MiB, and a column shard that nothing can copy."""
     return {
@@ -223,57 +184,6 @@ def big_rows() -> dict[str, Chunked]:
         "columns": split(numbers((500, 300), "f4", 2), "float32", (1, 2)),
         "one": whole(numbers((1_000_003,), "u2", 3), "bfloat16"),
     }
-
-
-def test_copied_runs_are_not_sent(store: Store) -> None:
-    """With copies, only headers, edges and column shards pass through; all else is copied."""
-    state = big_rows()
-    source = saved(store, state)
-    plan = plan_of(source)
-    files, (portion,) = exported(plan, source, store, copies="always")
-    check(files, plan, state)
-    assert portion.copied_bytes == 3000 * 500 * 4 + 2_000_006
-    assert portion.sent_bytes == plan.total_bytes - portion.copied_bytes
-    _, (streamed,) = exported(plan_of(source), source, store_of_other_name(store), copies="never")
-    assert streamed.copied_bytes == 0
-
-
-class Sharing(LocalStore):
-    """A local store that says that its file system shares blocks."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What such a file system can do."""
-        return dataclasses.replace(super().capabilities, copies_pay=True)
-
-
-def test_disks_copy_only_what_can_share_blocks(tmp_path: Path) -> None:
-    """Of two runs, the one that lies alike in source and file is copied, the other is streamed."""
-    store = Sharing(str(tmp_path / "run"))
-    state = {name: whole(numbers((2 << 20,), "u1", at), "uint8") for at, name in enumerate("ab")}
-    source = saved(store, state)
-    plan = plan_of(source)
-    found = {tensor.fqn: tensor.start for tensor in plan.files[0].tensors}
-    data = store.read("saves/s/rank-0")
-    for fqn, off_by in (("a", 0), ("b", 64)):
-        place = source.known[fqn, (0,)]
-        start = found[fqn] % 4096 + off_by
-        payload = data[place.start : place.start + place.size_bytes]
-        store.write(f"saves/s/{fqn}", bytes(start) + payload)
-        moved = dataclasses.replace(
-            place, path=f"saves/s/{fqn}", start=start, file_bytes=start + len(payload)
-        )
-        source.known = {**source.known, (fqn, (0,)): moved}
-    files, (portion,) = exported(plan, source, store, copies="auto")
-    check(files, plan, state)
-    assert portion.copied_bytes == 2 << 20
-
-
-def store_of_other_name(store: Store) -> Store:
-    """Return `store` with nothing under the names of weight files."""
-    store.delete_folder("hf")
-    store.prepare(["hf"])
-    return store
 
 
 def test_refused_copies_are_streamed(tmp_path: Path) -> None:
@@ -392,36 +302,6 @@ def test_a_flipped_byte_is_found(store: Store, fqn: str, copies: Copies) -> None
     assert place.start <= (caught.value.offset or -1) < place.start + place.size_bytes
 
 
-@pytest.mark.parametrize("copies", ["never", "always"])
-@pytest.mark.parametrize("change", ["missing", "cut", "longer"])
-def test_a_missing_or_cut_file_is_found(store: Store, change: str, copies: Copies) -> None:
-    """A file that is gone or of another length is an error that names it, a tensor and a rank."""
-    source = saved(store, big_rows())
-    path = "saves/s/rank-1"
-    data = store.read(path)
-    store.delete([path])
-    if change != "missing":
-        store.write(path, data[:-1] if change == "cut" else data + b"x")
-    with pytest.raises(IntegrityError) as caught:
-        exported(plan_of(source), source, store, copies=copies)
-    assert path in (caught.value.path or "")
-    assert caught.value.rank == 1
-    assert caught.value.fqn is not None
-
-
-def test_sources_without_checksums_are_exported(store: Store) -> None:
-    """What no manifest vouches for is copied all the same, its checksum taken from the bytes."""
-    state = big_rows()
-    source = saved(store, state, crcs=False)
-    for copies in ("always", "never"):
-        plan = plan_of(source, world_size=2)
-        files, portions = exported(plan, source, store_of_other_name(store), copies=copies)
-        check(files, plan, state)
-        (data,) = files.values()
-        lengths = [portion.stop - portion.start for portion in portions]
-        assert integrity.combine_many([p.crc32c for p in portions], lengths) == crc32c(data)
-
-
 class InOrder:
     """An upload that takes parts in order only, as a stream does."""
 
@@ -485,40 +365,6 @@ def test_a_failure_ends_those_that_wait_for_their_turn(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError) as caught:
         writer_of(plan, source, store).write(plan.regions[0], InOrder())
     assert caught.value.fqn == "columns"
-
-
-@pytest.mark.parametrize("operation", ["write_part", "read_into"])
-def test_a_failing_storage_is_reported(tmp_path: Path, operation: str) -> None:
-    """What a store raises while parts are under way reaches the caller."""
-    inner = LocalStore(str(tmp_path / "run"))
-    source = saved(inner, big_rows())
-    rule = Rule(action="error", operation=operation, kind="no-space", retryable=False, skip_count=5)
-    faults = FaultStore(inner, [rule])
-    plan = plan_of(source)
-    upload = faults.start_shared_upload("hf/x", part_bytes=1)
-    with pytest.raises(StorageError) as caught:
-        writer_of(plan, source, faults).write(plan.regions[0], upload)
-    assert caught.value.kind == "no-space"
-    upload.abort()
-
-
-def test_a_deadline_that_has_passed_ends_the_work(store: Store) -> None:
-    """Nothing is begun after the deadline, and the error names the phase."""
-    source = saved(store, big_rows())
-    plan = plan_of(source)
-    writer = RegionWriter(
-        plan,
-        source=source,
-        source_store=store,
-        target_store=store,
-        options=OPTIONS,
-        deadline=Deadline("consolidate", 0.0),
-    )
-    upload = store.start_shared_upload("hf/x", part_bytes=1)
-    with pytest.raises(PhaseTimeoutError) as caught:
-        writer.write(plan.regions[0], upload)
-    assert caught.value.phase == "consolidate"
-    upload.abort()
 
 
 class Elsewhere:
@@ -595,46 +441,6 @@ def test_too_little_memory_is_refused(store: Store) -> None:
     with pytest.raises(InvalidInputError, match="memory_limit_bytes"):
         writer_of(plan, source, store, options=options).write(plan.regions[0], upload)
     upload.abort()
-
-
-def test_what_only_torch_can_read_is_refused(store: Store) -> None:
-    """An item whose payload was not found inside its zip is named, with what to do."""
-    source = saved(store, big_rows())
-    key = ("one", (0,))
-    places = dict(source.known)
-    places[key] = dataclasses.replace(places[key], container="torch_zip")
-    source.known = places
-    plan = plan_of(source)
-    upload = store.start_shared_upload("hf/x", part_bytes=1)
-    with pytest.raises(FormatError, match=r"one in saves/s/rank-0 .* only torch.load reads"):
-        writer_of(plan, source, store).write(plan.regions[0], upload)
-    upload.abort()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tensors_are_cast_on_the_way(store: Store, dtype: str) -> None:
-    """Floating-point tensors of any sharding arrive converted; all others as they are."""
-    made = {
-        "rows": torch.randn(301, 129, dtype=torch.bfloat16),
-        "columns": torch.randn(257, 130, dtype=torch.float16),
-        "grid": torch.randn(64, 64, dtype=torch.float64),
-        "same": torch.randn(1000, dtype=torch.float32),
-    }
-    counts = {"rows": (3, 1), "columns": (1, 2), "grid": (2, 2), "same": (2,)}
-    state = {
-        name: split(bits_of(t), str(t.dtype).removeprefix("torch."), counts[name])
-        for name, t in made.items()
-    } | {"int": whole(numbers((100,), "i8"), "int64")}
-    source = saved(store, state)
-    plan = plan_of(source, world_size=2, dtype=dtype)
-    files, _ = exported(plan, source, store, copies="always")
-    (data,) = files.values()
-    found = tensors_of(data)
-    code = {"float32": "F32", "bfloat16": "BF16"}[dtype]
-    for name, tensor in made.items():
-        assert found[name][:2] == (code, tuple(tensor.shape))
-        assert found[name][2] == bits_of(tensor.to(torch_dtype(dtype))).tobytes()
-    assert found["int"][2] == state["int"].array.tobytes()
 
 
 @settings(max_examples=300, deadline=None)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
-import queue
 import signal
-import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -23,21 +19,19 @@ import torch.distributed as dist
 from dcp_cases import raw_bytes, same, seeded
 from descriptors import open_files
 from named_memory import left_of, named_memory
-from test_staging_memory import MIB, linux, resident_bytes
+from test_staging_memory import MIB, linux
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckpt_storage.background.hostbuffers import HostBuffers
-from ckpt_storage.background.stagewire import StateReceiver, StateSender, pack, unpack
+from ckpt_storage.background.stagewire import StateReceiver, StateSender, pack
 from ckpt_storage.background.staging import stage
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.testing.ranks import RankPool
-
-Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  # the untyped kind is what users have
 
 ANSWER_S = 60.0
 
@@ -132,18 +126,6 @@ def described(value: Any) -> Any:
     return value
 
 
-def ties(state: dict[str, Any], _: StateReceiver) -> list[float]:
-    """Overwrite one tensor and return the sums of all."""
-    state["a"].fill_(2)
-    return [float(tensor.double().sum()) for tensor in state.values()]
-
-
-def footprint(state: dict[str, Any], receiver: StateReceiver) -> tuple[int, int, int, float]:
-    """Return resident bytes, open files and mapped bytes, and a value that changes."""
-    total = sum(float(tensor[0]) for tensor in state.values())
-    return resident_bytes(), len(open_files()), receiver.mapped_bytes, total
-
-
 def test_a_worker_sees_every_kind_of_value() -> None:
     """Tensors, Parameters, containers and objects arrive in a spawned process as they were."""
     state: dict[str, Any] = {
@@ -170,18 +152,6 @@ def test_a_worker_sees_every_kind_of_value() -> None:
             assert worker.send(state, buffers) == expected
 
 
-def test_a_worker_sees_ties_and_the_same_memory() -> None:
-    """Tied tensors are tied in the worker, and what it writes is seen in the trainer's copy."""
-    base = torch.ones(100)
-    state = {"a": base, "b": base[:10], "c": torch.ones(5)}
-    with HostBuffers("shared") as buffers, working(ties) as worker, buffers.lease() as lease:
-        staged = stage(state, lease)
-        worker.sender.send(pack(staged))
-        assert worker.answer() == [200.0, 20.0, 5.0]
-        assert float(staged.state["b"].sum()) == 20
-        assert float(base.sum()) == 100
-
-
 def test_tensors_do_not_travel_through_the_pipe() -> None:
     """A state of 64 MiB crosses as less than 100 kB, the second time as well."""
     state = {"model": {f"layers.{index}.weight": torch.ones(MIB // 8) for index in range(128)}}
@@ -195,35 +165,6 @@ def test_tensors_do_not_travel_through_the_pipe() -> None:
 def ties_not_wanted(state: dict[str, Any], _: StateReceiver) -> int:
     """Return the bytes of the tensors of a model."""
     return sum(tensor.nbytes for tensor in state["model"].values())
-
-
-@linux
-def test_fifty_saves_leave_memory_and_files_as_they_were() -> None:
-    """Neither side gains memory or descriptors from the third save to the fiftieth."""
-    state = {str(index): torch.ones(MIB) for index in range(4)}
-    with HostBuffers("shared") as buffers, working(footprint) as worker:
-        for step in range(50):
-            state["0"][0] = step
-            there = worker.send(state, buffers)
-            assert there[3] == step + 3
-            if step == 2:
-                mine, files, first = resident_bytes(), open_files(), there
-        assert there[0] - first[0] < 4 * MIB
-        assert there[1:3] == first[1:3]
-        assert resident_bytes() - mine < 4 * MIB
-        assert open_files() <= files
-
-
-@linux
-def test_outgrown_memory_is_unmapped_in_the_worker() -> None:
-    """A worker keeps the arenas that are still in use, and no other."""
-    with HostBuffers("shared") as buffers, working(footprint) as worker:
-        sizes = []
-        for count in (1, 4, 16, 16):
-            answer = worker.send({"x": torch.ones(count * MIB)}, buffers)
-            sizes.append((answer[1], answer[2]))
-            assert answer[2] == buffers.allocated_bytes
-        assert len({files for files, _ in sizes}) == 1
 
 
 @linux
@@ -300,16 +241,6 @@ def test_what_does_not_pickle_is_named_before_it_is_sent() -> None:
         with pytest.raises(InvalidInputError, match=r"a\.1\.b cannot be sent") as caught:
             pack(staged)
     assert caught.value.phase == "stage"
-
-
-def test_private_memory_is_not_sent() -> None:
-    """A state in memory that no other process can map is refused, as is one after close."""
-    ours, theirs = multiprocessing.Pipe()
-    with ours, theirs, HostBuffers() as buffers, buffers.lease() as lease:
-        packed = pack(stage({"x": seeded(1, 3)}, lease))
-        with pytest.raises(InvalidInputError, match="private or was released"):
-            StateSender(ours).send(packed)
-        assert not theirs.poll()
 
 
 def test_an_object_that_fails_in_the_worker_leaves_the_pipe_in_order() -> None:
@@ -394,38 +325,3 @@ def test_distributed_tensors_are_planned_alike_in_the_worker(
 ) -> None:
     """DCP's planner makes the same plan in a worker without a group, and with its own group."""
     ranks.run(mesh_rank, str(tmp_path / "store"), world_size=2)
-
-
-def mesh_log_rank(rank: int) -> list[str]:
-    """Unpack DTensors after their groups are gone, and return what torch's mesh logged."""
-    group = dist.new_group([0])
-    mesh = DeviceMesh.from_group(group, "cpu")
-    with HostBuffers("shared") as buffers, buffers.lease() as lease:
-        packed = pack(stage({"w": distribute_tensor(seeded(rank, 4), mesh, [Shard(0)])}, lease))
-        dist.destroy_process_group(group)
-        records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-        handler = QueueHandler(records)
-        logger = logging.getLogger("torch.distributed.device_mesh")
-        logger.addHandler(handler)
-        try:
-            unpack(packed.skeleton, packed.arena.memory)
-        finally:
-            logger.removeHandler(handler)
-    return [records.get().getMessage() for _ in range(records.qsize())]
-
-
-def test_missing_groups_are_no_warning(ranks: RankPool) -> None:
-    """A warning of torch's about groups that a save does not need does not reach the user's log."""
-    assert ranks.run(mesh_log_rank, world_size=1) == [[]]
-
-
-def test_packing_may_run_in_another_thread() -> None:
-    """A state is packed and unpacked off the trainer's thread."""
-    done: list[Any] = []
-    with HostBuffers("shared") as buffers, buffers.lease() as lease:
-        staged = stage({"x": seeded(1, 3)}, lease)
-        thread = threading.Thread(target=lambda: done.append(pack(staged)))
-        thread.start()
-        thread.join(ANSWER_S)
-        assert same(unpack(done[0].skeleton, staged.arena.memory), {"x": seeded(1, 3)})
-        assert seeded(1, 3).numpy().tobytes() not in done[0].skeleton

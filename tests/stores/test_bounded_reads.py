@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import threading
@@ -22,7 +21,6 @@ from ckpt_storage import (
     FormatError,
     IntegrityError,
     InvalidInputError,
-    StorageError,
 )
 from ckpt_storage.commit import slotlog, stockwrite
 from ckpt_storage.format import integrity, layout
@@ -153,31 +151,6 @@ def test_a_stock_document_of_a_made_up_length_is_not_published(
     assert not report.ok
     assert ".metadata cannot be brought up to date" in caplog.text
     assert not (folder / ".metadata").exists()
-
-
-@pytest.mark.parametrize("name", ["begun.json", "published.json"])
-def test_a_sparse_marker_is_damage_that_verify_tells(folder: Path, name: str) -> None:
-    """Nobody else reads markers, so the checkpoint loads."""
-    os.truncate(only(folder, f"saves/*/{name}"), SPARSE_BYTES)
-    with little_memory():
-        report = ckpt_storage.verify(folder)
-        load(folder)
-    assert [problem.file for problem in report.problems] == [
-        str(only(folder, f"saves/*/{name}").relative_to(folder))
-    ]
-
-
-@pytest.mark.parametrize("name", ["stock.metadata", ".metadata"])
-def test_a_sparse_stock_document_is_damage_that_verify_tells(folder: Path, name: str) -> None:
-    """Our own readers need neither."""
-    os.truncate(
-        folder / name if name == ".metadata" else only(folder, f"saves/*/{name}"), SPARSE_BYTES
-    )
-    with little_memory():
-        report = ckpt_storage.verify(folder)
-        load(folder)
-    assert len(report.problems) == 1
-    assert (report.problems[0].file or "").endswith(name)
 
 
 @pytest.mark.parametrize("name", [".metadata", "model.safetensors.index.json"])
@@ -354,21 +327,3 @@ def test_a_folder_that_may_not_be_read_is_not_hidden(server: S3Server) -> None:
     assert (old.name, old.format, old.problem) == ("step-00000001", "ckpt_storage", None)
     assert (new.name, new.format) == ("step-00000002", "unreadable")
     assert "AccessDenied" in str(new.problem)
-
-
-def test_a_put_beyond_what_the_storage_takes_is_not_sent(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would be refused after gigabytes; the error says what to do."""
-    location = Location.of("s3://bkt/puts", server.storage_options)
-    store = RemoteStore(location, request_timeout_s=20)
-    assert store.capabilities.max_put_bytes == 5 << 30
-    small = dataclasses.replace(store.capabilities, max_put_bytes=10)
-    monkeypatch.setattr(RemoteStore, "capabilities", property(lambda _: small))
-    server.reset_counters()
-    for put in (store.write, store.create, store.replace):
-        with pytest.raises(StorageError, match="takes 10 in one request") as caught:
-            put("x", bytes(11))
-        assert "stock_metadata='never'" in str(caught.value)
-    assert server.requests == []
-    store.write("x", bytes(10))

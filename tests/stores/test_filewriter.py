@@ -9,7 +9,6 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +16,10 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_storage.errors import PhaseTimeoutError, StorageError
+from ckpt_storage.errors import StorageError
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.transfer.filewriter import ShardFileWriter
 from ckpt_storage.transfer.pacing import BUDGET
 
@@ -157,33 +155,6 @@ def test_a_file_is_its_frames_and_payloads_with_the_checksums_of_each(
     assert BUDGET.held_bytes == 0
 
 
-def test_many_small_payloads_are_few_buffers(tmp_path: Path) -> None:
-    """Five thousand tensors of 1 KiB make five system calls and some, not thousands."""
-    store = LocalStore(str(tmp_path))
-    views: list[int] = []
-    real = store.start_upload
-
-    def counting(path: str, *, part_bytes: int) -> Any:
-        upload = real(path, part_bytes=part_bytes)
-        write_part = upload.write_part
-
-        def write(number: int, offset: int, buffers: Sequence[memoryview], *, last: bool) -> None:
-            views.append(len(buffers))
-            write_part(number, offset, buffers, last=last)
-
-        upload.write_part = write  # type: ignore[method-assign]
-        return upload
-
-    store.start_upload = counting  # type: ignore[method-assign]
-    file = writer(store, TransferOptions(part_bytes=8 << 20))
-    for n in range(5000):
-        file.frame(b"h" * 1000)
-        file.small_payload(pattern(n, 1024))
-    file.finish()
-    assert sum(views) <= 15
-    assert (tmp_path / "x").stat().st_size == 5000 * 2024
-
-
 def test_parts_in_flight_keep_within_the_memory_limit() -> None:
     """A part on its way to a server counts twice; the one being filled counts too."""
     gate = threading.Event()
@@ -215,33 +186,6 @@ def test_parts_in_flight_keep_within_the_memory_limit() -> None:
     assert done.is_set()
     assert store.most_running == 3
     assert BUDGET.peak_bytes <= limit
-    assert BUDGET.held_bytes == 0
-
-
-def test_a_storage_that_is_not_known_yet_gets_few_requests_at_a_time() -> None:
-    """Sixteen threads are allowed, eight parts go out before the first is on the storage."""
-    gate = threading.Event()
-
-    def before(number: int) -> None:
-        del number
-        assert gate.wait(20)
-
-    store = Remote(before=before)
-    options = TransferOptions(part_bytes=PART_BYTES, thread_count=16, block_bytes=BLOCK_BYTES)
-    file = writer(store, options)
-    content = memoryview(bytes(40 * PART_BYTES))
-    thread = threading.Thread(target=file.payload, args=([content],), daemon=True)
-    BUDGET.reset()
-    thread.start()
-    # Eight parts are claimed for, sent and held; the ninth is claimed for, full, and must wait.
-    while BUDGET.held_bytes < 9 * 2 * PART_BYTES or store.running < 8:
-        assert thread.is_alive()
-    assert BUDGET.held_bytes == 9 * 2 * PART_BYTES
-    assert store.most_running == 8
-    gate.set()
-    thread.join(20)
-    file.finish()
-    assert 8 <= store.most_running <= 16
     assert BUDGET.held_bytes == 0
 
 
@@ -289,60 +233,3 @@ def test_a_part_that_fails_ends_the_file_and_frees_the_memory(thread_count: int)
     assert len(store.parts) < 50
     assert BUDGET.held_bytes == 0
     assert not [t for t in threading.enumerate() if t.name.startswith("write x")]
-
-
-def test_a_process_that_has_no_more_threads_keeps_no_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A part is claimed for before there are threads to send it; the claim is given back."""
-    begin = threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        if thread.name.startswith("write x"):
-            raise RuntimeError("can't start new thread")
-        begin(thread)
-
-    store = Remote()
-    file = writer(store)
-    BUDGET.reset()
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(RuntimeError, match="new thread"):
-        file.payload([memoryview(bytes(3 * PART_BYTES))])
-    assert BUDGET.peak_bytes > 0
-    file.abort()
-    assert (store.parts, store.ended) == ([], ["abort"])
-    assert BUDGET.held_bytes == 0
-
-
-def test_a_full_disk_ends_the_file_before_any_part() -> None:
-    """The reservation's error is raised by the first part; nothing was sent."""
-
-    class Full(Remote):
-        """A storage without room."""
-
-        def reserve(self, total_bytes: int) -> None:
-            raise StorageError(f"no room for {total_bytes}", kind="no-space")
-
-    store = Full()
-    file = writer(store)
-    with pytest.raises(StorageError, match="no room for 12345"):
-        file.payload([memoryview(bytes(3 * PART_BYTES))])
-    file.abort()
-    assert (store.parts, store.ended) == ([], ["abort"])
-    assert BUDGET.held_bytes == 0
-
-
-def test_a_file_that_waits_for_memory_ends_with_its_deadline() -> None:
-    """Another transfer holds all of it and does not end."""
-    BUDGET.acquire(1, limit_bytes=1, deadline=Deadline("load", 5))
-    try:
-        options = TransferOptions(
-            part_bytes=PART_BYTES, memory_limit_bytes=2 * PART_BYTES, block_bytes=BLOCK_BYTES
-        )
-        file = writer(Remote(), options, deadline=Deadline("write", 0.05))
-        with pytest.raises(PhaseTimeoutError, match="memory"):
-            file.payload([memoryview(bytes(PART_BYTES))])
-        file.abort()
-        assert BUDGET.held_bytes == 1
-    finally:
-        BUDGET.release(1)

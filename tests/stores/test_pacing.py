@@ -61,17 +61,6 @@ def test_the_sum_of_all_claims_stays_below_each_limit() -> None:
     assert budget.held_bytes == 0
 
 
-def test_a_claim_waits_for_another_transfers_release() -> None:
-    """The strictest limit counts, whoever holds the bytes."""
-    budget = Budget()
-    budget.acquire(50, limit_bytes=100, deadline=soon())
-    thread = begun(lambda: budget.acquire(20, limit_bytes=60, deadline=soon()))
-    eventually(lambda: waiting(budget) == 1)
-    budget.release(40)
-    thread.join(20)
-    assert budget.held_bytes == 30
-
-
 def test_a_large_claim_is_not_overtaken() -> None:
     """What came later and would fit waits behind it."""
     budget = Budget()
@@ -179,22 +168,6 @@ def play(pacer: Pacer, clock: Clock, *, request_s: Callable[[int], float], round
             pacer.succeeded(seconds, 1000)
 
 
-def test_where_only_latency_counts_the_number_grows_to_the_ceiling() -> None:
-    """Requests that take the same time however many there are: more at a time are faster."""
-    clock = Clock()
-    pacer = Pacer(32, start=2, clock=clock)
-    play(pacer, clock, request_s=lambda _: 0.03, rounds=5)
-    assert pacer.limit() == 32
-
-
-def test_where_bandwidth_is_used_up_the_number_stays() -> None:
-    """Four at a time fill the line: doubling that once is enough to see it."""
-    clock = Clock()
-    pacer = Pacer(64, start=2, clock=clock)
-    play(pacer, clock, request_s=lambda count: max(0.03, 0.03 * count / 4), rounds=7)
-    assert 4 <= pacer.limit() <= 10
-
-
 def test_a_slow_down_halves_the_number_once_for_all_that_were_under_way() -> None:
     """Sixteen requests that are refused together are one word; one later is another."""
     clock = Clock()
@@ -223,10 +196,3 @@ def test_after_a_slow_down_the_number_grows_by_one_a_round() -> None:
         numbers.append(pacer.limit())
         play(pacer, clock, request_s=lambda _: 1.0, rounds=1)
     assert numbers == [4, 5, 6, 7, 8, 8]
-
-
-def test_the_number_is_one_at_least_and_the_ceiling_at_most() -> None:
-    """Whatever was asked for."""
-    assert Pacer(0).limit() == 1
-    assert Pacer(4, start=9).limit() == 4
-    assert Pacer(4).limit() == 4

@@ -11,7 +11,6 @@ import errno
 import functools
 import mmap
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,13 +23,11 @@ from safetensors.torch import load_file
 import ckpt_storage
 from ckpt_storage.cli.app import app
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.export.consolidation.options import ConsolidateOptions
 from ckpt_storage.store import open_store
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.posix import Posix, is_unsupported
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 from ckpt_storage.testing.posix_faults import FaultPosix
-from ckpt_storage.testing.power import PowerCutPosix
 
 MIB = 1 << 20
 DATA = bytes(range(256)) * (12 << 10)
@@ -130,16 +127,6 @@ def test_nothing_else_changes_where_it_is_known(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes() == DATA
 
 
-def test_unless_asked_the_cache_is_used(tmp_path: Path) -> None:
-    """What follows a save, a check or an export, reads from it."""
-    posix = Uncached()
-    store = LocalStore(str(tmp_path), posix=posix)
-    plain = store.start_upload("x", part_bytes=len(DATA))
-    plain.write_part(0, 0, [memoryview(DATA)], last=True)
-    plain.complete(len(DATA))
-    assert not {UNCACHED, "forget"} & set(operations(posix))
-
-
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM])
 def test_where_it_is_not_known_the_file_is_dropped_once_it_is_durable(
     tmp_path: Path, number: int
@@ -152,39 +139,6 @@ def test_where_it_is_not_known_the_file_is_dropped_once_it_is_durable(
     assert calls.count("pwritev") == calls.count("start_write_back") == 3
     assert calls.index("fsync") < calls.index("forget") < calls.index("rename")
     assert (tmp_path / "x").read_bytes() == DATA
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
-def test_what_cannot_be_dropped_either_stays(tmp_path: Path, number: int) -> None:
-    """It promises nothing."""
-    upload(tmp_path, Cached(errno.ENOSYS, Rule(action="error", operation="forget", errno=number)))
-    assert (tmp_path / "x").read_bytes() == DATA
-
-
-def test_a_system_without_either_call_writes_as_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The flag is Linux's; Python on macOS has no `posix_fadvise`."""
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.delattr(os, "posix_fadvise", raising=False)
-    upload(tmp_path, Posix())
-    assert (tmp_path / "x").read_bytes() == DATA
-
-
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_the_flag_goes_to_linux_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str
-) -> None:
-    """Its number may mean anything elsewhere; a C library without the call is one that cannot."""
-
-    def refused(*_: object) -> int:
-        raise NotImplementedError
-
-    monkeypatch.setattr(os, "pwritev", refused if platform == "linux" else None)
-    monkeypatch.setattr(sys, "platform", platform)
-    with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):
-        Posix().pwritev_uncached(0, [memoryview(b"x")], 0)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("action", ["crash_before", "crash_after", "torn", "error", "lost_answer"])
@@ -221,21 +175,6 @@ def test_a_fault_at_any_call_leaves_old_or_new(
         assert posix.open_count == 0
         cut_count += 1
     assert cut_count >= 3
-
-
-@pytest.mark.usefixtures("knows")
-def test_without_an_fsync_such_bytes_are_as_lost_as_others(tmp_path: Path) -> None:
-    """The kernel begins to write them at once, which proves nothing; after `seal` they stay."""
-    power = PowerCutPosix(tmp_path / "graves")
-    fd = power.open_new(str(tmp_path / "lost"))
-    power.fsync_folder(str(tmp_path))
-    power.pwritev_uncached(fd, [memoryview(b"data")], 0)
-    power.power_cut("data")
-    power.close(fd)
-    assert (tmp_path / "lost").read_bytes() == bytes(4)
-    upload(tmp_path, power)
-    power.power_cut("data and names")
-    assert (tmp_path / "x").read_bytes() == DATA
 
 
 @pytest.fixture
@@ -363,55 +302,3 @@ def test_what_else_writes_weights_has_the_option(
         weights = [torch.zeros(MIB, dtype=torch.int64)]
         ckpt_storage.load({"a": weights[0]}, target)
     assert torch.equal(weights[0], torch.arange(MIB))
-
-
-@pytest.mark.parametrize("of_save", ["keep", "drop"])
-@pytest.mark.parametrize("of_export", [None, "keep", "drop"])
-def test_an_export_after_a_save_is_as_the_save_unless_told(
-    tmp_path: Path, seen: list[str], of_save: str, of_export: Any
-) -> None:
-    """What the save leaves in the cache the export reads; its own files may go all the same."""
-    ckpt_storage.save(
-        {"a": torch.arange(MIB)},
-        tmp_path / "a",
-        page_cache=of_save,  # type: ignore[arg-type]  # a parameter
-        consolidate=ConsolidateOptions(page_cache=of_export),
-    )
-    assert any(".distcp" in name for name in seen) == (of_save == "drop")
-    assert any(".safetensors" in name for name in seen) == ((of_export or of_save) == "drop")
-
-
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda path, word: ckpt_storage.consolidate(path, path.with_name("out"), page_cache=word),
-        lambda path, word: ckpt_storage.copy(path, path.with_name("out"), page_cache=word),
-        lambda path, word: ckpt_storage.convert(
-            path, path.with_name("out"), to="safetensors", page_cache=word
-        ),
-        lambda _, word: ConsolidateOptions(page_cache=word),
-    ],
-    ids=["consolidate", "copy", "convert", "options"],
-)
-def test_another_word_is_refused_everywhere(
-    checkpoint: Path, ask: Callable[[Path, str], object]
-) -> None:
-    """Before anything is written."""
-    with pytest.raises(InvalidInputError, match="page_cache is 'away'"):
-        ask(checkpoint, "away")
-    assert not checkpoint.with_name("out").exists()
-
-
-def test_what_the_kernel_copies_is_dropped_once_it_is_durable(tmp_path: Path) -> None:
-    """It copies through its cache unless files share their blocks."""
-    (tmp_path / "source").write_bytes(DATA)
-    posix = Uncached()
-    store = LocalStore(str(tmp_path), posix=posix, page_cache="drop")
-    source = store.copy_source("source")
-    assert source is not None
-    shared = store.start_shared_upload("x", part_bytes=len(DATA))
-    shared.copy_part(0, 0, source, 0, len(DATA), source_bytes=len(DATA), last=True)
-    shared.complete(len(DATA))
-    calls = operations(posix)
-    assert calls.index("fsync") < calls.index("forget") < calls.index("link")
-    assert (tmp_path / "x").read_bytes() == DATA

@@ -6,16 +6,13 @@ import ctypes
 import errno
 import fcntl
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
-import ckpt_storage
 from ckpt_storage.store import posix
-from ckpt_storage.store.posix import Posix, is_unsupported
+from ckpt_storage.store.posix import Posix
 
 
 @pytest.fixture
@@ -24,28 +21,6 @@ def fd(tmp_path: Path) -> Iterator[int]:
     opened = Posix().open_new(str(tmp_path / "x"))
     yield opened
     os.close(opened)
-
-
-def test_space_is_taken_without_length_and_given_back(fd: int) -> None:
-    """`allocate` gives blocks behind the end; `truncate` to the same length takes them away."""
-    try:
-        Posix().allocate(fd, 1 << 20)
-    except OSError as error:
-        assert is_unsupported(error)  # noqa: PT017  # any other error is a failure
-        pytest.skip("the file system cannot set space aside")
-    assert os.fstat(fd).st_size == 0
-    assert os.fstat(fd).st_blocks * 512 >= 1 << 20
-    Posix().truncate(fd, 0)
-    assert os.fstat(fd).st_blocks == 0
-
-
-def test_writing_back_early_changes_nothing(fd: int, tmp_path: Path) -> None:
-    """Begun for any range, also one beyond the end."""
-    data = os.urandom(10_000)
-    os.write(fd, data)
-    Posix().start_write_back(fd, 0, 8192)
-    Posix().start_write_back(fd, 1 << 40, 4096)
-    assert (tmp_path / "x").read_bytes() == data
 
 
 def test_long_writes_are_cut_where_the_kernels_pages_begin(
@@ -68,24 +43,6 @@ def test_long_writes_are_cut_where_the_kernels_pages_begin(
     assert (tmp_path / "x").read_bytes() == bytes(50) + data
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda fd: Posix().allocate(fd, 4096),
-        lambda fd: Posix().start_write_back(fd, 0, 4096),
-    ],
-    ids=["allocate", "start_write_back"],
-)
-def test_errors_of_the_c_library_are_os_errors(call: Callable[[int], None], fd: int) -> None:
-    """A closed descriptor gives EBADF, which is no word of what a file system can do."""
-    closed = os.dup(fd)
-    os.close(closed)
-    with pytest.raises(OSError, match="Bad file descriptor") as caught:
-        call(closed)
-    assert caught.value.errno == errno.EBADF
-    assert not is_unsupported(caught.value)
-
-
 def test_a_call_that_a_signal_came_between_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """EINTR is not reported, as Python's own calls do not."""
     numbers = iter([errno.EINTR, errno.EINTR])
@@ -100,58 +57,6 @@ def test_a_call_that_a_signal_came_between_is_made_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(posix, "_function", lambda _: call)
     Posix().allocate(7, 10)
     assert len(calls) == 3
-
-
-def test_signals_that_keep_coming_end_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A timer that fires faster than a long call ends would keep it for ever."""
-    calls: list[tuple[object, ...]] = []
-
-    def call(*arguments: object) -> int:
-        calls.append(arguments)
-        assert len(calls) < 1000
-        ctypes.set_errno(errno.EINTR)
-        return -1
-
-    monkeypatch.setattr(posix, "_function", lambda _: call)
-    with pytest.raises(OSError, match="Interrupted") as caught:
-        Posix().allocate(7, 10)
-    assert caught.value.errno == errno.EINTR
-    assert len(calls) > 1
-
-
-def test_a_call_that_the_c_library_lacks_is_unsupported() -> None:
-    """ENOSYS, as a kernel without it says."""
-    with pytest.raises(OSError, match="not implemented") as caught:
-        posix._function("no_such_function_anywhere")  # noqa: SLF001  # no system lacks the others
-    assert caught.value.errno == errno.ENOSYS
-    assert is_unsupported(caught.value)
-
-
-@pytest.mark.parametrize("platform", ["darwin", "freebsd15"])
-def test_no_function_of_the_c_library_is_called_by_linux_structs_elsewhere(
-    tmp_path: Path, fd: int, monkeypatch: pytest.MonkeyPatch, platform: str
-) -> None:
-    """`statfs` of macOS writes 2,168 bytes where Linux's writes 120; others differ in numbers."""
-    posix._linux_function.cache_clear()  # noqa: SLF001  # what an earlier test looked up
-
-    def look(*_: object, **__: object) -> None:
-        raise AssertionError("the C library was asked")
-
-    monkeypatch.setattr(ctypes, "CDLL", look)
-    # The test can fail: on Linux the same calls ask the library.
-    with pytest.raises(AssertionError):
-        Posix().shares_blocks(str(tmp_path))
-    monkeypatch.setattr(sys, "platform", platform)
-    assert not Posix().shares_blocks(str(tmp_path))
-    assert not Posix().may_compress(str(tmp_path))
-    calls: list[Callable[[], None]] = [
-        lambda: Posix().allocate(fd, 4096),
-        lambda: Posix().start_write_back(fd, 0, 4096),
-        lambda: Posix().rename_new(str(tmp_path / "x"), str(tmp_path / "y")),
-    ]
-    for call in calls:
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):
-            call()
 
 
 class Drive:
@@ -221,23 +126,3 @@ def test_a_stronger_call_that_failed_is_not_followed_by_another(
     with pytest.raises(OSError, match=os.strerror(number)):
         sync(fd, tmp_path)
     assert drive.calls == ["full"]
-
-
-def test_elsewhere_fsync_is_called_alone(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux's flushes the drive too and has no other."""
-    drive = Drive(monkeypatch, None)
-    monkeypatch.delattr(fcntl, "F_FULLFSYNC")
-    Posix().fsync(fd)
-    assert drive.calls == ["fsync"]
-
-
-def test_a_system_without_copies_in_the_kernel_copies_by_reading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without `copy_file_range`, as on macOS, a copy is not supported: that, and no other error."""
-    monkeypatch.delattr(os, "copy_file_range")
-    with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):
-        Posix().copy_all(0, 0, 1, 0, 10)
-    ckpt_storage.save({"a": torch.arange(1 << 12)}, tmp_path / "a")
-    ckpt_storage.copy(tmp_path / "a", tmp_path / "b", copies="always")
-    assert ckpt_storage.open_checkpoint(tmp_path / "b")["a"][-1] == (1 << 12) - 1

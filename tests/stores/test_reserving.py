@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from ckpt_storage.errors import StorageError
-from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store.base import Reserving, Upload
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.posix import Posix
@@ -125,36 +124,10 @@ def test_a_full_disk_is_told_before_a_byte_is_sent(root: Path, number: int) -> N
     assert list(root.iterdir()) == []
 
 
-@pytest.mark.parametrize("free", [None, MORE_BYTES])
-def test_a_lack_of_space_that_the_file_system_does_not_know_of_is_none(
-    root: Path, free: int | None
-) -> None:
-    """Only a write can tell then whether the bytes fit."""
-    written(reserved(begun(root, failing(errno.ENOSPC, free=free)))).complete(len(DATA))
-    assert (root / "x").read_bytes() == DATA
-
-
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT])
 def test_no_other_failure_of_it_is_one_of_the_upload(root: Path, number: int) -> None:
     """It is there for speed; what is wrong with the disk the writes will tell."""
     written(reserved(begun(root, failing(number)))).complete(len(DATA))
-    assert (root / "x").read_bytes() == DATA
-
-
-def test_nothing_is_set_aside_where_content_may_be_compressed(root: Path) -> None:
-    """It would be refused space for its whole length where it may take half of that."""
-    posix = failing(errno.ENOSPC, free=len(DATA) // 2, compresses=True)
-    written(reserved(begun(root, posix))).complete(len(DATA))
-    assert posix.count("allocate") == 0
-    assert (root / "x").read_bytes() == DATA
-
-
-def test_an_interrupted_write_back_changes_nothing(root: Path) -> None:
-    """Beginning to write early promises nothing, and is not repeated for one range."""
-    rule = Rule(action="error", operation="start_write_back", errno=errno.EINTR, hit_count=None)
-    posix = Told([rule])
-    written(begun(root, posix)).complete(len(DATA))
-    assert posix.count("start_write_back") >= 2
     assert (root / "x").read_bytes() == DATA
 
 
@@ -197,56 +170,3 @@ def test_a_file_is_complete_while_one_still_hangs(root: Path, *, sync_files: boo
     assert posix.open_count == 0
     found = (root / "x").stat()
     assert (found.st_size, found.st_blocks) == blocks_of(root)
-
-
-def test_an_abort_does_not_wait_for_one_that_hangs(root: Path) -> None:
-    """The name is gone at once; the descriptor when nobody uses it any more."""
-    posix = Told([Rule(action="hang", operation="allocate")])
-    upload = begun(root, posix)
-    thread = threading.Thread(target=reserved, args=(upload,), daemon=True)
-    thread.start()
-    assert posix.script.wait_hung(WAIT_S)
-    upload.abort()
-    assert list(root.iterdir()) == []
-    assert posix.open_count == 1
-    posix.script.release()
-    thread.join(WAIT_S)
-    assert posix.open_count == 0
-
-
-class Refusing:
-    """A store and its upload whose reservations fail with a passing error, or for good."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.asked: list[int] = []
-        self.url = "far://"
-
-    def start_upload(self, path: str, *, part_bytes: int) -> Refusing:
-        """Begin."""
-        del path, part_bytes
-        return self
-
-    def reserve(self, total_bytes: int) -> None:
-        """Fail."""
-        self.asked.append(total_bytes)
-        raise StorageError("no", kind=self.kind, retryable=self.kind != "no-space")
-
-    def close(self) -> None:
-        """Close."""
-
-
-@pytest.mark.parametrize("kind", ["timeout", "other", "connection", "no-space"])
-def test_it_is_tried_once(root: Path, kind: str) -> None:
-    """A second one beside a first that may still run gains nothing; only "no-space" is told."""
-    inner: Any = Refusing(kind)
-    inner.capabilities = LocalStore(str(root)).capabilities
-    store = RetryStore(inner, policy=RetryPolicy(first_delay_s=0.0))
-    upload = store.start_upload("x", part_bytes=1)
-    if kind == "no-space":
-        with pytest.raises(StorageError, match="no"):
-            upload.reserve(7)
-    else:
-        upload.reserve(7)
-    assert inner.asked == [7]
-    store.close()

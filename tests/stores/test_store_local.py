@@ -10,14 +10,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from ckpt_storage.errors import (
     IntegrityError,
-    InvalidInputError,
     StorageError,
     UnsupportedByStoreError,
 )
@@ -26,12 +24,11 @@ from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.os_errors import map_os_error
 from ckpt_storage.store.posix import Posix
 from ckpt_storage.store.retry import RetryStore
-from ckpt_storage.testing.faults import FaultStore, Rule
+from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.store_machine import StoreMachine
 from ckpt_storage.testing.store_suite import StoreSuite
 
-READ_ON_BYTES = 1 << 20
 ODD_ROOT = "röot 100%25 +#[x]*{y}?~'\""
 
 
@@ -94,20 +91,6 @@ class TestRetryStore(StoreSuite):
         store = RetryStore(LocalStore(root))
         yield store.with_deadline(1e12)
         store.close()
-
-
-class TestFaultStore(StoreSuite):
-    """The suite through a fault wrapper that has no rules."""
-
-    @pytest.fixture
-    def store(self, root: str) -> FaultStore:
-        """A local store that is only being logged."""
-        return FaultStore(LocalStore(root))
-
-    @pytest.fixture
-    def other(self, root: str) -> FaultStore:
-        """A second one."""
-        return FaultStore(LocalStore(root))
 
 
 class LocalMachine(StoreMachine):
@@ -174,23 +157,6 @@ def test_a_missing_folder_is_not_made_by_a_write(store: LocalStore, root: str) -
     assert not Path(root, "nothing").exists()
 
 
-def test_a_folder_that_appears_late_is_found_by_the_second_look(root: str) -> None:
-    """A write that misses its folder looks again after opening the folders above it."""
-
-    class LateFolder(Posix):
-        """Shows the folder of another host only after its parents were opened."""
-
-        def open_folder(self, path: str) -> None:
-            super().open_folder(path)
-            Path(root, "saves/late").mkdir(parents=True, exist_ok=True)
-
-    store = LocalStore(root, posix=LateFolder())
-    store.prepare([])
-    Path(root, "saves").mkdir()
-    store.write("saves/late/x", b"x")
-    assert Path(root, "saves/late/x").read_bytes() == b"x"
-
-
 def test_a_root_that_is_a_file_is_named(tmp_path: Path) -> None:
     """Preparing or listing below a file says that it is one."""
     file = tmp_path / "file"
@@ -203,13 +169,6 @@ def test_a_root_that_is_a_file_is_named(tmp_path: Path) -> None:
     error = error_of(lambda: LocalStore(str(file)).list(""))
     assert "Part of the path is a file" in str(error)
     assert file.read_bytes() == b"data"
-
-
-def test_an_empty_root_is_invalid() -> None:
-    """No path at all is an invalid argument, and so is one with a NUL."""
-    for path in ("", "a\0b"):
-        with pytest.raises(InvalidInputError):
-            LocalStore(path)
 
 
 def test_a_relative_root_stays_where_it_was(
@@ -312,27 +271,6 @@ def test_only_files_are_objects(store: LocalStore, root: str) -> None:
     assert error_of(lambda: store.stat("saves/a/broken")).kind == "not-found"
 
 
-def test_views_of_any_type_are_written_and_filled(store: LocalStore) -> None:
-    """Buffers count in bytes, whatever the items of the views are."""
-    content = memoryview(bytearray(range(64)))
-    numbers: memoryview[Any] = content.cast("d", (2, 4))
-    upload = store.start_upload("saves/a/x", part_bytes=64)
-    upload.write_part(0, 0, [numbers, memoryview(b"")], last=True)
-    upload.complete(64)
-    target = bytearray(64)
-    store.read_into("saves/a/x", 0, memoryview(target).cast("i", (4, 4)))
-    assert target == bytes(range(64))
-
-
-def test_many_buffers_are_written_in_several_calls(store: LocalStore) -> None:
-    """More buffers than one system call takes arrive in order."""
-    pieces = [bytes([i % 251]) * (i % 7) for i in range(5000)]
-    upload = store.start_upload("saves/a/x", part_bytes=1)
-    upload.write_part(0, 0, [memoryview(piece) for piece in pieces], last=True)
-    upload.complete(len(b"".join(pieces)))
-    assert store.read("saves/a/x") == b"".join(pieces)
-
-
 def test_a_part_that_was_never_sent_is_noticed(store: LocalStore, root: str) -> None:
     """A hole in the file has the right length, and is found all the same."""
     upload = store.start_upload("saves/a/x", part_bytes=10)
@@ -342,41 +280,6 @@ def test_a_part_that_was_never_sent_is_noticed(store: LocalStore, root: str) -> 
         upload.complete(30)
     upload.abort()
     assert names_in(Path(root, "saves/a")) == []
-
-
-def test_abort_after_complete_keeps_the_object(store: LocalStore) -> None:
-    """A clean-up path that aborts what has completed does no harm."""
-    upload = store.start_upload("saves/a/x", part_bytes=10)
-    upload.write_part(0, 0, [memoryview(b"data")], last=True)
-    upload.complete(4)
-    upload.abort()
-    upload.complete(4)
-    assert store.read("saves/a/x") == b"data"
-
-
-def test_a_part_after_the_end_is_refused(store: LocalStore) -> None:
-    """Neither a completed nor an aborted upload takes another part."""
-    done = store.start_upload("saves/a/x", part_bytes=10)
-    done.complete(0)
-    dropped = store.start_upload("saves/a/y", part_bytes=10)
-    dropped.abort()
-    for upload in (done, dropped):
-        with pytest.raises(StorageError):
-            upload.write_part(0, 0, [memoryview(b"late")], last=True)
-    with pytest.raises(StorageError, match="aborted"):
-        dropped.complete(0)
-    assert store.read("saves/a/x") == b""
-
-
-def test_integrity_errors_say_where(store: LocalStore) -> None:
-    """A file cut short is named with the first byte that is missing."""
-    store.write("saves/a/x", b"0123456789")
-    with pytest.raises(IntegrityError) as caught:
-        store.read_into("saves/a/x", 4, memoryview(bytearray(20)))
-    assert (caught.value.path, caught.value.offset) == ("saves/a/x", 10)
-    with pytest.raises(IntegrityError) as caught:
-        store.read_into("saves/a/x", 0, memoryview(bytearray(2)), size_bytes=12)
-    assert (caught.value.path, caught.value.offset) == ("saves/a/x", 10)
 
 
 def test_descriptors_do_not_leak(root: str) -> None:
@@ -441,18 +344,6 @@ def test_every_error_number_has_a_kind(number: int, kind: str, *, retryable: boo
     for part in ("read", "file:///x", errno.errorcode.get(number, "12345"), error.next_step):
         assert part is not None
         assert part in str(error)
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_reported_with_what_is_free(root: str, number: int) -> None:
-    """Out of space says how many bytes are left, and leaves no temporary file."""
-    posix = FaultPosix([Rule(action="error", operation="pwritev", errno=number)])
-    store = LocalStore(root, posix=posix)
-    store.prepare(["saves"])
-    error = error_of(lambda: store.write("saves/x", b"data"))
-    assert error.kind == "no-space"
-    assert "bytes are free there" in str(error)
-    assert names_in(Path(root, "saves")) == []
 
 
 def test_a_really_full_disk_is_reported(tmp_path: Path) -> None:
@@ -541,60 +432,6 @@ def test_without_any_exclusive_call_create_is_unsupported(root: str, number: int
     with pytest.raises(UnsupportedByStoreError, match="commit_url="):
         store.create("commits/1", b"one")
     assert names_in(Path(root, "commits")) == []
-
-
-@pytest.mark.parametrize("length", [READ_ON_BYTES - 1, READ_ON_BYTES])
-def test_long_reads_are_told_to_the_kernel(root: str, length: int) -> None:
-    """Once for each, before its first byte; a short one costs no call more."""
-    Path(root).mkdir(parents=True)
-    data = os.urandom(READ_ON_BYTES + 7)
-    Path(root, "x").write_bytes(data)
-    posix = FaultPosix()
-    target = bytearray(length)
-    LocalStore(root, posix=posix).read_into("x", 7, memoryview(target), arrived=lambda _: None)
-    assert target == data[7 : 7 + length]
-    calls = [call.operation for call in posix.script.calls]
-    told = ["read_on"] if length >= READ_ON_BYTES else []
-    assert [name for name in calls if name in {"read_on", "preadv"}][: len(told) + 1] == [
-        *told,
-        "preadv",
-    ]
-    assert calls.count("read_on") == len(told)
-
-
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ESPIPE])
-def test_a_file_system_that_takes_no_hint_is_read_without(root: str, number: int) -> None:
-    """It promises nothing, so nothing is missing."""
-    Path(root).mkdir(parents=True)
-    data = os.urandom(READ_ON_BYTES)
-    Path(root, "x").write_bytes(data)
-    posix = FaultPosix([Rule(action="error", operation="read_on", errno=number)])
-    target = bytearray(len(data))
-    LocalStore(root, posix=posix).read_into("x", 0, memoryview(target))
-    assert target == data
-
-
-def test_a_system_without_the_hint_is_read_without(
-    root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python on macOS has no `posix_fadvise`."""
-    monkeypatch.delattr(os, "posix_fadvise", raising=False)
-    Path(root).mkdir(parents=True)
-    data = os.urandom(READ_ON_BYTES)
-    Path(root, "x").write_bytes(data)
-    target = bytearray(len(data))
-    LocalStore(root).read_into("x", 0, memoryview(target))
-    assert target == data
-
-
-def test_a_hint_that_finds_a_broken_disk_fails_the_read(root: str) -> None:
-    """Only that a call is not known is passed over."""
-    Path(root).mkdir(parents=True)
-    Path(root, "x").write_bytes(bytes(READ_ON_BYTES))
-    posix = FaultPosix([Rule(action="error", operation="read_on", errno=errno.EIO)])
-    with pytest.raises(StorageError, match="read"):
-        LocalStore(root, posix=posix).read_into("x", 0, memoryview(bytearray(READ_ON_BYTES)))
-    assert posix.open_count == 0
 
 
 def test_folders_that_cannot_be_synced_are_no_failure(root: str) -> None:

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
+from ckpt_storage.errors import IntegrityError, StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store.base import Capabilities, Entry, Store
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.retry import RetryStore, abandoned_thread_count
 from ckpt_storage.store.timed import AbandonedError, TimedPool, moved
-from ckpt_storage.testing.faults import Action, FaultStore, Rule, SimulatedCrash
+from ckpt_storage.testing.faults import Action, FaultStore, Rule
 
 SHORT_S = 0.2
 AMPLE_S = 1.0
@@ -182,18 +182,6 @@ def test_the_last_failure_is_raised_with_the_count(bench: Bench) -> None:
     assert copy.__notes__ == error.__notes__
 
 
-def test_delays_grow_with_full_jitter(bench: Bench) -> None:
-    """Each delay is the random fraction of a ceiling that doubles up to the maximum."""
-    fractions = iter([0.5, 0.25, 1.0, 0.0, 0.5])
-    store = bench.store(
-        fault("read", hit_count=5),
-        policy=RetryPolicy(attempt_count=6, first_delay_s=1.0, max_delay_s=5.0),
-        random=lambda: next(fractions),
-    )
-    store.read("x")
-    assert bench.time.slept == [0.5 * 1, 0.25 * 2, 1.0 * 4, 0.0 * 5, 0.5 * 5]
-
-
 def test_no_attempt_begins_after_the_deadline(bench: Bench) -> None:
     """A delay that would pass the deadline is not slept; the failure comes back at once."""
     store = bench.store(
@@ -213,18 +201,6 @@ def test_after_the_deadline_nothing_is_begun(bench: Bench) -> None:
     error = error_of(lambda: late.read("x"))
     assert error.kind == "timeout"
     assert bench.calls == []
-    assert store.read("x") == b"data"
-
-
-def test_views_share_all_but_the_deadline(bench: Bench) -> None:
-    """The nearer deadline counts, and closing a view closes nothing."""
-    store = bench.store()
-    near = store.with_deadline(bench.time.now_s + 1)
-    for view in (near.with_deadline(bench.time.now_s + 100), near):
-        assert view.read("x") == b"data"
-        view.close()
-    bench.time.sleep(2)
-    assert error_of(lambda: near.with_deadline(1e9).read("x")).kind == "timeout"
     assert store.read("x") == b"data"
 
 
@@ -541,61 +517,6 @@ def test_completing_much_gets_more_time(bench: Bench, monkeypatch: pytest.Monkey
     assert given == [100, 100, 100.1]
 
 
-def test_a_crash_passes_through_the_threads(bench: Bench) -> None:
-    """What is no error of ours is raised where the operation was asked for."""
-    store = bench.store(fault("write", action="crash_before"))
-    for _ in range(2):
-        with pytest.raises(SimulatedCrash):
-            store.write("saves/x", b"data")
-    assert bench.local.list("saves") == []
-
-
-def test_threads_are_used_again_and_end(bench: Bench) -> None:
-    """One caller needs one thread however often it calls, and closing ends it."""
-    seen: set[threading.Thread] = set()
-    pool = TimedPool("a test")
-    for _ in range(50):
-        seen.add(pool.run(threading.current_thread, timeout_s=WAIT_S, what="call", repeatable=True))
-    (thread,) = seen
-    assert thread.is_alive()
-    pool.close()
-    pool.close()
-    assert not thread.is_alive()
-    del bench
-
-
-def test_operations_in_one_thread_take_no_other(bench: Bench) -> None:
-    """What is called and the operations that it makes share a thread, which is none of ours."""
-    store = bench.store()
-    threads: list[threading.Thread] = []
-
-    def arrived(_: int) -> None:
-        threads.append(threading.current_thread())
-
-    def read_twice(same: Store) -> str:
-        threads.append(threading.current_thread())
-        for _ in range(2):
-            same.read_into("x", 0, memoryview(bytearray(4)), arrived=arrived)
-        return "done"
-
-    assert store.in_one_thread(read_twice) == "done"
-    assert len(threads) > 2
-    assert len(set(threads)) == 1
-    assert threads[0] is not threading.current_thread()
-
-
-def test_what_fails_in_one_thread_is_raised_to_the_caller(bench: Bench) -> None:
-    """Errors of the storage and others come through, and the thread is used again."""
-    store = bench.store()
-    assert (
-        error_of(lambda: store.in_one_thread(lambda same: same.read("absent"))).kind == "not-found"
-    )
-    with pytest.raises(ZeroDivisionError):
-        store.in_one_thread(lambda _: 1 // 0)
-    assert store.in_one_thread(lambda same: same.read("x")) == b"data"
-    assert abandoned_thread_count() == 0
-
-
 def test_a_hanging_operation_ends_all_in_its_thread(bench: Bench) -> None:
     """The caller gets its error in time; what was to come after it is not done, even late."""
     store = bench.store(fault("read_into", action="hang"), request_timeout_s=SHORT_S)
@@ -614,32 +535,6 @@ def test_a_hanging_operation_ends_all_in_its_thread(bench: Bench) -> None:
     wait_until(lambda: abandoned_thread_count() == 0)
     assert done == []
     assert bench.calls == ["read_into"]
-
-
-def test_operations_in_one_thread_end_soon_after_they_are_given_up(bench: Bench) -> None:
-    """A read that hangs does not keep a caller whose operation has failed elsewhere."""
-    has_failed = threading.Event()
-    store = bench.store(fault("read_into", action="hang")).with_deadline(
-        bench.time.now_s + WAIT_S, given_up=has_failed.is_set
-    )
-    threading.Timer(SHORT_S, has_failed.set).start()
-    begin_s = time.monotonic()
-    error = error_of(
-        lambda: store.in_one_thread(
-            lambda same: same.read_into("x", 0, memoryview(bytearray(4))),
-        )
-    )
-    assert "was given up, because" in str(error)
-    assert time.monotonic() - begin_s < WAIT_S / 2
-
-
-def test_a_pool_that_is_forgotten_ends_its_threads() -> None:
-    """Threads do not outlive a store that was never closed."""
-    pool = TimedPool("a test")
-    thread = pool.run(threading.current_thread, timeout_s=WAIT_S, what="call", repeatable=True)
-    del pool
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
 
 
 def _read_in_child(store: RetryStore, out: multiprocessing.Queue[object]) -> None:
@@ -680,15 +575,6 @@ class Untrue(LocalStore):
             raise StorageError("It is there.", kind="exists")
 
 
-class Plain(LocalStore):
-    """Declares that it has no exclusive creation."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """All but exclusive creation."""
-        return dataclasses.replace(super().capabilities, exclusive_create=False)
-
-
 @pytest.mark.parametrize(
     ("kind", "exclusive"),
     [(LocalStore, True), (Careless, False), (Untrue, False)],
@@ -710,21 +596,6 @@ def test_the_probe_asks_once_per_options(bench: Bench) -> None:
     for key in ("a", "a", "b"):
         assert probe_exclusive_create(faults, key=(bench, key)).exclusive
     assert [call.operation for call in faults.script.calls].count("create") == 4
-
-
-def test_a_store_that_declares_nothing_is_not_probed(bench: Bench) -> None:
-    """Without the capability the answer is no, and nothing is written."""
-    faults = FaultStore(Plain(str(bench.folder)))
-    assert not probe_exclusive_create(faults, key=bench).exclusive
-    assert faults.script.calls == []
-
-
-def test_a_storage_that_cannot_create_is_not_exclusive(bench: Bench) -> None:
-    """A refusal to create at all is an answer, not a failure."""
-    faults = FaultStore(bench.local, [fault("create", kind="unsupported")])
-    result = probe_exclusive_create(faults, key=bench)
-    assert not result.exclusive
-    assert "rule of the test" in result.reason
 
 
 @pytest.mark.parametrize("skip_count", [0, 1])
@@ -754,43 +625,3 @@ def test_the_probe_needs_no_right_to_delete(bench: Bench) -> None:
     faults = FaultStore(bench.local, [fault("delete", kind="permission", retryable=False)])
     assert probe_exclusive_create(faults, key=bench).exclusive
     assert len(bench.local.list("")) == 2
-
-
-def test_half_done_operations_are_refused_where_there_is_no_half(bench: Bench) -> None:
-    """A fault that cannot happen fails the test that asked for it."""
-    faults = FaultStore(bench.local, [fault("now_s", action="short")])
-    with pytest.raises(CheckpointError, match="cannot be short"):
-        faults.now_s(".probe")
-
-
-def test_liars_do_half(bench: Bench) -> None:
-    """A short operation does or returns half and reports success."""
-    every = Rule(action="short", hit_count=None)
-    faults = FaultStore(bench.local, [every])
-    assert faults.read("x") == b"da"
-    assert faults.read_version("x").data == b"da"
-    assert faults.stat("x").size_bytes == 2
-    target = bytearray(4)
-    faults.read_into("x", 0, memoryview(target))
-    assert bytes(target) == b"da\0\0"
-    faults.write("y", b"12345678")
-    assert bench.local.read("y") == b"1234"
-    assert [entry.path for entry in faults.list("")] == ["x"]
-    faults.delete(["x", "y"])
-    assert [entry.path for entry in bench.local.list("")] == ["y"]
-
-
-def test_rules_count_their_own_matches(bench: Bench) -> None:
-    """Skips and hits count only calls that match operation and path."""
-    faults = FaultStore(bench.local, [fault("read", path="^x$", skip_count=1, hit_count=1)])
-    bench.local.write("y", b"other")
-    assert faults.read("x") == b"data"
-    assert faults.read("y") == b"other"
-    error_of(lambda: faults.read("x"))
-    assert faults.read("x") == b"data"
-    assert [(call.operation, call.path) for call in faults.script.calls] == [
-        ("read", "x"),
-        ("read", "y"),
-        ("read", "x"),
-        ("read", "x"),
-    ]

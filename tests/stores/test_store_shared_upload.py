@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import multiprocessing
-import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -15,11 +14,10 @@ from typing import Any
 import pytest
 from crc32c import crc32c
 
-from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import PartReceipt, Store
-from ckpt_storage.store.dialect_s3_requests import S3Requests
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.posix import Posix
 from ckpt_storage.store.remote import RemoteStore
@@ -180,21 +178,6 @@ def test_what_a_member_gave_receipts_for_survives_a_power_cut(tmp_path: Path) ->
     assert store.read(PATH) == b"datacopied"
 
 
-def test_a_member_closes_the_file_when_it_gives_its_receipts(tmp_path: Path) -> None:
-    """Then no descriptor is left through which a late thread could write."""
-    posix = FaultPosix()
-    store = local(tmp_path)
-    owner = store.start_shared_upload(PATH, part_bytes=1)
-    members = [
-        local(tmp_path, posix).join_upload(PATH, owner.ticket(), part_bytes=1) for _ in range(2)
-    ]
-    assert posix.open_count == 2
-    members[0].receipts()
-    members[1].abort()
-    assert posix.open_count == 0
-    owner.abort()
-
-
 def test_a_ticket_names_no_file_elsewhere(tmp_path: Path) -> None:
     """A forged ticket cannot make a member write to any other file."""
     store = local(tmp_path)
@@ -209,82 +192,6 @@ def test_a_ticket_names_no_file_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(StorageError):
         store.join_upload(PATH, ticket, part_bytes=1)
     assert (tmp_path / "victim").read_bytes() == b"safe"
-
-
-@pytest.mark.parametrize("action", ["error", "short", "lost_answer"])
-def test_copies_within_the_kernel_go_on_after_faults(tmp_path: Path, action: Any) -> None:
-    """A copy that was cut short is finished, one that failed is repeated."""
-    posix = FaultPosix([Rule(action=action, operation="copy_file_range", errno=errno.EIO)])
-    store = RetryStore(local(tmp_path, posix), policy=POLICY)
-    data = os.urandom(100_000)
-    store.write("source", data)
-    upload = store.start_shared_upload(PATH, part_bytes=1)
-    source = store.copy_source("source")
-    assert source is not None
-    upload.write_part(0, 0, view(b"12345678"), last=False)
-    assert upload.copy_part(8, 8, source, 8, 99_992, source_bytes=100_000, last=True) is None
-    upload.complete(100_000)
-    assert store.read(PATH) == b"12345678" + data[8:]
-
-
-@pytest.mark.parametrize(
-    ("source_start", "start", "length"),
-    [
-        (0, 0, 20_000),
-        (100, 100, 20_000),
-        (100, 4196, 9000),
-        (100, 0, 20_000),
-        (0, 0, 100),
-        (4095, 8191, 4097),
-    ],
-)
-def test_whole_blocks_are_copied_by_calls_of_their_own(
-    tmp_path: Path, source_start: int, start: int, length: int
-) -> None:
-    """Where source and target lie alike, one call is of whole blocks at block edges."""
-    calls: list[tuple[int, int, int]] = []
-
-    class Noting(Posix):
-        def copy_file_range(
-            self, source_fd: int, source_offset: int, fd: int, offset: int, length: int
-        ) -> int:
-            calls.append((source_offset, offset, length))
-            return super().copy_file_range(source_fd, source_offset, fd, offset, length)
-
-    store = local(tmp_path, Noting())
-    data = os.urandom(source_start + length + 10)
-    store.write("source", data)
-    upload = store.start_shared_upload(PATH, part_bytes=1)
-    source = store.copy_source("source")
-    assert source is not None
-    if start:
-        upload.write_part(0, 0, view(bytes(start)), last=False)
-    upload.copy_part(1, start, source, source_start, length, last=True)
-    upload.complete(start + length)
-    assert store.read(PATH) == bytes(start) + data[source_start : source_start + length]
-    alike = (source_start - start) % 4096 == 0
-    blocks = (start + length) // 4096 - -(-start // 4096)
-    shared = [c for c in calls if all(value % 4096 == 0 for value in c)]
-    assert sum(c[2] for c in shared) == (blocks * 4096 if alike and blocks > 0 else 0)
-
-
-def test_stores_of_two_kinds_copy_nothing_from_each_other(tmp_path: Path) -> None:
-    """A local store is no source for memory, nor memory for a local store."""
-    disk = open_store(str(tmp_path))
-    memory = open_store(f"memory://{uuid.uuid4().hex}/run")
-    assert disk.can_copy_from(disk)
-    assert memory.can_copy_from(open_store(f"memory://{uuid.uuid4().hex}/other"))
-    assert not disk.can_copy_from(memory)
-    assert not memory.can_copy_from(disk)
-
-
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no second file system")  # noqa: S108
-def test_disks_copy_from_one_file_system_only(tmp_path: Path) -> None:
-    """A folder on another file system is no source."""
-    here = open_store(str(tmp_path))
-    there = open_store("/dev/shm")  # noqa: S108  # nothing is written there
-    assert here.can_copy_from(open_store(str(tmp_path / ".."))) or tmp_path.parent.is_mount()
-    assert not here.can_copy_from(there)
 
 
 # Behind deadlines.
@@ -344,31 +251,6 @@ def test_parts_carry_checksums_from_end_to_end(server: S3Server) -> None:
     assert store.read(PATH) == part(0) + b"end"
 
 
-def test_a_server_without_checksums_is_sent_none(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If a server does not say that it computes checksums, none are sent and none expected."""
-    root = s3_root(server)
-    store = s3_plain(root)
-    store.write("source", part(3))
-    source = store.copy_source("source")
-    assert source is not None
-    upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
-    real = S3Requests.send
-
-    def send(self: Any, method: str, **arguments: Any) -> Mapping[str, Any]:
-        assert "ChecksumCRC32C" not in arguments
-        for name in ("ChecksumAlgorithm", "ChecksumType"):
-            arguments.pop(name, None)
-        return real(self, method, **arguments)
-
-    monkeypatch.setattr(S3Requests, "send", send)
-    upload.write_part(0, 0, view(part(0)), last=False)
-    assert upload.copy_part(1, PART_BYTES, source, 0, PART_BYTES, last=True) is None
-    upload.complete(2 * PART_BYTES)
-    assert store.read(PATH) == part(0) + part(3)
-
-
 @pytest.mark.parametrize("existing", ["refuse", "replace"])
 def test_a_lost_answer_to_the_completion_is_resolved(server: S3Server, existing: Any) -> None:
     """The object is recognised as our own, not refused as somebody else's."""
@@ -424,28 +306,6 @@ def test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing(server: 
     assert failures
     assert store.abort_uploads("") == 0
     assert store.list("") == []
-
-
-def test_buckets_copy_from_themselves_only(server: S3Server) -> None:
-    """Another bucket of the same server is no source; another prefix of the bucket is."""
-    url, options = s3_root(server)
-    mine = s3_plain((url, options))
-    assert mine.can_copy_from(s3_plain((url.replace("/run", "/elsewhere"), options)))
-    assert not mine.can_copy_from(s3_plain(s3_root(server)))
-
-
-def test_no_receipt_of_a_missing_range_is_made(server: S3Server) -> None:
-    """A range that leaves the source is refused before anything is copied."""
-    root = s3_root(server)
-    store = s3_plain(root)
-    store.write("source", part(0))
-    source = store.copy_source("source")
-    assert source is not None
-    upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
-    with pytest.raises(IntegrityError):
-        upload.copy_part(0, 0, source, 1, PART_BYTES, last=True)
-    assert upload.receipts() == []
-    upload.abort()
 
 
 def stores_of(server: S3Server, tmp_path: Path) -> dict[str, Callable[[], Store]]:

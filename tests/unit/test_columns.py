@@ -3,57 +3,13 @@
 from __future__ import annotations
 
 import base64
-import json
 import tracemalloc
 import zlib
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ckpt_storage.errors import FormatError
 from ckpt_storage.format.columns import MOST_INFLATED_BYTES, Columns, pack_column, pack_names
-
-NUMBERS = st.one_of(
-    st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=200),
-    st.lists(st.integers(0, 200), min_size=65, max_size=200),
-    st.builds(
-        lambda start, step, count: [start + step * i for i in range(count)],
-        st.integers(-(1 << 40), 1 << 40),
-        st.integers(-(1 << 20), 1 << 20),
-        st.integers(65, 300),
-    ),
-)
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
-
-
-def through_json(value: Any) -> dict[str, Any]:
-    """Return a document that has the value, as its reader parses it."""
-    document: dict[str, Any] = json.loads(json.dumps({"key": value}))
-    return document
-
-
-@settings(deadline=None)
-@given(NUMBERS)
-def test_a_column_comes_back(numbers: list[int]) -> None:
-    """Whatever 64 bits hold, in whatever order."""
-    document = through_json(pack_column(numbers))
-    found = Columns("here").column(document, "key", least=-(1 << 63))
-    assert found.tolist() == numbers
-
-
-@settings(deadline=None)
-@given(st.lists(TEXT, max_size=120))
-def test_names_come_back(names: list[str]) -> None:
-    """Also those with line breaks, quotes and other scripts."""
-    assert Columns("here").names(through_json(pack_names(names)), "key") == names
-
-
-def test_a_regular_column_takes_no_more_when_it_is_longer() -> None:
-    """Ten thousand starts in equal steps are a few hundred characters."""
-    assert len(json.dumps(pack_column(range(0, 10_000 * 4096, 4096)))) < 400
-
 
 PACKED = pack_column([n * n for n in range(100)])
 NAMES = pack_names([f"model.layers.{n}.weight" for n in range(200)])
@@ -146,12 +102,3 @@ def test_all_columns_of_a_document_share_one_limit() -> None:
     columns.column({"key": PACKED}, "key")
     with pytest.raises(FormatError, match="declares more than"):
         columns.column({"key": PACKED}, "key")
-
-
-def test_limits_of_numbers_are_checked() -> None:
-    """A position outside a list is found where it is read."""
-    columns = Columns("here")
-    assert columns.column({"key": [-1, 4]}, "key", least=-1, below=5).tolist() == [-1, 4]
-    for numbers, limits in (([-1], {}), ([5], {"below": 5}), ([1, 2], {"count": 3})):
-        with pytest.raises(FormatError):
-            columns.column({"key": numbers}, "key", **limits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.export.consolidation.division import divide
 from ckpt_storage.export.consolidation.options import ConsolidateOptions
 from ckpt_storage.export.consolidation.plan import (
-    ExportPlan,
     PieceFinder,
     WriteRules,
     index_document,
@@ -329,18 +327,6 @@ def test_regions_cover_files_with_lawful_parts_and_balance(
         assert max(loads) <= 1.05 * mean
 
 
-def test_parts_of_a_region_are_numbered_from_the_start_of_the_file() -> None:
-    """Parts of all regions of a file, together, are 0 to n - 1, and only the last ends it."""
-    regions = divide([100 * MIB + 17], 4, S3)
-    parts = [part for region in regions for part in region.parts()]
-    assert len({region.owner for region in regions}) == 4
-    assert [part.number for part in parts] == list(range(len(parts)))
-    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert all(a.stop == b.start for a, b in itertools.pairwise(parts))
-    assert all(part.stop - part.start >= 5 * MIB for part in parts[:-1])
-    assert parts[-1].stop == 100 * MIB + 17
-
-
 def test_rules_come_from_what_a_store_can_do() -> None:
     """Parts obey both the storage's own multiple and where two members may meet."""
     store = Capabilities(
@@ -372,58 +358,6 @@ def test_whole_files_go_to_the_rank_that_has_least() -> None:
     assert [(r.file, r.start, r.stop) for r in regions] == [(i, 0, s) for i, s in enumerate(sizes)]
     loads = [sum(r.size_bytes for r in regions if r.owner == rank) for rank in range(3)]
     assert sorted(loads) == [700, 800, 900]
-
-
-def two_dimensional() -> ExportPlan:
-    """Return the plan of one 1,000 x 1,000 tensor on 1 rank, with parts of 256 KiB."""
-    rules = WriteRules(can_share_file=True, part_bytes=256 * 1024)
-    return plan_export(
-        bare_source(tensor("t", (1000, 1000))),
-        options=ConsolidateOptions(),
-        world_size=1,
-        rules=rules,
-    )
-
-
-def test_windows_end_with_parts_or_rows() -> None:
-    """Windows of whole parts where one fits, of whole rows where asked for or none fits."""
-    plan = two_dimensional()
-    (region,) = plan.regions
-    first = plan.files[0].tensors[0].start
-    for window in list(windows(plan, region, 600_000))[:-1]:
-        assert window.stop % region.part_bytes == 0
-    for window in list(windows(plan, region, 600_000, cut="rows"))[:-1]:
-        assert (window.stop - first) % 4000 == 0
-    small = list(windows(plan, region, 10_000))
-    assert all((w.stop - first) % 4000 == 0 or w.stop % region.part_bytes == 0 for w in small[:-1])
-    assert b"".join(window.header for window in small) == plan.files[0].header
-    with pytest.raises(InvalidInputError, match="window_bytes is 63"):
-        list(windows(plan, region, 63))
-
-
-def test_an_interval_that_cuts_an_element_is_refused() -> None:
-    """Pieces are whole elements."""
-    plan = two_dimensional()
-    finder = PieceFinder(plan, bare_source(tensor("t", (1000, 1000))).tensors)
-    start = plan.files[0].tensors[0].start
-    with pytest.raises(InvalidInputError, match="cut an element of t"):
-        list(finder.pieces_of(0, start, start + 6))
-
-
-def test_row_shards_are_plain_copies_and_column_shards_are_not() -> None:
-    """A dim-0 shard gives one piece per chunk and interval, a run on both sides."""
-    rows = [Box((at, 0), (250, 1000)) for at in range(0, 1000, 250)]
-    columns = [Box((0, at), (1000, 250)) for at in range(0, 1000, 250)]
-    plan = two_dimensional()
-    stop = plan.files[0].size_bytes
-    for boxes, plain in ((rows, True), (columns, False)):
-        finder = PieceFinder(plan, {"t": tensor("t", (1000, 1000), boxes=boxes)})
-        pieces = list(finder.pieces_of(0, 4096, stop - 4))
-        assert {piece.is_plain_copy for piece in pieces[1:-1]} >= {plain}
-        assert sum(piece.region.volume for piece in pieces) * 4 == stop - 4 - 4096
-        if plain:
-            assert len(pieces) == 4
-            assert all(piece.is_plain_copy for piece in pieces)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "torch.float16", torch.float64])

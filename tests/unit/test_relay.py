@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +12,12 @@ import torch
 from remote_tools import options_of
 
 import ckpt_storage
-from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
+from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidating import consolidate
 from ckpt_storage.options import MIB, RetryPolicy
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.s3server import FaultRule, S3Server
-from ckpt_storage.transfer import fetching, relay
+from ckpt_storage.transfer import relay
 from ckpt_storage.transfer.pacing import BUDGET, Pacer
-from ckpt_storage.transfer.relay import Buffers, Paces, PartWorkers
 
 RETRY = RetryPolicy(first_delay_s=0.0, max_delay_s=0.01)
 LIMIT_BYTES = 128 * MIB
@@ -116,17 +112,6 @@ def test_a_copy_hears_that_its_source_is_asked_too_much(
     assert source.lowest < source.start
 
 
-def test_a_copy_hears_that_its_target_is_asked_too_much(
-    server: S3Server, pacers: list[Noted]
-) -> None:
-    """A SlowDown of its target halves the limit of that storage alone."""
-    server.faults([FaultRule(op="part", key="distcp", action="status", times=3)])
-    copy(server)
-    source, target = pacers
-    assert (source.heard, target.heard) == (0, 3)
-    assert target.lowest < target.start
-
-
 def test_exports_and_copies_at_a_time_keep_to_one_budget(server: S3Server) -> None:
     """Together they claim no more than one may, they claim it, and all of it is given back."""
     copy(server)
@@ -160,26 +145,6 @@ def test_what_fails_gives_its_memory_back(server: S3Server, op: str) -> None:
     assert BUDGET.held_bytes == 0
 
 
-def own(*_: Any, **__: Any) -> Any:
-    """Stand in for a pacer that one call of `run_fetches` would make for itself."""
-    raise AssertionError("a pacer that is forgotten with the call")
-
-
-def test_no_read_of_a_longer_work_forgets_what_it_was_told(
-    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exports, verifications, conversions and open checkpoints keep one pacer for all reads."""
-    options = options_of(server)
-    monkeypatch.setattr(fetching, "Pacer", own)
-    export(server)
-    export(server)  # which looks whether the files are sound
-    assert ckpt_storage.verify("s3://bkt/run", storage_options=options).ok
-    ckpt_storage.convert("s3://bkt/run", tmp_path / "dcp", to="dcp", storage_options=options)
-    ckpt_storage.convert(tmp_path / "dcp", tmp_path / "weights", to="safetensors")
-    with ckpt_storage.open_checkpoint("s3://bkt/run", storage_options=options) as opened:
-        assert float(opened["model.w3"][:1][0]) == 1.5
-
-
 def test_an_open_checkpoint_remembers_that_it_asked_too_much(server: S3Server) -> None:
     """A read that was throttled leaves a lower limit to those that come after it."""
     options = options_of(server)
@@ -194,16 +159,6 @@ def test_an_open_checkpoint_remembers_that_it_asked_too_much(server: S3Server) -
         assert throttled < before
         assert float(opened["model.w2"][:1][0]) == 1.0
         assert pacer.limit() <= throttled + 1
-
-
-def workers_of(
-    count: int, paces: Paces, *, each_bytes: int = 1, limit_bytes: int = 1000, **kw: Any
-) -> PartWorkers:
-    """Return workers of small parts."""
-    made: dict[str, Any] = {"buffers": Buffers(), "deadline": Deadline("write", 60), **kw}
-    return PartWorkers(
-        count, name="test", paces=paces, each_bytes=each_bytes, limit_bytes=limit_bytes, **made
-    )
 
 
 class Together:
@@ -224,64 +179,3 @@ class Together:
             self._changed.wait_for(lambda: self.most >= self._wanted, timeout=20)
             self._changed.wait_for(lambda: self.most > self._wanted, timeout=0.2)
             self._now -= 1
-
-
-@pytest.mark.parametrize("asks_for_less", ["source", "target", None])
-def test_no_more_parts_are_under_way_than_both_storages_bear(asks_for_less: str | None) -> None:
-    """The stricter one decides; without a word from either, all threads work."""
-    paces = Paces(8)
-    expected = 8
-    if asks_for_less is not None:
-        getattr(paces, asks_for_less).slowed_down()
-        expected = 4
-    assert paces.limit() == expected
-    job = Together(expected)
-    with workers_of(8, paces) as workers:
-        for _ in range(20):
-            workers.submit(job)
-        workers.drain()
-    assert job.most == expected
-
-
-def test_parts_wait_for_memory_that_others_hold() -> None:
-    """Nothing is begun before they give it back, and then all of it ends."""
-    BUDGET.reset()
-    BUDGET.acquire(950, limit_bytes=1000, deadline=Deadline("write", 60))
-    done: list[int] = []
-    with (
-        pytest.raises(PhaseTimeoutError, match="memory"),
-        workers_of(2, Paces(2), each_bytes=100, deadline=Deadline("write", 0.3)) as workers,
-    ):
-        workers.submit(partial(done.append, 0))
-    assert not done
-    assert BUDGET.held_bytes == 950
-    BUDGET.release(950)
-    with workers_of(2, Paces(2), each_bytes=100) as workers:
-        for number in range(20):
-            workers.submit(partial(done.append, number))
-        workers.drain()
-    assert sorted(done) == list(range(20))
-    assert BUDGET.held_bytes == 0
-
-
-def test_who_waits_for_memory_keeps_no_buffers() -> None:
-    """Those of earlier parts, which nobody counts, are not held beside what others claimed."""
-    BUDGET.reset()
-    buffers = Buffers()
-    with buffers.taken(10) as first:
-        pass
-    with buffers.taken(10) as second:
-        assert second is first
-    BUDGET.acquire(950, limit_bytes=1000, deadline=Deadline("write", 60))
-    with (
-        pytest.raises(PhaseTimeoutError),
-        workers_of(
-            1, Paces(1), each_bytes=100, buffers=buffers, deadline=Deadline("write", 0.3)
-        ) as workers,
-    ):
-        workers.submit(lambda: None)
-    with buffers.taken(10) as third:
-        assert third is not first
-    BUDGET.release(950)
-    with buffers.taken(10) as fourth:
-        assert fourth is third
