@@ -82,8 +82,8 @@ def known_client_count() -> int:
     return sum(process_id == os.getpid() for process_id, _ in _BUILT)
 
 
-def _drop_idle() -> None:
-    """Drop this process's file systems that nobody uses; called with the lock held."""
+def _drop_idle() -> list[ForeignFs]:
+    """Return this process's file systems to end, kept no more; called with the lock held."""
     now_s = time.monotonic()
     idle = [
         (built.used_s, key)
@@ -91,9 +91,25 @@ def _drop_idle() -> None:
         if key[0] == os.getpid() and not built.users
     ]
     idle.sort(key=lambda one: one[0], reverse=True)
-    for place, (used_s, key) in enumerate(idle):
-        if place >= _IDLE_COUNT or now_s - used_s > _IDLE_S:
-            del _BUILT[key]
+    return [
+        _BUILT.pop(key).fs
+        for place, (used_s, key) in enumerate(idle)
+        if place >= _IDLE_COUNT or now_s - used_s > _IDLE_S
+    ]
+
+
+def _end(file_systems: Sequence[ForeignFs]) -> None:
+    """End the connections of file systems that nobody uses; s3fs and gcsfs do so by themselves."""
+    for fs in file_systems:
+        service = getattr(fs, "service_client", None)
+        client = getattr(fs, "client", None)
+        close = getattr(getattr(client, "http", client), "close", None)
+        # What it says does not matter: nobody sends a request through it any more.
+        with contextlib.suppress(Exception):
+            if service is not None:  # adlfs
+                asyncio.run_coroutine_threadsafe(service.close(), fs.loop)
+            elif close is not None:  # webdav4, and those of fsspec's own that have a client
+                close()
 
 
 class Client:
@@ -134,7 +150,8 @@ class Client:
             with _lock():
                 built = _BUILT.setdefault(key, _Built(fs, self._options, weakref.WeakSet(), 0.0))
                 built.users.add(self)
-                _drop_idle()
+                unused = _drop_idle()
+            _end(unused)
         built.used_s = time.monotonic()
         return built.fs
 
@@ -152,7 +169,8 @@ class Client:
             built = _BUILT.get((os.getpid(), self._key))
             if built is not None:
                 built.users.discard(self)
-            _drop_idle()
+            unused = _drop_idle()
+        _end(unused)
 
     @property
     def root(self) -> str:

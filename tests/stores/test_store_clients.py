@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -59,6 +60,7 @@ def test_a_class_that_was_registered_for_a_scheme_is_used(registered: list[str])
 def test_file_systems_that_no_store_uses_are_dropped(registered: list[str]) -> None:
     """Of fifty stores with fifty tokens that were closed, few connections stay."""
     alive: list[weakref.ref[Any]] = []
+    ended: list[int] = []
 
     class Counted(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
         """Tells how many of it there are."""
@@ -69,6 +71,7 @@ def test_file_systems_that_no_store_uses_are_dropped(registered: list[str]) -> N
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             alive.append(weakref.ref(self))
+            self.client = SimpleNamespace(close=lambda: ended.append(1))
 
     registered.append("counted")
     fsspec.register_implementation("counted", Counted)
@@ -80,7 +83,9 @@ def test_file_systems_that_no_store_uses_are_dropped(registered: list[str]) -> N
         store.close()
     gc.collect()
     assert len(alive) == 51
-    assert 1 < sum(one() is not None for one in alive) <= 9
+    kept = sum(one() is not None for one in alive)
+    assert 1 < kept <= 9
+    assert len(ended) == len(alive) - kept
     used.close()
 
 
