@@ -22,7 +22,14 @@ from ckpt_storage.coordination.frontdoor import plain_state
 from ckpt_storage.coordination.groups import SaverChannel, group_of
 from ckpt_storage.coordination.reports import as_checkpoint_errors, place_of
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
-from ckpt_storage.options import PageCache, Progress, RetryPolicy, StockMetadata, Timeouts
+from ckpt_storage.options import (
+    PageCache,
+    Progress,
+    RetryPolicy,
+    StockMetadata,
+    Timeouts,
+    UnsafeValues,
+)
 from ckpt_storage.saves.chaining import Chained
 from ckpt_storage.saves.saving import SaveOptions
 from ckpt_storage.store import anchored
@@ -165,6 +172,7 @@ class AsyncSaver:
         sync_files: bool = True,
         commit_url: str | None = None,
         stock_metadata: StockMetadata = "auto",
+        unsafe_values: UnsafeValues = "warn",
         retry: RetryPolicy | None = None,
         block_until_staged: bool = True,
     ) -> SaveHandle:
@@ -190,6 +198,7 @@ class AsyncSaver:
             sync_files=sync_files,
             commit_url=commit_url,
             stock_metadata=stock_metadata,
+            unsafe_values=unsafe_values,
             retry=retry,
             progress=progress,
         )
@@ -412,6 +421,7 @@ def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
     sync_files: bool = True,
     commit_url: str | None = None,
     stock_metadata: StockMetadata = "auto",
+    unsafe_values: UnsafeValues = "warn",
     retry: RetryPolicy | None = None,
     block_until_staged: bool = True,
 ) -> SaveHandle:
@@ -434,6 +444,7 @@ def save_async(  # noqa: PLR0913  # all that `save` takes, and one argument more
         sync_files=sync_files,
         commit_url=commit_url,
         stock_metadata=stock_metadata,
+        unsafe_values=unsafe_values,
         retry=retry,
         progress=progress,
     )

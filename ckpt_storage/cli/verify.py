@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -68,17 +69,8 @@ def _as_data(report: VerifyReport) -> dict[str, object]:
         "save_id": report.save_id,
         "file_count": report.file_count,
         "checked_bytes": report.checked_bytes,
-        "problems": [
-            {
-                "message": problem.message,
-                "next_step": problem.next_step,
-                "file": problem.file,
-                "rank": problem.rank,
-                "fqn": problem.fqn,
-                "offset": problem.offset,
-            }
-            for problem in report.problems
-        ],
+        "problems": [dataclasses.asdict(problem) for problem in report.problems],
+        "notes": [dataclasses.asdict(note) for note in report.notes],
         "exports": [
             {
                 "path": export.path,
@@ -93,7 +85,7 @@ def _as_data(report: VerifyReport) -> dict[str, object]:
 
 
 def _print(report: VerifyReport, *, is_deep: bool) -> None:
-    for problem in report.problems:
+    for problem in [*report.problems, *report.notes]:
         output.line(f"- {problem.message}")
         output.line(f"  {problem.next_step}")
     for export in report.exports:

@@ -50,7 +50,8 @@ _MAJOR = 2
 class RankManifest:
     """What one rank wrote; `fqns` and `dtypes` are the vocabularies of its tables.
 
-    `ties` maps alias to target: what this rank wrote of both was the same memory.
+    `ties` maps alias to target: what this rank wrote of both was the same memory. `unsafe` maps
+    names of blobs that only pickle can hold to what the pickle names.
     """
 
     save_id: str
@@ -60,6 +61,7 @@ class RankManifest:
     dtypes: Sequence[str]
     files: Sequence[ShardFile]
     ties: Mapping[str, str] = field(default_factory=dict)
+    unsafe: Mapping[str, str] = field(default_factory=dict)
     host: str = ""
     pid: int = 0
 
@@ -81,6 +83,8 @@ class RankManifest:
         }
         if self.ties:
             body["ties"] = dict(self.ties)
+        if self.unsafe:
+            body["unsafe"] = dict(self.unsafe)
         return body
 
     @classmethod
@@ -119,6 +123,7 @@ class RankManifest:
             dtypes=dtypes,
             files=[decode_file(entry, vocabulary, columns) for entry in get.items("files")],
             ties=_ties_from_json(get, fqns),
+            unsafe=_unsafe_from_json(get, fqns),
         )
         for file in manifest.files:
             if not file.path.startswith(layout.save_folder(manifest.save_id) + "/"):
@@ -426,6 +431,17 @@ def _planner_data(value: object, get: Getter) -> PlannerData | None:
             get.fail(f"has a planner_data entry for {fqn!r:.80} that is no path")
         data[fqn] = tuple(path)
     return data
+
+
+def _unsafe_from_json(get: Getter, fqns: Iterable[str]) -> dict[str, str]:
+    if "unsafe" not in get.body:
+        return {}
+    unsafe = get.mapping("unsafe")
+    known = frozenset(fqns)
+    for fqn, named in unsafe.items():
+        if fqn not in known or not isinstance(named, str):
+            get.fail(f"calls {fqn!r:.80} unsafe in a way that cannot be")
+    return dict(unsafe)
 
 
 def _ties_from_json(get: Getter, fqns: Iterable[str]) -> dict[str, str]:

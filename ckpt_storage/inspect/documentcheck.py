@@ -18,7 +18,14 @@ from ckpt_storage.store.base import Store
 
 from .findings import Findings, Problem
 
-__all__ = ["check_coverage", "check_markers", "check_places", "check_rank", "check_stock"]
+__all__ = [
+    "check_coverage",
+    "check_markers",
+    "check_places",
+    "check_rank",
+    "check_stock",
+    "note_unsafe",
+]
 
 
 def check_markers(store: Store, save_id: str, findings: Findings) -> None:
@@ -77,6 +84,21 @@ def check_rank(
             offset=0,
             next_step="Restore the file from a copy, or load another checkpoint.",
         )
+
+
+def note_unsafe(document: RankManifest, *, path: str, findings: Findings) -> None:
+    """Note the values that only pickle can hold, as the rank that saved them found."""
+    findings.notes += [
+        Problem(
+            message=f"{fqn} is a value ({named:.200}) that only pickle can hold; load refuses it.",
+            next_step="Allow its types by torch.serialization.add_safe_globals, or, if you trust "
+            "who wrote it, load with unsafe_pickle=True.",
+            file=path,
+            rank=document.rank,
+            fqn=fqn,
+        )
+        for fqn, named in document.unsafe.items()
+    ]
 
 
 def check_places(source: CommittedSource, findings: Findings) -> None:

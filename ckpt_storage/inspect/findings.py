@@ -11,7 +11,7 @@ __all__ = ["Findings", "Problem"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong: in which file, of which rank, in which tensor, at which byte."""
+    """One thing that is wrong, or to be known: in which file, of which rank, tensor and byte."""
 
     message: str
     next_step: str
@@ -29,6 +29,7 @@ class Findings:
 
     def __init__(self, *, is_part: bool) -> None:
         self.problems: list[Problem] = []
+        self.notes: list[Problem] = []
         self.file_count = 0
         self.checked_bytes = 0
         self._is_part = is_part

@@ -35,19 +35,36 @@ def load_whole(buffer: bytearray, place: Place) -> torch.Tensor:
     return tensor.detach()
 
 
-def scan_blob(buffer: bytearray, place: Place) -> None:
-    """Raise `UnsafeContentError` or `FormatError` if unpickling the blob could do anything else.
+def refusal_of(blob: io.BytesIO) -> Exception | None:
+    """Return why unpickling a blob could do more than make inert values; None if it cannot.
 
     Planners call `torch.load(weights_only=False)`; what torch's restricted unpickler accepts
-    resolves only allow-listed names there too. Arrays of numbers, which it refuses, pass as well.
+    resolves only allow-listed names there too. Arrays of numbers and buffers, which it refuses,
+    are inert as well.
     """
+    blob.seek(0)
+    if _is_inert(blob):
+        return None
+    blob.seek(0)
     try:
-        torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
-    except Exception as error:
-        if _holds_numpy_only(buffer):
-            return
+        torch.load(blob, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001  # torch raises what it likes; each is a refusal
+        return error
+    return None
+
+
+def name_in(refusal: Exception) -> str:
+    """Return the class or function for which a blob was refused."""
+    found = _FORBIDDEN.search(str(refusal))
+    return found[1] if found else "unknown type"
+
+
+def scan_blob(buffer: bytearray, place: Place) -> None:
+    """Raise `UnsafeContentError` or `FormatError` if `refusal_of` a blob says why."""
+    refusal = refusal_of(io.BytesIO(buffer))
+    if refusal is not None:
         step = "add_safe_globals, or pass unsafe_pickle=True."
-        raise _not_loadable(error, place, step) from error
+        raise _not_loadable(refusal, place, step) from refusal
 
 
 def _not_loadable(error: Exception, place: Place, step: str) -> CheckpointError:
@@ -69,14 +86,14 @@ def _not_loadable(error: Exception, place: Place, step: str) -> CheckpointError:
     )
 
 
-def _holds_numpy_only(buffer: bytearray) -> bool:
+def _is_inert(blob: io.BytesIO) -> bool:
     # A reader of archives looks at the end of the bytes, torch.load at their start: where no
     # archive starts it runs the pickle there, whatever archive may follow.
-    if not buffer.startswith(_ZIP_START):
+    if blob.getbuffer()[: len(_ZIP_START)] != _ZIP_START:
         return False
     try:
         # What torch.load itself opens, so that both see the same records.
-        archive: Any = torch._C.PyTorchFileReader(io.BytesIO(buffer))  # noqa: SLF001
+        archive: Any = torch._C.PyTorchFileReader(blob)  # noqa: SLF001
         # torch.load gives an archive with this record to TorchScript.
         if archive.has_record("constants.pkl"):
             return False

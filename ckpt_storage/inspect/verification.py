@@ -42,7 +42,14 @@ from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.stalling import Stalling, stalling_deadline
 from ckpt_storage.transfer.workers import bounded
 
-from .documentcheck import check_coverage, check_markers, check_places, check_rank, check_stock
+from .documentcheck import (
+    check_coverage,
+    check_markers,
+    check_places,
+    check_rank,
+    check_stock,
+    note_unsafe,
+)
 from .exportcheck import ExportStatus, check_exports
 from .findings import Findings, Problem
 from .foreigncheck import check_foreign
@@ -61,6 +68,7 @@ class VerifyReport:
     """What `verify` found. `ok` is whether nothing is wrong.
 
     `exports` are those directly below `url`, and one at `url` itself; a stale one is no problem.
+    `notes` names values that are sound and that `load` refuses all the same.
     """
 
     url: str
@@ -70,6 +78,7 @@ class VerifyReport:
     file_count: int
     checked_bytes: int
     exports: Sequence[ExportStatus] = ()
+    notes: Sequence[Problem] = ()
 
     @property
     def ok(self) -> bool:
@@ -130,6 +139,7 @@ def verify(  # the public surface, all keyword-only
         file_count=check.findings.file_count,
         checked_bytes=check.findings.checked_bytes,
         exports=check.exports,
+        notes=tuple(check.findings.notes),
     )
 
 
@@ -300,6 +310,7 @@ class Verification:
             try:
                 document = read_rank_manifest(self.store, reference, save_id=manifest.save_id)
                 check_rank(manifest, document, rank=rank, listed=self._listed.get(rank, {}))
+                note_unsafe(document, path=reference.path, findings=self.findings)
             except CheckpointError as error:
                 self.findings.note_or_raise(error, rank, reference.path)
                 sound = False

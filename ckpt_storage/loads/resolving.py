@@ -8,6 +8,7 @@ are asked as ever.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from torch.distributed.tensor import DTensor, Partial
 
 from .localparts import parts_of
 
-__all__ = ["data_resolver", "gives_own_tensors", "target_resolver"]
+__all__ = ["data_resolver", "gives_own_tensors", "plain_names", "target_resolver"]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN_VALUES = frozenset({type(None), bool, int, float, str, bytes})
 _OWNERS = _PLAIN | {DTensor, ShardedTensor}
 
 _SAVE_METHODS = ("resolve_data", "lookup_object", "transform_object")
@@ -58,6 +60,14 @@ def gives_own_tensors(planner: SavePlanner) -> bool:
         # Which pass the question on.
         kinds |= {type(value._local_tensor) for value in values if type(value) is DTensor}  # noqa: SLF001  # as below
     return not any(issubclass(kind, torch.Tensor) for kind in kinds - _OWNERS)
+
+
+def plain_names(planner: SavePlanner) -> AbstractSet[str]:
+    """Return names whose values are plain for sure, and so need no scan of their pickles."""
+    if not _answers_as_torch(planner, _SAVE_METHODS):
+        return frozenset()
+    state: Mapping[str, Any] = planner.state_dict  # type: ignore[attr-defined]  # the default one's
+    return {fqn for fqn, value in state.items() if type(value) in _PLAIN_VALUES}
 
 
 def data_resolver(planner: SavePlanner) -> Callable[[WriteItem], Any]:

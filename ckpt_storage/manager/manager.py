@@ -19,7 +19,14 @@ from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.groups import coordinator_of
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.loads.loading import load
-from ckpt_storage.options import PageCache, Progress, RetryPolicy, StockMetadata, Timeouts
+from ckpt_storage.options import (
+    PageCache,
+    Progress,
+    RetryPolicy,
+    StockMetadata,
+    Timeouts,
+    UnsafeValues,
+)
 from ckpt_storage.saves.chaining import Chained
 from ckpt_storage.saves.saving import SaveOptions
 from ckpt_storage.store import Location
@@ -252,6 +259,7 @@ class CheckpointManager:
         page_cache: PageCache = "keep",
         sync_files: bool = True,
         stock_metadata: StockMetadata = "auto",
+        unsafe_values: UnsafeValues = "warn",
     ) -> CheckpointInfo:
         """Save `state` as the checkpoint of `step` and return what was committed; all ranks call.
 
@@ -273,6 +281,7 @@ class CheckpointManager:
             page_cache=page_cache,
             sync_files=sync_files,
             stock_metadata=stock_metadata,
+            unsafe_values=unsafe_values,
             retry=self._retry,
             progress=progress,
         )
@@ -295,6 +304,7 @@ class CheckpointManager:
         page_cache: PageCache = "keep",
         sync_files: bool = True,
         stock_metadata: StockMetadata = "auto",
+        unsafe_values: UnsafeValues = "warn",
         block_until_staged: bool = True,
     ) -> SaveHandle:
         """Begin to save `state` as the checkpoint of `step`; all ranks call.
@@ -314,6 +324,7 @@ class CheckpointManager:
             page_cache=page_cache,
             sync_files=sync_files,
             stock_metadata=stock_metadata,
+            unsafe_values=unsafe_values,
             retry=self._retry,
             progress=progress,
         )

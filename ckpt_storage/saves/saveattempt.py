@@ -39,6 +39,7 @@ from ckpt_storage.options import (
     StockMetadata,
     Timeouts,
     TransferOptions,
+    UnsafeValues,
 )
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.base import Capabilities, Store
@@ -67,6 +68,7 @@ class SaveSettings:
     page_cache: PageCache
     sync_files: bool
     stock_metadata: StockMetadata
+    unsafe_values: UnsafeValues
     transfer_options: Callable[[Capabilities], TransferOptions]
     timeouts: Timeouts
     retry: RetryPolicy
@@ -250,6 +252,7 @@ class SaveAttempt:
                 rank=self.rank,
                 world_size=granted.world_size,
                 options=self._settings.transfer_options(store.capabilities),
+                unsafe_values=self._settings.unsafe_values,
                 deadline=deadline,
                 progress=self._settings.progress,
                 with_bar=self.is_coordinator,

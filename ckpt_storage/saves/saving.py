@@ -35,7 +35,15 @@ from ckpt_storage.errors import (
     RankFailedError,
 )
 from ckpt_storage.export.consolidation.options import ConsolidateOptions
-from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, StockMetadata, Timeouts
+from ckpt_storage.options import (
+    PageCache,
+    Phase,
+    Progress,
+    RetryPolicy,
+    StockMetadata,
+    Timeouts,
+    UnsafeValues,
+)
 from ckpt_storage.store import Location, anchored
 from ckpt_storage.store.deadline import Deadline
 
@@ -76,6 +84,7 @@ class SaveOptions:
     sync_files: bool = True
     commit_url: str | None = None
     stock_metadata: StockMetadata = "auto"
+    unsafe_values: UnsafeValues = "warn"
     retry: RetryPolicy | None = None
     progress: Progress = None
     consolidate: Chained = None
@@ -105,6 +114,7 @@ class SaveOptions:
             sync_files=self.sync_files,
             commit_url=self.commit_url,
             stock_metadata=self.stock_metadata,
+            unsafe_values=self.unsafe_values,
             timeout=self.timeouts,
             retry=self.retry,
             progress=self.progress,
@@ -132,6 +142,7 @@ def save(  # the public surface, all keyword-only
     sync_files: bool = True,
     commit_url: str | None = None,
     stock_metadata: StockMetadata = "auto",
+    unsafe_values: UnsafeValues = "warn",
     retry: RetryPolicy | None = None,
 ) -> CheckpointInfo:
     """Save `state` as one checkpoint and return what was committed; all ranks of the group call.
@@ -163,6 +174,7 @@ def save(  # the public surface, all keyword-only
         sync_files: make local files durable before they are referenced.
         commit_url: where commit records go if not below `url`.
         stock_metadata: whether torch's own readers are to find `.metadata`.
+        unsafe_values: "refuse" values that only pickle can hold; "warn": name them in the log.
         retry: how failed storage requests are repeated.
 
     Raises:
@@ -191,6 +203,7 @@ def save(  # the public surface, all keyword-only
             sync_files=sync_files,
             commit_url=commit_url,
             stock_metadata=stock_metadata,
+            unsafe_values=unsafe_values,
             retry=retry,
             progress=progress,
         )

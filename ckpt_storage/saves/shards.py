@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import socket
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import torch
@@ -15,15 +17,20 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.format import layout
 from ckpt_storage.format.manifest import RankManifest, ShardFile
 from ckpt_storage.format.tensorfile import DTYPES, PAYLOAD_ALIGN_BYTES, tensor_envelope
+from ckpt_storage.inspect.torchload import name_in, refusal_of
 from ckpt_storage.loads.hostbytes import HostCopies, check_plain, dtype_name, host_bytes
-from ckpt_storage.loads.resolving import data_resolver, gives_own_tensors
-from ckpt_storage.options import Progress, TransferOptions
+from ckpt_storage.loads.resolving import data_resolver, gives_own_tensors, plain_names
+from ckpt_storage.options import Progress, TransferOptions, UnsafeValues
 from ckpt_storage.progress import reporting
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.filewriter import ShardFileWriter, ShardTable
 
 from .tiedmemory import WrittenMemory
+
+log = logging.getLogger("ckpt_storage")
+
+_MOST_NAMED = 8
 
 _ZEROS = tuple(bytes(length) for length in range(PAYLOAD_ALIGN_BYTES))
 
@@ -36,6 +43,7 @@ class ShardJob:
     rank: int
     world_size: int
     options: TransferOptions
+    unsafe_values: UnsafeValues
     deadline: Deadline
     progress: Progress
     with_bar: bool
@@ -98,7 +106,21 @@ def write_shards(store: Store, plan: SavePlan, planner: SavePlanner, job: ShardJ
     """
     vocabulary = _Vocabulary()
     memory = WrittenMemory()
-    files = [_write_file(store, plan, planner, job, vocabulary, memory)] if plan.items else []
+    unsafe: dict[str, str] = {}
+    files = []
+    if plan.items:
+        files = [_write_file(store, plan, planner, job, vocabulary, memory, unsafe)]
+    if unsafe:
+        named = [f"{fqn} ({name})" for fqn, name in unsafe.items()]
+        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+        log.warning(
+            "save %s to %s: load will refuse values that only pickle can hold: %s%s. Save plain "
+            "values in their place, or load with unsafe_pickle=True.",
+            job.save_id,
+            store.url,
+            ", ".join(named[:_MOST_NAMED]),
+            more,
+        )
     return RankManifest(
         save_id=job.save_id,
         rank=job.rank,
@@ -107,6 +129,7 @@ def write_shards(store: Store, plan: SavePlan, planner: SavePlanner, job: ShardJ
         dtypes=list(vocabulary.dtypes),
         files=files,
         ties=memory.ties(),
+        unsafe=unsafe,
         host=socket.gethostname(),
         pid=os.getpid(),
     )
@@ -119,6 +142,7 @@ def _write_file(
     job: ShardJob,
     vocabulary: _Vocabulary,
     memory: WrittenMemory,
+    unsafe: dict[str, str],
 ) -> ShardFile:
     path = layout.shard_path(job.save_id, job.rank, 0)
     planned_bytes = sum(_planned_bytes(item) for item in plan.items)
@@ -142,6 +166,9 @@ def _write_file(
         shard = _Shard(
             *(file, ShardTable(), vocabulary, memory, data_resolver(planner)),
             lasts=gives_own_tensors(planner),
+            plain=plain_names(planner),
+            unsafe=unsafe,
+            refuses_unsafe=job.unsafe_values == "refuse",
         )
         try:
             for item in plan.items:
@@ -166,6 +193,9 @@ class _Shard:
     memory: WrittenMemory
     resolve: Callable[[WriteItem], object]
     lasts: bool
+    plain: AbstractSet[str]
+    unsafe: dict[str, str]
+    refuses_unsafe: bool
     copies: HostCopies = field(default_factory=HostCopies)
 
     def write(self, item: WriteItem) -> None:
@@ -187,6 +217,14 @@ class _Shard:
                 f"The planner gave {type(data).__name__} for the blob {fqn}.",
                 next_step="SavePlanner.resolve_data must return io.BytesIO for BYTE_IO items.",
             )
+        if fqn not in self.plain and (refusal := refusal_of(data)) is not None:
+            named = self.unsafe[fqn] = name_in(refusal)
+            if self.refuses_unsafe:
+                raise InvalidInputError(
+                    f"{fqn} is a value ({named}) that only pickle can hold; load refuses it.",
+                    phase="write",
+                    next_step="Save plain values in its place, or save with unsafe_values='warn'.",
+                ) from refusal
         table, start = self.table, self.file.position
         view = data.getbuffer()
         length = view.nbytes

@@ -37,6 +37,7 @@ from ckpt_storage.options import (
     RetryPolicy,
     StockMetadata,
     Timeouts,
+    UnsafeValues,
 )
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
@@ -70,6 +71,8 @@ class CheckpointStorageWriter(StorageWriter):
         stock_metadata: whether `.metadata`, by which torch's own readers load, is written; it has
             some 200 bytes for each item of each rank. "auto": up to 200,000 items. Without it a
             note lies in its place, and `CheckpointInfo.stock_metadata` is False.
+        unsafe_values: what is done about values that only pickle can hold, and that `load`
+            therefore refuses: "warn" logs their names and types, "refuse" fails the save.
         process_group: if given, the save is refused unless it runs over exactly this many ranks.
         timeout: seconds, `timedelta` or `Timeouts`. Bounds this library's own work; under
             `dcp.save` torch's collectives keep the timeout of the group that they run on.
@@ -93,6 +96,7 @@ class CheckpointStorageWriter(StorageWriter):
         sync_files: bool = True,
         commit_url: str | None = None,
         stock_metadata: StockMetadata = "auto",
+        unsafe_values: UnsafeValues = "warn",
         process_group: dist.ProcessGroup | None = None,
         timeout: float | Timeouts | Any = None,  # timedelta too; Timeouts.of checks
         retry: RetryPolicy | None = None,
@@ -113,6 +117,10 @@ class CheckpointStorageWriter(StorageWriter):
                 f"stock_metadata is {stock_metadata!r}.",
                 next_step="Give 'auto', 'always' or 'never'.",
             )
+        if unsafe_values not in {"warn", "refuse"}:
+            raise InvalidInputError(
+                f"unsafe_values is {unsafe_values!r}.", next_step="Give 'warn' or 'refuse'."
+            )
         timeouts = Timeouts.of(timeout)
         self._settings = SaveSettings(
             commit_base=commit_base,
@@ -120,6 +128,7 @@ class CheckpointStorageWriter(StorageWriter):
             page_cache=page_cache,
             sync_files=sync_files,
             stock_metadata=stock_metadata,
+            unsafe_values=unsafe_values,
             transfer_options=transfer_options,
             timeouts=timeouts,
             retry=retry or RetryPolicy(),

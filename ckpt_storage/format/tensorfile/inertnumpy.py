@@ -1,7 +1,7 @@
-"""Whether a pickle holds only plain values and numpy arrays of numbers.
+"""Whether a pickle holds only plain values, numpy arrays of numbers and buffers of bytes.
 
-Random states of numpy are the values in checkpoints that torch's `weights_only` rules refuse
-although they run nothing.
+Random states of numpy and states of data loaders are values that torch's `weights_only` rules
+refuse although they run nothing.
 
 Only dtypes of numbers pass, in the form that numpy writes them: with others, a dtype's pickled
 flags could make numpy take bytes for pointers.
@@ -23,13 +23,14 @@ from .inertpickle import (
 
 _NUMBER = re.compile(r"b1|[iu][1248]|f(2|4|8|16)|c(8|16|32)")
 _DTYPE_STATES = tuple((3, order, None, None, None, -1, -1, 0) for order in "<>|=")
-_ODD = "this is not how numpy pickles numbers"
+_ODD = "this is not how numbers and buffers are pickled"
 _DTYPE = "numpy.dtype"
 _ARRAY = "numpy.ndarray"
+_BUFFER = "_io.BytesIO"
 
 
 def is_inert_with_numpy(pickled: bytes) -> bool:
-    """Return whether unpickling `pickled` makes nothing but plain values and arrays of numbers."""
+    """Return whether unpickling `pickled` makes only plain values, arrays and buffers."""
     made: list[Record] = []
 
     def dtype(args: tuple[object, ...]) -> Record:
@@ -57,6 +58,7 @@ def is_inert_with_numpy(pickled: bytes) -> bool:
     allowed: Allowed = {
         _DTYPE: dtype,
         _ARRAY: _refuse,
+        _BUFFER: lambda args: note(Record(_BUFFER, args)),
         "_codecs.encode": _encoded,
         "__builtin__.bytes": _no_bytes,
         # The first is spelt by numpy 2, the second by numpy 1.
@@ -73,12 +75,14 @@ def is_inert_with_numpy(pickled: bytes) -> bool:
 
 
 def _is_finished(record: Record) -> bool:
-    """Return whether an object was given the state that numpy writes for its kind."""
+    """Return whether an object was given the state that is written for its kind."""
     if record.name == _DTYPE:
         return record.state in _DTYPE_STATES
     match record.state:
+        case (bytes(), int(), None | []):
+            return record.name == _BUFFER and not record.args
         case (1, tuple(shape), Record(name="numpy.dtype"), bool(), bytes()):
-            return all(type(size) is int and size >= 0 for size in shape)
+            return record.name == _ARRAY and all(type(size) is int and size >= 0 for size in shape)
     return False
 
 
