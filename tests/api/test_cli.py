@@ -17,7 +17,6 @@ from copy_cases import files_below, same, save
 from safetensors.torch import load_file
 
 from ckpt_storage.cli.app import _COMMANDS
-from ckpt_storage.cli.options import parse_slice
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.testing.s3server import S3Server
 
@@ -325,21 +324,6 @@ def test_prune_shows_the_plan_and_deletes_when_told(tmp_path: Path) -> None:
         assert result.exit_code == 2, result.output
 
 
-def test_prune_tells_a_terminal_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One line for each deletion, on standard error, and only there."""
-    root = make_run(tmp_path / "run")
-    assert call("prune", root, "--keep-latest", "3", "--yes").stderr == ""
-    monkeypatch.setattr("ckpt_storage.cli.output.shows_progress", lambda: True)
-    result = call("prune", root, "--keep-latest", "1", "--yes")
-    assert result.stderr.splitlines() == [
-        "Deleting step-00000900 (1 of 2)",
-        "Deleting step-00001000 (2 of 2)",
-    ]
-    assert "2 deleted" in result.stdout
-
-
 def test_doctor_reports_and_advises(tmp_path: Path) -> None:
     """Exit code 0 where checkpoints can be kept."""
     body = answer("doctor", tmp_path, "--size", "1MiB")
@@ -526,13 +510,6 @@ def test_options_are_of_the_type_that_file_systems_expect(
         found = found[name]
     assert found == meant
     assert type(found) is type(meant)
-
-
-def test_slices_are_read_as_numpy_spells_them() -> None:
-    """Integers, slices with steps, an ellipsis; spaces and brackets do no harm."""
-    assert parse_slice("0:8,128:256") == (slice(0, 8, None), slice(128, 256, None))
-    assert parse_slice("[..., -1]") == (..., -1)
-    assert parse_slice(" ::2 , 3") == (slice(None, None, 2), 3)
 
 
 def test_numbers_that_json_lacks_are_named(last: Path) -> None:

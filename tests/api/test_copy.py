@@ -25,11 +25,10 @@ from copy_cases import (
 from safetensors.torch import load_file, save_file
 from servers import Running
 
-from ckpt_storage import CheckpointStorageWriter, consolidate, convert, verify
+from ckpt_storage import CheckpointStorageWriter, consolidate, verify
 from ckpt_storage.commit import cleaning
 from ckpt_storage.errors import (
     CheckpointExistsError,
-    CheckpointNotFoundError,
     IntegrityError,
     InvalidInputError,
 )
@@ -39,7 +38,6 @@ from ckpt_storage.format import integrity
 from ckpt_storage.options import MIB, ProgressEvent
 from ckpt_storage.store import open_store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.testing.s3server import S3Server
 
 
@@ -60,32 +58,6 @@ def test_a_copy_on_a_disk_is_the_same_save_byte_for_byte(source: Path, tmp_path:
     assert verify(tmp_path / "dst").ok
     assert report.sent_bytes == report.total_bytes > 0
     assert not report.was_there
-
-
-def test_copies_and_conversions_close_what_they_opened(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No store stays open after a call, be it one that failed."""
-    is_open: dict[int, LocalStore] = {}
-    opens, closes = LocalStore.__init__, LocalStore.close
-
-    def opened(store: LocalStore, *arguments: Any, **options: Any) -> None:
-        opens(store, *arguments, **options)
-        is_open[id(store)] = store
-
-    def closed(store: LocalStore) -> None:
-        closes(store)
-        del is_open[id(store)]
-
-    monkeypatch.setattr(LocalStore, "__init__", opened)
-    monkeypatch.setattr(LocalStore, "close", closed)
-    copy(source, tmp_path / "copy")
-    assert not is_open
-    convert(source, tmp_path / "a.pt", to="torch_save")
-    assert not is_open
-    with pytest.raises(CheckpointNotFoundError):
-        convert(tmp_path / "none", tmp_path / "b.pt", to="torch_save")
-    assert not is_open
 
 
 def test_a_second_copy_finds_the_first_and_sends_nothing(source: Path, tmp_path: Path) -> None:
@@ -355,13 +327,6 @@ def test_a_copy_around_its_own_source_is_refused(tmp_path: Path, s3: S3Server) -
                 overwrite=True,
                 storage_options=s3.storage_options,
             )
-
-
-def test_nothing_to_copy_is_an_error(tmp_path: Path) -> None:
-    """An empty folder is no checkpoint."""
-    with pytest.raises(CheckpointNotFoundError):
-        copy(tmp_path / "nothing", tmp_path / "dst")
-    assert not (tmp_path / "dst").exists()
 
 
 def test_progress_reaches_the_total(source: Path, tmp_path: Path) -> None:

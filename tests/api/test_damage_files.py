@@ -8,7 +8,6 @@ before the planner is given anything for good. Where things lie is read from the
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,69 +16,24 @@ from typing import Any
 import dcp_cases
 import pytest
 import torch
-from damage_cases import BLOCK_BYTES, Checkpoint, Span, Spy, load_failure, save_uninlined
+from damage_cases import (
+    BLOCK_BYTES,
+    Checkpoint,
+    Saver,
+    Span,
+    Spy,
+    assert_close,
+    large_state,
+    load_failure,
+    small_state,
+)
 from dcp_cases import files_below, same, seeded, zeros_like
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_storage import FormatError, IntegrityError, VerifyReport, verify
 from ckpt_storage.inspect.findings import Problem
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.testing.ranks import RankPool
-
-
-def small_state() -> dict[str, Any]:
-    """Return little of each kind: a tensor to shard, one to replicate, a blob."""
-    return {"rows": seeded(1, 4), "mask": torch.tensor([True, False]), "step": 7}
-
-
-def large_state() -> dict[str, Any]:
-    """Return tensors of one and of several blocks, of every way to be read, and blobs."""
-    return {
-        # Read straight into the target, in several blocks.
-        "rows": seeded(1, 6, 40_000),
-        # Cut by columns: read into windows and copied out of them.
-        "columns": seeded(2, 300, 301, dtype=torch.bfloat16),
-        "twins": {"a": seeded(3, 100, dtype=torch.int64), "b": seeded(4, 100, dtype=torch.int64)},
-        "mask": torch.arange(7) % 3 == 0,
-        "scalar": torch.tensor(42),
-        "empty": torch.empty(0, 3),
-        "step": 7,
-        "note": "damaged",
-    }
-
-
-def save_on_two(_rank: int, path: Path, options: dict[str, bool]) -> None:
-    """Save one of the states, its larger tensors sharded over the ranks."""
-    mesh = init_device_mesh("cpu", (2,))
-
-    def sharded(name: str, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: sharded(name, item) for key, item in value.items()}
-        if name not in {"rows", "columns", "twins"}:
-            return value
-        placement = Shard(1 if name == "columns" else 0)
-        return distribute_tensor(value, mesh, [placement], src_data_rank=None)
-
-    state = large_state() if options["large"] else small_state()
-    save = dcp_cases.save if options["inlined"] else save_uninlined
-    save({name: sharded(name, value) for name, value in state.items()}, path)
-
-
-class Saver:
-    """Gives copies of checkpoints that two ranks saved once."""
-
-    def __init__(self, ranks: RankPool, folder: Path) -> None:
-        self._ranks = ranks
-        self._folder = folder
-
-    def copy(self, target: Path, *, inlined: bool = True, large: bool = True) -> Checkpoint:
-        """Return a checkpoint that may be damaged."""
-        source = self._folder / f"{inlined}-{large}"
-        if not source.exists():
-            options = {"inlined": inlined, "large": large}
-            self._ranks.run(save_on_two, source, options, world_size=2)
-        return Checkpoint(Path(shutil.copytree(source, target)))
 
 
 @pytest.fixture(scope="module")
@@ -180,63 +134,6 @@ def test_an_overwritten_checkpoint_raises_no_alarm(tmp_path: Path) -> None:
     state: dict[str, Any] = {"step": None}
     assert load_failure(tmp_path, state) is None
     assert state == {"step": 3}
-
-
-def assert_close(checkpoint: Checkpoint, spans: list[Span], problem: Problem, at: int) -> None:
-    """Assert that a finding leads to byte `at` of its file as closely as its checksums allow."""
-    assert problem.file is not None
-    path = checkpoint.root / problem.file
-    assert problem.offset is not None
-    if path in checkpoint.shards:
-        (span,) = [s for s in spans if s.path == path and s.start <= at < s.stop]
-        assert (problem.offset, problem.rank) == (span.start, span.rank)
-        # A frame belongs to no tensor alone; one beside it is named.
-        assert problem.fqn == span.fqn or (span.fqn is None and problem.fqn)
-    elif problem.file == ".metadata":
-        assert problem.offset == at
-    else:
-        assert 0 <= problem.offset <= at
-        assert problem.rank == (checkpoint.ranks.index(path) if path in checkpoint.ranks else None)
-
-
-def test_every_byte_of_every_file_is_verified(
-    saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A flipped bit is found wherever it is; the n-th bytes of several files at once, too.
-
-    Files whose damage keeps others from being checked are damaged alone.
-    """
-    checkpoint = saver.copy(tmp_path / "run", large=False)
-    # Without retries and deadlines, which take most of the time of so small reads.
-    store = LocalStore(str(checkpoint.root))
-    monkeypatch.setattr("ckpt_storage.inspect.verification.open_store", lambda *_, **__: store)
-    spans = checkpoint.spans()
-    alone = [checkpoint.slot, checkpoint.manifest, checkpoint.stock]
-    together = [path for path in checkpoint.files if path not in alone]
-    assert ".metadata" in {checkpoint.name(path) for path in together}
-    count = 0
-    for group in ([path] for path in alone), [together]:
-        for paths in group:
-            count += flip_all(checkpoint, paths, spans)
-    assert count == sum(path.stat().st_size for path in checkpoint.files)
-    assert verify(checkpoint.root).ok
-
-
-def flip_all(checkpoint: Checkpoint, paths: list[Path], spans: list[Span]) -> int:
-    """Flip a bit of every byte of some files, one byte of each at a time; return how many."""
-    contents = {path: path.read_bytes() for path in paths}
-    for at in range(max(map(len, contents.values()))):
-        changed = {path: data for path, data in contents.items() if at < len(data)}
-        for path, data in changed.items():
-            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
-        report = verify(checkpoint.root)
-        found = sorted(problem.file or "" for problem in report.problems)
-        assert found == sorted(map(checkpoint.name, changed)), at
-        for problem in report.problems:
-            assert_close(checkpoint, spans, problem, at)
-        for path, data in changed.items():
-            path.write_bytes(data)
-    return sum(map(len, contents.values()))
 
 
 def test_every_span_of_large_files_is_verified(checkpoint: Checkpoint) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -24,7 +21,6 @@ from ckpt_storage.testing.s3server import FaultRule, S3Server
 from ckpt_storage.transfer import sending
 from ckpt_storage.transfer.filewriter import ShardFileWriter
 from ckpt_storage.transfer.pacing import BUDGET, Pacer
-from ckpt_storage.transfer.workers import side_by_side
 
 MIB = 1 << 20
 PART_BYTES = 5 * MIB
@@ -181,45 +177,3 @@ def test_documents_of_the_commit_and_what_follows_go_side_by_side(
     assert groups[IN_TURN[0]] == [*look, *begun, *files, *documents, *slot, *shown, *after]
     turned = [look[::-1], begun, files, documents[::-1], slot, shown, after[::-1]]
     assert groups[IN_TURN[1]] == [name for group in turned for name in group]
-
-
-def test_a_part_is_as_large_as_its_share_of_the_memory(server: S3Server) -> None:
-    """Of 64 MiB each of eight parts at a time gets 8 MiB: S3's are sent without a copy."""
-    writer = CheckpointStorageWriter(
-        "s3://bkt/run", storage_options=options_of(server), memory_limit_bytes=64 * MIB
-    )
-    state = {"w": torch.ones(39 * MIB, dtype=torch.uint8)}
-    dcp.save(state, storage_writer=writer, no_dist=True)
-    assert server.stats().count["part"] == 5
-
-
-def test_of_calls_side_by_side_the_first_failure_in_the_list_is_raised(server: S3Server) -> None:
-    """Whichever fails first by the clock; and what a failure leads to is not kept alive by it."""
-    store = open_store("s3://bkt/run", storage_options=options_of(server))
-    has_failed = threading.Event()
-
-    class Held:
-        """What the caller of a call that fails holds."""
-
-    def first() -> int:
-        assert has_failed.wait(20)
-        raise ValueError("first")
-
-    def second() -> int:
-        has_failed.set()
-        raise ValueError("second")
-
-    def fail() -> weakref.ref[Held]:
-        held = Held()
-        found = weakref.ref(held)
-        with pytest.raises(ValueError, match="first"):
-            side_by_side(store, [first, lambda: 1, second])
-        return found
-
-    gc.disable()
-    try:
-        assert fail()() is None
-    finally:
-        gc.enable()
-    assert side_by_side(store, [lambda: 1, lambda: 2]) == [1, 2]
-    store.close()

@@ -280,6 +280,37 @@ def test_tied_tensors_are_copied_once_and_stay_tied(lease: Lease) -> None:
         assert base.any()
 
 
+def test_memory_seen_through_two_storages_is_staged_by_value(lease: Lease) -> None:
+    """Tensors over parts of one array are right though no storage holds all of their memory."""
+    array = np.arange(100, dtype=np.float32)
+    whole = torch.from_numpy(array)
+    one_storage = {"low": whole[:60], "high": whole[40:]}
+    two_storages = {"low": torch.from_numpy(array[:60]), "high": torch.from_numpy(array[40:])}
+    for state in (one_storage, two_storages, two_storages, one_storage):
+        array += 1
+        staged = stage(state, lease).state
+        assert same(staged, state)
+        expected = copy.deepcopy(one_storage)
+        array += 1
+        assert same(staged, expected)
+
+
+def test_a_small_view_of_a_large_storage_costs_its_own_bytes(lease: Lease) -> None:
+    """Rows, single columns, and pairs of columns of a large matrix cost what they hold."""
+    matrix = seeded(1, 1000, 500)
+    for _ in range(2):
+        assert stage({"rows": matrix[10:12]}, lease).tensor_bytes == 1000 * STEP
+        assert stage({"column": matrix[:, 3]}, lease).tensor_bytes == 1000 * STEP
+        two = {"a": matrix[:, 3], "b": matrix[:, 9], "a again": matrix[:, 3]}
+        staged = stage(two, lease)
+        assert staged.tensor_bytes == 2000 * STEP
+        assert same(staged.state, two)
+        far = stage({"first": matrix[0], "last": matrix[-1]}, lease)
+        assert far.tensor_bytes == 1000 * STEP
+        # A consumer that pickles a tensor pickles its storage.
+        assert far.state["first"].untyped_storage().nbytes() == 500 * STEP
+
+
 def test_wrappers_are_taken_apart_and_put_together(lease: Lease) -> None:
     """Traceable subclasses, one inside the other too, and shard wrappers keep type and values."""
     inner = two(seeded(1, 4), seeded(2, 4))

@@ -170,17 +170,6 @@ def test_a_chunk_with_elements_wins_over_an_empty_one_at_its_place() -> None:
     assert found[MetadataIndex("e", [0])].relative_path.endswith("__0_0.distcp")
 
 
-def test_many_entries_are_few_bytes_each() -> None:
-    """Strings and places that come again are referred to."""
-    entries = [
-        StockEntry(f"layer{n % 50}.weight", (n // 50, 0), f"saves/x/__{n // 50}_0.distcp", n, n)
-        for n in range(5000)
-    ]
-    data = pickled(made_metadata(1), EntryTable.of(entries))
-    assert len(pickle.loads(data).storage_data) == 5000
-    assert len(data) < 100 * 5000
-
-
 def test_other_classes_than_those_known_are_pickled_as_objects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

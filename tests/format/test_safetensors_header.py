@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ckpt_storage.errors import FormatError, InvalidInputError
 from ckpt_storage.format.tensorfile import (
     DTYPES,
-    NeedMoreBytes,
     SafetensorsEntry,
     SafetensorsHeader,
     encode_safetensors_header,
@@ -108,26 +107,6 @@ class TestSafetensors:
             )
             assert blob[start:end] == raw_bytes(tensor)
 
-    @pytest.mark.parametrize("align_bytes", [8, 64, 4096])
-    def test_data_begins_aligned(self, align_bytes: int, tmp_path: Path) -> None:
-        """The header is filled up, and files with a filled-up header load."""
-        for length in range(1, 20):
-            entries, data = laid_out({"n" * length: torch.arange(4)})
-            header = encode_safetensors_header(entries, align_bytes=align_bytes)
-            assert len(header) % align_bytes == 0
-            path = tmp_path / f"{length}.safetensors"
-            path.write_bytes(header + data)
-            assert torch.equal(load_file(path)["n" * length], torch.arange(4))
-
-    def test_a_file_may_hold_nothing(self, tmp_path: Path) -> None:
-        """A header without tensors is written, parsed and loaded."""
-        path = tmp_path / "x.safetensors"
-        path.write_bytes(encode_safetensors_header([]))
-        assert load_file(path) == {}
-        header = parse_safetensors_header(path.read_bytes(), file_bytes=path.stat().st_size)
-        assert isinstance(header, SafetensorsHeader)
-        assert (dict(header.entries), header.data_bytes) == ({}, 0)
-
     def test_shards_of_torchs_dcp_tell_their_place(self, tmp_path: Path) -> None:
         """The offsets that torch's own safetensors writer notes are exposed."""
         state = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)}
@@ -141,15 +120,6 @@ class TestSafetensors:
         for name, tensor in state.items():
             start = header.data_offset + header.entries[name].start
             assert blob[start:].startswith(raw_bytes(tensor))
-
-    def test_short_prefixes_ask_for_the_exact_header(self) -> None:
-        """First the length, then exactly the header is asked for."""
-        blob = safetensors_save({"w": torch.arange(3)})
-        header_end = 8 + struct.unpack("<Q", blob[:8])[0]
-        for length in range(header_end):
-            found = parse_safetensors_header(blob[:length], file_bytes=len(blob))
-            assert found == NeedMoreBytes(total_bytes=8 if length < 8 else header_end)
-        assert isinstance(parse_safetensors_header(blob[:header_end]), SafetensorsHeader)
 
     @pytest.mark.parametrize(
         ("body", "data_bytes", "complaint"),
@@ -263,14 +233,6 @@ class TestSafetensors:
         entry = SafetensorsEntry(**fields)  # type: ignore[arg-type]
         with pytest.raises(InvalidInputError, match=complaint):
             encode_safetensors_header([entry])
-
-    def test_a_name_is_written_once(self) -> None:
-        """Two entries of one name are refused, and so is an odd alignment."""
-        entry = SafetensorsEntry(name="a", dtype="uint8", shape=(0,), start=0, end=0)
-        with pytest.raises(InvalidInputError, match="taken"):
-            encode_safetensors_header([entry, entry])
-        with pytest.raises(InvalidInputError, match="multiple of 8"):
-            encode_safetensors_header([entry], align_bytes=12)
 
 
 def _loaded(blob: bytes) -> dict[str, torch.Tensor] | None:

@@ -171,6 +171,40 @@ def test_connections_that_broke_cost_one_operation() -> None:
         cable.close()
 
 
+def test_what_is_removed_while_it_is_read_is_not_waited_for() -> None:
+    """A reader gets it whole or not at all; the store's own `get` would wait, or return nothing."""
+    timeout = timedelta(seconds=60)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
+
+    def connect() -> dist.Store:
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout)
+
+    reader = StoreBoard(connect, "test")
+    writer = reader.twin()
+    is_over = threading.Event()
+
+    def put_and_remove() -> None:
+        while not is_over.is_set():
+            writer.set("key", b"value", END_S)
+            writer.delete("key", END_S)
+
+    thread = threading.Thread(target=put_and_remove, daemon=True)
+    thread.start()
+    try:
+        found = {reader.get("key", END_S) for _ in range(2000)}
+    finally:
+        is_over.set()
+        thread.join(END_S)
+    assert found <= {None, b"value"}
+    writer.set("large", bytes(9 << 20), END_S)
+    assert writer.has_all(["large"], END_S)
+    # As it is while somebody removes it.
+    assert connect().delete_key("test/large#1")
+    assert reader.get("large", END_S) is None
+    for board in (writer, reader):
+        board.close()
+
+
 def _read_often(board: StoreBoard, key: str) -> set[bytes | None]:
     return {board.get(key, END_S) for _ in range(2000)}
 

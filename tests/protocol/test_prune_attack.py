@@ -6,25 +6,20 @@ alone. The counts are in the properties of the tests (`-rP` shows what was print
 
 from __future__ import annotations
 
-import itertools
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from commit_schedules import Actor, Chooser, Job, Preempting, Wandering, play
 from commit_tools import (
     BOTH,
     CAS,
     DAY_S,
-    IN_TURN,
     QUICK,
     DictStore,
     Disk,
     attempted,
     committed,
-    take_in_turn,
 )
 from prune_cases import (
     EXPORT,
@@ -35,26 +30,21 @@ from prune_cases import (
     name_of,
     prune,
     pruner,
-    race_scene,
     save,
     scene,
 )
+from prune_races import RACES, check_race, deleting, quiet
 
 from ckpt_storage.commit import attempt as commit
-from ckpt_storage.commit import cleaning, slotlog
 from ckpt_storage.errors import (
     CheckpointError,
-    CheckpointGoneError,
     CommitConflictError,
-    IntegrityError,
 )
 from ckpt_storage.export.consolidation.removal import remove_exports
 from ckpt_storage.format.exports import Holder
-from ckpt_storage.manager import pruneplan
 from ckpt_storage.manager.pruneplan import Soundness
 from ckpt_storage.manager.pruning import Pruner
 from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan
-from ckpt_storage.source import model as source
 from ckpt_storage.store import probe
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.store.deadline import Deadline
@@ -65,21 +55,10 @@ KEPT = {4, 5, 6}
 GONE = {1, 2, 3}
 
 
-def unreadable(*_args: object, **_options: object) -> None:
-    """Say of a checkpoint that cannot be read what a check says: its manifest is none here."""
-    raise IntegrityError("No manifest.", path="manifest.json", offset=0, next_step="Save again.")
-
-
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each prune find out anew what its storage can do, and say nothing of failures.
-
-    Schedules have one request of an actor at a time. What is not known to be sound is damaged.
-    """
-    take_in_turn(monkeypatch, IN_TURN[0])
-    monkeypatch.setattr(pruneplan, "check_part", unreadable)
-    monkeypatch.setattr(probe, "_RESULTS", {})
-    monkeypatch.setattr(logging.getLogger("ckpt_storage"), "disabled", True)
+    """Each prune is as in a new process."""
+    quiet(monkeypatch)
 
 
 def rest(files: Mapping[str, bytes], steps: set[int]) -> dict[str, bytes]:
@@ -172,181 +151,11 @@ def test_a_prune_cut_at_any_step_loses_nothing_and_is_gone_on_with(
     assert action == "error" or ends["died"] + ends["ended"]
 
 
-class Reader:
-    """Loads one step as the reader does: whole and right, or with an error that says why not."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def __call__(self, store: DictStore) -> str:
-        """Read, and say what came of it."""
-        here = at(store, self._step)
-        head = slotlog.read_log(here).head
-        if head is None or head.save_id is None or head.manifest is None:
-            return "nothing is there"
-        try:
-            manifest = source.read_document(here, head.manifest, save_id=head.save_id)
-            shard = here.read(f"saves/{head.save_id}/__0_0.distcp")
-        except CheckpointGoneError:
-            return "gone"
-        except CheckpointError as error:
-            if source.gone(here, head.save_id, "the shard") is None:
-                pytest.fail(f"a checkpoint that was not deleted is broken: {error}")
-            return "gone"
-        assert manifest == f"manifest of {head.save_id}".encode()
-        assert shard == f"shard of {head.save_id}".encode()
-        return "read"
-
-
-def pruning(keep: Any) -> Job:
-    """Return what a pruner does, as a process of its own would."""
-
-    def job(store: DictStore) -> object:
-        return prune(store, keep, store.disk)
-
-    return job
-
-
-def saving(step: int) -> Job:
-    """Return what a saver of a step does."""
-    return lambda store: save(store, step)
-
-
-def deleting(step: int) -> Job:
-    """Return what somebody does who deletes a step by hand."""
-
-    def job(store: DictStore) -> None:
-        cleaning.delete_checkpoint(
-            at(store, step), exclusive=True, deadline=Deadline("commit", 600), retry=QUICK
-        )
-
-    return job
-
-
-class Watch:
-    """After each operation: all that is committed is whole, and some sound step is the newest."""
-
-    def __init__(self, disk: Disk, kept: set[int], *, by_hand: bool) -> None:
-        self._kept = kept
-        self._by_hand = by_hand
-        self._others = {path: data for path, data in disk.files.items() if path in OTHERS}
-        self._newest = max(heads(disk.files), default=0)
-        self._after: set[int] | None = None
-        self._changes = disk.changes
-        self.steps = 0
-
-    def __call__(self, disk: Disk) -> None:
-        """Compare."""
-        self.steps += 1
-        if disk.changes == self._changes:
-            return
-        self._changes = disk.changes
-        files = disk.files
-        found = heads(files)
-        if not self._by_hand:
-            assert max(found, default=0) >= self._newest, "the newest was lost"
-            assert set(found) >= self._kept
-            self._newest = max(found)
-        elif self._newest not in found:
-            # What was decided a moment before may still be done, and nothing after it.
-            self._after = set(found) if self._after is None else self._after
-            newest, vanished = max(self._after, default=0), self._after - set(found)
-            assert newest in found or vanished <= {newest}
-        assert {path: data for path, data in files.items() if path in OTHERS} == self._others
-
-
-TWO = KeepLatest(2)
-ONE = KeepLatest(1)
-
-RACES: Mapping[str, tuple[list[tuple[str, Job]], set[int], int]] = {
-    "two pruners": ([("prune", pruning(TWO))] * 2, {5, 6}, 1),
-    "two pruners of other minds": (
-        [("prune", pruning(ONE)), ("prune", pruning(KeepEvery(3)))],
-        {6},
-        1,
-    ),
-    "a pruner and a saver of the next step": (
-        [("prune", pruning(ONE)), ("save", saving(10))],
-        {6},
-        1,
-    ),
-    "a pruner and a saver of what is pruned": (
-        [("prune", pruning(TWO)), ("save", saving(2))],
-        {5, 6},
-        1,
-    ),
-    "a pruner and a reader": ([("prune", pruning(TWO)), ("read", Reader(2))], {5, 6}, 1),
-    "two pruners, a saver and two readers": (
-        [
-            ("prune", pruning(ONE)),
-            ("prune", pruning(TWO)),
-            ("save", saving(10)),
-            ("read", Reader(3)),
-            ("read", Reader(6)),
-        ],
-        set(),
-        0,
-    ),
-    "a pruner and one who deletes the newest by hand": (
-        [("prune", pruning(ONE)), ("delete", deleting(6))],
-        set(),
-        1,
-    ),
-}
-"""Who comes at the same time, which steps stay in any case, and the bound of `Preempting`."""
-
-SEEDS = 40
-
-
 @BOTH
 @pytest.mark.parametrize("name", RACES)
-def test_a_race_loses_nothing(
-    capabilities: Capabilities, name: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_race_loses_nothing(capabilities: Capabilities, name: str) -> None:
     """After every operation of every schedule all that is committed is whole; readers see it."""
-    jobs, kept, bound = RACES[name]
-    origin = race_scene(capabilities)
-    choosers: list[Iterable[Chooser]] = [
-        Preempting(bound).schedules(),
-        (Wandering(seed) for seed in range(SEEDS)),
-    ]
-    count = steps = 0
-    outcomes: Counter[str] = Counter()
-    for choose in itertools.chain.from_iterable(choosers):
-        probe._RESULTS.clear()  # noqa: SLF001  # as in new processes
-        disk = origin.copy()
-        by_hand = any(kind == "delete" for kind, _ in jobs)
-        watch = Watch(disk, kept, by_hand=by_hand)
-        actors = play(disk, capabilities, jobs, choose, watch)
-        outcomes.update(check_actors(actors, disk))
-        count += 1
-        steps += watch.steps
-    text = f"{name}: {count} schedules, {steps} operations checked, {dict(outcomes)}"
-    record_property("schedules", text)
-    print(text)  # noqa: T201  # shown by -rP; the counts are asked for
-    assert count > SEEDS
-
-
-def check_actors(actors: list[Actor], disk: Disk) -> list[str]:
-    """Check what the actors were told; return it in a word each."""
-    said = []
-    for actor in actors:
-        if not actor.done:
-            continue
-        if actor.name == "read":
-            assert actor.error is None, actor.error
-            said.append(str(actor.result))
-        elif actor.name == "save":
-            assert actor.error is None or isinstance(actor.error, CommitConflictError), actor.error
-            said.append("saved" if actor.error is None else "conflict")
-            if actor.error is None:
-                everything = b"".join(
-                    data for path, data in disk.files.items() if "/commits/" in path
-                )
-                assert str(actor.result).encode() in everything
-        else:
-            assert actor.error is None, actor.error
-    return said
+    print(check_race(capabilities, name, range(4), systematic=True))  # noqa: T201  # for -rP
 
 
 @pytest.mark.parametrize("shift_s", [-DAY_S, DAY_S], ids=["a day behind", "a day ahead"])

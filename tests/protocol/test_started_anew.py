@@ -7,8 +7,6 @@ waited for others.
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -125,24 +123,6 @@ def test_a_rank_that_is_not_started_anew_is_named() -> None:
     assert values(run(ranks, all_come)) == [[b"0", b"1", b"2"]] * 3
 
 
-def test_who_came_is_asked_in_the_first_meeting_only() -> None:
-    """Later ones cost no request more: each rank but the coordinator is answered once."""
-    set_keys: list[str] = []
-
-    class Noting(LocalBoard):
-        def set(self, key: str, value: bytes, timeout_s: float) -> None:
-            set_keys.append(key.split("/", maxsplit=1)[0])
-            super().set(key, value, timeout_s)
-
-    ranks = group(Noting(), 3)
-    counts = []
-    for _ in range(3):
-        set_keys.clear()
-        values(run(ranks, together))
-        counts.append(set_keys.count("answer"))
-    assert counts == [4, 2, 2]
-
-
 @pytest.fixture
 def started_after() -> Iterator[Callable[[], None]]:
     """Give a call after which this process began just now, as far as ranks know."""
@@ -229,43 +209,3 @@ def test_last_word_of_this_rank_0_counts(
     told = values(run(group(board, 3)[1:], body))
     assert time.monotonic() - begin_s < END_S / 2
     assert all("SystemExit" in one for one in told), told
-
-
-def test_last_word_that_comes_meanwhile_counts_at_once(started_after: Callable[[], None]) -> None:
-    """It is not the one that was there before."""
-    board = LocalBoard()
-    leave_last_word(board, number=1)
-    started_after()
-
-    def body(coordinator: Coordinator) -> str:
-        if coordinator.rank == 0:
-            end_s = time.monotonic() + END_S / 2
-            while not {"hello/1", "hello/2"} <= set(board.keys):
-                assert time.monotonic() < end_s, board.keys
-                time.sleep(LOOK_S)
-            leave_last_word(board, number=1)
-            return ""
-        with pytest.raises(RankFailedError) as caught:
-            together(coordinator, Timeouts(silence=END_S))
-        return str(caught.value)
-
-    begin_s = time.monotonic()
-    told = values(run(group(board, 3), body))
-    assert time.monotonic() - begin_s < END_S / 2
-    assert all("SystemExit" in one for one in told[1:]), told
-
-
-def test_start_of_a_process_is_told() -> None:
-    """It lies between the moments around it."""
-    before_s = time.time()
-    code = """
-import time
-from ckpt_storage.coordination.meeting import process_start_s
-print(process_start_s(), time.time())
-"""
-    printed = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=END_S
-    ).stdout
-    start_s, now_s = map(float, printed.split())
-    # The system counts in ticks.
-    assert before_s - 0.1 < start_s < now_s

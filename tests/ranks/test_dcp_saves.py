@@ -25,7 +25,6 @@ from ckpt_storage import (
     CheckpointStorageReader,
     CheckpointStorageWriter,
     InvalidInputError,
-    StorageError,
     list_checkpoints,
 )
 from ckpt_storage.testing.ranks import RankPool
@@ -257,40 +256,6 @@ def test_plugins_pickle_with_their_options(tmp_path: Path, kind: type) -> None:
     assert repr(again) == repr(plugin)
     assert "very-secret" not in repr(again)
     assert again._base.storage_options == secret
-
-
-class LockedError(Exception):
-    """An exception that cannot be pickled at all."""
-
-    def __init__(self) -> None:
-        super().__init__("locked", lambda: None)
-
-
-def test_every_error_of_the_writer_pickles(tmp_path: Path) -> None:
-    """What leaves the writer inside torch's exception survives a pickle, whatever raised it."""
-    cases: list[Exception] = [
-        LockedError(),
-        UnpicklableError(500, "oh"),
-        StorageError("full", kind="no-space", path="x", rank=3),
-        OSError(28, "No space left on device"),
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
-    ]
-    for number, error in enumerate(cases):
-        with pytest.raises(CheckpointException) as caught:
-            dcp_cases.save(state_of(0), tmp_path / str(number), planner=FailingPlanner(error))
-        again = pickle.loads(pickle.dumps(caught.value))
-        (told,) = failures_of(again).values()
-        assert str(error.args[0]) in str(told)
-        if isinstance(error, StorageError):
-            assert isinstance(told, StorageError)
-            assert (told.kind, told.path, told.rank) == ("no-space", "x", 3)
-
-
-def test_a_writer_outside_of_a_save_says_so(tmp_path: Path) -> None:
-    """Methods called by hand, without a save, raise an error of ours."""
-    writer = CheckpointStorageWriter(tmp_path)
-    with pytest.raises(InvalidInputError, match=r"No save is under way"):
-        writer.prepare_global_plan([])
 
 
 def test_a_reader_used_again_sees_what_is_there_now(tmp_path: Path) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckpt_storage.coordination.board import LocalBoard
 from ckpt_storage.coordination.coordinator import Coordinator
 from ckpt_storage.coordination.groups import coordinator_of
 from ckpt_storage.coordination.peers import Peers
-from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import Timeouts
 from ckpt_storage.testing.ranks import RankPool, run_ranks
 
@@ -59,21 +58,6 @@ def test_bytes_reach_the_rank_they_are_for(ranks: RankPool, world_size: int) -> 
     """Messages arrive whole, and the group is kept from one operation to the next."""
     got = ranks.run(ring, world_size=world_size)
     assert got == [(bytes([(rank - 1) % world_size]), True) for rank in range(world_size)]
-
-
-def sub_ring(rank: int) -> bytes | None:
-    """Exchange between ranks 1 and 3, which have been in different numbers of groups."""
-    dist.new_group([0, 1], use_local_synchronization=True)
-    members = dist.new_group([1, 3])
-    if rank not in {1, 3}:
-        return None
-    coordinator = coordinator_of(members)
-    return exchanged(Peers(coordinator), coordinator)[:1]
-
-
-def test_ranks_outside_the_group_need_not_call(ranks: RankPool) -> None:
-    """A sub-group makes its group alone, also where members differ in the groups they are in."""
-    assert ranks.run(sub_ring) == [None, b"\1", None, b"\0"]
 
 
 def fail(peers: Peers, coordinator: Coordinator) -> None:
@@ -164,35 +148,3 @@ def test_a_broken_group_is_not_told_before_the_dead_rank_could_be_named(where: s
     for rank in (0, 2):
         assert outcomes[rank].value is not None, outcomes[rank].failure
         assert outcomes[rank].value.startswith("1 ")
-
-
-def test_one_rank_needs_no_group() -> None:
-    """A single process joins without talking to anybody."""
-    coordinator = coordinator_of(None)
-    with coordinator.operation("the test", timeouts=TIMEOUTS) as operation:
-        operation.meet({})
-        Peers(coordinator).join(operation, operation.phase("load"))
-
-
-def test_ranks_without_a_store_are_refused() -> None:
-    """Ranks that share only a board of one process cannot find one another."""
-    coordinator = Coordinator(LocalBoard(), rank=1, world_size=2)
-    with pytest.raises(InvalidInputError, match="no store"):
-        Peers(coordinator).join(None, None)  # type: ignore[arg-type]  # refused before their use
-
-
-def test_sending_needs_a_join(ranks: RankPool) -> None:
-    """Messages before `join` are refused."""
-    assert ranks.run(send_unjoined, world_size=2) == ["InvalidInputError"] * 2
-
-
-def send_unjoined(rank: int) -> str:
-    """Send without a group; return the name of the error."""
-    coordinator = coordinator_of(None)
-    with coordinator.operation("the test", timeouts=TIMEOUTS) as operation:
-        operation.meet({})
-        try:
-            Peers(coordinator).send(1 - rank, memoryview(b"x"), 0, operation.phase("load"))
-        except InvalidInputError as error:
-            return type(error).__name__
-    return ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import logging
 import os
 import signal
 import subprocess
@@ -23,9 +22,9 @@ from descriptors import open_files
 from named_memory import named_memory
 
 from ckpt_storage.background import hostbuffers, staging
-from ckpt_storage.background.hostbuffers import Arena, HostBuffers, Kind
+from ckpt_storage.background.hostbuffers import HostBuffers, Kind
 from ckpt_storage.background.staging import stage
-from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
+from ckpt_storage.errors import CheckpointError, InvalidInputError
 
 MIB = 1024 * 1024
 
@@ -67,24 +66,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
     return runtime  # type: ignore[return-value]  # no teardown
 
 
-@KINDS
-def test_leases_are_counted_and_given_back(kind: Kind) -> None:
-    """No more than max_leases are alive; a release makes room, twice is once."""
-    with HostBuffers(kind, max_leases=2) as buffers:
-        first, second = buffers.lease(), buffers.lease()
-        with pytest.raises(PhaseTimeoutError, match="All 2 staging buffers"):
-            buffers.lease()
-        with pytest.raises(PhaseTimeoutError):
-            buffers.lease(timeout_s=0.01)
-        first.release()
-        first.release()
-        assert buffers.leased_count == 1
-        with buffers.lease():
-            assert buffers.leased_count == 2
-        second.release()
-        assert buffers.leased_count == 0
-
-
 def test_a_waiting_lease_gets_the_set_that_comes_free() -> None:
     """Waiting ends with the release of another thread's lease, or with close."""
     buffers = HostBuffers()
@@ -107,33 +88,6 @@ def test_a_waiting_lease_gets_the_set_that_comes_free() -> None:
     for thread in threads:
         thread.join(30)
     assert sorted(type(outcome).__name__ for outcome in outcomes) == ["InvalidInputError", "Lease"]
-
-
-@KINDS
-def test_memory_is_reused_grown_and_let_go(kind: Kind) -> None:
-    """One arena serves state after state, is replaced by a larger one, and goes with close."""
-    with HostBuffers(kind) as buffers:
-        with buffers.lease() as lease:
-            small = lease.arena(MIB)
-            assert lease.arena(10) is small
-        with buffers.lease() as lease:
-            assert lease.arena(MIB) is small
-            lease.memo = "layout"
-            large = lease.arena(3 * MIB)
-            assert large is not small
-            assert lease.memo is None
-            assert large.size_bytes >= 3 * MIB
-            assert large.memory.size == large.size_bytes
-            assert small.file is None
-            assert buffers.allocated_bytes == large.size_bytes
-            buffers.close()
-            buffers.close()
-            assert buffers.allocated_bytes == large.size_bytes
-        assert buffers.allocated_bytes == 0
-        with pytest.raises(InvalidInputError, match="closed"):
-            buffers.lease()
-        with pytest.raises(InvalidInputError, match="lease has ended"):
-            lease.arena(1)
 
 
 @KINDS
@@ -161,12 +115,6 @@ def test_memory_that_cannot_be_had_is_an_error() -> None:
         assert lease.arena(1).size_bytes > 0
 
 
-def test_no_lease_at_all_is_refused() -> None:
-    """A pool without any set is a mistake."""
-    with pytest.raises(InvalidInputError, match="max_leases"):
-        HostBuffers(max_leases=0)
-
-
 @linux
 @KINDS
 def test_twenty_stages_take_no_more_memory_than_two(kind: Kind) -> None:
@@ -182,25 +130,6 @@ def test_twenty_stages_take_no_more_memory_than_two(kind: Kind) -> None:
         assert open_files() <= files
     gc.collect()
     assert before - resident_bytes() > 16 * MIB
-
-
-@linux
-@KINDS
-def test_a_state_that_grows_leaves_nothing_behind(kind: Kind) -> None:
-    """Arenas that were outgrown are unmapped and their files closed."""
-    with HostBuffers(kind) as buffers:
-        files, memories = open_files(), []
-        for count in range(1, 9):
-            with buffers.lease() as lease:
-                stage({"x": torch.ones(count * MIB)}, lease)
-                memories.append(weakref.ref(lease.arena(0).memory))
-        alive = [memory() is not None for memory in memories]
-        assert not any(alive[:-2])
-        assert alive[-1]
-        assert len(open_files() - files) <= 2
-        del lease
-    gc.collect()
-    assert open_files() <= files
 
 
 @KINDS
@@ -220,13 +149,6 @@ def test_pages_are_locked_once_and_unlocked_before_they_go(kind: Kind, cuda: Fak
         del view
         gc.collect()
         assert cuda.calls == [("register", address), ("unregister", address)]
-
-
-def test_cpu_states_lock_nothing(cuda: FakeRuntime) -> None:
-    """On a machine with CUDA a state without CUDA tensors does not touch the runtime."""
-    with HostBuffers() as buffers, buffers.lease() as lease:
-        stage({"x": seeded(1, 10)}, lease)
-    assert cuda.calls == []
 
 
 def test_copies_from_a_gpu_are_enqueued_and_awaited_once(
@@ -257,39 +179,6 @@ def test_copies_from_a_gpu_are_enqueued_and_awaited_once(
             assert events == [True, True, True, "synchronize"]
             events.clear()
         assert [name for name, _ in cuda.calls] == ["register"]
-
-
-@linux
-def test_forked_children_do_not_get_private_memory() -> None:
-    """The kernel is told to empty it in forks, so that writing to it copies no page."""
-    arena = Arena("private", MIB)
-    smaps = Path("/proc/self/smaps").read_text(encoding="utf-8")
-    ours = smaps[smaps.index(f"{arena.memory.ctypes.data:x}-") :]
-    flags = next(line for line in ours.splitlines() if line.startswith("VmFlags"))
-    assert "wf" in flags.split()
-
-
-def test_a_refused_lock_is_told_once_and_not_fatal(
-    cuda: FakeRuntime, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Where pages cannot be locked a warning says so and says why copies are slower."""
-    cuda.code = 2
-    with caplog.at_level(logging.WARNING, logger="ckpt_storage.background.hostbuffers"):
-        arena = Arena("private", MIB)
-        assert not arena.pin()
-        assert not arena.pin()
-    (record,) = caplog.records
-    assert "ulimit" in record.getMessage()
-    del arena
-    gc.collect()
-    assert [name for name, _ in cuda.calls] == ["register"]
-
-
-def test_without_cuda_nothing_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without CUDA has no runtime to ask."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert hostbuffers.cuda_runtime() is None
-    assert not Arena("shared", MIB).pin()
 
 
 @linux

@@ -8,7 +8,7 @@ import signal
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dcp_cases import raw_bytes, same, seeded
 from descriptors import open_files
 from named_memory import left_of, named_memory
-from test_staging_memory import MIB, linux
+from test_staging_memory import linux
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -152,21 +152,6 @@ def test_a_worker_sees_every_kind_of_value() -> None:
             assert worker.send(state, buffers) == expected
 
 
-def test_tensors_do_not_travel_through_the_pipe() -> None:
-    """A state of 64 MiB crosses as less than 100 kB, the second time as well."""
-    state = {"model": {f"layers.{index}.weight": torch.ones(MIB // 8) for index in range(128)}}
-    with HostBuffers("shared") as buffers, working(ties_not_wanted) as worker:
-        for step in range(2):
-            before = worker.connection.sent_bytes
-            assert worker.send(state, buffers) == 64 * MIB
-            assert worker.connection.sent_bytes - before < 100_000, step
-
-
-def ties_not_wanted(state: dict[str, Any], _: StateReceiver) -> int:
-    """Return the bytes of the tensors of a model."""
-    return sum(tensor.nbytes for tensor in state["model"].values())
-
-
 @linux
 def test_a_killed_worker_is_replaced_and_leaves_nothing() -> None:
     """After SIGKILL a new worker gets the same arena; no name of memory is left."""
@@ -189,48 +174,6 @@ def test_a_killed_worker_is_replaced_and_leaves_nothing() -> None:
         with working(contents) as worker:
             assert worker.send(state, buffers) == described(state)
     assert left_of(names - before) == set()
-
-
-def kill_trainer(_: dict[str, Any], receiver: StateReceiver, told: Path) -> str:
-    """Kill the trainer while its memory is mapped here; tell what had a name by then."""
-    told.write_text("\n".join(named_memory(os.getpid()) | named_memory(os.getppid())))
-    os.kill(os.getppid(), signal.SIGKILL)
-    return str(receiver.mapped_bytes)
-
-
-def has_ended(pid: int) -> bool:
-    """Wait for the end of a process that is no child of this one, within a limit."""
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(wait([handle], ANSWER_S))
-    finally:
-        os.close(handle)
-
-
-def doomed_trainer(pids: Any, told: Path) -> None:
-    """Start a worker, tell its process id, and be killed by it."""
-    with HostBuffers("shared") as buffers, working(kill_trainer, told) as worker:
-        pids.send(worker.process.pid)
-        worker.send({"x": torch.ones(MIB)}, buffers)
-
-
-@linux
-def test_a_killed_trainer_takes_the_worker_and_the_memory_with_it(tmp_path: Path) -> None:
-    """The worker sees the end of the pipe and ends; no name of memory is left."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    trainer = context.Process(target=doomed_trainer, args=(theirs, tmp_path / "told"))
-    trainer.start()
-    theirs.close()
-    assert ours.poll(ANSWER_S)
-    worker_pid = ours.recv()
-    trainer.join(ANSWER_S)
-    assert trainer.exitcode == -signal.SIGKILL
-    assert has_ended(worker_pid)
-    assert left_of(set((tmp_path / "told").read_text().split())) == set()
 
 
 def test_what_does_not_pickle_is_named_before_it_is_sent() -> None:

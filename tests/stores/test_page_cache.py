@@ -11,6 +11,7 @@ import errno
 import functools
 import mmap
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 import ckpt_storage
 from ckpt_storage.cli.app import app
 from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.export.consolidation.options import ConsolidateOptions
 from ckpt_storage.store import open_store
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.posix import Posix, is_unsupported
@@ -139,6 +141,22 @@ def test_where_it_is_not_known_the_file_is_dropped_once_it_is_durable(
     assert calls.count("pwritev") == calls.count("start_write_back") == 3
     assert calls.index("fsync") < calls.index("forget") < calls.index("rename")
     assert (tmp_path / "x").read_bytes() == DATA
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_the_flag_goes_to_linux_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str
+) -> None:
+    """Its number may mean anything elsewhere; a C library without the call is one that cannot."""
+
+    def refused(*_: object) -> int:
+        raise NotImplementedError
+
+    monkeypatch.setattr(os, "pwritev", refused if platform == "linux" else None)
+    monkeypatch.setattr(sys, "platform", platform)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):
+        Posix().pwritev_uncached(0, [memoryview(b"x")], 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("action", ["crash_before", "crash_after", "torn", "error", "lost_answer"])
@@ -302,3 +320,19 @@ def test_what_else_writes_weights_has_the_option(
         weights = [torch.zeros(MIB, dtype=torch.int64)]
         ckpt_storage.load({"a": weights[0]}, target)
     assert torch.equal(weights[0], torch.arange(MIB))
+
+
+@pytest.mark.parametrize("of_save", ["keep", "drop"])
+@pytest.mark.parametrize("of_export", [None, "keep", "drop"])
+def test_an_export_after_a_save_is_as_the_save_unless_told(
+    tmp_path: Path, seen: list[str], of_save: str, of_export: Any
+) -> None:
+    """What the save leaves in the cache the export reads; its own files may go all the same."""
+    ckpt_storage.save(
+        {"a": torch.arange(MIB)},
+        tmp_path / "a",
+        page_cache=of_save,  # type: ignore[arg-type]  # a parameter
+        consolidate=ConsolidateOptions(page_cache=of_export),
+    )
+    assert any(".distcp" in name for name in seen) == (of_save == "drop")
+    assert any(".safetensors" in name for name in seen) == ((of_export or of_save) == "drop")

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -57,6 +58,50 @@ def test_a_call_that_a_signal_came_between_is_made_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(posix, "_function", lambda _: call)
     Posix().allocate(7, 10)
     assert len(calls) == 3
+
+
+def test_signals_that_keep_coming_end_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer that fires faster than a long call ends would keep it for ever."""
+    calls: list[tuple[object, ...]] = []
+
+    def call(*arguments: object) -> int:
+        calls.append(arguments)
+        assert len(calls) < 1000
+        ctypes.set_errno(errno.EINTR)
+        return -1
+
+    monkeypatch.setattr(posix, "_function", lambda _: call)
+    with pytest.raises(OSError, match="Interrupted") as caught:
+        Posix().allocate(7, 10)
+    assert caught.value.errno == errno.EINTR
+    assert len(calls) > 1
+
+
+@pytest.mark.parametrize("platform", ["darwin", "freebsd15"])
+def test_no_function_of_the_c_library_is_called_by_linux_structs_elsewhere(
+    tmp_path: Path, fd: int, monkeypatch: pytest.MonkeyPatch, platform: str
+) -> None:
+    """`statfs` of macOS writes 2,168 bytes where Linux's writes 120; others differ in numbers."""
+    posix._linux_function.cache_clear()  # noqa: SLF001  # what an earlier test looked up
+
+    def look(*_: object, **__: object) -> None:
+        raise AssertionError("the C library was asked")
+
+    monkeypatch.setattr(ctypes, "CDLL", look)
+    # The test can fail: on Linux the same calls ask the library.
+    with pytest.raises(AssertionError):
+        Posix().shares_blocks(str(tmp_path))
+    monkeypatch.setattr(sys, "platform", platform)
+    assert not Posix().shares_blocks(str(tmp_path))
+    assert not Posix().may_compress(str(tmp_path))
+    calls: list[Callable[[], None]] = [
+        lambda: Posix().allocate(fd, 4096),
+        lambda: Posix().start_write_back(fd, 0, 4096),
+        lambda: Posix().rename_new(str(tmp_path / "x"), str(tmp_path / "y")),
+    ]
+    for call in calls:
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):
+            call()
 
 
 class Drive:

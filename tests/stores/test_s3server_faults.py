@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -86,19 +85,6 @@ def test_rule_counts_its_matches(server: S3Server, client: Any) -> None:
     put(client, "a2")
 
 
-def test_rules_read_as_a_sequence(server: S3Server) -> None:
-    """Of several rules the first that hits wins, and zero times means always."""
-    server.faults(
-        [
-            FaultRule(op="head_bucket", action="status", status=500),
-            FaultRule(op="head_bucket", action="expired_token"),
-            FaultRule(times=0, action="status", status=404),
-        ]
-    )
-    codes = [ask(server, "HEAD", f"/{BUCKET}")[0] for _ in range(5)]
-    assert codes == [500, 403, 404, 404, 404]
-
-
 @pytest.mark.parametrize("action", ["delay", "hang"])
 def test_stop_ends_what_hangs(action: Any) -> None:
     """A request that hangs or waits long is cut when the server stops, without an answer."""
@@ -127,21 +113,6 @@ def test_reset_before_or_after_the_work(
         assert drain(sock)[0] == b""
     assert server.dump() == done
     assert [(record.status, record.fault) for record in server.requests] == [(0, action)]
-
-
-@pytest.mark.parametrize("limit_bytes", [0, 10, 150_000])
-def test_truncated_answer(server: S3Server, client: Any, limit_bytes: int) -> None:
-    """`truncate` announces all, sends exactly that much of the body, and resets."""
-    body = random.Random(4).randbytes(300_000)
-    put(client, "k", body)
-    server.faults([FaultRule(op="get", action="truncate", limit_bytes=limit_bytes)])
-    with socket_to(server) as sock:
-        sock.sendall(f"GET /{BUCKET}/k HTTP/1.1\r\n\r\n".encode())
-        answer, is_reset = drain(sock)
-    head, _, got = answer.partition(b"\r\n\r\n")
-    assert b"Content-Length: 300000" in head
-    assert (got, is_reset) == (body[:limit_bytes], True)
-    assert fetch(client, "k") == body
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,48 +88,6 @@ def test_checksum_of_a_multipart_object(
     assert found["ChecksumType"] == kind
     assert found["Body"].read() == b"firstsecond"
     assert server.dump() == {"k": b"firstsecond"}
-
-
-def chunked(body: bytes, size_bytes: int, end: str, signature: str = "") -> bytes:
-    """Frame a body in chunks; `end` is what follows the last one."""
-    pieces = [body[at : at + size_bytes] for at in range(0, len(body), size_bytes)]
-    framed = [b"%x%s\r\n%s\r\n" % (len(piece), signature.encode(), piece) for piece in pieces]
-    return b"".join(framed) + f"0{signature}\r\n{end}\r\n".encode()
-
-
-@pytest.mark.parametrize("http_chunk_bytes", [None, 7, 100_000])
-@pytest.mark.parametrize("size_bytes", [0, 5, 200_000])
-def test_aws_chunked_body_with_a_trailer(
-    server: S3Server, size_bytes: int, http_chunk_bytes: int | None
-) -> None:
-    """S3's own chunks, bare or inside HTTP's, are taken apart and their trailer is verified."""
-    body = random.Random(1).randbytes(size_bytes)
-    headers = {
-        "Content-Encoding": "gzip,aws-chunked",
-        "x-amz-content-sha256": "STREAMING-UNSIGNED-PAYLOAD-TRAILER",
-        "x-amz-decoded-content-length": str(size_bytes),
-        "x-amz-trailer": "x-amz-checksum-crc32c",
-        "x-amz-sdk-checksum-algorithm": "CRC32C",
-    }
-
-    def put(key: str, end: str) -> tuple[int, str]:
-        framed = chunked(body, 65_536, end)
-        extra: dict[str, str] = {}
-        if http_chunk_bytes is not None:
-            framed = chunked(framed, http_chunk_bytes, "")
-            extra["Transfer-Encoding"] = "chunked"
-        answer = ask(server, "PUT", f"/{BUCKET}/{key}", framed, {**headers, **extra})
-        return answer[0], answer[2].partition(b"<Code>")[2].partition(b"<")[0].decode()
-
-    good = checksum("crc32c", body)
-    assert put("k", f"x-amz-checksum-crc32c:{good}\r\n") == (200, "")
-    other = checksum("crc32c", b"other")
-    assert put("bad", f"x-amz-checksum-crc32c:{other}\r\n") == (400, "BadDigest")
-    assert put("none", "") == (400, "MalformedTrailerError")
-    assert server.dump() == {"k": body}
-    _, found, _ = ask(server, "GET", f"/{BUCKET}/k", headers={"x-amz-checksum-mode": "enabled"})
-    assert found["content-encoding"] == "gzip"
-    assert found["x-amz-checksum-crc32c"] == good
 
 
 # Other clients

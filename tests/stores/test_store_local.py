@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -305,14 +304,6 @@ def test_descriptors_do_not_leak(root: str) -> None:
     with pytest.raises(IntegrityError):
         store.read_into("saves/x", 0, memoryview(bytearray(2)))
     assert posix.open_count == 0
-
-
-def test_a_store_survives_pickling(store: LocalStore) -> None:
-    """A store sent to another process reads the same folder with the same options."""
-    store.write("saves/a/x", b"data")
-    copy = pickle.loads(pickle.dumps(store))
-    assert copy.read("saves/a/x") == b"data"
-    assert copy.url == store.url
 
 
 @pytest.mark.parametrize(

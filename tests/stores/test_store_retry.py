@@ -182,6 +182,18 @@ def test_the_last_failure_is_raised_with_the_count(bench: Bench) -> None:
     assert copy.__notes__ == error.__notes__
 
 
+def test_delays_grow_with_full_jitter(bench: Bench) -> None:
+    """Each delay is the random fraction of a ceiling that doubles up to the maximum."""
+    fractions = iter([0.5, 0.25, 1.0, 0.0, 0.5])
+    store = bench.store(
+        fault("read", hit_count=5),
+        policy=RetryPolicy(attempt_count=6, first_delay_s=1.0, max_delay_s=5.0),
+        random=lambda: next(fractions),
+    )
+    store.read("x")
+    assert bench.time.slept == [0.5 * 1, 0.25 * 2, 1.0 * 4, 0.0 * 5, 0.5 * 5]
+
+
 def test_no_attempt_begins_after_the_deadline(bench: Bench) -> None:
     """A delay that would pass the deadline is not slept; the failure comes back at once."""
     store = bench.store(
@@ -588,14 +600,6 @@ def test_the_probe_tells_who_keeps_the_promise(
     assert result.exclusive is exclusive
     assert result.reason
     assert [entry.path for entry in store.list("")] == ["x"]
-
-
-def test_the_probe_asks_once_per_options(bench: Bench) -> None:
-    """The answer is kept for a key and asked for again for another."""
-    faults = FaultStore(bench.local)
-    for key in ("a", "a", "b"):
-        assert probe_exclusive_create(faults, key=(bench, key)).exclusive
-    assert [call.operation for call in faults.script.calls].count("create") == 4
 
 
 @pytest.mark.parametrize("skip_count", [0, 1])

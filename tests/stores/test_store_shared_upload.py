@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import multiprocessing
+import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import PartReceipt, Store
+from ckpt_storage.store.dialect_s3_requests import S3Requests
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.posix import Posix
 from ckpt_storage.store.remote import RemoteStore
@@ -178,6 +180,21 @@ def test_what_a_member_gave_receipts_for_survives_a_power_cut(tmp_path: Path) ->
     assert store.read(PATH) == b"datacopied"
 
 
+def test_a_member_closes_the_file_when_it_gives_its_receipts(tmp_path: Path) -> None:
+    """Then no descriptor is left through which a late thread could write."""
+    posix = FaultPosix()
+    store = local(tmp_path)
+    owner = store.start_shared_upload(PATH, part_bytes=1)
+    members = [
+        local(tmp_path, posix).join_upload(PATH, owner.ticket(), part_bytes=1) for _ in range(2)
+    ]
+    assert posix.open_count == 2
+    members[0].receipts()
+    members[1].abort()
+    assert posix.open_count == 0
+    owner.abort()
+
+
 def test_a_ticket_names_no_file_elsewhere(tmp_path: Path) -> None:
     """A forged ticket cannot make a member write to any other file."""
     store = local(tmp_path)
@@ -192,6 +209,22 @@ def test_a_ticket_names_no_file_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(StorageError):
         store.join_upload(PATH, ticket, part_bytes=1)
     assert (tmp_path / "victim").read_bytes() == b"safe"
+
+
+@pytest.mark.parametrize("action", ["error", "short", "lost_answer"])
+def test_copies_within_the_kernel_go_on_after_faults(tmp_path: Path, action: Any) -> None:
+    """A copy that was cut short is finished, one that failed is repeated."""
+    posix = FaultPosix([Rule(action=action, operation="copy_file_range", errno=errno.EIO)])
+    store = RetryStore(local(tmp_path, posix), policy=POLICY)
+    data = os.urandom(100_000)
+    store.write("source", data)
+    upload = store.start_shared_upload(PATH, part_bytes=1)
+    source = store.copy_source("source")
+    assert source is not None
+    upload.write_part(0, 0, view(b"12345678"), last=False)
+    assert upload.copy_part(8, 8, source, 8, 99_992, source_bytes=100_000, last=True) is None
+    upload.complete(100_000)
+    assert store.read(PATH) == b"12345678" + data[8:]
 
 
 # Behind deadlines.
@@ -249,6 +282,31 @@ def test_parts_carry_checksums_from_end_to_end(server: S3Server) -> None:
     assert [receipt.crc32c for receipt in upload.receipts()] == [crc32c(part(0)), crc32c(b"end")]
     upload.complete(PART_BYTES + 3)
     assert store.read(PATH) == part(0) + b"end"
+
+
+def test_a_server_without_checksums_is_sent_none(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a server does not say that it computes checksums, none are sent and none expected."""
+    root = s3_root(server)
+    store = s3_plain(root)
+    store.write("source", part(3))
+    source = store.copy_source("source")
+    assert source is not None
+    upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
+    real = S3Requests.send
+
+    def send(self: Any, method: str, **arguments: Any) -> Mapping[str, Any]:
+        assert "ChecksumCRC32C" not in arguments
+        for name in ("ChecksumAlgorithm", "ChecksumType"):
+            arguments.pop(name, None)
+        return real(self, method, **arguments)
+
+    monkeypatch.setattr(S3Requests, "send", send)
+    upload.write_part(0, 0, view(part(0)), last=False)
+    assert upload.copy_part(1, PART_BYTES, source, 0, PART_BYTES, last=True) is None
+    upload.complete(2 * PART_BYTES)
+    assert store.read(PATH) == part(0) + part(3)
 
 
 @pytest.mark.parametrize("existing", ["refuse", "replace"])

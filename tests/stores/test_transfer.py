@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +24,6 @@ from ckpt_storage import (
 )
 from ckpt_storage.coordination.agreement import Hello, check_agreement
 from ckpt_storage.errors import RankMismatchError
-from ckpt_storage.export.consolidation.job import ConsolidateJob, transfer_options
-from ckpt_storage.export.consolidation.options import ConsolidateOptions
 from ckpt_storage.options import MIB, TransferOptions, default_memory_limit_bytes
 from ckpt_storage.store import Location, endpoint_of
 from ckpt_storage.store.base import Capabilities
@@ -35,7 +31,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.dialect_s3 import CAPABILITIES as S3_CAPABILITIES
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.transfer.fetching import Fetch, run_fetches
-from ckpt_storage.transfer.filewriter import part_bytes_for, write_options
+from ckpt_storage.transfer.filewriter import part_bytes_for
 
 
 class SlowStore(LocalStore):
@@ -237,15 +233,6 @@ def test_a_part_that_no_storage_takes_is_refused_before_it_is_sent() -> None:
     assert "more ranks" in (caught.value.next_step or "")
 
 
-@pytest.mark.parametrize(("file_mib", "part_mib"), [(100, 16), (400, 25), (630, 32), (9000, 32)])
-def test_parts_for_s3_grow_with_their_file(file_mib: int, part_mib: int) -> None:
-    """Parts that are sent without a copy reach twice the default; eight fit into the limit."""
-    options = write_options(
-        S3_CAPABILITIES, thread_count=None, part_bytes=None, memory_limit_bytes=256 * MIB
-    )
-    assert part_bytes_for(S3_CAPABILITIES, options, file_mib * MIB) == part_mib * MIB
-
-
 @pytest.mark.parametrize(
     ("told", "mib"),
     [
@@ -278,27 +265,3 @@ def test_ranks_of_a_node_share_what_is_the_default(
 
     assert options(None).memory_limit_bytes // MIB == mib
     assert options(512 * MIB).memory_limit_bytes == 512 * MIB
-
-
-@pytest.mark.parametrize("is_remote", [True, False])
-def test_ranks_on_full_and_on_empty_nodes_plan_one_export(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, is_remote: bool
-) -> None:
-    """The share of the node decides how many parts are under way, not how large they are."""
-    capabilities = dataclasses.replace(
-        LocalStore(str(tmp_path)).capabilities, is_remote=is_remote, min_part_bytes=5 * MIB
-    )
-    store: Any = SimpleNamespace(capabilities=capabilities)
-
-    def options(rank_count: int, **given: Any) -> TransferOptions:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(rank_count))
-        job = ConsolidateJob(
-            source=Location.of(tmp_path / "run"),
-            output=Location.of(tmp_path / "out"),
-            options=ConsolidateOptions(**given),
-        )
-        return transfer_options(job, store, store)
-
-    assert options(16).part_bytes == options(1).part_bytes
-    assert [options(count).memory_limit_bytes // MIB for count in (1, 16)] == [256, 64]
-    assert options(16, memory_limit_bytes=256 * MIB) == options(1)

@@ -7,9 +7,12 @@ package but its writer and reader.
 from __future__ import annotations
 
 import base64
+import copy
+import itertools
 import json
+import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,15 @@ import dcp_cases
 import torch
 import torch.distributed.checkpoint as dcp
 from crc32c import crc32c
-from dcp_cases import failures_of
+from dcp_cases import failures_of, seeded
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckpt_storage import CheckpointError, CheckpointStorageReader
+from ckpt_storage import CheckpointError, CheckpointStorageReader, verify
+from ckpt_storage.inspect.findings import Problem
+from ckpt_storage.testing.ranks import RankPool
 
 BLOCK_BYTES = 65_536
 
@@ -193,3 +200,131 @@ def save_uninlined(state: dict[str, Any], path: Path) -> None:
     """Save so that readers have to fetch rank manifests."""
     with patch("ckpt_storage.format.rankreport.INLINE_LIMIT_BYTES", 0):
         dcp_cases.save(state, path)
+
+
+def small_state() -> dict[str, Any]:
+    """Return little of each kind: a tensor to shard, one to replicate, a blob."""
+    return {"rows": seeded(1, 4), "mask": torch.tensor([True, False]), "step": 7}
+
+
+def large_state() -> dict[str, Any]:
+    """Return tensors of one and of several blocks, of every way to be read, and blobs."""
+    return {
+        # Read straight into the target, in several blocks.
+        "rows": seeded(1, 6, 40_000),
+        # Cut by columns: read into windows and copied out of them.
+        "columns": seeded(2, 300, 301, dtype=torch.bfloat16),
+        "twins": {"a": seeded(3, 100, dtype=torch.int64), "b": seeded(4, 100, dtype=torch.int64)},
+        "mask": torch.arange(7) % 3 == 0,
+        "scalar": torch.tensor(42),
+        "empty": torch.empty(0, 3),
+        "step": 7,
+        "note": "damaged",
+    }
+
+
+def save_on_two(_rank: int, path: Path, options: dict[str, bool]) -> None:
+    """Save one of the states, its larger tensors sharded over the ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def sharded(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: sharded(name, item) for key, item in value.items()}
+        if name not in {"rows", "columns", "twins"}:
+            return value
+        placement = Shard(1 if name == "columns" else 0)
+        return distribute_tensor(value, mesh, [placement], src_data_rank=None)
+
+    state = large_state() if options["large"] else small_state()
+    save = dcp_cases.save if options["inlined"] else save_uninlined
+    save({name: sharded(name, value) for name, value in state.items()}, path)
+
+
+class Saver:
+    """Gives copies of checkpoints that two ranks saved once."""
+
+    def __init__(self, ranks: RankPool, folder: Path) -> None:
+        self._ranks = ranks
+        self._folder = folder
+
+    def copy(self, target: Path, *, inlined: bool = True, large: bool = True) -> Checkpoint:
+        """Return a checkpoint that may be damaged."""
+        source = self._folder / f"{inlined}-{large}"
+        if not source.exists():
+            options = {"inlined": inlined, "large": large}
+            self._ranks.run(save_on_two, source, options, world_size=2)
+        return Checkpoint(Path(shutil.copytree(source, target)))
+
+
+def assert_close(checkpoint: Checkpoint, spans: list[Span], problem: Problem, at: int) -> None:
+    """Assert that a finding leads to byte `at` of its file as closely as its checksums allow."""
+    assert problem.file is not None
+    path = checkpoint.root / problem.file
+    assert problem.offset is not None
+    if path in checkpoint.shards:
+        (span,) = [s for s in spans if s.path == path and s.start <= at < s.stop]
+        assert (problem.offset, problem.rank) == (span.start, span.rank)
+        # A frame belongs to no tensor alone; one beside it is named.
+        assert problem.fqn == span.fqn or (span.fqn is None and problem.fqn)
+    elif problem.file == ".metadata":
+        assert problem.offset == at
+    else:
+        assert 0 <= problem.offset <= at
+        assert problem.rank == (checkpoint.ranks.index(path) if path in checkpoint.ranks else None)
+
+
+KINDS = ("slot", "manifest", "rank")
+
+
+def document(checkpoint: Checkpoint, kind: str) -> Path:
+    """Return the file of one of `KINDS`."""
+    return {"slot": checkpoint.slot, "manifest": checkpoint.manifest}.get(kind, checkpoint.ranks[0])
+
+
+def nodes(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every value in a document."""
+    yield path
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from nodes(item, (*path, key))
+
+
+def replaced(body: Any, path: tuple[Any, ...], value: object) -> Any:
+    """Return a document with one value replaced."""
+    if not path:
+        return value
+    body = copy.deepcopy(body)
+    at = body
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return body
+
+
+VALUES: tuple[object, ...] = (None, True, -1, 1 << 64, "x", "\ud800", [], [[None]], {})
+FROM_TORCH = ("Missing key in checkpoint", "Size mismatch between")
+
+
+def check_other_values(folder: Path, state: dict[str, Any], kind: str, turns: range) -> None:
+    """Put values in place of each value of a document; all of `VALUES` where `turns` has nine.
+
+    `folder` has the state with its rank manifests apart. A load succeeds or fails as it should.
+    """
+    checkpoint = Checkpoint(folder)
+    path = document(checkpoint, kind)
+    body = body_of(path)
+    above = {file: file.read_bytes() for file in (checkpoint.slot, checkpoint.manifest, path)}
+    count = 0
+    found = list(nodes(body))
+    for turn, (at, node) in itertools.product(turns, enumerate(found)):
+        value = VALUES[(at + turn) % len(VALUES)]
+        checkpoint.reseal(path, replaced(body, node, value))
+        error = load_failure(checkpoint.root, dcp_cases.zeros_like(state))
+        if not isinstance(error, CheckpointError | None):
+            # The planner compares what the manifest says with the targets.
+            assert str(error).startswith(FROM_TORCH), (node, value, error)
+        verify(checkpoint.root, deep=False)
+        count += error is not None
+        for file, content in above.items():
+            file.write_bytes(content)
+    assert 2 * count > len(found) * len(turns)

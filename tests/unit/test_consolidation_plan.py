@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -33,7 +32,6 @@ from ckpt_storage.export.consolidation.plan import (
 from ckpt_storage.format.regions import Box
 from ckpt_storage.format.tensorfile import DTYPES
 from ckpt_storage.source.model import TensorInfo
-from ckpt_storage.store.base import Capabilities
 
 QUICK = settings(max_examples=100, deadline=None)
 MIB = 1 << 20
@@ -107,30 +105,6 @@ def test_files_made_by_a_plan_are_what_safetensors_reads(
         assert found[fqn].shape == array.shape
         assert found[fqn].dtype == array.dtype
         assert found[fqn].tobytes() == array.tobytes()
-
-
-@QUICK
-@given(
-    boxes=tilings((7, 9)),
-    dtypes=st.permutations(["float64", "float32", "float16"]),
-    window_bytes=st.integers(64, 500),
-)
-def test_pieces_of_a_cast_tensor_count_in_both_dtypes(
-    boxes: list[Box], dtypes: list[str], window_bytes: int
-) -> None:
-    """Elements find their place where stored and written ones differ in size."""
-    array = np.arange(63).astype(dtypes[0]).reshape(7, 9)
-    source = array_source({"t": (array, dtypes[0], boxes)})
-    options = ConsolidateOptions(dtype=dtypes[1])
-    rules = WriteRules(can_share_file=True, part_multiple_bytes=64, part_bytes=128)
-    plan = plan_export(source, options=options, world_size=2, rules=rules)
-    (data,) = assemble(plan, source, window_bytes)
-    found = load_numpy(data)["t"]
-    assert found.dtype == dtypes[1]
-    assert (found == array).all()
-    finder = PieceFinder(plan, source.tensors)
-    whole = finder.pieces_of(0, 0, plan.files[0].size_bytes)
-    assert not any(piece.is_plain_copy for piece in whole)
 
 
 @QUICK
@@ -327,30 +301,6 @@ def test_regions_cover_files_with_lawful_parts_and_balance(
         assert max(loads) <= 1.05 * mean
 
 
-def test_rules_come_from_what_a_store_can_do() -> None:
-    """Parts obey both the storage's own multiple and where two members may meet."""
-    store = Capabilities(
-        kind="s3",
-        exclusive_create=True,
-        atomic_replace=True,
-        replace_if_match=True,
-        parallel_parts=True,
-        min_part_bytes=5 * MIB,
-        max_part_count=10_000,
-        part_multiple_bytes=3,
-        shared_uploads=True,
-        shared_align_bytes=64 * 1024,
-    )
-    assert WriteRules.of(store, part_bytes=8 * MIB) == WriteRules(
-        can_share_file=True,
-        min_part_bytes=5 * MIB,
-        max_part_count=10_000,
-        part_multiple_bytes=3 * 64 * 1024,
-        part_bytes=8 * MIB,
-    )
-    assert not WriteRules.of(replace(store, shared_uploads=False)).can_share_file
-
-
 def test_whole_files_go_to_the_rank_that_has_least() -> None:
     """Without shared files every region is a file, and the largest file sets the pace."""
     sizes = [100, 900, 300, 500, 200, 400]
@@ -358,19 +308,6 @@ def test_whole_files_go_to_the_rank_that_has_least() -> None:
     assert [(r.file, r.start, r.stop) for r in regions] == [(i, 0, s) for i, s in enumerate(sizes)]
     loads = [sum(r.size_bytes for r in regions if r.owner == rank) for rank in range(3)]
     assert sorted(loads) == [700, 800, 900]
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "torch.float16", torch.float64])
-def test_casting_touches_floating_tensors_only(name: object) -> None:
-    """Integers, booleans, complex numbers and 8-bit floats go out as they are."""
-    kept = ["int64", "bool", "complex64", "float8_e4m3fn", "uint8"]
-    cast = ["float64", "float32", "float16", "bfloat16"]
-    source = bare_source(*(tensor(dtype, (4,), dtype) for dtype in (*kept, *cast)))
-    plan = plan_export(source, options=ConsolidateOptions(dtype=name), world_size=1, rules=SHARED)
-    target = str(name).removeprefix("torch.")
-    found = {t.name: t.dtype for t in plan.files[0].tensors}
-    assert found == {**{dtype: dtype for dtype in kept}, **dict.fromkeys(cast, target)}
-    assert {t.name for t in plan.files[0].tensors if t.is_cast} == set(cast) - {target}
 
 
 def test_the_fingerprint_is_of_the_content_and_the_agreement_of_the_plan() -> None:

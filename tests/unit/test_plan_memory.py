@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt_storage
-from ckpt_storage.saves.planexchange import Kept, PlanMemory, Structure, planned_alike, structure_of
+from ckpt_storage.saves.planexchange import Structure, planned_alike, structure_of
 from ckpt_storage.testing.ranks import RankPool
 
 
@@ -86,16 +86,6 @@ def test_a_changed_structure_is_planned_anew(
     dcp_cases.load_stock(target, tmp_path / "second")
     assert same(target, state)
     assert saved(state_of(3), tmp_path / "third") == 0
-
-
-def test_kept_plans_count_for_the_size_of_stock_metadata(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A save by a kept plan leaves `.metadata` out, as the first of its kind did."""
-    monkeypatch.setattr("ckpt_storage.saves.writer.STOCK_ENTRY_LIMIT", 2)
-    for step in range(2):
-        info = ckpt_storage.save(state_of(step), tmp_path / str(step), sync_files=False)
-        assert info.stock_metadata is False
 
 
 def test_planners_that_are_given_plan_every_time(tmp_path: Path) -> None:
@@ -198,45 +188,3 @@ def test_placements_are_told_apart_even_where_torch_says_they_are_equal(
     """A strided shard of another factor, or one that is not strided, holds other rows."""
     found = ranks.run(placed, equality, world_size=2)
     assert found == [[True, False, False, False, False]] * 2
-
-
-def test_few_structures_are_kept() -> None:
-    """The oldest is forgotten; one kept again is the youngest."""
-    memory = PlanMemory()
-
-    def structure(number: int) -> Structure:
-        return Structure(rank=0, world_size=1, values=(number,), paths={})
-
-    def kept(number: int) -> Kept:
-        return Kept(plan_id=str(number), plan=dcp.SavePlan([]), item_count=0, metadata=None)
-
-    for number in (1, 2, 1, 3):
-        memory.keep(structure(number), kept(number))
-    found = [memory.find(structure(number)) for number in (1, 2, 3)]
-    assert [entry.plan_id if entry else None for entry in found] == ["1", None, "3"]
-
-
-def test_what_is_kept_of_many_items_is_bounded(tmp_path: Path) -> None:
-    """The coordinator keeps no object for every item of every rank, and plans anew for `.metadata`.
-
-    What needs none is saved by the plan that was kept.
-    """
-    state = state_of(1)
-    with (
-        patch("ckpt_storage.saves.planexchange.STOCK_ENTRY_LIMIT", 2),
-        patch("ckpt_storage.saves.writer.STOCK_ENTRY_LIMIT", 2),
-    ):
-        planned_alike().clear()
-        assert saved(state, tmp_path / "a") == 1
-        ((_, kept),) = planned_alike()._kept  # noqa: SLF001  # what it holds is the fact
-        assert kept.metadata is not None
-        described = kept.metadata.state_dict_metadata.values()
-        assert [entry.chunks for entry in described if hasattr(entry, "chunks")] == [[], []]
-        assert saved(state_of(2), tmp_path / "b") == 0
-        assert saved(state_of(3), tmp_path / "c", stock_metadata="always") == 1
-    planned_alike().clear()
-    back = {"model": zeros_like(state["model"]), "step": 0}
-    dcp.load(back, storage_reader=dcp.FileSystemReader(tmp_path / "c"), no_dist=True)
-    assert same(back["model"], state_of(3)["model"])
-    ckpt_storage.load(back, tmp_path / "b")
-    assert same(back["model"], state_of(2)["model"])

@@ -23,7 +23,6 @@ from ckpt_storage.source.readplan import (
     Request,
     Span,
     bytes_request,
-    no_sink,
     plan_reads,
     plan_spans,
 )
@@ -193,25 +192,6 @@ def small_payloads(count: int, size: int) -> tuple[File, list[Request], list[Any
     return file, requests, pairs
 
 
-@pytest.mark.parametrize(("costs", "most"), [(LOCAL_COSTS, 3), (REMOTE_COSTS, 1)])
-def test_thousands_of_small_payloads_share_a_request(costs: ReadCosts, most: int) -> None:
-    """2,000 payloads of 4 KiB, 10 MB with their frames, take as many reads as windows."""
-    file, requests, pairs = small_payloads(2000, 4096)
-    fetches = plan_reads(requests, part_bytes=16 * MIB, costs=costs)
-    assert len(fetches) <= most
-    execute(fetches, {"f": file})
-    assert all(np.array_equal(result, expected) for result, expected in pairs)
-
-
-def test_streams_all_get_something() -> None:
-    """With 8 streams, 40 MB of small payloads are cut into two reads a stream, not three in all."""
-    _, requests, _ = small_payloads(4000, 9000)
-    fetches = plan_reads(requests, part_bytes=16 * MIB, costs=REMOTE_COSTS, stream_count=8)
-    lengths = [fetch.stop - fetch.start for fetch in fetches]
-    assert 12 <= len(lengths) <= 24
-    assert max(lengths) < 2 * sum(lengths) / len(lengths)
-
-
 def test_a_wide_gap_is_not_read() -> None:
     """Two small payloads at the ends of a file of 5 MB are two reads, not one."""
     file = File("f", bytearray())
@@ -239,40 +219,6 @@ def test_a_large_payload_goes_straight_into_its_target() -> None:
     assert sum(lengths) == size
     assert len(lengths) == 3
     assert max(lengths) - min(lengths) <= 3 * 64 * KIB
-
-
-def test_remote_edges_cost_no_request_of_their_own() -> None:
-    """A run that begins and ends inside a block takes as many remote reads as it has parts."""
-    size = 24 * MIB
-    place = Place(path="f", fqn="w", start=0, size_bytes=size, block_bytes=64 * KIB)
-    wanted = 16 * MIB
-    request = Request(
-        place=place,
-        item_bytes=1,
-        chunk_sizes=(size,),
-        region=Box((1000,), (wanted,)),
-        sink=no_sink,
-        target=memoryview(bytearray(wanted)),
-    )
-    fetches = plan_reads([request], part_bytes=8 * MIB, costs=REMOTE_COSTS)
-    assert len(fetches) == 3
-    assert sum(f.stop - f.start for f in fetches) <= wanted + 2 * 64 * KIB
-
-
-def test_files_take_turns() -> None:
-    """With a turn, the reads go round the files, each reader beginning at another one."""
-    files = {f"f{i}": File(f"f{i}", bytearray()) for i in range(3)}
-    requests = []
-    for name, file in files.items():
-        place = file.place(name, bytes(4 * MIB), 0)
-        requests.append(bytes_request(place, bytearray(4 * MIB)))
-    order = [
-        [f.path for f in plan_reads(requests, part_bytes=MIB, costs=REMOTE_COSTS, turn=turn)]
-        for turn in (0, 1)
-    ]
-    assert order[0][:4] == ["f0", "f1", "f2", "f0"]
-    assert order[1][:4] == ["f1", "f2", "f0", "f1"]
-    assert sorted(order[0]) == sorted(order[1])
 
 
 @pytest.mark.parametrize("at", [0, 50, 1999])

@@ -22,13 +22,11 @@ from ckpt_storage.format.regions import (
     byte_runs,
     coalesce,
     interval_boxes,
-    round_out,
     run_bytes,
     run_count,
     run_extent,
     window_copies,
 )
-from ckpt_storage.format.tiling import Grid, covers_exactly, find_grid
 
 QUICK = settings(max_examples=200, deadline=None)
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -82,19 +80,6 @@ def test_boxes_behave_as_sets_of_elements(data: st.DataObject, shape: tuple[int,
         values = np.arange(math.prod(shape)).reshape(shape)
         shifted = values[slices(left)][slices(both.relative_to(left))]
         assert (shifted == values[slices(both)]).all()
-
-
-def test_a_box_without_dimensions_holds_one_element() -> None:
-    """The box of a scalar has volume 1, contains itself and meets itself."""
-    scalar = Box((), ())
-    assert scalar.volume == 1
-    assert not scalar.is_empty
-    assert scalar.contains(scalar)
-    assert scalar.intersect(scalar) == scalar
-    assert covers_exactly((), [scalar]).is_exact
-    assert covers_exactly((), []).gap == scalar
-    assert covers_exactly((), [scalar, scalar]).overlap == (0, 1)
-    assert find_grid((), [scalar]) == Grid((), (0,))
 
 
 @QUICK
@@ -188,17 +173,6 @@ def test_a_region_that_leaves_its_chunk_is_refused(region: Box) -> None:
         window_copies((2, 4), region, 0, 8)
 
 
-@pytest.mark.parametrize(
-    ("start", "stop"), [(-1, 3), (3, 2), (0, 9), (9, 9), (-4, 4), (8, 4), (4, 12)]
-)
-def test_an_interval_that_leaves_the_shape_is_refused(start: int, stop: int) -> None:
-    """A window must lie in the payload, from its start to its end."""
-    with pytest.raises(InvalidInputError, match="not within the shape"):
-        interval_boxes((2, 4), start, stop)
-    with pytest.raises(InvalidInputError, match="not within the shape"):
-        window_copies((2, 4), Box((0, 0), (2, 4)), start, stop)
-
-
 INTERVALS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30)), max_size=12).map(
     lambda pairs: sorted((start, start + length) for start, length in pairs)
 )
@@ -229,26 +203,3 @@ def test_extents_hold_all_intervals_and_respect_the_limits(
         begins, ends = intervals[right.members[0]]
         longer = max(left.stop, ends) - left.start
         assert begins - left.stop > gap or longer > max(max_bytes, left.stop - left.start)
-
-
-@pytest.mark.parametrize("intervals", [[(5, 4)], [(3, 4), (2, 6)], [(0, 9), (5, 6), (4, 9)]])
-def test_intervals_out_of_order_are_refused(intervals: list[tuple[int, int]]) -> None:
-    """An interval that is reversed, or begins before its predecessor, is an error."""
-    with pytest.raises(InvalidInputError, match="out of order"):
-        coalesce(intervals, 10, 100)
-
-
-@QUICK
-@given(data=st.data(), block=st.integers(1, 12), total=st.integers(0, 60))
-def test_rounding_out_adds_no_block_that_is_not_touched(
-    data: st.DataObject, block: int, total: int
-) -> None:
-    """The interval becomes the bytes of all blocks it shares a byte with."""
-    start = data.draw(st.integers(0, total))
-    stop = data.draw(st.integers(start, total))
-    touched = {at // block for at in range(start, stop)}
-    expected = [at for at in range(total) if at // block in touched]
-    first, last = round_out(start, stop, block, total)
-    assert list(range(first, last)) == expected
-    assert first % block == 0
-    assert first <= start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_storage.format.regions import Box
-from ckpt_storage.loads.sharing import Key, ShareOrder, SharePolicy, plan_shares, share_policy
+from ckpt_storage.loads.sharing import Key, ShareOrder, SharePolicy, plan_shares
 
 MIB = 1 << 20
 UNIT_BYTES = 8 * MIB
@@ -55,23 +54,6 @@ def needs(draw: st.DrawFn) -> tuple[int, dict[Key, tuple[int, ...]], Wants]:
 
 @settings(max_examples=60, deadline=None)
 @given(needs=needs())
-def test_members_of_a_unit_all_know_it(
-    needs: tuple[int, dict[Key, tuple[int, ...]], Wants],
-) -> None:
-    """The owner and all others of a unit hold it in their orders; units lie in their chunk."""
-    world_size, shapes, wants = needs
-    orders = plan_shares(wants, lambda key: (shapes[key], 2), world_size=world_size, policy=EAGER)
-    for rank, order in enumerate(orders or ()):
-        assert order.rank == rank
-        for unit in order.units:
-            assert {rank, unit.owner} <= set(unit.ranks)
-            assert 0 <= unit.start < unit.stop <= np.prod(shapes[unit.key]) * 2
-            assert unit.start % UNIT_BYTES == 0
-            assert all(unit in (orders or ())[other].units for other in unit.ranks)
-
-
-@settings(max_examples=60, deadline=None)
-@given(needs=needs())
 def test_what_a_rank_wants_of_a_shared_chunk_is_in_its_units(
     needs: tuple[int, dict[Key, tuple[int, ...]], Wants],
 ) -> None:
@@ -101,13 +83,6 @@ def test_equal_needs_are_shared_out_evenly() -> None:
     assert max(read) - min(read) <= UNIT_BYTES
 
 
-def test_small_neighbours_have_one_reader() -> None:
-    """Small chunks that follow one another go to one rank, so that they can share a request."""
-    shapes: dict[Key, tuple[int, ...]] = {(f"b{i}", (0,)): (512,) for i in range(1000)}
-    wants = {key: [(rank, whole(512)) for rank in range(3)] for key in shapes}
-    assert len({unit.owner for unit in plan(wants, shapes, 3)[0].units}) == 1
-
-
 def test_disjoint_needs_are_not_shared() -> None:
     """Ranks that want different rows of a chunk read their own."""
     key: Key = ("w", (0, 0))
@@ -121,49 +96,6 @@ def test_columns_of_short_rows_are_shared() -> None:
     wants = {key: [(rank, Box((0, rank * 1000), (4000, 1000))) for rank in range(4)]}
     orders = plan(wants, {key: (4000, 4000)}, 4)
     assert [unit.ranks for unit in orders[0].units] == [(0, 1, 2, 3)] * 4
-
-
-def test_columns_of_long_rows_are_not_shared() -> None:
-    """Columns that are runs of a megabyte are read by who wants them, without what lies between."""
-    key: Key = ("w", (0, 0))
-    wants = {key: [(rank, Box((0, rank * MIB), (4, MIB))) for rank in range(4)]}
-    shape = (4, 4 * MIB)
-    assert plan_shares(wants, lambda _: (shape, 2), world_size=4, policy=EAGER) is None
-
-
-def test_little_is_not_shared() -> None:
-    """Below 64 MiB spared by default nobody shares."""
-    key: Key = ("w", (0,))
-    for count, is_shared in ((32 * MIB - 1, False), (32 * MIB, True)):
-        wants = {key: [(0, whole(count)), (1, whole(count))]}
-        found = plan_shares(wants, lambda _: ((count,), 2), world_size=2, policy=SharePolicy())  # noqa: B023  # called at once
-        assert (found is not None) == is_shared
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_one_rank_shares_with_nobody(count: int) -> None:
-    """A chunk that one rank wants twice, or only empty regions of, is its own business."""
-    key: Key = ("w", (0,))
-    wants = {key: [(0, whole(100)), (0, whole(100)), (1, Box((0,), (0,)))][: 2 + count]}
-    assert plan_shares(wants, lambda _: ((100,), 2), world_size=2, policy=EAGER) is None
-
-
-def test_ranks_of_equal_needs_are_one_object() -> None:
-    """The ranks of units are the same tuple in all orders, whichever chunk the units are of."""
-    shapes: dict[Key, tuple[int, ...]] = {(f"w{i}", (0,)): (20 * MIB,) for i in range(8)}
-    wants = {key: [(rank, whole(*shape)) for rank in range(64)] for key, shape in shapes.items()}
-    orders = plan(wants, shapes, 64)
-    assert len({id(run.ranks) for order in orders for run in order.runs}) == 1
-    assert len({id(run) for order in orders for run in order.runs}) == 8
-
-
-def test_an_order_grows_with_runs_of_units() -> None:
-    """A chunk of a thousand units takes one run and little room for who reads each of them."""
-    key: Key = ("w", (0,))
-    wants = {key: [(rank, whole(500 * UNIT_BYTES)) for rank in range(2)]}
-    order = plan(wants, {key: (500 * UNIT_BYTES,)}, 2)[1]
-    assert len(order.units) == 1000
-    assert len(pickle.dumps(order)) < 5000
 
 
 @pytest.mark.parametrize("rank_count", [100, 101])
@@ -191,44 +123,3 @@ def test_many_chunks_are_refused_before_they_are_looked_at() -> None:
         raise AssertionError
 
     assert plan_shares(wants, shape_of, world_size=2048, policy=EAGER) is None
-
-
-def test_the_bound_counts_what_is_shared_only() -> None:
-    """Chunks of single ranks count for nothing."""
-    wants: Wants = {(f"w{i}", (0,)): [(i % 3, whole(4))] for i in range(1000)}
-    key: Key = ("both", (0,))
-    wants[key] = [(0, whole(4)), (1, whole(4))]
-    found = plan_shares(wants, lambda _: ((4,), 2), world_size=3, policy=EAGER, max_members=2)
-    assert found is not None
-    assert [len(order.units) for order in found] == [1, 1, 0]
-
-
-def test_a_unit_is_of_those_only_whose_need_touches_it() -> None:
-    """Where one rank needs only the end of a chunk, it has no part in the units before."""
-    key: Key = ("w", (0,))
-    items = 2 * UNIT_BYTES
-    wants = {key: [(0, whole(items)), (1, Box((items // 2,), (items // 2,)))]}
-    units = plan(wants, {key: (items,)}, 2)[0].units
-    assert [unit.ranks for unit in units] == [(0,), (0,), (0, 1), (0, 1)]
-
-
-def test_ranks_with_gaps_survive_pickling() -> None:
-    """An order names the same ranks after its journey, whether they follow one another or not."""
-    keys: list[Key] = [("near", (0,)), ("far", (0,))]
-    wants = {
-        key: [(rank, whole(64)) for rank in ranks]
-        for key, ranks in zip(keys, [(0, 1, 2), (0, 2, 5)], strict=True)
-    }
-    order = plan(wants, dict.fromkeys(keys, (64,)), 6)[2]
-    assert [unit.ranks for unit in order.units] == [(0, 1, 2), (0, 2, 5)]
-    found = pickle.loads(pickle.dumps(order))
-    assert [unit.ranks for unit in found.units] == [(0, 1, 2), (0, 2, 5)]
-
-
-def test_units_fit_the_parts_that_memory_allows() -> None:
-    """A rank that may read parts of 2 MiB gets units of as many; below 1 MiB nobody shares."""
-    for part_bytes, expected in ((2 * MIB, 2 * MIB), (3 * MIB, 2 * MIB), (64 * MIB, 8 * MIB)):
-        found = share_policy(part_bytes=part_bytes)
-        assert found is not None
-        assert found.unit_bytes == expected
-    assert share_policy(part_bytes=MIB - 1) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_regions import QUICK, SHAPES, SOLID_SHAPES, boxes_in, mask
 
-from ckpt_storage.format.regions import Box, interval_boxes
-from ckpt_storage.format.tiling import Grid, covers_exactly, find_grid
+from ckpt_storage.format.regions import Box
+from ckpt_storage.format.tiling import covers_exactly, find_grid
 
 
 @st.composite
@@ -133,44 +132,12 @@ def test_a_box_that_cannot_be_of_the_tensor_is_named(box: Box) -> None:
     assert find_grid((2, 2), [whole, box]) is None
 
 
-def test_of_several_gaps_of_a_vector_the_first_is_given() -> None:
-    """Space is searched from its beginning, so that the finding does not depend on chance."""
-    boxes = [Box((7,), (1,)), Box((3,), (2,))]
-    assert covers_exactly((9,), boxes).gap == Box((0,), (3,))
-
-
 def test_a_tensor_without_elements_is_covered_by_empty_boxes_or_none() -> None:
     """Nothing is missing where nothing is; a box with elements cannot belong there."""
     assert covers_exactly((0, 4), []).is_exact
     assert covers_exactly((0, 4), [Box((0, 0), (0, 4)), Box((0, 4), (0, 0))]).is_exact
     assert covers_exactly((0, 4), [Box((0, 0), (1, 4))]).outside == 0
     assert covers_exactly((3,), [Box((0,), (3,)), Box((3,), (0,)), Box((9,), (0,))]).is_exact
-
-
-def test_ten_thousand_boxes_of_a_grid_are_judged() -> None:
-    """A large grid is exact in any order; one box replaced by another is a gap and an overlap."""
-    boxes = cells_of((800, 400), [range(0, 800, 8), range(0, 400, 4)])
-    random.Random(7).shuffle(boxes)
-    assert len(boxes) == 10_000
-    assert covers_exactly((800, 400), boxes).is_exact
-    wrong = [*boxes[:-1], boxes[17]]
-    found = covers_exactly((800, 400), wrong)
-    assert found.overlap == (17, 9_999)
-    assert found.gap == boxes[-1]
-
-
-def test_a_thousand_flat_shards_of_a_tensor_are_judged() -> None:
-    """Shards cut without regard to rows are a tiling that is no grid."""
-    shape, count = (97, 31, 13), 1_000
-    ends = [math.prod(shape) * at // count for at in range(count + 1)]
-    boxes = [
-        box
-        for start, stop in itertools.pairwise(ends)
-        for box in interval_boxes(shape, start, stop)
-    ]
-    assert find_grid(shape, boxes) is None
-    assert covers_exactly(shape, boxes).is_exact
-    assert covers_exactly(shape, boxes[1:]).gap == boxes[0]
 
 
 @QUICK
@@ -218,21 +185,3 @@ def test_a_grid_is_found_only_in_exact_coverings(
     if find_grid(shape, boxes) is not None:
         count = np.sum([mask(shape, box) for box in boxes], axis=0)
         assert (count == 1).all()
-
-
-def test_empty_boxes_belong_to_a_grid_only_in_an_empty_tensor() -> None:
-    """A tensor of no rows is a grid of one cell; an empty box beside others is none of a grid."""
-    grid = find_grid((0, 4), [Box((0, 0), (0, 4))])
-    assert grid == Grid(((0,), (0,)), (0,))
-    assert grid.boxes((0, 4)) == [Box((0, 0), (0, 4))]
-    assert grid.intersecting(Box((0, 0), (0, 4))) == []
-    assert find_grid((3,), [Box((0,), (3,)), Box((3,), (0,))]) is None
-    assert find_grid((3,), []) is None
-    assert find_grid((0,), []) is None
-
-
-@pytest.mark.parametrize("cell", [-1, 2])
-def test_a_cell_that_a_grid_lacks_is_an_error(cell: int) -> None:
-    """Cells are counted from 0; neither end wraps around."""
-    with pytest.raises(IndexError):
-        Grid(((0, 3),), (0, 1)).box(cell, (5,))

@@ -1,0 +1,69 @@
+"""Every byte of every file of a checkpoint is watched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from damage_cases import (
+    KINDS,
+    Checkpoint,
+    Saver,
+    Span,
+    assert_close,
+    check_other_values,
+    save_uninlined,
+)
+
+from ckpt_storage import verify
+from ckpt_storage.store.local import LocalStore
+from ckpt_storage.testing.ranks import RankPool
+
+
+def flip_all(checkpoint: Checkpoint, paths: list[Path], spans: list[Span]) -> int:
+    """Flip a bit of every byte of some files, one byte of each at a time; return how many."""
+    contents = {path: path.read_bytes() for path in paths}
+    for at in range(max(map(len, contents.values()))):
+        changed = {path: data for path, data in contents.items() if at < len(data)}
+        for path, data in changed.items():
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        report = verify(checkpoint.root)
+        found = sorted(problem.file or "" for problem in report.problems)
+        assert found == sorted(map(checkpoint.name, changed)), at
+        for problem in report.problems:
+            assert_close(checkpoint, spans, problem, at)
+        for path, data in changed.items():
+            path.write_bytes(data)
+    return sum(map(len, contents.values()))
+
+
+def test_every_byte_of_every_file_is_verified(
+    ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flipped bit is found wherever it is; the n-th bytes of several files at once, too.
+
+    Files whose damage keeps others from being checked are damaged alone.
+    """
+    checkpoint = Saver(ranks, tmp_path / "saved").copy(tmp_path / "run", large=False)
+    # Without retries and deadlines, which take most of the time of so small reads.
+    store = LocalStore(str(checkpoint.root))
+    monkeypatch.setattr("ckpt_storage.inspect.verification.open_store", lambda *_, **__: store)
+    spans = checkpoint.spans()
+    alone = [checkpoint.slot, checkpoint.manifest, checkpoint.stock]
+    together = [path for path in checkpoint.files if path not in alone]
+    assert ".metadata" in {checkpoint.name(path) for path in together}
+    count = 0
+    for group in ([path] for path in alone), [together]:
+        for paths in group:
+            count += flip_all(checkpoint, paths, spans)
+    assert count == sum(path.stat().st_size for path in checkpoint.files)
+    assert verify(checkpoint.root).ok
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_value_of_another_type_breaks_more_than_the_load(tmp_path: Path, kind: str) -> None:
+    """Every kind of value in place of every value of a document: no more than the load fails."""
+    state = {"w": torch.arange(6.0).reshape(2, 3), "empty": torch.empty(0, 2), "step": 5}
+    save_uninlined(state, tmp_path / "run")
+    check_other_values(tmp_path / "run", state, kind, range(1, 9))

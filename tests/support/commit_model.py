@@ -1,0 +1,222 @@
+"""Savers, pruners, openers and deleters of one checkpoint, their operations interleaved.
+
+After every operation on the storage both views of the checkpoint, ours by the slots and stock
+torch's by `.metadata`, lead to a whole attempt, judged by an oracle that knows only the documents.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from commit_schedules import Actor, Chooser, Job, Preempting, Wandering, play
+from commit_tools import (
+    DictStore,
+    Disk,
+    attempted,
+    cleaned,
+    committed,
+    deleted,
+    is_whole,
+    published,
+    saved,
+    seen,
+)
+
+from ckpt_storage.commit import cleaning, publishing, slotlog
+from ckpt_storage.errors import CommitConflictError
+from ckpt_storage.store.base import Capabilities
+
+
+def save(store: DictStore) -> str:
+    """Do all that a writer's coordinator does; return the save id."""
+    attempt = attempted(store)
+    record = committed(store, attempt)
+    published(store, attempt, record)
+    if attempt.grant.previous is not None:
+        cleaning.free_superseded(store)
+        cleaned(store)
+    return attempt.save_id
+
+
+def prune(store: DictStore) -> None:
+    """Free all that may be freed, even what was superseded a moment ago."""
+    cleaning.free_superseded(store, keep_previous=0)
+    cleaned(store)
+
+
+def open_it(store: DictStore) -> None:
+    """Open the checkpoint with the right to write."""
+    head = slotlog.read_log(store).head
+    if head is not None and head.save_id is not None:
+        publishing.roll_forward(store, head.save_id)
+
+
+def nothing(store: DictStore) -> None:
+    """Leave the storage empty."""
+    del store
+
+
+class Watch:
+    """The invariants, checked against what was there one operation before."""
+
+    def __init__(self, disk: Disk, capabilities: Capabilities, *, deletes: bool = False) -> None:
+        self._ordered = capabilities.replace_if_match and not deletes
+        self._deletes = deletes
+        self._before = seen(disk.files)
+        self._changes = disk.changes
+        self.steps = 0
+
+    def __call__(self, disk: Disk) -> None:
+        """Compare."""
+        self.steps += 1
+        if disk.changes == self._changes:
+            return
+        self._changes = disk.changes
+        files = disk.files
+        now, before = seen(files), self._before
+        assert list(now.slots[: len(before.slots)]) == list(before.slots), "a slot changed"
+        if now.head is not None:
+            assert is_whole(files, now.head), "the head dangles"
+        if now.stock is not None:
+            assert now.stock in now.committed, ".metadata shows what never committed"
+            # A saver whose checkpoint is deleted while it publishes takes that back at once.
+            assert now.stock in now.deleted or is_whole(files, now.stock), ".metadata dangles"
+        if not self._deletes:
+            assert before.head is None or now.head is not None, "the checkpoint vanished"
+            assert before.stock is None or now.stock is not None, ".metadata vanished"
+        if self._ordered and before.footer is not None and now.footer is not None:
+            assert now.footer >= before.footer, ".metadata went back"
+        self._before = now
+
+
+def check_end(disk: Disk, capabilities: Capabilities, actors: Sequence[Actor]) -> None:
+    """Check results, and that whoever comes next finds everything in order."""
+    files = disk.files
+    now = seen(files)
+    for actor in actors:
+        if actor.name != "save" or not actor.done:
+            continue
+        if actor.error is None:
+            assert actor.result in now.committed
+        else:
+            assert isinstance(actor.error, CommitConflictError), actor.error
+            assert actor.error.winner["slot"] <= len(now.slots)
+    winners = [actor for actor in actors if actor.name == "save" and actor.error is None]
+    if all(actor.done for actor in actors):
+        assert set(now.committed) >= {actor.result for actor in winners}
+        assert now.stock == now.head, "all have ended, and .metadata is behind"
+    store = DictStore(disk, capabilities)
+    open_it(store)
+    now = seen(disk.files)
+    if now.head is not None:
+        assert now.stock == now.head, "an opener did not bring .metadata up to date"
+    latest = save(store)
+    now = seen(disk.files)
+    assert now.head == now.stock == latest
+    assert is_whole(disk.files, latest)
+
+
+def explore(
+    capabilities: Capabilities,
+    before: Callable[[DictStore], object],
+    jobs: Sequence[tuple[str, Job]],
+    choosers: Iterable[Chooser],
+    *,
+    deletes: bool = False,
+) -> tuple[int, int]:
+    """Play every schedule; return how many there were, and how many operations were checked."""
+    origin = Disk()
+    before(DictStore(origin, capabilities))
+    count = steps = 0
+    for choose in choosers:
+        disk = origin.copy()
+        watch = Watch(disk, capabilities, deletes=deletes)
+        actors = play(disk, capabilities, jobs, choose, watch)
+        check_end(disk, capabilities, actors)
+        count += 1
+        steps += watch.steps
+    return count, steps
+
+
+def unpublished(store: DictStore) -> None:
+    """Save twice; the second saver died before it published."""
+    saved(store)
+    committed(store, attempted(store))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What was there before, who comes at the same time, and how the schedules are chosen.
+
+    `bound` is that of `Preempting`, `seeds` how many `Wandering` schedules there are besides.
+    """
+
+    name: str
+    before: Callable[[DictStore], object]
+    jobs: Sequence[tuple[str, Job]]
+    bound: int
+    seeds: int
+    deletes: bool = False
+
+
+SAVE, PRUNE, OPEN, DELETE = ("save", save), ("prune", prune), ("open", open_it), ("delete", deleted)
+
+SCENARIOS = (
+    Scenario(name="two fresh savers", before=nothing, jobs=[SAVE, SAVE], bound=2, seeds=100),
+    Scenario(name="two savers overwrite", before=saved, jobs=[SAVE, SAVE], bound=2, seeds=100),
+    Scenario(
+        name="two savers and a pruner", before=saved, jobs=[SAVE, SAVE, PRUNE], bound=1, seeds=300
+    ),
+    Scenario(
+        name="a saver and an opener", before=unpublished, jobs=[SAVE, OPEN], bound=2, seeds=100
+    ),
+    Scenario(
+        name="a saver, an opener and two pruners",
+        before=saved,
+        jobs=[SAVE, OPEN, PRUNE, PRUNE],
+        bound=0,
+        seeds=300,
+    ),
+    Scenario(
+        name="three savers, an opener and a pruner",
+        before=unpublished,
+        jobs=[OPEN, SAVE, SAVE, SAVE, PRUNE],
+        bound=0,
+        seeds=200,
+    ),
+    Scenario(
+        name="savers and a deleter",
+        before=saved,
+        jobs=[SAVE, DELETE, SAVE],
+        bound=1,
+        seeds=200,
+        deletes=True,
+    ),
+    Scenario(
+        name="savers, deleters and a pruner",
+        before=saved,
+        jobs=[DELETE, DELETE, SAVE, SAVE, PRUNE],
+        bound=0,
+        seeds=200,
+        deletes=True,
+    ),
+)
+
+
+def check_schedules(
+    capabilities: Capabilities, scenario: Scenario, seeds: range, *, systematic: bool
+) -> str:
+    """Play the systematic schedules, if asked for, and those of these seeds; tell how many."""
+    in_order = Preempting(scenario.bound).schedules() if systematic else ()
+    at_random = (Wandering(seed) for seed in seeds)
+    count, steps = explore(
+        capabilities,
+        scenario.before,
+        scenario.jobs,
+        itertools.chain(in_order, at_random),
+        deletes=scenario.deletes,
+    )
+    assert count >= len(seeds)
+    return f"{scenario.name}: {count} schedules, {steps} operations checked"
