@@ -12,29 +12,32 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from copy_cases import QUICK, files_below, head_of, save, save_files, saved_stock, state_of
+from copy_cases import (
+    ACTIONS,
+    Faulty,
+    attempt,
+    files_below,
+    head_of,
+    save,
+    save_files,
+    saved_stock,
+    state_of,
+)
 from safetensors.torch import save_file
 
 import ckpt_storage.export.copying
 from ckpt_storage import verify
 from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError
-from ckpt_storage.export import copyparts
 from ckpt_storage.export.converting import convert
 from ckpt_storage.export.copying import CopyReport, copy
-from ckpt_storage.options import MIB, TransferOptions
+from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.opening import open_source
-from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
+from ckpt_storage.store import open_store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.local import LocalStore
-from ckpt_storage.store.remote import RemoteStore
-from ckpt_storage.store.retry import RetryStore
-from ckpt_storage.testing.faults import Action, Call, FaultStore, Rule, SimulatedCrash
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 
 @pytest.fixture(autouse=True)
@@ -42,41 +45,6 @@ def _logs_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep hundreds of failures that are intended out of the report of one that is not."""
     for name in ("ckpt_storage", "c10d-NullHandler-dcp_logger"):
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
-
-
-class Faulty:
-    """Opens stores for `copy`; those below the target fail as told."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-        self.rules: list[Rule] = []
-        self.stores: list[FaultStore] = []
-        self.opened: list[RetryStore] = []
-
-    def open(self, location: Location, **options: Any) -> Store:
-        """Stand in for `open_store`."""
-        del options
-        plain: Store = (
-            LocalStore(location.target, sync_files=False)
-            if location.is_local
-            else RemoteStore(location, request_timeout_s=20)
-        )
-        if location.url.rstrip("/").startswith(self._target):
-            plain = FaultStore(plain, self.rules)
-            self.stores.append(plain)
-        store = RetryStore(plain, policy=QUICK)
-        self.opened.append(store)
-        return store
-
-    def calls(self) -> list[Call]:
-        """Return what was asked of the target by the last copy."""
-        return self.stores[-1].script.calls
-
-    def close(self) -> None:
-        """End the threads of all stores."""
-        for store in self.opened:
-            store.close()
-        self.opened.clear()
 
 
 @pytest.fixture
@@ -95,18 +63,6 @@ def source(tmp_path: Path) -> Path:
     convert(tmp_path / "state.pt", tmp_path / "src", to="ckpt_storage", max_file_bytes=1000)
     assert len(list((tmp_path / "src").rglob("*.distcp"))) >= 3
     return tmp_path / "src"
-
-
-ACTIONS: tuple[Action, ...] = ("crash_before", "crash_after", "error", "lost_answer")
-
-
-def attempt(source: str | Path, target: str | Path, **options: Any) -> BaseException | None:
-    """Copy; return what that raised."""
-    try:
-        copy(source, target, **options)
-    except (SimulatedCrash, CheckpointError) as error:
-        return error
-    return None
 
 
 @pytest.mark.parametrize("kind", ["fresh", "overwrite"])
@@ -269,48 +225,3 @@ def test_a_cut_file_of_a_foreign_copy_is_sent_again(tmp_path: Path, faulty: Faul
     (target / "b.safetensors").write_bytes(b"cut")
     copy(source, target)
     assert files_below(target) == files_below(source)
-
-
-def test_copies_within_s3_cut_anywhere_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the storage copying by itself: nothing commits half, no upload stays open."""
-    monkeypatch.setattr(copyparts, "_COPY_BYTES", 6 * MIB)
-    with S3Server() as server:
-        server.create_bucket("bkt")
-        options = server.storage_options
-        save(
-            {"a": torch.arange(4 * MIB, dtype=torch.float32)},
-            "s3://bkt/src",
-            storage_options=options,
-        )
-        faulty = Faulty("s3://bkt/dst")
-        monkeypatch.setattr(ckpt_storage.export.copying, "open_store", faulty.open)
-
-        def stored(prefix: str) -> dict[str, bytes]:
-            return {
-                key.removeprefix(prefix): data
-                for key, data in server.dump("bkt").items()
-                if key.startswith(prefix)
-            }
-
-        whole = save_files(stored("src/"))
-        new_id = head_of(stored("src/"))
-        copy("s3://bkt/src", "s3://bkt/dst-dry", storage_options=options)
-        calls = faulty.calls()
-        assert [call.operation for call in calls].count("copy_part") == 2
-        for number, call in enumerate(calls):
-            root = f"dst-{number}"
-            faulty.rules = [Rule(action="crash_after", skip_count=number)]
-            attempt("s3://bkt/src", f"s3://bkt/{root}", storage_options=options)
-            faulty.rules = []
-            found = stored(f"{root}/")
-            at = f"{number} ({call.operation} {call.path})"
-            if head_of(found) is not None:
-                assert save_files(found) == whole, at
-            copy("s3://bkt/src", f"s3://bkt/{root}", storage_options=options)
-            found = stored(f"{root}/")
-            assert (head_of(found), save_files(found)) == (new_id, whole), at
-            plain = RemoteStore(Location.of(f"s3://bkt/{root}", options), request_timeout_s=20)
-            assert plain.abort_uploads("") == 0, f"{at}: an upload stayed open"
-            plain.delete_folder("saves")
-            plain.close()
-        faulty.close()
