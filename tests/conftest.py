@@ -58,10 +58,7 @@ def _small_heap() -> None:
 
 @contextmanager
 def _session_server(
-    start: Callable[[Path], AbstractContextManager[Running]],
-    folder: Path,
-    *,
-    required: bool = True,
+    start: Callable[[Path], AbstractContextManager[Running]], folder: Path, *, required: bool = True
 ) -> Iterator[Running]:
     with ExitStack() as stack:
         try:

@@ -27,11 +27,7 @@ from servers import Running
 
 from ckpt_storage import CheckpointStorageWriter, consolidate, verify
 from ckpt_storage.commit import cleaning
-from ckpt_storage.errors import (
-    CheckpointExistsError,
-    IntegrityError,
-    InvalidInputError,
-)
+from ckpt_storage.errors import CheckpointExistsError, IntegrityError, InvalidInputError
 from ckpt_storage.export import copyparts
 from ckpt_storage.export.copying import copy
 from ckpt_storage.format import integrity
@@ -322,10 +318,7 @@ def test_a_copy_around_its_own_source_is_refused(tmp_path: Path, s3: S3Server) -
     for address in ("s3://one/run", "s3://one/run/", "s3://one", "s3://one/"):
         with pytest.raises(InvalidInputError, match="inside"):
             copy(
-                "s3://one/run/step-1/",
-                address,
-                overwrite=True,
-                storage_options=s3.storage_options,
+                "s3://one/run/step-1/", address, overwrite=True, storage_options=s3.storage_options
             )
 
 

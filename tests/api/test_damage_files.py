@@ -1,10 +1,4 @@
-"""Damage to every kind of file is found by verify, and by a load in all that it reads.
-
-Bits are flipped, bytes cut off, added and exchanged. A finding names the file, the rank, the FQN
-where the place has one, and a byte no later than the damage and close to it. A load finds it
-before the planner is given anything for good. Where things lie is read from the documents with
-`json` (`damage_cases`); what crafted documents do stands in test_damage_documents.py.
-"""
+"""Damage to every kind of file is found by verify, and by a load in all that it reads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Whole saves, background saves and loads of tensors on a device: CUDA, where there is one.
-
-The same runs with CPU tensors, so that the tests themselves are tried where there is no GPU.
-"""
+"""Whole saves, background saves and loads of tensors on a device: CUDA, where there is one."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ from ckpt_storage.testing.s3server import S3Server
 DEVICES = [
     "cpu",
     pytest.param(
-        "cuda",
-        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
     ),
 ]
 BUSY_COUNT = 50
@@ -77,10 +73,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
         return
     with S3Server() as server:
         server.create_bucket("bucket")
-        yield (
-            "s3://bucket/run",
-            {"storage_options": server.storage_options},
-        )
+        yield ("s3://bucket/run", {"storage_options": server.storage_options})
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -127,10 +120,7 @@ def guarded(state: dict[str, Any], url: str, change: Callable[[], None], **optio
 def test_a_background_save_has_the_state_as_it_was(
     tmp_path: Path, device: str, saved: Callable[..., None]
 ) -> None:
-    """Kernels enqueued before the call are in it, those after it are not; twice, for the buffers.
-
-    The second save is of other values through the buffers of the first.
-    """
+    """Kernels enqueued before the call are in it, later ones are not; twice, for the buffers."""
     state = state_on(device)
     for number in range(2):
         for _ in range(BUSY_COUNT):

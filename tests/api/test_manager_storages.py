@@ -79,11 +79,7 @@ def test_a_run_is_saved_pruned_and_resumed(root: Running) -> None:
         assert report.deleted == ()
     left = [entry.path for entry in store.list("") if entry.path[-1:] != "/"]
     names = {path.partition("/")[0] for path in left if "/commits/" not in path}
-    assert names == {
-        "tokenizer",
-        *(f"step-0000000{step}" for step in (2, 4, 5)),
-        "step-00000001",
-    }
+    assert names == {"tokenizer", *(f"step-0000000{step}" for step in (2, 4, 5)), "step-00000001"}
     assert [path for path in left if path.startswith("step-00000001/")] == [
         "step-00000001/commits/00000001.json",
         "step-00000001/commits/00000002.json",
@@ -188,10 +184,7 @@ def test_the_newest_of_10000_costs_a_listing_and_two_reads(many: S3Server) -> No
 
 
 def test_a_plan_for_10000_reads_only_what_it_must(many: S3Server) -> None:
-    """Names decide for most; for each other that may go: folder, two slots and time, only once.
-
-    The newest are read anew for each plan.
-    """
+    """Names decide for most; for each other that may go: folder, two slots and time, only once."""
     with manager_of(many, KeepLatest(2) | KeepEvery(10)) as manager:
         asked(many)
         report = manager.prune(dry_run=True)

@@ -75,10 +75,7 @@ def is_gone_for_stock(error: BaseException) -> bool:
 def test_readers_see_whole_checkpoints_while_it_is_overwritten(
     folder: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """Ours, torch's and `verify`: each look is at one save, and never at an older one than before.
-
-    A look that two newer saves overtook says that the save is gone, and the next one succeeds.
-    """
+    """Ours, torch's and `verify`: each look is at one save, never an older one than before."""
     save(0, folder)
     done = threading.Event()
     looks: Counter[str] = Counter()

@@ -63,9 +63,7 @@ class OneSlice(dcp.DefaultLoadPlanner):
         """Return a plan of one item."""
         plan = super().create_local_plan()
         item = dataclasses.replace(
-            plan.items[0],
-            storage_offsets=torch.Size([512, 0]),
-            lengths=torch.Size([256, 1024]),
+            plan.items[0], storage_offsets=torch.Size([512, 0]), lengths=torch.Size([256, 1024])
         )
         return dataclasses.replace(plan, items=[item])
 

@@ -55,11 +55,7 @@ def is_sound(server: S3Server, name: str = "run") -> bool:
 
 
 def test_a_save_costs_its_parts_and_a_fixed_number_of_requests(server: S3Server) -> None:
-    """Neither more tensors nor more bytes cost anything but parts; nothing is listed.
-
-    A shard file is one PUT, or one upload: begun once, completed once, a PUT for each part. Nobody
-    looks whether it is there.
-    """
+    """Neither more tensors nor more bytes cost anything but parts; nothing is listed."""
     save(server, {"t": torch.ones(3)}, "before")  # finds out what the storage can do
     few = save(server, {f"t{i}": torch.ones(3) for i in range(10)}, "few")
     many = save(server, {f"t{i}": torch.ones(3) for i in range(2000)}, "many")

@@ -83,7 +83,7 @@ class Comparison:
                 "extra MiB",
                 "requests",
                 "plug-in s",
-            ],
+            ]
         ]
         for name, runs in self.runs.items():
             seconds = [run.seconds for run in runs]

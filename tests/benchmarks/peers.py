@@ -92,10 +92,7 @@ def _aws_connector(options: Mapping[str, Any]) -> Peer | None:
     try:
         from s3torchconnector import S3ClientConfig  # noqa: PLC0415  # an optional package
         from s3torchconnector._s3client import S3Client  # noqa: PLC0415  # as above
-        from s3torchconnector.dcp import (  # noqa: PLC0415  # as above
-            S3StorageReader,
-            S3StorageWriter,
-        )
+        from s3torchconnector.dcp import S3StorageReader, S3StorageWriter  # noqa: PLC0415  # as above
         from s3torchconnector.dcp.s3_file_system import S3FileSystem  # noqa: PLC0415  # as above
     except ImportError:
         return None

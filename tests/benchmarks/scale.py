@@ -34,12 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    ReadItem,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_storage.commit import attempt as commit
@@ -175,9 +170,7 @@ class World:
         """Return what DCP's global plan hands to the writer."""
         state = {
             fqn: TensorStorageMetadata(
-                properties=TensorProperties(dtype=torch.bfloat16),
-                size=torch.Size(shape),
-                chunks=[],
+                properties=TensorProperties(dtype=torch.bfloat16), size=torch.Size(shape), chunks=[]
             )
             for fqn, shape in self.shapes.items()
         }

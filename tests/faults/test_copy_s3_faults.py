@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from copy_cases import (
-    Faulty,
-    attempt,
-    head_of,
-    save,
-    save_files,
-)
+from copy_cases import Faulty, attempt, head_of, save, save_files
 
 import ckpt_storage.export.copying
 from ckpt_storage.export import copyparts

@@ -41,10 +41,7 @@ def flip_all(checkpoint: Checkpoint, paths: list[Path], spans: list[Span]) -> in
 def test_every_byte_of_every_file_is_verified(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A flipped bit is found wherever it is; the n-th bytes of several files at once, too.
-
-    Files whose damage keeps others from being checked are damaged alone.
-    """
+    """A flipped bit is found wherever it is; the n-th bytes of several files at once, too."""
     checkpoint = Saver(ranks, tmp_path / "saved").copy(tmp_path / "run", large=False)
     # Without retries and deadlines, which take most of the time of so small reads.
     store = LocalStore(str(checkpoint.root))

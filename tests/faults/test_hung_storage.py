@@ -1,8 +1,4 @@
-"""Storage that hangs: ranks give up at their deadline, all know who and where, and can exit.
-
-The server accepts and never answers, or is a process that was stopped. The ranks' processes are
-watched from outside: that they end is measured, not believed.
-"""
+"""Storage that hangs: ranks give up at their deadline, all know who and where, and can exit."""
 
 from __future__ import annotations
 

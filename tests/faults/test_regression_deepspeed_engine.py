@@ -1,9 +1,4 @@
-"""Failure 2: the decoupled checkpoint engine whose trainer waits for a dead process for ever.
-
-DeepSpeed's `DecoupledCheckpointEngine` spawns a process, hands it a save through a queue and waits
-on an event without a timeout; `__del__` does the same. A process that the OOM killer took never
-sets the event. The pattern comes first, as plain code of our own, so that it is seen to fail.
-"""
+"""Failure 2: the decoupled checkpoint engine whose trainer waits for a dead process for ever."""
 
 from __future__ import annotations
 

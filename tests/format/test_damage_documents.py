@@ -1,9 +1,4 @@
-"""Documents that somebody crafted: sound by their checksums, wrong in what they say.
-
-Every change is sealed again, and the checksums in the documents above it are made to fit, so that
-only what is said can be judged. Nothing outside the checkpoint is opened, and nothing but the
-package's own errors comes out.
-"""
+"""Documents that somebody crafted: sound by their checksums, wrong in what they say."""
 
 from __future__ import annotations
 
@@ -29,13 +24,7 @@ from damage_cases import (
 )
 from dcp_cases import same, zeros_like
 
-from ckpt_storage import (
-    CheckpointError,
-    FormatError,
-    IntegrityError,
-    UnsafeContentError,
-    verify,
-)
+from ckpt_storage import CheckpointError, FormatError, IntegrityError, UnsafeContentError, verify
 
 STATE = {
     "w": torch.arange(6.0).reshape(2, 3),
@@ -466,12 +455,7 @@ def test_a_manifest_that_cannot_be_is_refused(checkpoint: Checkpoint, change: Ch
 
 @pytest.mark.parametrize(
     "change",
-    [
-        tensor("w", dtype="int32"),
-        tensor("b", shape=[5]),
-        tensor("b", fqn="c"),
-        blob("absent"),
-    ],
+    [tensor("w", dtype="int32"), tensor("b", shape=[5]), tensor("b", fqn="c"), blob("absent")],
     ids=["dtype", "shape", "name", "blob"],
 )
 def test_documents_that_contradict_each_other_are_found(

@@ -1,8 +1,4 @@
-"""The golden checkpoint with manifests of version 2 stays readable, byte for byte.
-
-What it holds is written down here as formulas, and its files are read once by a reader of the
-test's own that follows docs/format.md with `json`, `zlib`, `base64` and `crc32c` alone.
-"""
+"""The golden checkpoint with manifests of version 2 stays readable, byte for byte."""
 
 from __future__ import annotations
 

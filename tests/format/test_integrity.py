@@ -117,10 +117,7 @@ def test_block_checksums_combine_to_that_of_the_payload(data: bytes, block_bytes
 
 
 @QUICK
-@given(
-    payloads=st.lists(st.binary(max_size=250), max_size=8),
-    block_bytes=st.integers(1, 20),
-)
+@given(payloads=st.lists(st.binary(max_size=250), max_size=8), block_bytes=st.integers(1, 20))
 def test_block_checksums_of_many_payloads_combine_to_those_of_each(
     payloads: list[bytes], block_bytes: int
 ) -> None:

@@ -15,9 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from stock_samples import made_metadata
-from torch.distributed._shard.sharded_tensor.metadata import (
-    TensorProperties as OldTensorProperties,
-)
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,

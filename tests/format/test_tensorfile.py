@@ -151,8 +151,7 @@ class TestEnvelope:
             assert envelope.item_bytes == len(enveloped(tensor))
 
     @pytest.mark.parametrize(
-        "payload_bytes",
-        [(1 << 32) - 2000, (1 << 32) - 200, (1 << 32) - 1, 1 << 32, (9 << 32) // 8],
+        "payload_bytes", [(1 << 32) - 2000, (1 << 32) - 200, (1 << 32) - 1, 1 << 32, (9 << 32) // 8]
     )
     def test_it_works_around_and_beyond_4_gib(self, payload_bytes: int, tmp_path: Path) -> None:
         """A sparse file loads by mmap with its first and last bytes in place."""

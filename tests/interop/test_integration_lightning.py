@@ -113,10 +113,7 @@ def test_sharded_ranks_save_and_resume_on_another_number(tmp_path: Path) -> None
 def test_ddp_ranks_resume_from_object_storage(
     tmp_path: Path, moto_server: Running, moto_root: Running
 ) -> None:
-    """Rank 0 of two saves to a bucket, both resume from it, and both end as if never interrupted.
-
-    Credentials come from the environment alone, also for `ModelCheckpoint`, which deletes.
-    """
+    """Rank 0 of two saves to a bucket, both resume from it, and end as if never interrupted."""
     environment = {
         "PYTHONPATH": f"{EXAMPLES}:{ROOT}",
         "AWS_ACCESS_KEY_ID": "test",

@@ -1,8 +1,4 @@
-"""torchtitan's trainer with our checkpoint manager, on two CPU ranks.
-
-torchtitan asks for versions of fsspec that no other package here does, so it lies in a folder of
-its own, named by CKPT_STORAGE_TORCHTITAN (`pip install --no-deps --target`, see .ci/run).
-"""
+"""torchtitan's trainer with our checkpoint manager, on two CPU ranks."""
 
 from __future__ import annotations
 
@@ -115,11 +111,7 @@ def run(url: Path, steps: int, mode: str) -> str:
 
 @pytest.mark.timeout(400)
 def test_a_job_resumes_past_damage_and_keeps_the_newest(tmp_path: Path) -> None:
-    """Two FSDP ranks save in worker processes, resume in another mode, and keep two checkpoints.
-
-    Neither a damaged newest checkpoint nor committed folders with names that sort after it are
-    resumed from.
-    """
+    """Two FSDP ranks save in worker processes, resume in another mode, and keep two checkpoints."""
     url = tmp_path / "run"
     run(url, 3, "async_with_pinned_mem")
     infos = ckpt_storage.list_checkpoints(url)

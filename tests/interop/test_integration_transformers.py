@@ -15,16 +15,9 @@ import ckpt_storage
 
 need("accelerate")
 
-from transformers import (  # noqa: E402  # only where it is installed
-    Trainer,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments  # noqa: E402  # only where it is installed
 
-from ckpt_storage.integrations.transformers import (  # noqa: E402  # as above
-    CheckpointStorageCallback,
-)
+from ckpt_storage.integrations.transformers import CheckpointStorageCallback  # noqa: E402  # as above
 
 SCRIPT = str(EXAMPLES / "trainer_resume.py")
 
@@ -95,10 +88,7 @@ def damaged_run(tmp_path: Path, *, ranks: int, keep: int) -> tuple[list[str], st
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    """Two ranks resume from the one before, bit for bit, say so, and commit the damaged step anew.
-
-    Only the model's bytes are damaged: what the Trainer reads first is whole.
-    """
+    """Two ranks resume from the one before, bit for bit, say so, and save the damaged step anew."""
     names, output = damaged_run(tmp_path, ranks=2, keep=0)
     for rank in (0, 1):
         assert json.dumps([rank, 4, True]) in output, output

@@ -1,9 +1,4 @@
-"""How often ranks connect to the store they share: once, not once an operation.
-
-At each connection torch's server looks up the name of who calls (`getnameinfo`), and answers
-nobody until DNS has. With one connection for each operation and rank, each DNS packet that was lost
-stopped all ranks for 5 s.
-"""
+"""How often ranks connect to the store they share: once, not once an operation."""
 
 from __future__ import annotations
 

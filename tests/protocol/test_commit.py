@@ -140,11 +140,7 @@ def test_a_head_that_leads_astray_is_refused(disk: Disk, type_of_target: str) ->
     files = slots_at_random(7, 4)
     save_id = f"20260101T000000Z-{2:016x}"
     head = {"slot": 2, "save_id": save_id}
-    target: dict[str, object] = {
-        "format": "ckpt_storage.commit/1",
-        "slot": 2,
-        "write_id": "0" * 32,
-    }
+    target: dict[str, object] = {"format": "ckpt_storage.commit/1", "slot": 2, "write_id": "0" * 32}
     if type_of_target == "fence":
         target |= {"type": "fence", "head": None, "fenced": []}
     else:

@@ -29,9 +29,7 @@ from commit_tools import (
 )
 
 from ckpt_storage.commit import cleaning, publishing, stockfooter
-from ckpt_storage.errors import (
-    CommitConflictError,
-)
+from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.store import open_store
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.store.local import LocalStore

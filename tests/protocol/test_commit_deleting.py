@@ -25,9 +25,7 @@ from commit_tools import (
     written,
 )
 
-from ckpt_storage.errors import (
-    CommitConflictError,
-)
+from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.testing.faults import FaultStore, Rule, SimulatedCrash
 
@@ -168,10 +166,7 @@ def test_a_publisher_that_meets_a_deletion_takes_its_copy_back(store: DictStore)
     attempt, record = just_committed(store)
     operation = "create" if store.capabilities.replace_if_match else "replace"
     interrupt(
-        store,
-        operation,
-        ".metadata",
-        lambda: deleted(DictStore(store.disk, store.capabilities)),
+        store, operation, ".metadata", lambda: deleted(DictStore(store.disk, store.capabilities))
     )
     assert not published(store, attempt, record)
     assert set(store.disk.files) == {"commits/00000001.json", "commits/00000002.json"}

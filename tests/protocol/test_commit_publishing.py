@@ -20,10 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_storage.commit import publishing, stockfooter
-from ckpt_storage.errors import (
-    IntegrityError,
-    StorageError,
-)
+from ckpt_storage.errors import IntegrityError, StorageError
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.testing.faults import FaultStore, Rule
 

@@ -1,8 +1,4 @@
-"""An export is old or new after every fault, never a mixture, and the next run makes it whole.
-
-Ranks are threads over a board in memory, each with a store that fails as told. Every operation of
-a dry run is a place for a fault. What lies in the folder is judged by the safetensors library.
-"""
+"""An export is old or new after every fault, never a mixture, and the next run makes it whole."""
 
 from __future__ import annotations
 
@@ -324,9 +320,7 @@ def _content(files: Mapping[str, bytes]) -> dict[str, Any]:
     return kept
 
 
-def test_an_unfinished_first_export_is_taken_for_a_whole_by_nobody(
-    folder: Folder,
-) -> None:
+def test_an_unfinished_first_export_is_taken_for_a_whole_by_nobody(folder: Folder) -> None:
     """Opening and loading refuse it and say what to do, `verify` calls it unsound."""
     folder.place.copy("v2", "run")
     output = "run/hf"

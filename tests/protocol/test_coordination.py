@@ -1,8 +1,4 @@
-"""Ranks that agree, meet and give up together, as threads over a board in memory.
-
-Which ranks fail, when and how is the test's own choice, so what each rank must raise is known
-without asking the code under test. A thread that does not end is a failure, never a wait.
-"""
+"""Ranks that agree, meet and give up together, as threads over a board in memory."""
 
 from __future__ import annotations
 
@@ -571,11 +567,7 @@ def _follow(coordinator: Coordinator, plans: Sequence[Plan]) -> list[BaseExcepti
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(plans=_plans(3))
 def test_ranks_stay_together_whatever_fails_before(plans: list[Plan]) -> None:
-    """After any sequence of failures no rank hangs, and none meets another operation.
-
-    An operation in which nobody fails succeeds everywhere; in one that failed, whoever did not
-    fail itself was told of this very operation.
-    """
+    """After any sequence of failures no rank hangs, and none meets another operation."""
     board = LocalBoard()
     ranks = group(board, 3)
     seen = values(run(ranks, lambda coordinator: _follow(coordinator, plans)))
@@ -761,10 +753,7 @@ def test_two_hundred_ranks_meet() -> None:
 def _stores(folder: Any) -> Iterator[tuple[str, Callable[[], dist.Store]]]:
     timeout = timedelta(seconds=20)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout)
-    yield (
-        "tcp",
-        lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout),
-    )
+    yield ("tcp", lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout))
     yield "file", lambda: dist.FileStore(str(folder / "store"), -1)
     kept = dist.HashStore()
     yield "hash", lambda: kept

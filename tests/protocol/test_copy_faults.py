@@ -1,8 +1,4 @@
-"""`copy` cut at every storage operation of the target, and called again.
-
-A dry run counts the operations; then each is cut before, after and half-way, or fails, or its
-answer is lost. What counts as committed is judged by files and slots alone.
-"""
+"""`copy` cut at every storage operation of the target, and called again."""
 
 from __future__ import annotations
 

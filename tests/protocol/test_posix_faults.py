@@ -1,9 +1,4 @@
-"""Every system call of every way to write a file, cut and failed one by one.
-
-A dry run counts the calls; then each gets each fault. Afterwards the name leads to the old
-content or to the new, never to anything else, and writing again without faults succeeds.
-What is on the disk is judged by `pathlib`, not by the store.
-"""
+"""Every system call of every way to write a file, cut and failed one by one."""
 
 from __future__ import annotations
 
@@ -191,10 +186,7 @@ def test_a_crash_at_any_call_leaves_old_or_new(
 def test_a_failure_of_any_call_leaves_old_or_new(
     roots: Iterator[Path], way: Way, action: Action, number: int
 ) -> None:
-    """A failed call is an error or harmless, and leaves no temporary file and no descriptor.
-
-    If the operation reports success all the same, the new content is there.
-    """
+    """A failed call is an error or harmless, and leaves no temporary file and no descriptor."""
     for n, operation in enumerate(calls_of(roots, way)):
         root = prepared(roots, way)
         posix = FaultPosix([Rule(action=action, skip_count=n, errno=number)])

@@ -1,8 +1,4 @@
-"""Prune under attack: cut at every step, racing others, with clocks a day off.
-
-Nothing reachable is ever lost, and what is garbage goes next time. The oracle knows the documents
-alone. The counts are in the properties of the tests (`-rP` shows what was printed).
-"""
+"""Prune under attack: cut at every step, racing others, with clocks a day off."""
 
 from __future__ import annotations
 
@@ -11,35 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from commit_tools import (
-    BOTH,
-    CAS,
-    DAY_S,
-    QUICK,
-    DictStore,
-    Disk,
-    attempted,
-    committed,
-)
-from prune_cases import (
-    EXPORT,
-    OTHERS,
-    DiskCensus,
-    at,
-    heads,
-    name_of,
-    prune,
-    pruner,
-    save,
-    scene,
-)
+from commit_tools import BOTH, CAS, DAY_S, QUICK, DictStore, Disk, attempted, committed
+from prune_cases import EXPORT, OTHERS, DiskCensus, at, heads, name_of, prune, pruner, save, scene
 from prune_races import RACES, check_race, deleting, quiet
 
 from ckpt_storage.commit import attempt as commit
-from ckpt_storage.errors import (
-    CheckpointError,
-    CommitConflictError,
-)
+from ckpt_storage.errors import CheckpointError, CommitConflictError
 from ckpt_storage.export.consolidation.removal import remove_exports
 from ckpt_storage.format.exports import Holder
 from ckpt_storage.manager.pruneplan import Soundness

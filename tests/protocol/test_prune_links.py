@@ -1,7 +1,4 @@
-"""Symbolic links at a root: what they pin stays, what they double does not count, none is followed.
-
-The names of steps are spelt without the package.
-"""
+"""Symbolic links at a root: what they pin stays, doubles do not count, none is followed."""
 
 from __future__ import annotations
 
@@ -112,10 +109,7 @@ def test_a_step_that_lies_elsewhere_is_resumed_from_through_its_link(
 def test_a_folder_with_the_name_of_another_step_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A checkpoint was copied under the name of a higher step: its name counts, and a log says so.
-
-    Once, however often it is looked at.
-    """
+    """A checkpoint was copied under the name of a higher step: the name counts; a log says so."""
     saved(tmp_path, 1, 2)
     shutil.copytree(tmp_path / name_of(1), tmp_path / name_of(9))
     caplog.set_level(logging.WARNING, "ckpt_storage")

@@ -183,10 +183,7 @@ def test_a_step_below_the_highest_is_warned_of_once(
 def test_a_commit_that_is_not_noted_yet_is_not_above_what_was_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The background looks after the commit of step 2, and before its manager knows of that.
-
-    It looks again once that save ended; and what does lie above is then still told.
-    """
+    """The background looks after the commit of step 2, and before its manager knows of that."""
     with manager_of(tmp_path) as manager:
         saved(manager, 1, 2, 9)
     set_aside = tmp_path.with_name("aside")

@@ -1,8 +1,4 @@
-"""Ranks that a launcher starts anew, over the store of those before them.
-
-`torchrun` keeps one store for all attempts. There lies what ranks left that were ended while they
-waited for others.
-"""
+"""Ranks that a launcher starts anew, over the store of those before them."""
 
 from __future__ import annotations
 

@@ -26,10 +26,7 @@ def grown(few: ScaleFigures, many: ScaleFigures) -> dict[str, float]:
 
 
 def test_nothing_grows_as_tensors_times_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight times the ranks, eight times the chunks: not twice the bytes, and reports as large.
-
-    The documents of ranks, which have a limit of their own, are left out of both.
-    """
+    """Eight times the ranks, eight times the chunks: not twice the bytes, and reports as large."""
     monkeypatch.setattr("ckpt_storage.format.rankreport.INLINE_LIMIT_BYTES", 0)
     times = grown(simulate(64, 500), simulate(512, 500))
     assert times["items"] > 7.9

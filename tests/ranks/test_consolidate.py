@@ -297,10 +297,7 @@ def ask_for_the_impossible(rank: int, url: Path) -> None:
 
 @pytest.mark.parametrize(
     ("function", "kinds"),
-    [
-        (disagree, {RankMismatchError}),
-        (disagree_by_function, {RankMismatchError}),
-    ],
+    [(disagree, {RankMismatchError}), (disagree_by_function, {RankMismatchError})],
 )
 def test_ranks_that_disagree_are_told_so(
     ranks: RankPool, tmp_path: Path, function: Any, kinds: set[type[CheckpointError]]

@@ -26,12 +26,7 @@ from export_tools import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_storage.errors import (
-    FormatError,
-    IntegrityError,
-    InvalidInputError,
-    StorageError,
-)
+from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.export.consolidation.division import Region, WriteRules
 from ckpt_storage.export.consolidation.executors import Copies, Portion, RegionWriter
 from ckpt_storage.export.consolidation.options import ConsolidateOptions
@@ -445,9 +440,7 @@ def test_tensors_are_cast_on_the_way(store: Store, dtype: str) -> None:
     lead_bytes=st.integers(0, 200).map(lambda n: 8 * n),
     run_sizes=st.lists(
         st.tuples(
-            st.integers(1, 800 * MIB),
-            st.integers(0, 3),
-            st.sampled_from([0, 64, MIB, 7 * MIB]),
+            st.integers(1, 800 * MIB), st.integers(0, 3), st.sampled_from([0, 64, MIB, 7 * MIB])
         ),
         max_size=8,
     ),

@@ -1,8 +1,4 @@
-"""Coordinators over real process groups, each rank a process.
-
-Every function here is a job of a `RankPool`; those that need another default group than the
-pool's make it themselves.
-"""
+"""Coordinators over real process groups, each rank a process."""
 
 from __future__ import annotations
 

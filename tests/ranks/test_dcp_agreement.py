@@ -63,10 +63,7 @@ def mismatch_on_all_ranks(
 
 
 def test_regression_ranks_with_different_paths_all_raise(ranks: RankPool, tmp_path: Path) -> None:
-    """Ranks that were given different folders all raise, told who has which; none is created.
-
-    Stock torch saves half a checkpoint into each folder and reports success.
-    """
+    """Ranks that were given different folders all raise, told who has which; none is created."""
     places = [str(tmp_path / name) for name in ("a", "a", "b")]
     error = mismatch_on_all_ranks(ranks, places, [{}] * 3)
     assert error.values == {f"file://{tmp_path}/a": [0, 1], f"file://{tmp_path}/b": [2]}
@@ -173,10 +170,7 @@ def overwrite_counting_folders(_rank: int, path: Path, count: int) -> int:
 
 
 def test_regression_only_the_coordinator_makes_folders(ranks: RankPool, tmp_path: Path) -> None:
-    """Four ranks that overwrite one id, over and over, leave the making of folders to rank 0.
-
-    Stock torch has every rank make the folder and look whether it is empty.
-    """
+    """Four ranks that overwrite one id, over and over, leave the making of folders to rank 0."""
     made = ranks.run(overwrite_counting_folders, tmp_path / "run", 4)
     assert made[0] > 0
     assert made[1:] == [0, 0, 0]

@@ -1,9 +1,4 @@
-"""Every way in which torch drives the writer: sync, thread, process; ids; plan caching.
-
-The saves of one case follow one another with one writer object: the first, an unchanged state, a
-changed plan, a changed dtype, and that again. What torch calls, in which order, is pinned, because
-the writer's agreement rests on it (design note 3).
-"""
+"""Every way in which torch drives the writer: sync, thread, process; ids; plan caching."""
 
 # ruff: noqa: SLF001  # torch's caches and processes have no public handle
 
@@ -180,10 +175,7 @@ def save_steps_of_all(rank: int, folder: Path, cases: list[tuple[str, Mode, bool
 def test_every_save_of_one_writer_lands_where_it_belongs(
     ranks: RankPool, tmp_path: Path, mode: Mode
 ) -> None:
-    """In each mode, with and without ids and plan caching, all states come back from their place.
-
-    Torch's own reader agrees, and the calls come in the order that the writer relies on.
-    """
+    """In each mode, with and without ids and plan caching, all states come back."""
     cases = [
         (f"{mode}-id{with_id:d}-caching{caching:d}", mode, with_id, caching)
         for with_id, caching in itertools.product([True, False], [True, False])

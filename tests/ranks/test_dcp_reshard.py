@@ -1,8 +1,4 @@
-"""Loading with another sharding: equal to slicing the original, and no more bytes than needed.
-
-The oracle makes the whole tensor from its seed and cuts it with torch.chunk; what has to be read
-is computed here from the boxes alone, in blocks of 64 KiB from the start of each chunk.
-"""
+"""Loading with another sharding: equal to slicing the original, and no more bytes than needed."""
 
 from __future__ import annotations
 

@@ -182,11 +182,7 @@ def refused_then_accepted(_rank: int, folder: Path) -> None:
 def test_regression_a_refused_save_does_not_spoil_later_cached_plans(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    """After a refusal, saves with plan caching go on, whether the refused plan was cached or new.
-
-    Torch's planner notes a plan as finished on the coordinator before the ranks do; an exception
-    in between made every later save of that planner raise KeyError.
-    """
+    """After a refusal, saves with plan caching go on, be the refused plan cached or new."""
     ranks.run(refused_then_accepted, tmp_path, world_size=2)
     for name, step in (("a", 0), ("b", 2), ("c", 4)):
         assert_holds(tmp_path / name, step)

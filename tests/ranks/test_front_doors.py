@@ -1,7 +1,4 @@
-"""`save` and `load`: as `dcp.save` and `dcp.load` do it, and every failure told to every rank.
-
-What was stored is judged by torch's own reader; what ranks raise, by what the test let fail.
-"""
+"""`save` and `load`: as `dcp.save` and `dcp.load` do it, and every failure told to every rank."""
 
 from __future__ import annotations
 

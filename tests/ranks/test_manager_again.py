@@ -1,7 +1,4 @@
-"""Saving a step again: where what is there is damaged it is replaced, else refused; on all ranks.
-
-And what speaks against a save on one rank alone is told to all of them at once.
-"""
+"""Saving a step again: what is damaged is replaced, else refused; on all ranks."""
 
 from __future__ import annotations
 
@@ -99,8 +96,7 @@ def test_what_one_rank_refuses_is_told_to_all(
 
 
 @pytest.mark.parametrize(
-    "metrics",
-    [{"x": torch.ones(3)}, {"x": 10**400}, {"x": None}, {"x": "much"}, [("x", 1.0)], 7],
+    "metrics", [{"x": torch.ones(3)}, {"x": 10**400}, {"x": None}, {"x": "much"}, [("x", 1.0)], 7]
 )
 @pytest.mark.parametrize("in_background", [False, True])
 def test_metrics_that_cannot_be_are_refused_by_our_errors(

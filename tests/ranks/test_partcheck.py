@@ -28,10 +28,7 @@ from ckpt_storage.testing.ranks import RankPool
 from ckpt_storage.transfer.fetching import Fetch
 
 
-@given(
-    sizes=st.lists(st.integers(0, 50), max_size=8),
-    count=st.integers(1, 9),
-)
+@given(sizes=st.lists(st.integers(0, 50), max_size=8), count=st.integers(1, 9))
 def test_parts_share_every_byte_and_are_equal(sizes: list[int], count: int) -> None:
     """Each byte of each file is in exactly one part, and no two parts differ by more than one."""
     files = [(f"f{number}", size) for number, size in enumerate(sizes)]
@@ -101,10 +98,7 @@ def saved(root: Path, *steps: int) -> None:
 
 @pytest.mark.parametrize("what", ["no .metadata", "no marker", "an export", ".metadata"])
 def test_what_no_load_needs_is_no_reason_to_go_back(tmp_path: Path, what: str) -> None:
-    """A saver died before it published, or an export is damaged: the newest is still resumed from.
-
-    And it is the newest to a pruner.
-    """
+    """A saver died before it published, or an export is damaged: the newest still counts."""
     saved(tmp_path, 1)
     newest = tmp_path / "step-00000002"
     with CheckpointManager(tmp_path, timeout=60) as manager:

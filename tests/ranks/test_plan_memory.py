@@ -1,7 +1,4 @@
-"""Plans that `save` keeps: used only when every rank has the same one, and never for another state.
-
-What was stored is judged by torch's own reader.
-"""
+"""Plans that `save` keeps: used only when every rank has the same one, never for another state."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Consolidation keeps all ranks busy, wherever it goes (pytorch/torchtitan#1625).
-
-Torch's function gives whole files to ranks by `index % world_size`, on local paths only: with one
-output file all ranks but one are idle. Ours divides bytes. How much a process writes is the
-kernel's count, not the report's.
-"""
+"""Consolidation keeps all ranks busy, wherever it goes (pytorch/torchtitan#1625)."""
 
 from __future__ import annotations
 

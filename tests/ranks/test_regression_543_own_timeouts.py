@@ -1,9 +1,4 @@
-"""Fast-LLM 543: a slow storage on one rank ran into the training group's own timeout.
-
-The pattern: rank 0 writes while the others wait for it in a collective of the default group,
-whose watchdog is made for training steps. The slow storage is our S3 server, which delays one
-request by four times that timeout.
-"""
+"""Fast-LLM 543: a slow storage on one rank ran into the training group's own timeout."""
 
 from __future__ import annotations
 

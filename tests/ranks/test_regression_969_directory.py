@@ -1,8 +1,4 @@
-"""accelerate 969: every rank removed and made the checkpoint's directory, and one lost the race.
-
-In the plain pattern the ranks meet after the removal of one and before that of the other, so the
-loser crashes each time and not now and then.
-"""
+"""accelerate 969: every rank removed and made the checkpoint's directory, and one lost the race."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Ranks that each make a path from their own clock: a save that nobody can load.
-
-With torch's own writer every rank reports success into its own folder. The ranks' clocks here
-differ by one second, so each has another path.
-"""
+"""Ranks that each make a path from their own clock: a save that nobody can load."""
 
 from __future__ import annotations
 

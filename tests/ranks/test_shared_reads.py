@@ -1,7 +1,4 @@
-"""Reads that ranks share: the storage sends what several need once, and every rank gets it right.
-
-The oracle makes tensors from their seeds; bytes and requests are the S3 server's own log.
-"""
+"""Reads that ranks share: the storage sends what several need once, every rank gets it right."""
 
 from __future__ import annotations
 
@@ -64,11 +61,7 @@ def sent_bytes(server: S3Server) -> int:
 
 
 def load_replicated(
-    _rank: int,
-    options: dict[str, Any],
-    shared: str = "auto",
-    door: str = "load",
-    **more: Any,
+    _rank: int, options: dict[str, Any], shared: str = "auto", door: str = "load", **more: Any
 ) -> None:
     """Load the whole model on this rank and compare it with the original."""
     target = zeros_like(model())
@@ -198,10 +191,7 @@ def killed(*_args: Any, **_kw: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-DEATHS = {
-    "sends": ("peers", "Peers", "send"),
-    "receives": ("peers", "Peers", "receive"),
-}
+DEATHS = {"sends": ("peers", "Peers", "send"), "receives": ("peers", "Peers", "receive")}
 """When a rank is killed: by what it calls then."""
 
 

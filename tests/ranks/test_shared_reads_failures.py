@@ -92,10 +92,7 @@ def orders() -> list[ShareOrder]:
     """Return the orders of two ranks that both want the whole chunk."""
     whole = Box((0,), (CHUNK_BYTES,))
     found = plan_shares(
-        {KEY: [(0, whole), (1, whole)]},
-        lambda _: ((CHUNK_BYTES,), 1),
-        world_size=2,
-        policy=POLICY,
+        {KEY: [(0, whole), (1, whole)]}, lambda _: ((CHUNK_BYTES,), 1), world_size=2, policy=POLICY
     )
     assert found is not None
     return found

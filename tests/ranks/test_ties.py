@@ -1,7 +1,4 @@
-"""Ties: tensors that are the same memory are recorded as such, others never.
-
-What was recorded is read from the documents as JSON; what ranks hold is what the test made.
-"""
+"""Ties: tensors that are the same memory are recorded as such, others never."""
 
 from __future__ import annotations
 

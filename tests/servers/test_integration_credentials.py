@@ -1,8 +1,4 @@
-"""Credentials the ways docs/object-storage.md lists them, against the emulators.
-
-Each way runs in a process of its own, with an environment that has nothing else: what the page says
-must be enough, and a save without it must fail.
-"""
+"""Credentials the ways docs/object-storage.md lists them, against the emulators."""
 
 from __future__ import annotations
 
@@ -122,10 +118,7 @@ def test_gcs(gcs_server: Running, gcs_root: Running, tmp_path: Path, way: str) -
 
 @pytest.mark.parametrize("way", ["options", "environment"])
 def test_azure(azure_root: Running, tmp_path: Path, way: str) -> None:
-    """A connection string in options or environment reaches Azure.
-
-    The other ways of adlfs speak https to accounts only, which no emulator has here.
-    """
+    """A connection string in options or environment reaches Azure."""
     connection = azure_root.storage_options["connection_string"]
     options: dict[str, Any] = {}
     environment = {}
@@ -157,10 +150,7 @@ def example(
 
 
 def test_the_example_on_s3(moto_server: Running, moto_root: Running, tmp_path: Path) -> None:
-    """A secret comes from a variable, not from the command line; a profile is enough; none is not.
-
-    What is printed without credentials says so, and what is printed at all holds no secret.
-    """
+    """A secret comes from a variable, not from the command line; a profile is enough."""
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws" / "config").write_text(
         f"[profile training]\nregion = us-east-1\nendpoint_url = {moto_server.url}\n"

@@ -1,7 +1,4 @@
-"""Uploads to Azure survive lost answers, and an abort takes back what one showed.
-
-Between store and Azurite stands a relay that can pass a request on and keep the answer back.
-"""
+"""Uploads to Azure survive lost answers, and an abort takes back what one showed."""
 
 from __future__ import annotations
 

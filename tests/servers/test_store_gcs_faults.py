@@ -1,7 +1,4 @@
-"""Resumable uploads to Google Cloud Storage go on after lost answers and partly kept parts.
-
-The server is our own, which keeps to the documented protocol where fake-gcs-server does not.
-"""
+"""Resumable uploads to Google Cloud Storage go on after lost answers and partly kept parts."""
 
 from __future__ import annotations
 

@@ -125,10 +125,7 @@ def test_what_an_attempt_that_broke_off_brought_is_no_damage() -> None:
     )
     retrying = RetryStore(store, policy=RetryPolicy(first_delay_s=0.0))
     run_fetches(
-        retrying,
-        [fetch],
-        options=TransferOptions(thread_count=1),
-        deadline=Deadline("load", 60),
+        retrying, [fetch], options=TransferOptions(thread_count=1), deadline=Deadline("load", 60)
     )
     retrying.close()
     assert store.attempt_count == 2

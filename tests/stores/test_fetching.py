@@ -171,10 +171,7 @@ def test_a_buffer_whose_read_failed_is_not_used_again(tmp_path: Path) -> None:
     store = LocalStore(str(tmp_path))
     with pytest.raises(IntegrityError, match="no"):
         run_fetches(
-            store,
-            fetches,
-            options=options_for(4, threads=1),
-            deadline=Deadline("load", 60),
+            store, fetches, options=options_for(4, threads=1), deadline=Deadline("load", 60)
         )
     assert delivered == [0, 1]
 

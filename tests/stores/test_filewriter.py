@@ -1,7 +1,4 @@
-"""Shard files as they are written: bytes, checksums, parts, and what is left of one that failed.
-
-The oracle joins the pieces itself and takes their CRCs with the `crc32c` package.
-"""
+"""Shard files as they are written: bytes, checksums, parts, and what is left of one that failed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Saves that leave nothing in the kernel's cache: as safe as others, wherever that is possible.
-
-What is cached is asked of the kernel (`mincore`), not of the store.
-"""
+"""Saves that leave nothing in the kernel's cache: as safe as others, wherever that is possible."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Space that is set aside before a file is written: it tells of a full disk, and hinders nothing.
-
-What is on the disk is judged by `pathlib`, not by the store.
-"""
+"""Space set aside before a file is written: it tells of a full disk, and hinders nothing."""
 
 from __future__ import annotations
 

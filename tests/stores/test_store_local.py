@@ -13,11 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ckpt_storage.errors import (
-    IntegrityError,
-    StorageError,
-    UnsupportedByStoreError,
-)
+from ckpt_storage.errors import IntegrityError, StorageError, UnsupportedByStoreError
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.os_errors import map_os_error

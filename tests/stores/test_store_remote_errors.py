@@ -11,16 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from remote_tools import (
-    KEY,
-    PART_BYTES,
-    PARTS,
-    SECRET,
-    emptied,
-    plain,
-    retrying,
-    send,
-)
+from remote_tools import KEY, PART_BYTES, PARTS, SECRET, emptied, plain, retrying, send
 from servers import free_port
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError

@@ -8,15 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from remote_tools import (
-    PART_BYTES,
-    PARTS,
-    emptied,
-    ops,
-    plain,
-    retrying,
-    send,
-)
+from remote_tools import PART_BYTES, PARTS, emptied, ops, plain, retrying, send
 
 from ckpt_storage.errors import IntegrityError, StorageError, UnsupportedByStoreError
 from ckpt_storage.testing.s3server import FaultRule, S3Server

@@ -217,8 +217,7 @@ def test_after_the_deadline_nothing_is_begun(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "attempt_count"),
-    [("throttled", 2), ("connection", 1), ("timeout", 1), ("other", 1)],
+    ("kind", "attempt_count"), [("throttled", 2), ("connection", 1), ("timeout", 1), ("other", 1)]
 )
 @pytest.mark.parametrize("operation", ["create", "replace"])
 def test_exclusive_operations_are_repeated_only_if_nothing_was_done(
@@ -329,9 +328,7 @@ def test_threads_that_meet_one_expiry_refresh_once(bench: Bench) -> None:
 def test_a_hanging_operation_is_given_up_and_named(bench: Bench) -> None:
     """At the deadline the caller gets an error; the thread is counted until it ends."""
     store = bench.store(
-        fault("read", action="hang"),
-        policy=RetryPolicy(attempt_count=1),
-        request_timeout_s=SHORT_S,
+        fault("read", action="hang"), policy=RetryPolicy(attempt_count=1), request_timeout_s=SHORT_S
     )
     error = error_of(lambda: store.read("saves/what"))
     assert isinstance(error, AbandonedError)
@@ -588,8 +585,7 @@ class Untrue(LocalStore):
 
 
 @pytest.mark.parametrize(
-    ("kind", "exclusive"),
-    [(LocalStore, True), (Careless, False), (Untrue, False)],
+    ("kind", "exclusive"), [(LocalStore, True), (Careless, False), (Untrue, False)]
 )
 def test_the_probe_tells_who_keeps_the_promise(
     bench: Bench, kind: type[LocalStore], *, exclusive: bool
@@ -607,10 +603,7 @@ def test_the_probe_tells_who_keeps_the_promise(
 def test_lost_answers_do_not_mislead_the_probe(bench: Bench, skip_count: int, kind: str) -> None:
     """What became of a create is read back, be it the first or the second."""
     rules = [fault("create", action="lost_answer", kind=kind, skip_count=skip_count)]
-    for store, exclusive in (
-        (bench.local, True),
-        (Careless(str(bench.folder)), False),
-    ):
+    for store, exclusive in ((bench.local, True), (Careless(str(bench.folder)), False)):
         result = probe_exclusive_create(FaultStore(store, rules), key=(bench, store))
         assert result.exclusive is exclusive
 

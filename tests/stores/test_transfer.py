@@ -73,10 +73,7 @@ def test_a_failed_load_touches_no_target_after_it_was_raised(tmp_path: Path) -> 
     threading.Timer(0.3, release.set).start()
     with pytest.raises(StorageError, match="no"):
         run_fetches(
-            store,
-            fetches,
-            options=TransferOptions(thread_count=2),
-            deadline=Deadline("load", 60),
+            store, fetches, options=TransferOptions(thread_count=2), deadline=Deadline("load", 60)
         )
     assert release.is_set()
     assert done == []

@@ -76,9 +76,7 @@ def bare_source(
 ) -> MemorySource:
     """Return a checkpoint without bytes; `paths` is its planner data."""
     return MemorySource(
-        tensors={info.fqn: info for info in tensors},
-        blobs=frozenset(blobs),
-        planner_data=paths,
+        tensors={info.fqn: info for info in tensors}, blobs=frozenset(blobs), planner_data=paths
     )
 
 
@@ -166,11 +164,7 @@ def assemble_region(
 
 
 def copy_piece(
-    piece: Piece,
-    source: MemorySource,
-    buffer: memoryview,
-    touched: NDArray[np.uint8],
-    origin: int,
+    piece: Piece, source: MemorySource, buffer: memoryview, touched: NDArray[np.uint8], origin: int
 ) -> None:
     """Copy one piece with numpy's own slicing, element for element."""
     item = piece.tensor.item_bytes

@@ -28,12 +28,7 @@ from s3clients import ask
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_storage.saves.saveattempt
-from ckpt_storage import (
-    CheckpointStorageReader,
-    CheckpointStorageWriter,
-    RetryPolicy,
-    verify,
-)
+from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, RetryPolicy, verify
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointInProgressError,

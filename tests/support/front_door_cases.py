@@ -270,11 +270,7 @@ def _init(rank: int, world_size: int, folder: Path, timeout_s: float, kind: str)
     meeting.set(f"here {rank}", "")
     meeting.wait([f"here {other}" for other in range(world_size)], timedelta(seconds=30))
     dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
 
 

@@ -10,21 +10,8 @@ from typing import Any
 
 import pytest
 from commit_schedules import Actor, Chooser, Job, Preempting, Wandering, play
-from commit_tools import (
-    IN_TURN,
-    QUICK,
-    DictStore,
-    Disk,
-    take_in_turn,
-)
-from prune_cases import (
-    OTHERS,
-    at,
-    heads,
-    prune,
-    race_scene,
-    save,
-)
+from commit_tools import IN_TURN, QUICK, DictStore, Disk, take_in_turn
+from prune_cases import OTHERS, at, heads, prune, race_scene, save
 
 from ckpt_storage.commit import cleaning, slotlog
 from ckpt_storage.errors import (

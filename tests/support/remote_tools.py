@@ -30,10 +30,7 @@ def options_of(server: S3Server) -> dict[str, Any]:
 
 def plain(server: S3Server, url: str = "s3://bkt/run", request_timeout_s: float = 20) -> Store:
     """Return a store without retries."""
-    return RemoteStore(
-        Location.of(url, options_of(server)),
-        request_timeout_s=request_timeout_s,
-    )
+    return RemoteStore(Location.of(url, options_of(server)), request_timeout_s=request_timeout_s)
 
 
 def retrying(server: S3Server, *, request_timeout_s: float = 20) -> Store:

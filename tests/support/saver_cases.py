@@ -214,11 +214,7 @@ def save_step(
 
 def told(error: BaseException | None) -> tuple[str, int | None, str | None]:
     """Return the kind, rank and phase of an error."""
-    return (
-        type(error).__name__,
-        getattr(error, "rank", None),
-        getattr(error, "phase", None),
-    )
+    return (type(error).__name__, getattr(error, "rank", None), getattr(error, "phase", None))
 
 
 @contextlib.contextmanager

@@ -64,9 +64,7 @@ def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 
 
 @st.composite
-def checkpoints(
-    draw: st.DrawFn,
-) -> tuple[MemorySource, dict[str, NDArray[np.generic]]]:
+def checkpoints(draw: st.DrawFn) -> tuple[MemorySource, dict[str, NDArray[np.generic]]]:
     """Draw a checkpoint of up to 6 small tensors, sharded anyhow, and its arrays."""
     arrays: dict[str, tuple[NDArray[np.generic], str, Sequence[Box]]] = {}
     for number in range(draw(st.integers(1, 6))):

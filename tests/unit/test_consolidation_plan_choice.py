@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from consolidation_sources import (
-    MemorySource,
-    array_source,
-    bare_source,
-    nested_source,
-    tensor,
-)
+from consolidation_sources import MemorySource, array_source, bare_source, nested_source, tensor
 
 from ckpt_storage import CheckpointStorageWriter
 from ckpt_storage.errors import InvalidInputError

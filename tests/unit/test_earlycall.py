@@ -13,10 +13,7 @@ _END = 12
 """The turn of the meeting that was agreed on before."""
 
 
-@given(
-    world_size=st.integers(1, 4),
-    data=st.data(),
-)
+@given(world_size=st.integers(1, 4), data=st.data())
 def test_all_ranks_meet_at_one_turn_whatever_their_pace(
     world_size: int, data: st.DataObject
 ) -> None:

@@ -1,7 +1,4 @@
-"""Plans of reads: executed on a file in memory, every region gets the bytes that numpy would cut.
-
-The file, its checksums and the expected arrays are made here with numpy and crc32c alone.
-"""
+"""Plans of reads: executed on a file in memory, each region gets the bytes that numpy cuts."""
 
 from __future__ import annotations
 
@@ -19,13 +16,7 @@ from hypothesis import strategies as st
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.regions import Box, WindowCopy
 from ckpt_storage.source.model import Place
-from ckpt_storage.source.readplan import (
-    Request,
-    Span,
-    bytes_request,
-    plan_reads,
-    plan_spans,
-)
+from ckpt_storage.source.readplan import Request, Span, bytes_request, plan_reads, plan_spans
 from ckpt_storage.transfer.costs import LOCAL_COSTS, REMOTE_COSTS, ReadCosts
 from ckpt_storage.transfer.fetching import Fetch
 
