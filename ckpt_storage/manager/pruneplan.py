@@ -24,13 +24,8 @@ from .claims import Claims
 from .retention import (
     Decision,
     Keep,
-    KeepBest,
-    KeepEvery,
-    KeepLatest,
-    KeepNewerThan,
     PrunePlan,
     Save,
-    kept_by_name,
     last_committed,
     newest_count,
     plan_prune,
@@ -42,12 +37,6 @@ from .settled import SettledSteps
 __all__ = ["Planner", "Soundness", "pinned"]
 
 log = logging.getLogger("ckpt_storage")
-
-_ASK_LITTLE: frozenset[type] = frozenset({KeepLatest, KeepEvery, KeepNewerThan})
-"""Policies to which what is kept by its name alone makes no difference."""
-
-_TIMELESS: frozenset[type] = frozenset({KeepLatest, KeepEvery, KeepBest})
-"""Policies that do not go by age. One that is not known here, or was derived, may."""
 
 
 class Soundness:
@@ -105,14 +94,15 @@ class Planner:
         self.protected: Mapping[str, str] = {}
         self._settled_steps = SettledSteps(census.names.template)
 
-    def plan(self, deadline: Deadline) -> PrunePlan:
+    def plan(self, deadline: Deadline, *, now_s: float | None = None) -> PrunePlan:
         """Find out what a plan needs to know, and make it.
 
-        Costs a listing of the root; two reads for each of the newest; one listing and two reads
-        for every other that its name does not keep, or a listing where only slots are left and no
-        earlier process noted so; one look at the time of each that no policy keeps; and for
-        `KeepBest` two reads for all, for policies of the user's own a look at the time of all as
-        well: all but the first two once in this process.
+        Ages count up to `now_s`, Unix seconds; by default up to the storage's time, for which a
+        probe is written. Costs a listing of the root; two reads for each of the newest; one listing
+        and two reads for every other that its name does not keep, or a listing where only slots are
+        left and no earlier process noted so; one look at the time of each that no policy keeps; two
+        reads for all if a policy needs metrics, and a look at the time of all if one needs ages.
+        All but the first two once in this process.
         """
         census = self._census
         folders = census.folders(deadline)
@@ -124,13 +114,13 @@ class Planner:
         sights = self._newest(steps, deadline)
         newest = set(sights)
         unsettled = census.unsettled()
-        asks_all = any(type(policy) not in _ASK_LITTLE for policy in self._policies)
+        asks_all = any("metrics" in policy.needs for policy in self._policies)
         held = {
             name: why
             for step, name in steps
             if name not in sights
             and name not in unsettled
-            and (why := kept_by_name(step, self._policies)) is not None
+            and (why := self._kept_by_step(step)) is not None
         }
         others = [name for _, name in steps if name not in sights and name not in held]
         self._settled_steps.load(census.root(deadline))
@@ -142,7 +132,7 @@ class Planner:
         )
         if asks_all:
             sights |= census.look(list(held), deadline, freshness="ever")
-        plan = self._settled(sights, newest, deadline)
+        plan = self._settled(sights, newest, deadline, now_s)
         decided = {decision.name for decision in (*plan.kept, *plan.deleted)}
         extra = [
             Decision(name=name, step=by_name[name], reasons=(why,))
@@ -187,6 +177,10 @@ class Planner:
         """Note for later processes which steps they need not look at."""
         self._settled_steps.keep(self._census.root(deadline))
 
+    def _kept_by_step(self, step: int) -> str | None:
+        found = (policy.kept_by_step(step) for policy in self._policies)
+        return next((why for why in found if why is not None), None)
+
     def _newest(self, steps: Sequence[tuple[int, str]], deadline: Deadline) -> dict[str, Sight]:
         """Look at the newest, until as many sound ones are known as the policies count."""
         wanted = newest_count(self._policies)
@@ -201,10 +195,16 @@ class Planner:
                     wanted -= save_of(sight.info) not in self._soundness.damaged
         return sights
 
-    def _settled(self, sights: dict[str, Sight], looked: set[str], deadline: Deadline) -> PrunePlan:
+    def _settled(
+        self,
+        sights: dict[str, Sight],
+        looked: set[str],
+        deadline: Deadline,
+        now_s: float | None,
+    ) -> PrunePlan:
         """Plan; look again at what the plan counts on and was not `looked` at, until that is so."""
         while True:
-            plan = self._dated(sights, deadline)
+            plan = self._dated(sights, deadline, now_s)
             if plan.deleted:
                 stale = [name for name in plan.counted if name not in looked]
                 looked.update(stale)
@@ -217,33 +217,34 @@ class Planner:
                     continue
             return plan
 
-    def _dated(self, sights: Mapping[str, Sight], deadline: Deadline) -> PrunePlan:
+    def _dated(
+        self, sights: Mapping[str, Sight], deadline: Deadline, now_s: float | None
+    ) -> PrunePlan:
         """Plan, with the times of those that no policy but an age may save, and what comes last."""
         infos = [sight.info for sight in sights.values() if sight.info is not None]
         damaged = self._soundness.damaged
         in_use = {**self._linked, **self._claims.in_use(), **self.protected}
-        timeless = [policy for policy in self._policies if type(policy) in _TIMELESS]
-        # Without its ages a policy of the user's own would be asked what it cannot answer.
-        is_known = all(type(one) in _TIMELESS | {KeepNewerThan} for one in self._policies)
-        if timeless and is_known:
-            first = plan_prune(infos, timeless, damaged=damaged, in_use=in_use)
+        goes_by_age = any("age" in policy.needs for policy in self._policies)
+        if goes_by_age:
+            dated = [info for info in infos if info.format == "ckpt_storage"]
+        else:
+            first = plan_prune(infos, self._policies, damaged=damaged, in_use=in_use)
             doubtful = [decision.info for decision in first.deleted if decision.info is not None]
             if not doubtful:
                 return first
             # What counts, and what was saved here, may have been committed later than these.
             others = {*first.counted, *in_use}
             dated = [*doubtful, *(info for info in infos if info.name in others)]
-        else:
-            dated = [info for info in infos if info.format == "ckpt_storage"]
         times_s = self._census.committed_s(dated, deadline)
         sound = [one for one in dated if save_of(one) not in damaged]
         last = last_committed(sound, times_s)
         if last is not None and any((one.step or 0) > (last.step or 0) for one in sound):
             # After training went back to an earlier step, this is the newest work.
             in_use.setdefault(last.name, "it was committed last")
-        if len(timeless) == len(self._policies) and self._min_age_s == 0:
+        if not goes_by_age and self._min_age_s == 0:
             return plan_prune(infos, self._policies, damaged=damaged, in_use=in_use)
-        now_s = self._now_s(times_s, deadline)
+        if now_s is None:
+            now_s = self._census.root(deadline).now_s(layout.probe_path())
         # The others are kept, whatever their age is: one that makes no difference will do.
         old = {info.name: 0.0 for info in infos if info.name not in times_s}
         return plan_prune(
@@ -255,24 +256,6 @@ class Planner:
             damaged=damaged,
             in_use=in_use,
         )
-
-    def _now_s(self, times_s: Mapping[str, float | None], deadline: Deadline) -> float:
-        """Return the storage's clock; without the right to write, the latest time that was seen.
-
-        Ages are then too low, so more is kept; and a plan can still be made.
-        """
-        try:
-            return self._census.root(deadline).now_s(layout.probe_path())
-        except StorageError as error:
-            if error.kind not in {"permission", "unsupported"}:
-                raise
-            log.info(
-                "%s: the storage's clock cannot be read, as that takes a write; ages count from "
-                "the latest commit: %s",
-                self._census.location.url,
-                error,
-            )
-            return max((time_s for time_s in times_s.values() if time_s is not None), default=0.0)
 
     def _is_sound(self, anchor: CheckpointInfo | None, deadline: Deadline) -> bool:
         """Return whether the newest is known to be sound; it is checked once, by its documents."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -74,7 +75,8 @@ def prune_checkpoints(
 ) -> PruneReport:
     """Delete the checkpoints below a root that no policy keeps; without a manager, from anywhere.
 
-    Only plans unless `dry_run` is False. Arguments as for `CheckpointManager`; `on_step` is told
+    Only plans unless `dry_run` is False, and writes nothing then: ages go by this machine's clock.
+    Arguments as for `CheckpointManager`; `on_step` is told
     of each checkpoint before it is deleted. Not collective.
     Raises `StorageError`, `PhaseTimeoutError`, `InvalidInputError`.
     """
@@ -131,12 +133,14 @@ class Pruner:
         """Plan, and unless `dry_run` carry the plan out, oldest first.
 
         May be cut at any point; what was left is found by the next one. A checkpoint that cannot
-        be deleted does not keep the others. Raises `StorageError`, `PhaseTimeoutError`.
+        be deleted does not keep the others. A dry run writes nothing, so its ages go by this
+        machine's clock. Raises `StorageError`, `PhaseTimeoutError`.
         """
         with self._in_turn(deadline):
-            plan = self._planner.plan(deadline)
             if dry_run:
+                plan = self._planner.plan(deadline, now_s=time.time())
                 return PruneReport(plan=plan, is_dry_run=True)
+            plan = self._planner.plan(deadline)
             self.last = self.execute(plan, deadline, on_step=on_step)
             self._planner.keep(deadline)
             return self.last

@@ -6,27 +6,27 @@ Pure: no I/O and no clock of its own.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import InvalidInputError
 
 __all__ = [
+    "Candidate",
     "Decision",
-    "Facts",
     "Keep",
     "KeepAny",
     "KeepBest",
     "KeepEvery",
     "KeepLatest",
     "KeepNewerThan",
-    "Policy",
     "PrunePlan",
+    "RetentionPolicy",
     "Save",
-    "kept_by_name",
     "last_committed",
     "newest_count",
     "plan_prune",
@@ -39,80 +39,106 @@ Save = tuple[str, str]
 """A save under a name: a copy under another name has the same id, and may be damaged alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What policies decide by: committed checkpoints, oldest first, and ages in seconds by name.
+Need = Literal["metrics", "age"]
+"""What of a candidate a policy may decide by, beside its step."""
 
-    An age is None where the storage does not tell it.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One committed checkpoint of the run, as policies see it.
+
+    `age_s` counts from its commit; None where that is not known. `info` is None where nothing but
+    its name was read.
     """
 
-    infos: Sequence[CheckpointInfo]
-    ages_s: Mapping[str, float | None]
+    name: str
+    step: int
+    metrics: Mapping[str, float]
+    age_s: float | None
+    info: CheckpointInfo | None
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """One rule of retention; `a | b` keeps what either keeps."""
+class RetentionPolicy(ABC):
+    """One rule of retention; `a | b` keeps what either keeps.
 
-    def kept(self, facts: Facts) -> dict[str, str]:
-        """Return the names that the rule keeps, each with the reason."""
-
-
-class _Combines:
-    """Gives policies their `|`."""
+    `needs` says what of the candidates it looks at. Without "age" any age may be None. Without
+    "metrics" those may be missing that other policies keep by their step alone. A class that has
+    its own `kept` needs both, unless it says otherwise.
+    """
 
     __slots__ = ()
+    needs: ClassVar[frozenset[Need]] = frozenset({"metrics", "age"})
 
-    def __or__(self, other: Policy) -> KeepAny:
-        return KeepAny(policies_of([self, other]))  # type: ignore[list-item]  # every subclass is one
+    def __init_subclass__(cls) -> None:
+        # A rule derived from one of ours may look at more than that does.
+        if "kept" in vars(cls) and "needs" not in vars(cls):
+            cls.needs = RetentionPolicy.needs
+
+    @abstractmethod
+    def kept(self, candidates: Sequence[Candidate]) -> Mapping[str, str]:
+        """Return the names that the rule keeps, each with the reason.
+
+        `candidates` are all sound committed checkpoints of the run, the lowest step first.
+        """
+
+    def kept_by_step(self, step: int) -> str | None:
+        """Return why a step is kept whatever else is known of its checkpoint; None: it may not."""
+        del step
+        return None
+
+    def __or__(self, other: RetentionPolicy) -> KeepAny:
+        return KeepAny(policies_of([self, other]))
 
 
 @dataclass(frozen=True, slots=True)
-class KeepLatest(_Combines):
+class KeepLatest(RetentionPolicy):
     """Keep the `n` newest, by step. Damaged ones do not count."""
 
+    needs: ClassVar[frozenset[Need]] = frozenset()
     n: int
 
     def __post_init__(self) -> None:
         _check_count(self, self.n)
 
-    def kept(self, facts: Facts) -> dict[str, str]:
+    def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the names that the rule keeps, each with the reason."""
-        return {info.name: f"{self}" for info in facts.infos[-self.n :]}
+        return {one.name: f"{self}" for one in candidates[-self.n :]}
 
     def __str__(self) -> str:
         return f"KeepLatest({self.n})"
 
 
 @dataclass(frozen=True, slots=True)
-class KeepEvery(_Combines):
+class KeepEvery(RetentionPolicy):
     """Keep those whose step is a multiple of `n`, for good."""
 
+    needs: ClassVar[frozenset[Need]] = frozenset()
     n: int
 
     def __post_init__(self) -> None:
         _check_count(self, self.n)
 
-    def kept(self, facts: Facts) -> dict[str, str]:
+    def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the names that the rule keeps, each with the reason."""
-        return {info.name: f"{self}" for info in facts.infos if self.keeps_step(info.step or 0)}
+        return {one.name: f"{self}" for one in candidates if self.kept_by_step(one.step)}
 
-    def keeps_step(self, step: int) -> bool:
-        """Return whether the step alone is a reason."""
-        return step % self.n == 0
+    def kept_by_step(self, step: int) -> str | None:
+        """Return why a step is kept whatever else is known of its checkpoint; None: it may not."""
+        return None if step % self.n else f"{self}"
 
     def __str__(self) -> str:
         return f"KeepEvery({self.n})"
 
 
 @dataclass(frozen=True, slots=True)
-class KeepBest(_Combines):
+class KeepBest(RetentionPolicy):
     """Keep the `n` whose recorded `metric` is smallest ("min") or largest ("max").
 
     Of equal ones the later step is better. One without the metric, or with a value that is not
     finite, is never best: training that diverged would be. Damaged ones do not count.
     """
 
+    needs: ClassVar[frozenset[Need]] = frozenset({"metrics"})
     metric: str
     mode: Literal["min", "max"]
     n: int = 1
@@ -122,14 +148,14 @@ class KeepBest(_Combines):
         if self.mode not in {"min", "max"}:
             raise InvalidInputError(f"mode is {self.mode!r}.", next_step="Give 'min' or 'max'.")
 
-    def kept(self, facts: Facts) -> dict[str, str]:
+    def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the names that the rule keeps, each with the reason."""
         sign = 1.0 if self.mode == "max" else -1.0
         ranked = sorted(
             (
-                (sign * value, place, info.name, value)
-                for place, info in enumerate(facts.infos)
-                if math.isfinite(value := info.metrics.get(self.metric, math.nan))
+                (sign * value, place, one.name, value)
+                for place, one in enumerate(candidates)
+                if math.isfinite(value := one.metrics.get(self.metric, math.nan))
             ),
             reverse=True,
         )
@@ -142,12 +168,13 @@ class KeepBest(_Combines):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepNewerThan(_Combines):
+class KeepNewerThan(RetentionPolicy):
     """Keep those that were committed less than `age` (seconds or `timedelta`) ago.
 
     The storage's clock counts, then and now; one whose age cannot be told is kept.
     """
 
+    needs: ClassVar[frozenset[Need]] = frozenset({"age"})
     age: float | timedelta
 
     def __post_init__(self) -> None:
@@ -158,15 +185,14 @@ class KeepNewerThan(_Combines):
         """The age in seconds."""
         return seconds_of(self.age, what="The age of KeepNewerThan")
 
-    def kept(self, facts: Facts) -> dict[str, str]:
+    def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the names that the rule keeps, each with the reason."""
         found = {}
-        for info in facts.infos:
-            age_s = facts.ages_s.get(info.name)
-            if age_s is None:
-                found[info.name] = f"{self}: the storage does not tell its age"
-            elif age_s < self.age_s:
-                found[info.name] = f"{self}: {age_s:.0f} s old"
+        for one in candidates:
+            if one.age_s is None:
+                found[one.name] = f"{self}: the storage does not tell its age"
+            elif one.age_s < self.age_s:
+                found[one.name] = f"{self}: {one.age_s:.0f} s old"
         return found
 
     def __str__(self) -> str:
@@ -174,23 +200,23 @@ class KeepNewerThan(_Combines):
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAny(_Combines):
+class KeepAny(RetentionPolicy):
     """Keep what any of the policies keeps; what `a | b` makes."""
 
-    policies: tuple[Policy, ...]
+    policies: tuple[RetentionPolicy, ...]
 
-    def kept(self, facts: Facts) -> dict[str, str]:
+    def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the names that the rule keeps, each with the first reason."""
         found: dict[str, str] = {}
         for policy in self.policies:
-            found = policy.kept(facts) | found
+            found = {**policy.kept(candidates), **found}
         return found
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.policies))
 
 
-Keep = Policy | Iterable[Policy]
+Keep = RetentionPolicy | Iterable[RetentionPolicy]
 """One policy or several; kept is what any of them keeps."""
 
 
@@ -213,18 +239,18 @@ def _check_count(policy: object, n: object) -> None:
         )
 
 
-def policies_of(keep: Keep) -> tuple[Policy, ...]:
+def policies_of(keep: Keep) -> tuple[RetentionPolicy, ...]:
     """Return single policies, `|` and nesting resolved.
 
     Raises `InvalidInputError` for what is none, and for none at all: that would keep nothing.
     """
     given: object = keep.policies if isinstance(keep, KeepAny) else keep
-    if isinstance(given, Policy):
+    if isinstance(given, RetentionPolicy):
         return (given,)
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise InvalidInputError(
             f"{keep!r} is no policy of retention.",
-            next_step="Give KeepLatest, KeepEvery, KeepBest, KeepNewerThan or several of them.",
+            next_step="Give KeepLatest, KeepEvery, KeepBest, KeepNewerThan or another RetentionPolicy.",
         )
     found = tuple(policy for one in given for policy in policies_of(one))
     if not found:
@@ -235,15 +261,7 @@ def policies_of(keep: Keep) -> tuple[Policy, ...]:
     return found
 
 
-def kept_by_name(step: int, policies: Iterable[Policy]) -> str | None:
-    """Return why a step is kept whatever else is known of its checkpoint; None: it may not be."""
-    for policy in policies:
-        if isinstance(policy, KeepEvery) and policy.keeps_step(step):
-            return str(policy)
-    return None
-
-
-def newest_count(policies: Iterable[Policy]) -> int:
+def newest_count(policies: Iterable[RetentionPolicy]) -> int:
     """Return how many of the newest sound checkpoints must be known before the rest is judged."""
     return max([1, *(policy.n for policy in policies if isinstance(policy, KeepLatest))])
 
@@ -342,13 +360,13 @@ def plan_prune(
     sound = [info for info in ours if save_of(info) not in damaged]
     anchor = sound[-1] if sound else None
     ages_s = {info.name: _age_s(times_s.get(info.name), now_s) for info in ours}
-    facts = Facts(infos=sound, ages_s=ages_s)
-    by_policy = [policy.kept(facts) for policy in policies]
+    candidates = [_candidate(info, ages_s) for info in sound]
+    by_policy = [policy.kept(candidates) for policy in policies]
     for info in ours:
         if save_of(info) not in damaged:
             continue
         # One failed read is little proof: the fault may be that of one host.
-        as_sound = Facts(infos=sorted([*sound, info], key=_order), ages_s=ages_s)
+        as_sound = [_candidate(one, ages_s) for one in sorted([*sound, info], key=_order)]
         found = [policy.kept(as_sound).get(info.name) for policy in policies]
         by_policy += [{info.name: f"{why}, if it is sound after all"} for why in found if why]
     reasons = {
@@ -391,6 +409,16 @@ def _order(info: CheckpointInfo) -> tuple[int, str]:
 
 def _age_s(committed_s: float | None, now_s: float | None) -> float | None:
     return None if committed_s is None or now_s is None else now_s - committed_s
+
+
+def _candidate(info: CheckpointInfo, ages_s: Mapping[str, float | None]) -> Candidate:
+    return Candidate(
+        name=info.name,
+        step=info.step or 0,
+        metrics=info.metrics,
+        age_s=ages_s[info.name],
+        info=info,
+    )
 
 
 def _decision(info: CheckpointInfo, reasons: Sequence[str]) -> Decision:

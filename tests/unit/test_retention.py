@@ -286,3 +286,19 @@ def test_a_plan_is_settled(infos: list[CheckpointInfo], policies: list[Policy]) 
     kept = [decision.info for decision in first.kept if decision.info is not None]
     second = plan_prune(kept, policies, now_s=1045.0, committed_s=times_s)
     assert second.deleted == ()
+
+
+class KeepOdd(RetentionPolicy):
+    """A user's own rule, with nothing but the one method."""
+
+    def kept(self, candidates: Sequence[Candidate]) -> Mapping[str, str]:
+        """Keep odd steps."""
+        return {one.name: "it is odd" for one in candidates if one.step % 2}
+
+
+def test_a_policy_of_the_users_own_combines_on_both_sides() -> None:
+    """`|` works with the user's policy on the left and on the right, and keeps what either does."""
+    infos = [info_of(step) for step in (1, 2, 3, 4, 5, 6, 7, 8)]
+    for keep in (KeepOdd() | KeepLatest(2), KeepLatest(2) | KeepOdd()):
+        plan = plan_prune(infos, keep)
+        assert [one.step for one in plan.deleted] == [2, 4, 6]
