@@ -53,13 +53,22 @@ if TYPE_CHECKING:
     from .manager.manager import CheckpointManager
     from .manager.pruning import PruneReport
     from .manager.restoring import Restored
-    from .manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan, PrunePlan
+    from .manager.retention import (
+        Candidate,
+        KeepBest,
+        KeepEvery,
+        KeepLatest,
+        KeepNewerThan,
+        PrunePlan,
+        RetentionPolicy,
+    )
     from .options import ProgressEvent, RetryPolicy, Timeouts
     from .saves.saving import save
     from .saves.writer import CheckpointStorageWriter
 
 __all__ = [
     "AsyncSaver",
+    "Candidate",
     "Checkpoint",
     "CheckpointDiff",
     "CheckpointError",
@@ -95,6 +104,7 @@ __all__ = [
     "RankFailedError",
     "RankMismatchError",
     "Restored",
+    "RetentionPolicy",
     "RetryPolicy",
     "SaveCancelledError",
     "SaveHandle",
@@ -123,6 +133,7 @@ __all__ = [
 
 _DEFINED_IN = {
     "AsyncSaver": "background.saver",
+    "Candidate": "manager.retention",
     "Checkpoint": "inspect.checkpoint",
     "CheckpointDiff": "inspect.comparing",
     "CheckpointError": "errors",
@@ -158,6 +169,7 @@ _DEFINED_IN = {
     "RankFailedError": "errors",
     "RankMismatchError": "errors",
     "Restored": "manager.restoring",
+    "RetentionPolicy": "manager.retention",
     "RetryPolicy": "options",
     "SaveCancelledError": "errors",
     "SaveHandle": "background.handle",

@@ -13,7 +13,7 @@ from .roots import check_root
 
 if TYPE_CHECKING:
     from ckpt_storage.manager.pruning import PruneReport
-    from ckpt_storage.manager.retention import Decision, Policy
+    from ckpt_storage.manager.retention import Decision, RetentionPolicy
 
 __all__ = ["prune"]
 
@@ -60,12 +60,13 @@ def prune(  # one parameter for each option
     """Show, or with --yes delete, the checkpoints below ROOT that no --keep option keeps.
 
     The newest sound one is always kept, by step and by time; folders of other tools, and links,
-    are never touched. Ages go by the storage's clock, for which a probe is written and removed,
-    also without --yes; where that is not allowed the latest commit stands for now, and more is
-    kept.
+    are never touched. Without --yes nothing is written, and ages go by this machine's clock; with
+    it they go by the storage's, for which a probe is written and removed.
     """
     from ckpt_storage.manager.pruning import prune_checkpoints  # noqa: PLC0415  # called, not imported
     from ckpt_storage.manager.stepnames import DEFAULT_TEMPLATE  # noqa: PLC0415  # as above
+
+    template = names or DEFAULT_TEMPLATE
 
     policies = _policies(keep_latest, keep_every, keep_best, keep_newer_than)
     if not policies:
@@ -73,7 +74,7 @@ def prune(  # one parameter for each option
     report = prune_checkpoints(
         root,
         policies,
-        names=names or DEFAULT_TEMPLATE,
+        names=template,
         dry_run=not yes,
         min_age=_age(min_age, "--min-age"),
         storage_options=storage_options,
@@ -82,12 +83,43 @@ def prune(  # one parameter for each option
     )
     plan = report.plan
     if not (plan.deleted or plan.leftovers or any(one.step is not None for one in plan.kept)):
-        check_root(root, storage_options, timeout)
+        _check_names(root, template, check_root(root, storage_options, timeout))
     if as_json:
         output.emit("prune", **_as_data(report))
-    else:
-        _print(report)
+        return FOUND if report.failed else SOUND
+    _print(report)
+    if report.is_dry_run and (keep_newer_than or _age(min_age, "--min-age")):
+        output.line("Ages are by this machine's clock; with --yes they are by the storage's.")
+    hint = _hint([one.name for one in plan.kept if one.step is None], at_least=2)
+    if hint:
+        output.line(f"Other names were left alone: {hint}.")
     return FOUND if report.failed else SOUND
+
+
+def _check_names(root: str, template: str, folders: list[str]) -> None:
+    """Raise `InvalidInputError` if `root` has folders, and none is named by `template`."""
+    from ckpt_storage.errors import InvalidInputError  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.manager.stepnames import StepNames  # noqa: PLC0415  # as above
+    from ckpt_storage.store import Location  # noqa: PLC0415  # as above
+
+    if folders and all(StepNames(template).step_of(name) is None for name in folders):
+        url = Location.of(root).url
+        hint = _hint(folders, at_least=1)
+        raise InvalidInputError(
+            f"None of the {len(folders)} folders of {url} is named {template!r}.",
+            path=url,
+            next_step=f"{hint}." if hint else "Say by --names how the run spells its steps.",
+        )
+
+
+def _hint(folders: list[str], *, at_least: int) -> str | None:
+    """Return which template most of `folders` are named by; None if it is of fewer than that."""
+    from ckpt_storage.manager.stepnames import fitting_template  # noqa: PLC0415  # as above
+
+    found = fitting_template(folders)
+    if found is None or found[1] < at_least:
+        return None
+    return f"--names {found[0]!r} fits {found[1]} of {len(folders)}"
 
 
 def _age(text: str, option: str) -> float:
@@ -99,10 +131,10 @@ def _age(text: str, option: str) -> float:
 
 def _policies(
     latest: int | None, every: int | None, best: tuple[str, ...], newer_than: str | None
-) -> list[Policy]:
+) -> list[RetentionPolicy]:
     from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan  # noqa: PLC0415  # called, not imported
 
-    found: list[Policy] = []
+    found: list[RetentionPolicy] = []
     if latest is not None:
         found.append(KeepLatest(latest))
     if every is not None:

@@ -8,8 +8,8 @@ from typing import Any
 __all__ = ["check_root"]
 
 
-def check_root(root: str, options: dict[str, Any] | None, timeout: float | None) -> None:
-    """Raise an error if nothing is at `root`, or if it is a checkpoint itself.
+def check_root(root: str, options: dict[str, Any] | None, timeout: float | None) -> list[str]:
+    """Return the folders at `root`; refuse one that is not there, or is a checkpoint itself.
 
     Raises `CheckpointNotFoundError`, `InvalidInputError`, `StorageError`.
     """
@@ -40,3 +40,4 @@ def check_root(root: str, options: dict[str, Any] | None, timeout: float | None)
             path=location.url,
             next_step="Give the folder above it; ckpt-storage show tells what it holds.",
         )
+    return sorted(path.rstrip("/") for path in found if path.endswith("/"))

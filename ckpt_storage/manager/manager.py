@@ -451,7 +451,8 @@ class CheckpointManager:
     def prune(self, *, dry_run: bool = False) -> PruneReport | None:
         """Delete what no policy keeps, now; on the coordinator; others return None at once.
 
-        `dry_run` only plans: the report's plan has a reason for every checkpoint. Not collective.
+        `dry_run` only plans, and writes nothing, so its ages go by this machine's clock. The
+        report's plan has a reason for every checkpoint. Not collective.
         Raises `InvalidInputError` without policies, `StorageError`, `PhaseTimeoutError`.
         """
         self._check_open()

@@ -12,7 +12,6 @@ from ckpt_storage.errors import (
     CheckpointInProgressError,
     CheckpointNotFoundError,
     IntegrityError,
-    StorageError,
 )
 from ckpt_storage.format import layout
 from ckpt_storage.inspect.partcheck import check_part

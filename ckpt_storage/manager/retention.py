@@ -250,7 +250,7 @@ def policies_of(keep: Keep) -> tuple[RetentionPolicy, ...]:
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise InvalidInputError(
             f"{keep!r} is no policy of retention.",
-            next_step="Give KeepLatest, KeepEvery, KeepBest, KeepNewerThan or another RetentionPolicy.",
+            next_step="Give KeepLatest, KeepEvery, KeepBest or another RetentionPolicy.",
         )
     found = tuple(policy for one in given for policy in policies_of(one))
     if not found:

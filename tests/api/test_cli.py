@@ -303,8 +303,9 @@ def test_prune_shows_the_plan_and_deletes_when_told(tmp_path: Path) -> None:
     assert body["is_dry_run"] is True
     assert [one["step"] for one in body["planned"]] == [900, 1000]
     assert all(one["reasons"] for one in body["kept"])
-    shown = call("prune", root, "--keep-latest", "1")
-    assert "--yes" in shown.stdout
+    shown = call("prune", root, "--keep-latest", "1", "--keep-newer-than", "0")
+    assert "--yes does it" in shown.stdout
+    assert "this machine's clock" in shown.stdout
     assert files_below(root) == before
     done = answer("prune", root, "--keep-latest", "1", "--keep-every", "900", "--yes")
     assert done["deleted"] == ["step-00001000"]
@@ -322,6 +323,21 @@ def test_prune_shows_the_plan_and_deletes_when_told(tmp_path: Path) -> None:
     ):
         result = call("prune", root, *wrong)
         assert result.exit_code == 2, result.output
+
+
+def test_prune_says_which_names_would_fit(tmp_path: Path) -> None:
+    """Where nothing is named by the template it exits with 2 and says which template fits."""
+    for name in ("checkpoint-900", "checkpoint-1000", "logs-7"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    refused = call("prune", tmp_path / "run", "--keep-latest", "1", "--yes")
+    assert refused.exit_code == 2
+    assert "--names 'checkpoint-{step}'" in refused.stderr
+    save({"x": torch.zeros(1)}, tmp_path / "run/step-00000001")
+    some = call("prune", tmp_path / "run", "--keep-latest", "1")
+    assert some.exit_code == 0
+    assert "--names 'checkpoint-{step}' fits 2" in some.stdout
+    fitting = call("prune", tmp_path / "run", "--keep-latest", "1", "--names", "checkpoint-{step}")
+    assert fitting.exit_code == 0
 
 
 def test_doctor_reports_and_advises(tmp_path: Path) -> None:

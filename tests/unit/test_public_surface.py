@@ -21,6 +21,7 @@ from ckpt_storage import errors
 
 PUBLIC = [
     "AsyncSaver",
+    "Candidate",
     "Checkpoint",
     "CheckpointDiff",
     "CheckpointError",
@@ -56,6 +57,7 @@ PUBLIC = [
     "RankFailedError",
     "RankMismatchError",
     "Restored",
+    "RetentionPolicy",
     "RetryPolicy",
     "SaveCancelledError",
     "SaveHandle",

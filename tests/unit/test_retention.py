@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.manager.retention import (
+    Candidate,
     KeepAny,
     KeepBest,
     KeepEvery,
     KeepLatest,
     KeepNewerThan,
-    Policy,
     PrunePlan,
+    RetentionPolicy,
     plan_prune,
     policies_of,
 )
@@ -223,7 +224,7 @@ POLICIES = st.lists(
 )
 
 
-def oracle(infos: Sequence[CheckpointInfo], policy: Policy, now_s: float) -> set[str]:
+def oracle(infos: Sequence[CheckpointInfo], policy: RetentionPolicy, now_s: float) -> set[str]:
     """Return what one policy keeps, each checkpoint judged by itself against all others."""
     found = set()
     for one in infos:
@@ -251,7 +252,7 @@ def oracle(infos: Sequence[CheckpointInfo], policy: Policy, now_s: float) -> set
 
 @given(infos=INFOS, policies=POLICIES, damaged=st.sets(st.integers(0, 40)), order=st.randoms())
 def test_a_plan_is_the_union_and_never_takes_the_newest(
-    infos: list[CheckpointInfo], policies: list[Policy], damaged: set[int], order: Any
+    infos: list[CheckpointInfo], policies: list[RetentionPolicy], damaged: set[int], order: Any
 ) -> None:
     """Kept is the union of the policies over the sound ones, the newest sound one with it."""
     order.shuffle(infos)
@@ -279,7 +280,7 @@ def test_a_plan_is_the_union_and_never_takes_the_newest(
 
 
 @given(infos=INFOS, policies=POLICIES)
-def test_a_plan_is_settled(infos: list[CheckpointInfo], policies: list[Policy]) -> None:
+def test_a_plan_is_settled(infos: list[CheckpointInfo], policies: list[RetentionPolicy]) -> None:
     """What a plan keeps, the same plan keeps again: nothing is lost by pruning twice."""
     times_s = {one.name: 1000.0 + (one.step or 0) for one in infos}
     first = plan_prune(infos, policies, now_s=1045.0, committed_s=times_s)
@@ -298,7 +299,7 @@ class KeepOdd(RetentionPolicy):
 
 def test_a_policy_of_the_users_own_combines_on_both_sides() -> None:
     """`|` works with the user's policy on the left and on the right, and keeps what either does."""
-    infos = [info_of(step) for step in (1, 2, 3, 4, 5, 6, 7, 8)]
+    infos = [info(step) for step in (1, 2, 3, 4, 5, 6, 7, 8)]
     for keep in (KeepOdd() | KeepLatest(2), KeepLatest(2) | KeepOdd()):
         plan = plan_prune(infos, keep)
         assert [one.step for one in plan.deleted] == [2, 4, 6]
