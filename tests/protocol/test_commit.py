@@ -55,12 +55,6 @@ SLOT_1 = "commits/00000001.json"
 
 
 @pytest.fixture
-def disk() -> Disk:
-    """Nothing yet."""
-    return Disk()
-
-
-@pytest.fixture
 def store(disk: Disk) -> DictStore:
     """A store on `disk`."""
     return DictStore(disk)

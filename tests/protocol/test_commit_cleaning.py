@@ -37,18 +37,6 @@ from ckpt_storage.testing.faults import FaultStore, Rule, SimulatedCrash
 from ckpt_storage.testing.s3server import S3Server
 
 
-@pytest.fixture
-def disk() -> Disk:
-    """Nothing yet."""
-    return Disk()
-
-
-@pytest.fixture
-def store(disk: Disk, capabilities: Capabilities) -> DictStore:
-    """A store on `disk`."""
-    return DictStore(disk, capabilities)
-
-
 @BOTH
 @pytest.mark.parametrize("keep_previous", [0, 1, 2, 5])
 def test_superseded_commits_are_freed(store: DictStore, keep_previous: int) -> None:

@@ -30,18 +30,6 @@ from ckpt_storage.store.base import Capabilities
 from ckpt_storage.testing.faults import FaultStore, Rule, SimulatedCrash
 
 
-@pytest.fixture
-def disk() -> Disk:
-    """Nothing yet."""
-    return Disk()
-
-
-@pytest.fixture
-def store(disk: Disk, capabilities: Capabilities) -> DictStore:
-    """A store on `disk`."""
-    return DictStore(disk, capabilities)
-
-
 @BOTH
 def test_deleting_leaves_only_the_slots(store: DictStore) -> None:
     """No checkpoint, no `.metadata`, no attempt; the slots stay and tell what happened."""

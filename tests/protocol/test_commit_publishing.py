@@ -6,7 +6,6 @@ import pytest
 from commit_tools import (
     BOTH,
     DictStore,
-    Disk,
     attempted,
     committed,
     fenced,
@@ -21,20 +20,7 @@ from hypothesis import strategies as st
 
 from ckpt_storage.commit import publishing, stockfooter
 from ckpt_storage.errors import IntegrityError, StorageError
-from ckpt_storage.store.base import Capabilities
 from ckpt_storage.testing.faults import FaultStore, Rule
-
-
-@pytest.fixture
-def disk() -> Disk:
-    """Nothing yet."""
-    return Disk()
-
-
-@pytest.fixture
-def store(disk: Disk, capabilities: Capabilities) -> DictStore:
-    """A store on `disk`."""
-    return DictStore(disk, capabilities)
 
 
 @BOTH
