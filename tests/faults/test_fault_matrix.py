@@ -1,4 +1,4 @@
-"""A selection of the fault matrix; the whole of it runs as a script (`tests/fault_matrix.py`)."""
+"""A selection of the fault matrix, which `tests/support/fault_matrix.py` runs whole."""
 
 from __future__ import annotations
 

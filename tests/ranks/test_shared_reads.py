@@ -191,7 +191,10 @@ def killed(*_args: Any, **_kw: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-DEATHS = {"sends": ("peers", "Peers", "send"), "receives": ("peers", "Peers", "receive")}
+DEATHS = {
+    "sends": ("coordination.peers", "Peers", "send"),
+    "receives": ("coordination.peers", "Peers", "receive"),
+}
 """When a rank is killed: by what it calls then."""
 
 

@@ -1,8 +1,8 @@
 """The fault matrix: each operation, held in each phase, loses a rank in each way.
 
-Run as a script it prints the matrix: `python tests/fault_matrix.py --ranks 3`. A rank gets into its
-phase for certain: a planner asks, or a storage request is never answered, and only then comes the
-fault. The cells are in `fault_cells`, what a rank does is in `fault_ranks`.
+Run as a script it prints the matrix: `python tests/support/fault_matrix.py --ranks 3`. A rank gets
+into its phase for certain: a planner asks, or a storage request is never answered, and only then
+comes the fault. The cells are in `fault_cells`, what a rank does is in `fault_ranks`.
 """
 
 from __future__ import annotations

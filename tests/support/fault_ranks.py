@@ -38,7 +38,10 @@ WEIGHT_COUNT = 800_000
 """Elements of a tensor to consolidate: more than the 5 MiB that S3 wants of a part."""
 
 _PR_SET_PDEATHSIG = 1
-_OURS = [f"ckpt_storage.{name}" for name in ("loading", "saver", "saving", "consolidating")]
+_OURS = [
+    f"ckpt_storage.{name}"
+    for name in ("loads.loading", "background.saver", "saves.saving", "export.consolidating")
+]
 
 Where = Literal["call", "local plan", "global plan", ""]
 
