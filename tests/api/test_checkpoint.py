@@ -222,15 +222,6 @@ def test_load_tells_how_far_it_is(saved: Path) -> None:
     )
 
 
-def test_load_shows_a_bar_when_asked(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """progress=True draws on standard error; without it nothing is printed."""
-    opened = open_checkpoint(saved / "ckpt_storage" / "step-1000")
-    opened.load(prefix="model.")
-    assert capsys.readouterr() == ("", "")
-    opened.load(prefix="model.", progress=True)
-    assert "load: 100%" in capsys.readouterr().err
-
-
 def test_facts_are_told(saved: Path) -> None:
     """Format, step, ranks, files and bytes are those of the folder."""
     for name in FORMATS:
@@ -460,14 +451,6 @@ def test_a_closed_checkpoint_refuses_reads(saved: Path) -> None:
     assert "model.rows" in opened
     with pytest.raises(InvalidInputError, match="was closed"):
         lazy[0]
-
-
-def test_checkpoints_are_compared_by_identity(saved: Path) -> None:
-    """== reads nothing; diff is for that."""
-    first, second = (open_checkpoint(saved / "ckpt_storage" / "step-1000") for _ in range(2))
-    assert first == first  # noqa: PLR0124
-    assert first != second
-    assert len({first, second}) == 2
 
 
 def test_nothing_there_is_told(tmp_path: Path) -> None:

@@ -103,6 +103,12 @@ def test_layers_that_differ_are_not_folded() -> None:
     assert list(pair.children["h"].children) == ["0.w", "1.w"]
 
 
+def test_a_name_may_be_a_prefix_of_another() -> None:
+    """`a` and `a.b` are both values; neither hides the other."""
+    root = tree_of([Entry(fqn="a", dtype="int8"), Entry(fqn="a.b", dtype="int8"), Entry(fqn="")])
+    assert {entry.fqn for entry in root.entries()} == {"a", "a.b", ""}
+
+
 def test_names_nested_without_end_are_shown() -> None:
     """Thousands of levels, branching or not, neither overflow the stack nor fill the page."""
     whole = Sharding(shape=(), chunks=[(Box((), ()), 0)])
@@ -113,6 +119,18 @@ def test_names_nested_without_end_are_shown() -> None:
         view = TreeView(root=root, sharding_of=lambda _: whole)
         assert str(view).count("\n") <= 40
         assert Tags(view._repr_html_()).tags
+
+
+def test_a_part_of_thousands_of_digits_is_a_name(tmp_path: Path) -> None:
+    """Python makes no number of it; a hostile checkpoint can be shown all the same."""
+    digits = "9" * 5000
+    root = tree_of(Entry(fqn=f"h.{digits}{i}.w", dtype="int8") for i in range(4))
+    assert root.children["h"].value_count == 4
+    assert {entry.fqn for entry in root.entries()} == {f"h.{digits}{i}.w" for i in range(4)}
+    mixed = tree_of(Entry(fqn=name, dtype="int8") for name in ("#a", "1a", "2a", digits))
+    assert mixed.value_count == 4
+    ckpt_storage.save({digits: torch.ones(1)}, tmp_path / "c")
+    assert digits[:50] in repr(open_checkpoint(tmp_path / "c"))
 
 
 def test_more_names_than_are_quickly_sorted_are_not_gathered_unasked(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_tools import SAVE_ID, Written, manifest_of, reports_of
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from ckpt_storage import (
     CheckpointError,
@@ -42,7 +41,6 @@ STATE = {
     "step": 5,
     **{f"a rather long name of tensor number {n}": torch.arange(n + 1) for n in range(70)},
 }
-Change = Callable[[Any], object]
 
 NAMES = st.text('abc.ü\n"', min_size=1, max_size=30)
 CHUNKS = st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 9)), max_size=3)
@@ -266,17 +264,6 @@ def test_a_payload_whose_length_wraps_around_is_refused() -> None:
                 RankManifest.from_body(body, where="here")
 
 
-def test_an_empty_state_is_no_note(tmp_path: Path) -> None:
-    """A pickle that lists nothing was published, and torch's reader takes it."""
-    for name, options, has in (("a", {}, True), ("b", {"stock_metadata": "never"}, False)):
-        dcp_cases.save({}, tmp_path / name, **options)
-        (info,) = [i for i in list_checkpoints(tmp_path) if i.url.endswith(f"/{name}")]
-        assert info.stock_metadata is has
-    assert FileSystemReader(tmp_path / "a").read_metadata().storage_data == {}
-    document = body_of(Checkpoint(tmp_path / "a").manifest)
-    assert Manifest.from_body(document, where="here").has_stock_metadata
-
-
 def test_a_name_that_is_no_text_is_refused_with_what_to_do(tmp_path: Path) -> None:
     """Before anything is committed, in few names and in many."""
     for count in (1, 300):
@@ -336,10 +323,3 @@ def test_no_value_of_another_type_breaks_more_than_the_codec(tmp_path: Path, kin
             except CheckpointError:
                 refused += 1
     assert refused > 100
-
-
-def test_rank_manifests_are_inlined_while_each_is_short(tmp_path: Path) -> None:
-    """A reader of a small checkpoint needs no further request."""
-    dcp_cases.save(STATE, tmp_path / "run")
-    checkpoint = Checkpoint(tmp_path / "run")
-    assert body_of(checkpoint.manifest)["inline_ranks"] == [body_of(checkpoint.ranks[0])]

@@ -421,26 +421,6 @@ def test_a_busy_rank_is_given_up_at_its_deadline_not_before(who: int) -> None:
     assert any(isinstance(one.error, PhaseTimeoutError) for one in seen)
 
 
-def test_a_phase_is_told_long_before_the_next_look() -> None:
-    """A rank that begins a phase wakes its watcher; else that looks so seldom as here."""
-    board = Deaf()
-    ranks = [
-        Coordinator(board.twin(), rank=rank, world_size=2, look_s=2 * END_S) for rank in (0, 1)
-    ]
-
-    def body(coordinator: Coordinator) -> None:
-        with coordinator.operation("the test", timeouts=Timeouts()) as operation:
-            operation.meet(TERMS)
-            operation.phase("write")
-            end = time.monotonic() + END_S / 2
-            while not board.signs_of(coordinator.rank):
-                assert time.monotonic() < end, "nothing was told"
-                time.sleep(LOOK_S)
-            operation.all_gather(b"")
-
-    values(run(ranks, body))
-
-
 def test_a_dead_ranks_word_at_second_hand_is_no_sign_of_life() -> None:
     """What others say of a rank does not make it heard."""
     now = [0.0]
@@ -697,27 +677,6 @@ def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_
     assert ended[0].wall_s < 1.0 + SLACK_S
 
 
-def test_two_lanes_run_at_the_same_time() -> None:
-    """An operation that waits in one lane does not keep one in another lane waiting."""
-    boards = [LocalBoard(), LocalBoard()]
-    first, second = group(boards[0], 2), group(boards[1], 2)
-    may_end = threading.Event()
-
-    def slow(coordinator: Coordinator) -> bytes:
-        with coordinator.operation("the slow one", timeouts=LONG) as operation:
-            operation.meet(TERMS)
-            assert may_end.wait(END_S)
-            return operation.broadcast(b"slow")
-
-    slow_ones: list[Ended] = []
-    thread = threading.Thread(target=lambda: slow_ones.extend(run(first, slow)))
-    thread.start()
-    assert values(run(second, together)) == [[b"0", b"1"]] * 2
-    may_end.set()
-    thread.join(END_S)
-    assert values(slow_ones) == [b"slow"] * 2
-
-
 def test_operations_of_one_process_take_turns() -> None:
     """A second operation of a Coordinator waits for the first, and gives up at its deadline."""
     alone = solo()
@@ -727,24 +686,6 @@ def test_operations_of_one_process_take_turns() -> None:
         alone.operation("the second", timeouts=Timeouts(plan=0.05)),
     ):
         pytest.fail("the second began")
-
-
-def test_two_hundred_ranks_meet() -> None:
-    """Two hundred ranks run two operations and a failure together."""
-    ranks = group(LocalBoard(), 200)
-    everybody = [b"%d" % rank for rank in range(200)]
-    assert values(run(ranks, together)) == [everybody] * 200
-
-    def body(coordinator: Coordinator) -> None:
-        with coordinator.operation("the test", timeouts=LONG) as operation:
-            operation.meet(TERMS)
-            if coordinator.rank == 137:
-                raise StorageError("full", kind="no-space")
-            operation.all_gather(b"")
-
-    for rank, error in enumerate(errors(run(ranks, body))):
-        assert rank == 137 or (isinstance(error, RankFailedError) and error.rank == 137)
-    assert values(run(ranks, together)) == [everybody] * 200
 
 
 # Torch's stores as boards.
@@ -777,31 +718,6 @@ def test_torchs_stores_carry_operations_and_large_payloads(tmp_path: Any) -> Non
         ]
         assert values(run(ranks, body)) == [True, True], name
         assert values(run(ranks, together)) == [[b"0", b"1"]] * 2, name
-
-
-def test_a_store_board_is_a_board(tmp_path: Any) -> None:
-    """Values of every size come back, the first of two wins, deleted ones are gone."""
-    for name, make in _stores(tmp_path):
-        board = StoreBoard(make, "board")
-        other = board.twin()
-        for size in (0, 1, 4 << 20, (4 << 20) + 1, 9_000_000):
-            value = random.Random(size).randbytes(size)
-            board.set("key", value, 20.0)
-            # A TCPStore does not acknowledge what is set; its next answer comes after it.
-            assert board.has_all(["key"], 20.0)
-            assert other.get("key", 20.0) == value, (name, size)
-        assert board.has_all(["key"], 20.0)
-        assert not board.has_all(["key", "none"], 20.0)
-        assert other.get("none", 20.0) is None
-        other.delete("key", 20.0)
-        assert board.get("key", 20.0) is None
-        other.delete("key", 20.0)
-        board.set_first("first", b"a", 20.0)
-        other.set_first("first", b"b", 20.0)
-        assert other.get("first", 20.0) == b"a"
-        board.delete("first", 20.0)
-        other.set_first("first", b"c", 20.0)
-        assert board.get("first", 20.0) == b"c", name
 
 
 def test_a_rank_that_can_start_no_thread_says_so_and_goes_on_later(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +11,8 @@ import pytest
 from servers import Running
 
 from ckpt_storage.errors import InvalidInputError, StorageError
-from ckpt_storage.inspect.advice import advise
 from ckpt_storage.inspect.doctor import Diagnosis, diagnose
 from ckpt_storage.options import MIB, RetryPolicy
-from ckpt_storage.store.base import Capabilities, Entry
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.remote import RemoteStore
@@ -49,23 +46,6 @@ def test_a_disk_can_do_all_but_conditions_and_stays_as_it_was(tmp_path: Path) ->
     assert found.kind == "posix"
     assert found.leftovers == ()
     assert [path.name for path in tmp_path.rglob("*")] == ["mine.txt"]
-
-
-def test_a_root_of_many_objects_is_not_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What lies there may be millions of objects: only the folder of the probes is looked at."""
-    listed: list[str] = []
-    find = LocalStore.list
-
-    def noted(self: LocalStore, prefix: str, *, recursive: bool = True) -> list[Entry]:
-        listed.append(prefix)
-        return find(self, prefix, recursive=recursive)
-
-    monkeypatch.setattr(LocalStore, "list", noted)
-    assert diagnose(tmp_path, large_bytes=MIB).ok
-    assert listed
-    assert "" not in listed
 
 
 def test_a_large_file_takes_the_memory_of_its_parts(tmp_path: Path) -> None:
@@ -200,46 +180,3 @@ def test_credentials_show_nowhere(server: S3Server) -> None:
     options = server.storage_options | {"secret": SECRET}
     found = diagnose("s3://bkt/run", storage_options=options, large_bytes=MIB, retry=ONCE)
     assert SECRET not in repr(found)
-
-
-GOOD = Capabilities(
-    kind="s3",
-    exclusive_create=True,
-    atomic_replace=True,
-    replace_if_match=True,
-    parallel_parts=True,
-)
-ALL = dict.fromkeys(("write", "read", "list", "delete", "exclusive create"), True)
-
-
-def told(capabilities: Capabilities = GOOD, **changes: object) -> dict[str, str]:
-    """Return what is advised of a storage that is good but for the changes, by option."""
-    facts = {
-        "working": ALL,
-        "medians_s": {"small get": 0.01, "small put": 0.01, "large put": 0.5},
-        "large_bytes": 16 * MIB,
-        "clock_offset_s": 0.0,
-    } | changes
-    found = advise(capabilities, **facts)  # type: ignore[arg-type]  # as given above
-    return {one.option or one.value: one.value for one in found}
-
-
-def test_a_good_storage_needs_no_advice() -> None:
-    """The defaults suit it."""
-    assert told() == {}
-
-
-def test_each_weakness_has_its_advice() -> None:
-    """Options by name where there are some."""
-    slow = {"small get": 0.08, "small put": 0.09, "large put": 0.1}
-    assert told(medians_s=slow) == {"thread_count": "16", "part_bytes": str(64 * MIB)}
-    assert told(medians_s=slow | {"small get": 0.3})["thread_count"] == "32"
-    crawling = {"small get": 0.01, "small put": 0.01, "large put": 60.0}
-    assert told(medians_s=crawling) == {"timeout": "Timeouts(request=1920)"}
-    assert told(clock_offset_s=-900.0) == {"set this machine's clock": "set this machine's clock"}
-    assert "commit_url" in told(working=ALL | {"exclusive create": False})
-    private = dataclasses.replace(GOOD, shared=False)
-    assert list(told(private)) == ["save from one process"]
-    disk = dataclasses.replace(GOOD, kind="posix", is_remote=False)
-    (text,) = told(disk, medians_s={"small put": 0.2, "large put": 1.0})
-    assert "sync_files" in text

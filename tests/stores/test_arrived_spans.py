@@ -9,7 +9,6 @@ import pytest
 from commit_tools import CAS, DictStore, Disk
 
 from ckpt_storage.errors import StorageError
-from ckpt_storage.format import integrity
 from ckpt_storage.inspect.shardspots import ArrivedSpans, Span
 from ckpt_storage.options import RetryPolicy, TransferOptions
 from ckpt_storage.source.model import Place
@@ -130,15 +129,3 @@ def test_what_an_attempt_that_broke_off_brought_is_no_damage() -> None:
     retrying.close()
     assert store.attempt_count == 2
     assert left == []
-
-
-@pytest.mark.parametrize("size", [1, 64, 65, 640])
-def test_the_first_wrong_block_is_named(size: int) -> None:
-    """Of wrong blocks the first is told by its place in what was looked at; of none, None."""
-    data = random.Random(size).randbytes(size)
-    crcs = [0, 0, *(crc32c.crc32c(data[at : at + 64]) for at in range(0, size, 64))]
-    assert integrity.first_wrong_block(memoryview(data), 64, crcs, 2) is None
-    for block in range(2, len(crcs)):
-        wrong = [*crcs[:block], *(crc ^ 1 for crc in crcs[block:])]
-        at = integrity.first_wrong_block(memoryview(data), 64, wrong, 2)
-        assert at == 64 * (block - 2)

@@ -7,13 +7,12 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ckpt_storage.errors import IntegrityError, StorageError, UnsupportedByStoreError
+from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.os_errors import map_os_error
@@ -152,33 +151,6 @@ def test_a_missing_folder_is_not_made_by_a_write(store: LocalStore, root: str) -
     assert not Path(root, "nothing").exists()
 
 
-def test_a_root_that_is_a_file_is_named(tmp_path: Path) -> None:
-    """Preparing or listing below a file says that it is one."""
-    file = tmp_path / "file"
-    file.write_bytes(b"data")
-    for root in (str(file), f"{file}/below"):
-        error = error_of(partial(LocalStore(root).prepare, ["saves"]))
-        assert str(file) in str(error)
-        assert "is a file" in str(error)
-        assert error.next_step is not None
-    error = error_of(lambda: LocalStore(str(file)).list(""))
-    assert "Part of the path is a file" in str(error)
-    assert file.read_bytes() == b"data"
-
-
-def test_a_relative_root_stays_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Changing the working folder later does not move the store."""
-    monkeypatch.chdir(tmp_path)
-    store = LocalStore("run")
-    store.prepare([])
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    store.write("x", b"x")
-    assert (tmp_path / "run" / "x").read_bytes() == b"x"
-
-
 def test_folders_and_files_have_default_modes(root: str) -> None:
     """The umask decides who may read, as for any program; nothing is private by accident."""
     old = os.umask(0o027)
@@ -277,31 +249,6 @@ def test_a_part_that_was_never_sent_is_noticed(store: LocalStore, root: str) -> 
     assert names_in(Path(root, "saves/a")) == []
 
 
-def test_descriptors_do_not_leak(root: str) -> None:
-    """After successes and failures alike no descriptor is open."""
-    posix = FaultPosix()
-    store = LocalStore(root, posix=posix)
-    store.prepare(["saves"])
-    store.write("saves/x", b"x")
-    store.create("saves/y", b"y")
-    store.read("saves/x")
-    store.read_into("saves/x", 0, memoryview(bytearray(1)))
-    store.now_s(".probe")
-    upload = store.start_upload("saves/z", part_bytes=1)
-    upload.abort()
-    for call in (
-        lambda: store.create("saves/y", b"y"),
-        lambda: store.read("saves"),
-        lambda: store.write("saves", b""),
-        lambda: store.write("nothing/x", b""),
-        lambda: store.read("nothing"),
-    ):
-        error_of(call)
-    with pytest.raises(IntegrityError):
-        store.read_into("saves/x", 0, memoryview(bytearray(2)))
-    assert posix.open_count == 0
-
-
 @pytest.mark.parametrize(
     ("number", "kind", "retryable"),
     [
@@ -349,22 +296,6 @@ def test_a_really_full_disk_is_reported(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-def test_missing_permission_is_reported(tmp_path: Path) -> None:
-    """A folder that may not be written is kind "permission", with the folder's path."""
-    if os.geteuid() == 0:
-        posix = FaultPosix(
-            [Rule(action="error", operation="open_new|mkdir", errno=errno.EACCES, hit_count=None)]
-        )
-        store = LocalStore(str(tmp_path), posix=posix)
-    else:
-        tmp_path.chmod(0o500)
-        store = LocalStore(str(tmp_path))
-    for call in (lambda: store.write("x", b"x"), lambda: store.prepare(["saves"])):
-        error = error_of(call)
-        assert error.kind == "permission"
-        assert str(tmp_path) in str(error)
-
-
 @pytest.mark.parametrize("operation", ["open_read", "fstat", "preadv"])
 def test_a_stale_file_is_opened_once_more(root: str, operation: str) -> None:
     """ESTALE once is mended by opening the file again; twice it is an error to retry later."""
@@ -378,17 +309,6 @@ def test_a_stale_file_is_opened_once_more(root: str, operation: str) -> None:
     error = error_of(lambda: LocalStore(root, posix=twice).read_into("saves/x", 0, target))
     assert error.retryable
     assert twice.open_count == 0
-
-
-def test_short_reads_and_writes_are_carried_on(root: str) -> None:
-    """A system call that does half of what was asked is followed by others for the rest."""
-    posix = FaultPosix([Rule(action="short", operation="pwritev|preadv", hit_count=6)])
-    store = LocalStore(root, posix=posix)
-    store.prepare(["saves"])
-    data = bytes(range(256)) * 10
-    store.write("saves/x", data)
-    assert store.read("saves/x") == data
-    assert [call.operation for call in posix.script.calls].count("pwritev") == 7
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS])

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ from ckpt_storage.store.base import Capabilities, Entry, Store
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.retry import RetryStore, abandoned_thread_count
-from ckpt_storage.store.timed import AbandonedError, TimedPool, moved
+from ckpt_storage.store.timed import AbandonedError, moved
 from ckpt_storage.testing.faults import Action, FaultStore, Rule
 
 SHORT_S = 0.2
@@ -204,16 +203,6 @@ def test_no_attempt_begins_after_the_deadline(bench: Bench) -> None:
     assert error.kind == "connection"
     assert bench.time.slept == [0.5] * 4
     assert bench.calls.count("read") == 5
-
-
-def test_after_the_deadline_nothing_is_begun(bench: Bench) -> None:
-    """An operation whose deadline has passed fails without touching the storage."""
-    store = bench.store()
-    late = store.with_deadline(bench.time.now_s)
-    error = error_of(lambda: late.read("x"))
-    assert error.kind == "timeout"
-    assert bench.calls == []
-    assert store.read("x") == b"data"
 
 
 @pytest.mark.parametrize(
@@ -507,23 +496,6 @@ def test_an_upload_that_starts_after_it_was_given_up_is_aborted(bench: Bench) ->
     bench.faults.script.release()
     wait_until(lambda: abandoned_thread_count() == 0)
     assert list((bench.folder / "saves").iterdir()) == []
-
-
-def test_completing_much_gets_more_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Syncing many bytes may take longer than a request: 2 MB have 0.1 s more, at 20 MB/s."""
-    given: list[float] = []
-    run = TimedPool.run
-
-    def keep(pool: TimedPool, call: Callable[[], Any], **how: Any) -> object:
-        given.append(how["timeout_s"])
-        return run(pool, call, **how)
-
-    monkeypatch.setattr(TimedPool, "run", keep)
-    store = bench.store(request_timeout_s=100)
-    upload = store.start_upload("saves/u", part_bytes=2_000_000)
-    upload.write_part(0, 0, [memoryview(bytes(2_000_000))], last=True)
-    upload.complete(2_000_000)
-    assert given == [100, 100, 100.1]
 
 
 def test_a_hanging_operation_ends_all_in_its_thread(bench: Bench) -> None:

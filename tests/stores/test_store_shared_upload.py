@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from crc32c import crc32c
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import PartReceipt, Store
+from ckpt_storage.store.base import PartReceipt
 from ckpt_storage.store.dialect_s3_requests import S3Requests
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.posix import Posix
@@ -309,20 +309,6 @@ def test_a_server_without_checksums_is_sent_none(
     assert store.read(PATH) == part(0) + part(3)
 
 
-@pytest.mark.parametrize("existing", ["refuse", "replace"])
-def test_a_lost_answer_to_the_completion_is_resolved(server: S3Server, existing: Any) -> None:
-    """The object is recognised as our own, not refused as somebody else's."""
-    root = s3_root(server)
-    store = open_store(root[0], storage_options=root[1], retry=POLICY)
-    upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
-    upload.write_part(0, 0, view(part(0)), last=True)
-    server.faults([FaultRule(op="complete", action="lost")])
-    upload.complete(PART_BYTES, existing=existing)
-    server.faults([])
-    assert store.read(PATH) == part(0)
-    assert store.abort_uploads("") == 0
-
-
 def test_a_source_that_changes_between_copies_is_noticed(server: S3Server) -> None:
     """All copies of one source come from the version that the first one saw."""
     root = s3_root(server)
@@ -364,31 +350,6 @@ def test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing(server: 
     assert failures
     assert store.abort_uploads("") == 0
     assert store.list("") == []
-
-
-def stores_of(server: S3Server, tmp_path: Path) -> dict[str, Callable[[], Store]]:
-    """Return how to open each kind of store."""
-    return {
-        "local": lambda: local(tmp_path),
-        "s3": lambda: s3_plain(s3_root(server)),
-        "memory": lambda: open_store(f"memory://{uuid.uuid4().hex}/run"),
-    }
-
-
-@pytest.mark.parametrize("kind", ["local", "s3", "memory"])
-def test_a_late_owner_replaces_nothing(kind: str, server: S3Server, tmp_path: Path) -> None:
-    """Of two uploads to one name the second to complete is refused, whichever began first."""
-    store = stores_of(server, tmp_path)[kind]()
-    uploads = [store.start_shared_upload(PATH, part_bytes=PART_BYTES) for _ in range(2)]
-    for number, upload in enumerate(uploads):
-        upload.write_part(0, 0, view(part(number)), last=True)
-    uploads[1].complete(PART_BYTES)
-    for _ in range(2):
-        with pytest.raises(StorageError):
-            uploads[0].complete(PART_BYTES)
-    uploads[0].abort()
-    assert store.read(PATH) == part(1)
-    assert [entry.path for entry in store.list("")] == [PATH]
 
 
 def test_gaps_and_overlaps_of_receipts_are_found(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from ckpt_storage.format.regions import Box
-from ckpt_storage.inspect.indexing import clip, select, slabs, strided_copies, touched_spans
+from ckpt_storage.inspect.indexing import select, touched_spans
 
 SHAPES = npst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6)
 
@@ -119,31 +118,6 @@ def test_a_step_of_zero_is_refused() -> None:
         select(slice(None, None, 0), (3,))
 
 
-@given(ranges_of(), st.data())
-def test_clipping_keeps_what_lies_in_the_box(
-    case: tuple[tuple[int, ...], tuple[range, ...]], data: st.DataObject
-) -> None:
-    """The positions in a box, and their places in the selection, are those a filter finds."""
-    shape, ranges = case
-    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
-    sizes = tuple(
-        data.draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True)
-    )
-    found = clip(ranges, Box(offsets, sizes))
-    expected = [
-        [(i, p - at) for i, p in enumerate(r) if at <= p < at + size]
-        for r, at, size in zip(ranges, offsets, sizes, strict=True)
-    ]
-    if found is None:
-        assert not all(expected)
-        return
-    inside, where = found
-    assert [
-        list(zip(range(w.start, w.stop), r, strict=True)) for r, w in zip(*found, strict=True)
-    ] == expected
-    assert len(inside) == len(where) == len(shape)
-
-
 @given(ranges_of(), st.sampled_from([1, 2, 4, 16]), st.integers(1, 200))
 def test_spans_hold_all_that_is_wanted_and_no_free_grain(
     case: tuple[tuple[int, ...], tuple[range, ...]], item_bytes: int, grain_bytes: int
@@ -163,40 +137,3 @@ def test_spans_hold_all_that_is_wanted_and_no_free_grain(
         free = "".join("x" if byte else "." for byte in wanted[start:stop])
         assert max(map(len, free.split("x"))) < grain_bytes
     assert not (wanted & ~covered).any()
-
-
-@given(ranges_of(most_dims=4), st.data())
-def test_windows_of_a_payload_deliver_every_element_once(
-    case: tuple[tuple[int, ...], tuple[range, ...]], data: st.DataObject
-) -> None:
-    """Copies out of windows that partition a payload put each element where numpy puts it."""
-    shape, ranges = case
-    payload = positions(shape).ravel()
-    cuts = sorted({0, len(payload), *data.draw(st.lists(st.integers(0, len(payload)), max_size=6))})
-    target = np.full(tuple(map(len, ranges)), -1)
-    for start, stop in itertools.pairwise(cuts):
-        for copy in strided_copies(shape, ranges, start, stop):
-            source = np.lib.stride_tricks.as_strided(
-                payload[start:stop][copy.source_offset_elements :],
-                copy.sizes,
-                [8 * stride for stride in copy.source_strides],
-            )
-            where = tuple(
-                slice(at, at + size) for at, size in zip(copy.dest_offsets, copy.sizes, strict=True)
-            )
-            assert (target[where] == -1).all()
-            target[where] = source
-    expected = positions(shape)[np.ix_(*ranges)] if shape else positions(shape)
-    assert np.array_equal(target, expected)
-
-
-@given(SHAPES, st.integers(1, 50))
-def test_slabs_make_up_a_shape_in_order(shape: tuple[int, ...], most_count: int) -> None:
-    """One after another they hold each element once, in C order, none more than is allowed."""
-    array = positions(shape)
-    parts = [
-        array[tuple(slice(r.start, r.stop) for r in slab)] for slab in slabs(shape, most_count)
-    ]
-    assert all(0 < np.size(part) <= most_count for part in parts)
-    joined = np.concatenate([np.ravel(part) for part in parts]) if parts else np.arange(0)
-    assert np.array_equal(joined, array.ravel())

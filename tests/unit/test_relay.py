@@ -145,22 +145,6 @@ def test_what_fails_gives_its_memory_back(server: S3Server, op: str) -> None:
     assert BUDGET.held_bytes == 0
 
 
-def test_an_open_checkpoint_remembers_that_it_asked_too_much(server: S3Server) -> None:
-    """A read that was throttled leaves a lower limit to those that come after it."""
-    options = options_of(server)
-    with ckpt_storage.open_checkpoint(
-        "s3://bkt/run", storage_options=options, retry=RETRY
-    ) as opened:
-        pacer = opened._session.pacer  # noqa: SLF001  # nothing else tells
-        before = pacer.limit()
-        server.faults([FaultRule(op="get", key="distcp", action="status")])
-        assert float(opened["model.w3"][:1][0]) == 1.5
-        throttled = pacer.limit()
-        assert throttled < before
-        assert float(opened["model.w2"][:1][0]) == 1.0
-        assert pacer.limit() <= throttled + 1
-
-
 class Together:
     """Jobs that wait until as many as `wanted` are under way, and a moment for one more."""
 
