@@ -436,6 +436,49 @@ def test_a_damaged_shard_publishes_nothing(folder: Folder, what: str, kind: str)
     assert folder.run(2, output)[0].error is None
 
 
+def test_a_rank_whose_upload_was_given_up_raises_why(folder: Folder) -> None:
+    """It joins after the keeper of a shared file discarded it, and before the keeper has ended."""
+    (shard,) = (Path(folder.place.url) / "v2").glob("saves/*/*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-200])
+    is_gone, has_left = threading.Event(), threading.Event()
+
+    class Keeper(FaultStore):
+        """Ends a discarded upload only when the other rank has ended."""
+
+        def start_shared_upload(self, path: str, *, part_bytes: int) -> Any:
+            """Start an upload whose `abort` takes so long."""
+            upload = super().start_shared_upload(path, part_bytes=part_bytes)
+            discard = upload.abort
+
+            def abort() -> None:
+                discard()
+                is_gone.set()
+                assert has_left.wait(END_S)
+
+            upload.abort = abort  # type: ignore[method-assign]  # of this one alone
+            return upload
+
+    class Member(FaultStore):
+        """Joins an upload that is gone."""
+
+        def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> Any:
+            """Join, once that is too late."""
+            assert is_gone.wait(END_S)
+            return super().join_upload(path, ticket, part_bytes=part_bytes)
+
+        def close(self) -> None:
+            """Say that this rank has ended."""
+            has_left.set()
+            super().close()
+
+    def wrap(rank: int, store: Store) -> Store:
+        return Member(store) if rank else Keeper(store)
+
+    for one in folder.run(2, folder.fresh("replace"), world_size=2, wrap=wrap, file_count=1):
+        assert isinstance(one.error, IntegrityError | RankFailedError), one
+        assert shard.name in str(one.error)
+
+
 def test_disks_of_single_nodes_are_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that does not see the others' files ends the consolidation before it began."""
     output = folder.fresh("first")

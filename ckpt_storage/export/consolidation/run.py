@@ -329,7 +329,7 @@ class _Run:
         complete: dict[int, FileRef] = {}
         paces = self._paces
         target = bounded(self._target, self._deadline, throttled=paces.target.slowed_down)
-        with RankWork(plan, ranks.rank, target) as work:
+        with RankWork(plan, ranks.rank, target, self._deadline) as work:
             tickets = self._share_tickets(work, plan) if keepers(plan) else {}
             with self._job.track(own_bytes, plan.save_id) as on_bytes:
                 writer = RegionWriter(
@@ -343,7 +343,7 @@ class _Run:
                     on_bytes=on_bytes,
                     paces=paces,
                 )
-                result = work.write(writer, tickets, self._deadline)
+                result = work.write(writer, tickets)
             results: list[RankResult] = [
                 pickle.loads(packed)  # noqa: S301  # our own ranks
                 for packed in ranks.gather(pickle.dumps(result))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -21,6 +21,9 @@ from .plan import ExportPlan, Region
 
 _WAITING = 4
 """Files that may be waiting to become durable: each keeps its descriptor open."""
+
+_WORD_S = 3.0
+"""How long the reason may take to arrive for which a shared upload was discarded."""
 
 __all__ = ["Completion", "RankResult", "RankWork", "completions", "keepers"]
 
@@ -95,10 +98,11 @@ def whole_crc(plan: ExportPlan, file: int, portions: Sequence[Portion]) -> int:
 class RankWork:
     """The uploads of one rank; a context manager that aborts what was not completed."""
 
-    def __init__(self, plan: ExportPlan, rank: int, store: Store) -> None:
+    def __init__(self, plan: ExportPlan, rank: int, store: Store, deadline: Deadline) -> None:
         self._plan = plan
         self._rank = rank
         self._store = store
+        self._deadline = deadline
         self._keepers = keepers(plan)
         self._kept: dict[int, SharedUpload] = {}
         self._open: list[Upload] = []
@@ -106,7 +110,10 @@ class RankWork:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if isinstance(error, CheckpointError):
+            # Before other ranks meet an upload that is gone, they must be able to know why.
+            self._deadline.failed(error)
         left = [*self._open, *self._kept.values()]
         for upload in left:
             # The error that is on its way says more.
@@ -122,9 +129,7 @@ class RankWork:
                 )
         return {file: upload.ticket() for file, upload in self._kept.items()}
 
-    def write(
-        self, writer: RegionWriter, tickets: Mapping[int, str], deadline: Deadline
-    ) -> RankResult:
+    def write(self, writer: RegionWriter, tickets: Mapping[int, str]) -> RankResult:
         """Write all regions of this rank; complete the files that it writes alone."""
         portions: list[Portion] = []
         receipts: dict[int, Sequence[PartReceipt]] = {}
@@ -139,18 +144,22 @@ class RankWork:
             completed[region.file] = self._record(region.file, crc32c)
 
         def leave(upload: SharedUpload, region: Region) -> None:
-            receipts[region.file] = upload.receipts()
+            with self._while_kept(region):
+                receipts[region.file] = upload.receipts()
             self._open.remove(upload)
 
         # What is written becomes durable while the next region is being written.
-        with Workers(1, name="complete weight files", deadline=deadline, limit=_WAITING) as ends:
+        with Workers(
+            1, name="complete weight files", deadline=self._deadline, limit=_WAITING
+        ) as ends:
             for region in self._plan.regions_of(self._rank):
                 file = region.file
                 if file in self._kept:
                     portions.append(writer.write(region, self._kept[file]))
                 elif file in self._keepers:
-                    joined = self._join(region, tickets[file], deadline)
-                    portions.append(writer.write(region, joined))
+                    with self._while_kept(region):
+                        joined = self._join(region, tickets[file])
+                        portions.append(writer.write(region, joined))
                     ends.submit(partial(leave, joined, region))
                 else:
                     own = self._begin(region)
@@ -171,17 +180,22 @@ class RankWork:
         self._open.append(upload)
         return upload
 
-    def _join(self, region: Region, ticket: str, deadline: Deadline) -> SharedUpload:
+    def _join(self, region: Region, ticket: str) -> SharedUpload:
         name = self._plan.files[region.file].name
-        try:
-            upload = self._store.join_upload(name, ticket, part_bytes=region.part_bytes)
-        except StorageError as error:
-            if error.kind == "not-found":
-                # Its owner may have given it up because of another failure, which then counts.
-                deadline.check(f"Joining the upload of {name}")
-            raise
+        upload = self._store.join_upload(name, ticket, part_bytes=region.part_bytes)
         self._open.append(upload)
         return upload
+
+    @contextlib.contextmanager
+    def _while_kept(self, region: Region) -> Iterator[None]:
+        """Raise why the rank that keeps a shared upload discarded it, where it did."""
+        try:
+            yield
+        except StorageError as error:
+            if error.kind == "not-found":
+                self._deadline.sleep(_WORD_S)
+                self._deadline.check(f"Writing to {self._plan.files[region.file].name}")
+            raise
 
     def complete(self, orders: Sequence[Completion]) -> dict[int, FileRef]:
         """Complete the files that this rank keeps, all ranks having reported."""
