@@ -52,8 +52,8 @@ def common(command: Command) -> Command:
             "--timeout",
             metavar="SECONDS",
             callback=_duration,
-            help="Give up after so long; 90, 30m, 2h. Default an hour. cp, convert and verify: "
-            "once nothing has moved for so long.",
+            help="Give up once one step (planning, reading, writing) takes so long; 90, 30m, 2h. "
+            "Default an hour. cp, convert and verify: once nothing has moved for so long.",
         ),
     ):
         command = option(command)
