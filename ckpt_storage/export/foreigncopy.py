@@ -21,7 +21,7 @@ from ckpt_storage.store.base import Entry, Store
 
 from .copyparts import FileToCopy
 from .filecopies import FileCopier
-from .foreignfolder import NOTE, Content, ForeignFolder
+from .foreignfolder import Content, ForeignFolder, is_of_the_work
 
 __all__ = ["copy_foreign"]
 
@@ -72,7 +72,9 @@ def copy_foreign(
 def _is_content(entry: Entry) -> bool:
     name = entry.path.rpartition("/")[2]
     return not (
-        entry.path.endswith("/") or entry.path == NOTE or name.startswith(layout.PROBE_PREFIX)
+        entry.path.endswith("/")
+        or is_of_the_work(entry.path)
+        or name.startswith(layout.PROBE_PREFIX)
     )
 
 

@@ -7,13 +7,14 @@ Readers that follow an index refuse it until it is replaced, or deleted, at the 
 
 A file of the right length may be of another checkpoint. So files that were there are believed only
 while a note says that they are of this very work, and work begins by writing that note after
-everything of the same names is gone.
+everything of the same names is gone. What vouches for single files lies in a folder beside the
+note, one record for each, and goes before the note does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Collection
+from typing import Literal
 
 from ckpt_storage.commit import slotlog
 from ckpt_storage.errors import (
@@ -28,27 +29,25 @@ from ckpt_storage.format.exports import is_weight_file
 from ckpt_storage.format.layout import INDEX_NAME
 from ckpt_storage.store.base import Store
 
-__all__ = ["NOTE", "ForeignFolder"]
+__all__ = ["NOTE", "RECORDS", "ForeignFolder", "is_of_the_work"]
 
 NOTE = ".ckpt-storage-copy.json"
 """Lies in the folder while somebody fills it."""
+
+RECORDS = ".ckpt-storage-copy"
+"""The folder of what is known of single files while somebody fills the folder above."""
 
 Content = Literal["metadata", "indexed", "unindexed"]
 """What makes the files a checkpoint: `.metadata`, an index of weight files, or nothing."""
 
 
 class ForeignFolder:
-    """The root of `store` while files of these names are put there; used by one thread.
-
-    `done` is what the note has of files that are complete, for who writes it there with `add`.
-    """
+    """The root of `store` while files of these names are put there; used by one thread."""
 
     def __init__(self, store: Store, names: Collection[str], *, content: Content) -> None:
         self._store = store
         self._names = frozenset(names)
         self._content = content
-        self._head: dict[str, Any] = {}
-        self.done: dict[str, Mapping[str, Any]] = {}
 
     def begin(self, identity: str, *, source: str, overwrite: bool) -> bool:
         """Make the folder look like no checkpoint; return whether earlier files may be believed.
@@ -58,7 +57,7 @@ class ForeignFolder:
         for the folder of a checkpoint of ours. The remains of other work, which a note tells of,
         need no `overwrite`; a checkpoint with such a note in it does.
         """
-        store, (note, done) = self._store, self._note()
+        store, note = self._store, self._note()
         if slotlog.read_log(store).last is not None:
             raise InvalidInputError(
                 f"{store.url} is, or was, a checkpoint of ckpt_storage; files of another format "
@@ -68,13 +67,6 @@ class ForeignFolder:
             )
         here = self._here()
         is_resumed = note == identity
-        self._head = {
-            "format": "ckpt_storage.copy_note/1",
-            "identity": identity,
-            "source": source,
-            **slotlog.stamp(),
-        }
-        self.done = done if is_resumed else {}
         is_remains = note is not None and not self._is_whole(here)
         if not is_resumed:
             self._check_free(here, may_replace=overwrite or is_remains)
@@ -87,16 +79,11 @@ class ForeignFolder:
                 old = sorted({*old, *filter(_is_shard, here)})
             if old:
                 store.delete(old)
-            self._put_note()
+            if any(path.startswith(f"{RECORDS}/") for path in here):
+                store.delete_folder(RECORDS)
+            head = {"format": "ckpt_storage.copy_note/1", "identity": identity, "source": source}
+            store.replace(NOTE, integrity.seal({**head, **slotlog.stamp()}))
         return is_resumed
-
-    def add(self, name: str, record: Mapping[str, Any]) -> None:
-        """Note that the file of that name is complete; `record` is JSON."""
-        self.done[name] = record
-        self._put_note()
-
-    def _put_note(self) -> None:
-        self._store.replace(NOTE, integrity.seal({**self._head, "done": self.done}))
 
     def show(self, index: bytes | None) -> None:
         """Put the index, or take the one away that hid the files; all files are complete."""
@@ -109,16 +96,15 @@ class ForeignFolder:
         """Take the note back: whatever lies here now is a checkpoint like any other."""
         self._store.delete([NOTE])
 
-    def _note(self) -> tuple[str | None, dict[str, Mapping[str, Any]]]:
-        """Return whose work is under way here, "" for a note that cannot be read, and its files."""
+    def _note(self) -> str | None:
+        """Return whose work is under way here, "" for a note that cannot be read."""
         found = slotlog.read_if_there(self._store, NOTE)
         if found is None:
-            return None, {}
+            return None
         try:
-            body = integrity.unseal(found.data, path=NOTE)
+            return str(integrity.unseal(found.data, path=NOTE).get("identity", ""))
         except (FormatError, IntegrityError):
-            return "", {}
-        return str(body.get("identity", "")), dict(body.get("done", {}))
+            return ""
 
     def _here(self) -> set[str]:
         """Return the paths of what lies here now."""
@@ -173,6 +159,11 @@ class ForeignFolder:
             self._store.delete([layout.STOCK_METADATA])
         if self._content != "metadata" and any(map(_is_weight, here | self._names)):
             self._store.replace(INDEX_NAME, layout.BLOCKER)
+
+
+def is_of_the_work(path: str) -> bool:
+    """Return whether a path is that of the note or of a record, and so no part of a checkpoint."""
+    return path == NOTE or path.startswith(f"{RECORDS}/")
 
 
 def _is_weight(path: str) -> bool:

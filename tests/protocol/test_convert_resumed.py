@@ -188,3 +188,37 @@ def test_what_is_whole_again_is_not_replaced_unasked(tmp_path: Path, cut: Cut) -
     with pytest.raises(CheckpointExistsError):
         call(tmp_path, "dcp")
     assert call(tmp_path, "dcp", overwrite=True).kept_count == 0
+
+
+class Counting(FaultStore):
+    """Counts the bytes of small objects that are written whole."""
+
+    written_bytes = 0
+
+    def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
+        """Write, and count."""
+        self.written_bytes += len(data)
+        super().replace(path, data, if_match=if_match)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_is_noted_of_files_grows_with_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: TargetFormat
+) -> None:
+    """Each file costs the same, however many were complete before it."""
+    written: dict[int, int] = {}
+    for count in (10, 40):
+        source, target = tmp_path / f"src{count}", tmp_path / f"{to}{count}"
+        save({f"t{number:02}": seeded(number, 1000) for number in range(count)}, source)
+        stores: list[Counting] = []
+
+        def opened(location: Location, stores: list[Counting] = stores, **options: Any) -> Store:
+            del options
+            stores.append(Counting(LocalStore(location.target, sync_files=False)))
+            return stores[-1]
+
+        monkeypatch.setattr(ckpt_storage.export.converting, "open_store", opened)
+        convert(source, target, to=to, max_file_bytes=4000)
+        assert len([path for path in target.iterdir() if path.name.endswith(MARKS)]) == count
+        written[count] = sum(store.written_bytes for store in stores)
+    assert written[40] < 6 * written[10], written

@@ -1,7 +1,7 @@
 """The files of a conversion that an earlier call completed before it died.
 
-A file is kept only if the note, which is of this very conversion, has its length and CRC-32C, and
-the file that lies there has both: every byte of it is read.
+A file is kept only if a record of this very conversion has its length and CRC-32C, and the file
+that lies there has both: every byte of it is read.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_storage.errors import IntegrityError, StorageError
-from ckpt_storage.export.foreignfolder import NOTE, ForeignFolder
+from ckpt_storage.commit.slotlog import read_if_there
+from ckpt_storage.errors import FormatError, IntegrityError, StorageError
+from ckpt_storage.export.foreignfolder import RECORDS, ForeignFolder
 from ckpt_storage.format import integrity
 from ckpt_storage.format.documents import FileRef, ref_from_json
 from ckpt_storage.options import TransferOptions
@@ -34,17 +35,28 @@ class Finished:
     options: TransferOptions
     deadline: Deadline
     kept_count: int = field(default=0, init=False)
+    _identity: str = field(default="", init=False)
+    _done: dict[str, Mapping[str, Any]] = field(default_factory=dict, init=False)
 
     def begin(self, identity: str, *, source: str, overwrite: bool) -> None:
         """Begin to fill the folder, as `ForeignFolder.begin`; what cannot be kept is deleted."""
-        if not self.folder.begin(identity, source=source, overwrite=overwrite):
+        self._identity = identity
+        is_resumed = self.folder.begin(identity, source=source, overwrite=overwrite)
+        self.store.prepare([RECORDS])
+        if not is_resumed:
             return
-        done = self.folder.done
-        sound = [name for name in self.names if name in done and self._is_whole(done[name])]
-        self.folder.done = {name: done[name] for name in sound}
-        unknown = [name for name in self.names if name not in sound]
+        for name in self.names:
+            record = self._record(name)
+            if record is not None and self._is_whole(record):
+                self._done[name] = record
+        unknown = [name for name in self.names if name not in self._done]
         if unknown:
             self.store.delete(unknown)
+
+    def end(self) -> None:
+        """Take back what vouched for single files, and then the note."""
+        self.store.delete_folder(RECORDS)
+        self.folder.end()
 
     def write(
         self, name: str, write: Callable[[], tuple[FileRef, Mapping[str, Any]]]
@@ -53,21 +65,34 @@ class Finished:
 
         `write` returns the file as it was written, and that.
         """
-        known = self.folder.done.get(name)
+        known = self._done.get(name)
         if known is not None:
             self.kept_count += 1
         else:
             reference, more = write()
-            known = {"file": reference.as_json(), **more}
-            self.folder.add(name, known)
+            known = {"identity": self._identity, "file": reference.as_json(), **more}
+            head = {"format": "ckpt_storage.copy_record/1"}
+            self.store.replace(_record_path(name), integrity.seal({**head, **known}))
         return known
 
     def is_kept(self, name: str) -> bool:
         """Return whether a file is there already."""
-        return name in self.folder.done
+        return name in self._done
+
+    def _record(self, name: str) -> Mapping[str, Any] | None:
+        """Return what is known of a file, None unless it can be read and is of this conversion."""
+        path = _record_path(name)
+        found = read_if_there(self.store, path)
+        if found is None:
+            return None
+        try:
+            record = integrity.unseal(found.data, path=path)
+        except (FormatError, IntegrityError):
+            return None
+        return record if record.get("identity") == self._identity else None
 
     def _is_whole(self, record: Mapping[str, Any]) -> bool:
-        reference = ref_from_json(record["file"], where=NOTE)
+        reference = ref_from_json(record["file"], where=RECORDS)
         window = memoryview(bytearray(min(self.options.part_bytes, reference.size_bytes)))
         crc = 0
         try:
@@ -85,3 +110,7 @@ class Finished:
                 raise
             return False
         return crc == reference.crc32c
+
+
+def _record_path(name: str) -> str:
+    return f"{RECORDS}/{name}.json"

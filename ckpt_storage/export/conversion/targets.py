@@ -20,7 +20,7 @@ from ckpt_storage.errors import (
     InvalidInputError,
     NotPublishedError,
 )
-from ckpt_storage.export.foreignfolder import NOTE, ForeignFolder
+from ckpt_storage.export.foreignfolder import RECORDS, ForeignFolder
 from ckpt_storage.format import integrity, layout
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.manifest import RankManifest
@@ -201,10 +201,10 @@ def _write_dcp(values: Values, target: Target) -> int:
         if finished.is_kept(name):
             target.on_bytes(bytes_of(values, groups[number]))
         record = finished.write(name, partial(write, number))
-        written.append(_moved(RankManifest.from_body(record["rank"], where=NOTE), ""))
+        written.append(_moved(RankManifest.from_body(record["rank"], where=RECORDS), ""))
     values.check_unchanged()
     store.replace(layout.STOCK_METADATA, stock_pickle(values, written, target.location.url))
-    folder.end()
+    finished.end()
     return finished.kept_count
 
 
@@ -253,7 +253,7 @@ def _write_safetensors(values: Values, target: Target) -> int:
         finished.write(file.name, partial(write, file, laid_out))
     values.check_unchanged()
     folder.show(index_of(values, files) if is_export else None)
-    folder.end()
+    finished.end()
     return finished.kept_count
 
 
