@@ -1,0 +1,84 @@
+"""Libraries that serve models load no part of a first export whose writer died."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from integration_tools import need
+
+import ckpt_storage
+from ckpt_storage.errors import CheckpointError
+from ckpt_storage.export.consolidation import run as run_module
+from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.base import Store
+from ckpt_storage.testing.faults import FaultStore, Rule, SimulatedCrash
+
+need("transformers")
+
+from transformers import (  # noqa: E402  # only where it is installed
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+
+def vllm_files(folder: Path) -> set[str]:
+    """Return what vLLM reads: of the files that it lists, those that the index names."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return {path.name for path in folder.glob("*.safetensors")} & {*index["weight_map"].values()}
+
+
+def by_index(folder: Path) -> dict[str, torch.Tensor]:
+    """Read each tensor from the file that the index names."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    found = {}
+    for name, file in index["weight_map"].items():
+        with safetensors.safe_open(folder / file, "pt") as opened:
+            found[name] = opened.get_tensor(name)
+    return found
+
+
+def test_no_library_loads_a_part_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a death between files each library fails or finds nothing; a new call ends that."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    state = LlamaForCausalLM(config).state_dict()
+    url, output = tmp_path / "run", tmp_path / "hf"
+    ckpt_storage.save({"model": state}, url, sync_files=False)
+    rules = [Rule(action="crash_before", operation="complete", skip_count=2)]
+
+    def opened(location: Location, **options: Any) -> Store:
+        store = open_store(location, **options)
+        return FaultStore(store, rules) if location.path.endswith("hf") else store
+
+    monkeypatch.setattr(run_module, "open_store", opened)
+    with pytest.raises((SimulatedCrash, CheckpointError)):
+        ckpt_storage.consolidate(url, output, max_file_bytes=30_000)
+    config.save_pretrained(output)
+    assert len(list(output.glob("*.safetensors"))) == 2
+    assert vllm_files(output) == set()
+    with pytest.raises(OSError, match="still-being-written"):
+        AutoModelForCausalLM.from_pretrained(output)
+    with pytest.raises(FileNotFoundError, match="still-being-written"):
+        by_index(output)
+
+    rules.clear()
+    ckpt_storage.consolidate(url, output, max_file_bytes=30_000)
+    assert vllm_files(output) == {path.name for path in output.glob("*.safetensors")}
+    loaded = AutoModelForCausalLM.from_pretrained(output).state_dict()
+    for found in (by_index(output), loaded):
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[name], value) for name, value in state.items())
