@@ -45,6 +45,7 @@ def load(  # the public surface, all keyword-only
     memory_limit_bytes: int | None = None,
     shared_reads: Literal["auto", "never"] = "auto",
     unsafe_pickle: bool = False,
+    allow_lossy: bool = False,
     retry: RetryPolicy | None = None,
 ) -> None:
     """Load the checkpoint at `url` into `state`, in place; all ranks of the group call.
@@ -69,6 +70,7 @@ def load(  # the public surface, all keyword-only
         memory_limit_bytes: ceiling of buffers per rank.
         shared_reads: "auto" or "never", as for `CheckpointStorageReader`.
         unsafe_pickle: hand blobs to the planner without checking that unpickling runs no code.
+        allow_lossy: casts that lose the kind of a value, and one memory for two values.
         retry: how failed storage requests are repeated.
 
     Raises:
@@ -102,6 +104,7 @@ def load(  # the public surface, all keyword-only
                 memory_limit_bytes=memory_limit_bytes,
                 shared_reads=shared_reads,
                 unsafe_pickle=unsafe_pickle,
+                allow_lossy=allow_lossy,
                 timeout=timeouts,
                 retry=retry,
                 progress=progress,

@@ -79,6 +79,8 @@ class CheckpointStorageReader(StorageReader):
             that spares 64 MiB or more and is not too much to plan; "never": it is not.
         unsafe_pickle: hand blobs to the planner without checking that unpickling them runs no
             code. Only for checkpoints from people you trust.
+        allow_lossy: load floats into integers, complex numbers into reals and anything into
+            booleans; and two different values into targets of one memory.
         timeout: seconds, `timedelta` or `Timeouts`; `load` bounds the reads of one rank.
         retry: how failed storage requests are repeated.
         progress: called with a `ProgressEvent` after each read; True: a bar on the coordinator.
@@ -98,6 +100,7 @@ class CheckpointStorageReader(StorageReader):
         memory_limit_bytes: int | None = None,
         shared_reads: Literal["auto", "never"] = "auto",
         unsafe_pickle: bool = False,
+        allow_lossy: bool = False,
         timeout: float | Timeouts | Any = None,  # timedelta too; Timeouts.of checks
         retry: RetryPolicy | None = None,
         progress: Progress = None,
@@ -114,6 +117,7 @@ class CheckpointStorageReader(StorageReader):
         self._transfer_options(is_remote=True)  # refuses what cannot be
         self._shared_reads: Literal["auto", "never"] = shared_reads
         self._unsafe_pickle = unsafe_pickle
+        self._allow_lossy = allow_lossy
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry or RetryPolicy()
         self._progress = progress
@@ -339,7 +343,7 @@ class CheckpointStorageReader(StorageReader):
             self._unchanged(store) as paths,
         ):
             source.renew(store, deadline)
-            load = LoadJob(source, planner, verify=self._verify)
+            load = LoadJob(source, planner, verify=self._verify, allow_lossy=self._allow_lossy)
             load.plan(plan.items)
             paths.update(load.paths)
             reads = LoadReads(

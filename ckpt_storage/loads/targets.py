@@ -23,7 +23,7 @@ from ckpt_storage.inspect.torchload import load_whole, scan_blob
 from ckpt_storage.source.model import Place, Source, concerns
 from ckpt_storage.source.readplan import Request, bytes_request, no_sink
 
-from .hostbytes import is_freed
+from .hostbytes import dtype_name, is_freed
 from .resolving import target_resolver
 from .sharedreads import fits_units
 from .sharing import Key
@@ -36,10 +36,13 @@ class LoadJob:
     `requests` are this rank's own, `shared` those that are to be shared with other ranks.
     """
 
-    def __init__(self, source: Source, planner: LoadPlanner, *, verify: bool) -> None:
+    def __init__(
+        self, source: Source, planner: LoadPlanner, *, verify: bool, allow_lossy: bool
+    ) -> None:
         self._source = source
         self._planner = planner
         self._verify = verify
+        self._allow_lossy = allow_lossy
         self.requests: list[Request] = []
         self.shared: dict[Key, list[Request]] = {}
         # Of each request the chunk it is for, None for a blob.
@@ -57,9 +60,13 @@ class LoadJob:
         keys = [(item.storage_index.fqn, _offsets_of(item)) for item in items]
         self._source.require(keys)
         places = self._source.places(keys)
+        stored = places
         if not self._verify:
             places = [dataclasses.replace(place, crcs=None, block_bytes=1) for place in places]
         self._request_all(items, keys, places)
+        if not self._allow_lossy:
+            kinds = zip(items, stored, strict=True)
+            self._check_memory([p for item, p in kinds if item.type is not LoadItemType.BYTE_IO])
         # Our copies to a GPU are not on the caller's stream: let what is queued there end first.
         for device in {target.device for target in self._targets if target.is_cuda}:
             torch.cuda.synchronize(device)
@@ -101,6 +108,8 @@ class LoadJob:
                     phase="load",
                     next_step="Load into tensors that have memory (FSDP: into its state_dict()).",
                 )
+            if not self._allow_lossy:
+                self._check_cast(fqn, target)
             self._items.append(item)
             self._targets.append(target)
             if place.container == "torch_zip":
@@ -108,6 +117,34 @@ class LoadJob:
                 self._wholes.setdefault(key, (place, []))[1].append((item, target))
             else:
                 self._region(item, target, place)
+
+    def _check_cast(self, fqn: str, target: torch.Tensor) -> None:
+        stored = self._source.tensors[fqn].dtype
+        if not torch.can_cast(_dtype(stored)[0], target.dtype):
+            raise InvalidInputError(
+                f"{fqn} is stored as {stored}; its target is {dtype_name(target.dtype)}, which "
+                "cannot hold such values.",
+                phase="load",
+                next_step="Load into a target of the stored kind, or pass allow_lossy=True.",
+            )
+
+    def _check_memory(self, places: Sequence[Place]) -> None:
+        """Refuse targets that begin at one address and would get values of other checksums."""
+        known: dict[tuple[torch.device, int], tuple[str, object]] = {}
+        for item, target, place in zip(self._items, self._targets, places, strict=True):
+            if place.crcs is None or not target.numel():
+                continue
+            value = (tuple(item.storage_offsets), tuple(item.lengths), list(place.crcs))
+            key = (target.device, target.data_ptr())
+            other, held = known.setdefault(key, (place.fqn, value))
+            if held != value:
+                raise InvalidInputError(
+                    f"The targets of {other} and {place.fqn} are one memory, and the checkpoint "
+                    "holds other values for each.",
+                    phase="load",
+                    next_step="Give each a tensor of its own, load one of them, or pass "
+                    "allow_lossy=True: then either value may stay.",
+                )
 
     def share(self, chunks: AbstractSet[Key]) -> None:
         """Set apart the requests for `chunks`, which ranks are to share; once, after `plan`."""

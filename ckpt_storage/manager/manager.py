@@ -384,6 +384,7 @@ class CheckpointManager:
         thread_count: int | None = None,
         memory_limit_bytes: int | None = None,
         unsafe_pickle: bool = False,
+        allow_lossy: bool = False,
     ) -> Restored | None:
         """Load the committed checkpoint of the highest step that is whole; all ranks call.
 
@@ -412,6 +413,7 @@ class CheckpointManager:
                 thread_count=thread_count,
                 memory_limit_bytes=memory_limit_bytes,
                 unsafe_pickle=unsafe_pickle,
+                allow_lossy=allow_lossy,
                 retry=self._retry,
             )
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import dcp_cases
 import pytest
 import torch
 from dcp_cases import same, seeded, zeros_like
+from torch.distributed.checkpoint.api import CheckpointException
+
+import ckpt_storage
+from ckpt_storage import InvalidInputError
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
@@ -36,3 +42,71 @@ def test_targets_of_inference_mode_are_filled(tmp_path: Path) -> None:
         dcp_cases.load({"value": whole[:, ::2]}, tmp_path / "c")
         assert same(whole[:, ::2].contiguous(), value)
         assert int(torch.count_nonzero(whole[:, 1::2])) == 0
+
+
+each_door = pytest.mark.parametrize(
+    "door", [dcp_cases.load, ckpt_storage.load], ids=["dcp", "ours"]
+)
+
+LOSSY = [
+    (torch.float32, torch.int64),
+    (torch.complex64, torch.float32),
+    (torch.complex64, torch.int32),
+    (torch.int64, torch.bool),
+    (torch.bfloat16, torch.bool),
+]
+
+
+@each_door
+@pytest.mark.parametrize(("stored", "wanted"), LOSSY, ids=str)
+def test_a_cast_that_changes_the_kind_of_value_needs_leave(
+    tmp_path: Path, stored: torch.dtype, wanted: torch.dtype, door: Callable[..., object]
+) -> None:
+    """What would lose a fraction, an imaginary part or all but truth names key and both types."""
+    value = torch.tensor([0.5, 2]).to(stored)
+    dcp_cases.save({"value": value}, tmp_path / "c")
+    target = {"value": torch.zeros(2, dtype=wanted)}
+    with pytest.raises((InvalidInputError, CheckpointException)) as caught:
+        door(target, tmp_path / "c")
+    assert f"value is stored as {str(stored)[6:]}" in str(caught.value)
+    assert str(wanted)[6:] in str(caught.value)
+    assert int(torch.count_nonzero(target["value"])) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        door(target, tmp_path / "c", allow_lossy=True)
+        assert same(target["value"], value.to(wanted))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float32),
+        (torch.int64, torch.int32),
+        (torch.int32, torch.float32),
+        (torch.bool, torch.float32),
+        (torch.float32, torch.complex64),
+    ],
+    ids=str,
+)
+def test_a_cast_within_a_kind_needs_none(
+    tmp_path: Path, stored: torch.dtype, wanted: torch.dtype
+) -> None:
+    """Fewer bits of the same kind, and a kind that holds the other, are loaded as ever."""
+    value = torch.tensor([0, 1, 3]).to(stored)
+    dcp_cases.save({"value": value}, tmp_path / "c")
+    target = torch.zeros(3, dtype=wanted)
+    ckpt_storage.load({"value": target}, tmp_path / "c")
+    assert same(target, value.to(wanted))
+
+
+@each_door
+def test_one_target_for_two_values_needs_leave(tmp_path: Path, door: Callable[..., object]) -> None:
+    """Tied targets take equal values; where the values differ, the error names both."""
+    tied, target = seeded(1, 40, 7), torch.zeros(40, 7)
+    dcp_cases.save({"a": tied, "b": tied.clone(), "c": tied + 1}, tmp_path / "c")
+    door({"a": target, "b": target}, tmp_path / "c")
+    assert same(target, tied)
+    with pytest.raises((InvalidInputError, CheckpointException), match=r"a and c"):
+        door({"a": target, "c": target}, tmp_path / "c")
+    door({"a": target, "c": target}, tmp_path / "c", allow_lossy=True)
