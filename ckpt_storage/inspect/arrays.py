@@ -33,23 +33,13 @@ if TYPE_CHECKING:
 
     Words = NDArray[np.generic]
 
-__all__ = ["Region", "elements_of", "read_blobs", "read_regions", "read_slabs"]
+__all__ = ["Region", "elements_of", "numpy_name", "read_blobs", "read_regions", "read_slabs"]
 
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 """The numpy type that moves an element of so many bytes as it is."""
 
 _DIRECT_MIN_BYTES = 4 << 20
 """From here on reading into place saves more than the requests for ragged ends cost."""
-
-_ML_DTYPES = {
-    "bfloat16": "bfloat16",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e4m3fnuz": "float8_e4m3fnuz",
-    "float8_e5m2": "float8_e5m2",
-    "float8_e5m2fnuz": "float8_e5m2fnuz",
-    "float8_e8m0fnu": "float8_e8m0fnu",
-}
-"""Torch's names of types that `ml_dtypes` adds to numpy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,28 +221,28 @@ def _named(error: IntegrityError, places: Sequence[Place]) -> IntegrityError:
     )
 
 
+def numpy_name(dtype: str) -> str | None:
+    """Return the name of numpy's type, or `ml_dtypes`', for torch's `dtype`; None without one."""
+    name = DTYPES[dtype].numpy
+    is_narrow = dtype == "bfloat16" or dtype.startswith("float8")
+    return dtype if name is None and is_narrow else name
+
+
 def elements_of(words: Words, dtype: str) -> NDArray[Any]:
     """Return words as elements of torch's type `dtype`, in the same memory.
 
-    Raises `CheckpointError` for a type that numpy lacks, and that `ml_dtypes`, if it is not
-    installed, does not add.
+    Raises `CheckpointError` for a type that neither numpy nor `ml_dtypes` has.
     """
-    name = DTYPES[dtype].numpy
-    if name is not None:
-        return words.view(name)
-    added = _ML_DTYPES.get(dtype)
-    if added is None:
+    name = numpy_name(dtype)
+    if name is None:
         raise CheckpointError(
             f"numpy has no type for {dtype}.", next_step="Read the tensor with .torch()."
         )
-    try:
-        import ml_dtypes  # noqa: PLC0415  # an extra
-    except ImportError as error:
-        raise CheckpointError(
-            f"numpy has no {dtype} of its own.",
-            next_step="Install ckpt-storage[notebook], which adds it, or read with .torch().",
-        ) from error
-    return words.view(getattr(ml_dtypes, added))
+    if DTYPES[dtype].numpy is not None:
+        return words.view(name)
+    import ml_dtypes  # noqa: PLC0415  # only where it is needed
+
+    return words.view(getattr(ml_dtypes, name))
 
 
 def read_slabs(session: Session, fqn: str, most_count: int) -> Iterator[Words]:

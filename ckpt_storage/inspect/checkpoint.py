@@ -42,7 +42,7 @@ __all__ = ["Checkpoint", "diff", "open_checkpoint"]
 _MOST_UNASKED = 50_000
 """Names that are put into a tree within a second, whenever an object is shown."""
 
-_STEP = re.compile(r"(?:.*(?:[-_=. ]|step|iter|epoch))?([0-9]+)", re.IGNORECASE)
+_STEP = re.compile(r"(?:.*(?:step|iter|iteration|checkpoint|ckpt)[-_=. ]?)?([0-9]+)", re.IGNORECASE)
 
 
 def open_checkpoint(
@@ -127,9 +127,10 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def step(self) -> int | None:
-        """The step recorded with the save, else the number that its name ends with ("step-1000").
+        """The step recorded with the save, else the one that its name tells, else None.
 
-        None if there is neither.
+        A name tells it by a number at its end, alone or behind `step`, `iter`, `iteration`,
+        `checkpoint` or `ckpt`: `step-1000`, `checkpoint-500`, `epoch=3-step=7`, but not `gpt-2`.
         """
         if self.info.step is not None:
             return self.info.step

@@ -9,11 +9,11 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Progress
 from ckpt_storage.progress import reporting
 
-from .arrays import Region, elements_of, read_blobs, read_regions
+from .arrays import Region, elements_of, numpy_name, read_blobs, read_regions
 from .lazytensor import LazyTensor
 from .session import Session
 
@@ -105,6 +105,13 @@ class Holdings:
                 "A device was given for numpy arrays.", next_step="Pass kind='torch' too."
             )
         outlines = [self.session.outline(fqn) for fqn in fqns if self.is_tensor(fqn)]
+        unknown = {each.fqn: each.dtype for each in outlines if numpy_name(each.dtype) is None}
+        if kind == "numpy" and unknown:
+            listing = ", ".join(f"{fqn} ({dtype})" for fqn, dtype in unknown.items())
+            raise CheckpointError(
+                f"numpy has no types for {len(unknown)} tensors: {listing}.",
+                next_step="Pass kind='torch', or load the others by name.",
+            )
         values: dict[str, Any] = {}
         with reporting(
             progress,

@@ -120,7 +120,7 @@ class LazyTensor:
     def numpy(self, index: object = ...) -> NDArray[Any]:
         """Return the tensor, or the part at `index`, as an array of its own.
 
-        bfloat16 and float8 are types of `ml_dtypes` (`ckpt-storage[notebook]`). Raises as indexing
+        bfloat16 and float8 are types of `ml_dtypes`. Raises as indexing
         does, and `CheckpointError` for types that numpy cannot have.
         """
         import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none

@@ -251,11 +251,15 @@ def test_facts_are_told(saved: Path) -> None:
         ("epoch=3-step=40", 40),
         ("checkpoint", None),
         ("run2", None),
+        ("gpt-2", None),
+        ("qwen2.5-7", None),
+        ("checkpoint-500", 500),
+        ("iter_100", 100),
         ("step-10-final", None),
     ],
 )
 def test_the_step_is_read_off_the_name(tmp_path: Path, name: str, step: int | None) -> None:
-    """A number at the end of the folder's name, behind a separator or a known word."""
+    """A number at the end of the folder's name, alone or behind a word for steps."""
     ckpt_storage.save({"a": torch.ones(1)}, tmp_path / name)
     assert open_checkpoint(tmp_path / name).step == step
 
@@ -300,17 +304,6 @@ def test_no_torch_is_imported_before_it_is_asked_for(saved: Path) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "torch.bfloat16"), done.stderr
 
 
-def test_types_that_numpy_lacks_need_the_extra(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without ml_dtypes bfloat16 comes as torch only, and the error names both ways out."""
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    lazy = open_checkpoint(saved / "ckpt_storage" / "step-1000")["model.columns"]
-    with pytest.raises(CheckpointError, match=r"ckpt-storage\[notebook\].*\.torch\(\)"):
-        lazy[:2]
-    assert same(lazy.torch(np.s_[:2]), WEIGHTS["model.columns"][:2])
-
-
 def test_types_that_only_torch_has_come_as_torch(tmp_path: Path) -> None:
     """complex32 and packed fours have no numpy type; their tensors are read all the same."""
     state = {
@@ -323,6 +316,11 @@ def test_types_that_only_torch_has_come_as_torch(tmp_path: Path) -> None:
         assert same(opened[name].torch(), tensor)
         with pytest.raises(CheckpointError, match=r"numpy has no type .*\.torch\(\)"):
             opened[name].numpy()
+    for file in opened.files:
+        (tmp_path / "run" / file.path).unlink()
+    named = r"half \(complex32\), packed \(float4_e2m1fn_x2\).*kind='torch'"
+    with pytest.raises(CheckpointError, match=named):
+        opened.load()  # looks before it reads
 
 
 def test_items_that_only_torch_can_read_are_read(tmp_path: Path) -> None:

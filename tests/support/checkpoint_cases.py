@@ -90,7 +90,7 @@ def save_hugging_face(folder: Path) -> None:
 
 def numpy_of(tensor: torch.Tensor) -> Any:
     """Return a tensor as numpy has it, types of ml_dtypes by way of their bytes."""
-    import ml_dtypes  # noqa: PLC0415  # an extra
+    import ml_dtypes  # noqa: PLC0415  # where it is needed
 
     plain = tensor.contiguous()
     if tensor.dtype in {torch.bfloat16, torch.float8_e4m3fn}:
