@@ -297,7 +297,7 @@ def by_manager(path: Path, **options: Any) -> CheckpointInfo:
 
 def by_manager_later(path: Path, **options: Any) -> CheckpointInfo:
     """Save a step in the background."""
-    with ckpt_storage.CheckpointManager(path.parent) as manager:
+    with ckpt_storage.CheckpointManager(path.parent, mode="thread") as manager:
         return manager.save_async(1, STATE, **options).result()
 
 
