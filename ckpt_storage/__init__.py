@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .background.saver import AsyncSaver, save_async
     from .commit.catalog import list_checkpoints, publish
     from .commit.info import CheckpointInfo
+    from .dcp.reader import CheckpointStorageReader
+    from .dcp.writer import CheckpointStorageWriter
     from .errors import (
         CheckpointError,
         CheckpointExistsError,
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
     from .inspect.statistics import TensorStats
     from .inspect.verification import VerifyReport, verify
     from .loads.loading import load
-    from .loads.reader import CheckpointStorageReader
     from .manager.manager import CheckpointManager
     from .manager.pruning import PruneReport
     from .manager.restoring import Restored
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
     )
     from .options import ProgressEvent, RetryPolicy, Timeouts
     from .saves.saving import save
-    from .saves.writer import CheckpointStorageWriter
 
 __all__ = [
     "AsyncSaver",
@@ -143,8 +143,8 @@ _DEFINED_IN = {
     "CheckpointInfo": "commit.info",
     "CheckpointManager": "manager.manager",
     "CheckpointNotFoundError": "errors",
-    "CheckpointStorageReader": "loads.reader",
-    "CheckpointStorageWriter": "saves.writer",
+    "CheckpointStorageReader": "dcp.reader",
+    "CheckpointStorageWriter": "dcp.writer",
     "CommitConflictError": "errors",
     "CommitUnknownError": "errors",
     "ConsolidateOptions": "export.consolidation.options",

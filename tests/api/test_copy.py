@@ -25,7 +25,7 @@ from copy_cases import (
 from safetensors.torch import load_file, save_file
 from servers import Running
 
-from ckpt_storage import CheckpointStorageWriter, consolidate, verify
+from ckpt_storage import CheckpointManager, consolidate, verify
 from ckpt_storage.commit import cleaning
 from ckpt_storage.errors import CheckpointExistsError, IntegrityError, InvalidInputError
 from ckpt_storage.export import copyparts
@@ -68,10 +68,9 @@ def test_a_second_copy_finds_the_first_and_sends_nothing(source: Path, tmp_path:
 
 def test_what_a_manager_recorded_goes_with_the_copy(tmp_path: Path) -> None:
     """The copy's commit record keeps the keys that are for lists of checkpoints."""
-    source = tmp_path / "src"
-    writer = CheckpointStorageWriter(source, sync_files=False)
-    writer.annotate({"step": 7, "metrics": {"loss": 0.5}})
-    dcp.save(state_of(1), storage_writer=writer, no_dist=True)
+    source = tmp_path / "src" / "step-00000007"
+    with CheckpointManager(source.parent) as manager:
+        manager.save(7, state_of(1), metrics={"loss": 0.5}, sync_files=False)
     copy(source, tmp_path / "dst")
     old, new = (
         json.loads((root / "commits/00000001.json").read_text())["body"]
