@@ -130,7 +130,8 @@ class Cadence:
             self._longest_s = max(self._longest_s, self._last_s)
         self._turn += 1
         if self._asked_step is None or step < self._asked_step:
-            self._next_step = step  # training began anew, perhaps from a checkpoint
+            # Training began, perhaps from a checkpoint: no step was measured yet.
+            self._next_step = self._met_step = step
         self._asked_step = step
         every = self._every_steps
         self._answer = every is not None and step > 0 and step % every == 0
