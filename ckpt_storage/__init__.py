@@ -40,8 +40,8 @@ if TYPE_CHECKING:
         UnsupportedByStoreError,
     )
     from .export.consolidating import consolidate
+    from .export.consolidation.job import ConsolidationReport
     from .export.consolidation.options import ConsolidateOptions
-    from .export.consolidation.report import ConsolidationReport
     from .export.converting import ConvertReport, convert
     from .export.copying import CopyReport, copy
     from .inspect.checkpoint import Checkpoint, diff, open_checkpoint
@@ -149,7 +149,7 @@ _DEFINED_IN = {
     "CommitUnknownError": "errors",
     "ConsolidateOptions": "export.consolidation.options",
     "ConsolidationError": "errors",
-    "ConsolidationReport": "export.consolidation.report",
+    "ConsolidationReport": "export.consolidation.job",
     "ConvertReport": "export.converting",
     "CopyReport": "export.copying",
     "Diagnosis": "inspect.doctor",

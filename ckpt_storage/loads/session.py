@@ -39,7 +39,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.costs import REMOTE_READ_BYTES
 from ckpt_storage.transfer.workers import bounded
 
-from .lazychunks import lazy_metadata_of, metadata_of
+from .loadplanner import lazy_metadata_of, metadata_of
 from .loadreads import LoadReads, Sharing
 from .sharing import Key, ShareOrder, SharePolicy, can_plan, plan_shares, share_policy
 from .targets import LoadJob, wanted_regions

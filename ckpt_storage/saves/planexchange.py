@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from ckpt_storage.commit.tiednames import Groups, candidate_ties
 from ckpt_storage.coordination.frontdoor import exchange_plans
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.loads.localparts import Placements, parts_of, placements_key
+from ckpt_storage.loads.resolving import Placements, parts_of, placements_key
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
 from .session import SaveSession

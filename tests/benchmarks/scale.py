@@ -49,7 +49,7 @@ from ckpt_storage.format.manifest import ItemTable, RankManifest, ShardFile
 from ckpt_storage.format.rankreport import RankReport
 from ckpt_storage.format.regions import Box
 from ckpt_storage.options import RetryPolicy, TransferOptions
-from ckpt_storage.source.opening import open_source
+from ckpt_storage.source.filemarks import open_source
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store, Version
 from ckpt_storage.store.deadline import Deadline
