@@ -9,12 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from ckpt_storage.errors import CheckpointError
-from ckpt_storage.testing.ranks import RankPool, RanksFailedError
+from ckpt_storage.testing.ranks import RankPool
 
 
 def gathered(rank: int, word: str) -> list[tuple[int, str, str | None, int]]:
@@ -23,13 +21,6 @@ def gathered(rank: int, word: str) -> list[tuple[int, str, str | None, int]]:
     threads = os.environ.get("OMP_NUM_THREADS")
     dist.all_gather_object(found, (rank, word, threads, torch.get_num_threads()))
     return found
-
-
-def rank_one_raises(rank: int) -> int:
-    """Raise an error of ours on rank 1 only."""
-    if rank == 1:
-        raise CheckpointError("Bad luck.", rank=1, next_step="Try again.")
-    return rank
 
 
 def rank_one_dies(rank: int) -> None:
@@ -53,17 +44,6 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
-
-
-def test_an_exception_comes_back_as_it_was_raised(ranks: RankPool) -> None:
-    """The outcome of a rank that raised has its exception and traceback; others have values."""
-    first, second = ranks.outcomes(rank_one_raises, world_size=2)
-    assert (first.value, first.failure) == (0, None)
-    assert isinstance(second.error, CheckpointError)
-    assert second.error.rank == 1
-    assert "rank_one_raises" in (second.failure or "")
-    with pytest.raises(RanksFailedError, match=r"(?s)1 of 2 ranks failed.*Bad luck"):
-        ranks.run(rank_one_raises, world_size=2)
 
 
 def test_a_rank_that_dies_is_reported_and_replaced() -> None:

@@ -186,29 +186,6 @@ def test_parts_in_flight_keep_within_the_memory_limit() -> None:
     assert BUDGET.held_bytes == 0
 
 
-def test_two_files_at_a_time_share_the_memory_limit() -> None:
-    """Saves of one process that overlap keep to the limit together."""
-    BUDGET.reset()
-    limit = 4 * PART_BYTES
-    options = TransferOptions(
-        part_bytes=PART_BYTES, thread_count=2, memory_limit_bytes=limit, block_bytes=BLOCK_BYTES
-    )
-
-    def write() -> None:
-        file = writer(Remote(), options)
-        file.payload([memoryview(bytes(50 * PART_BYTES))])
-        file.finish()
-
-    threads = [threading.Thread(target=write, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
-    assert 0 < BUDGET.peak_bytes <= limit
-    assert BUDGET.held_bytes == 0
-
-
 @pytest.mark.parametrize("thread_count", [1, 4])
 def test_a_part_that_fails_ends_the_file_and_frees_the_memory(thread_count: int) -> None:
     """The storage's own error reaches the caller; what was queued is not sent any more."""

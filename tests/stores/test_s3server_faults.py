@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
-from s3clients import BUCKET, ask, connect, fetch, refused, running, upload
+from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+from s3clients import BUCKET, ask, connect, fetch, refused, running
 from servers import free_port
 
 from ckpt_storage.errors import InvalidInputError
@@ -167,20 +167,6 @@ def test_crash_points(server: S3Server, when: Any) -> None:
         assert ask(server, "PUT", f"/{BUCKET}/c", b"y")[0] == 200
 
 
-def test_crash_leaves_an_upload_open(server: S3Server, client: Any) -> None:
-    """A client that ends before its completion leaves the parts, and nothing to read."""
-    arguments = upload(client, "k", {1: b"x"})
-    server.crash_at(len(server.requests) + 1)
-    with pytest.raises(BotoCoreError):
-        client.complete_multipart_upload(**arguments)
-    with pytest.raises(BotoCoreError):
-        client.list_buckets()
-    server.recover()
-    assert (server.dump(), server.stats().open_uploads) == ({}, 1)
-    with pytest.raises(InvalidInputError, match="sideways"):
-        server.crash_at(1, "sideways")  # type: ignore[arg-type]
-
-
 def test_log_and_counters(server: S3Server, client: Any) -> None:
     """Every request is logged with its op, name, body bytes and status, and added up by op."""
     put(client, "k", b"12345")
@@ -201,21 +187,6 @@ def test_log_and_counters(server: S3Server, client: Any) -> None:
     assert server.requests == []
     client.list_objects_v2(Bucket=BUCKET)
     assert [(record.seq, record.op) for record in server.requests] == [(1, "list")]
-
-
-def test_corrupt_changes_bytes_and_nothing_else(server: S3Server, client: Any) -> None:
-    """Damage shows in the bytes only: ETag and time stay, as when a disk rots."""
-    put(client, "k", b"abc")
-    before = client.head_object(Bucket=BUCKET, Key="k")
-    server.corrupt(BUCKET, "k", lambda body: body[:1] + b"X")
-    assert server.dump() == {"k": b"aX"}
-    after = client.head_object(Bucket=BUCKET, Key="k")
-    assert (after["ETag"], after["LastModified"]) == (before["ETag"], before["LastModified"])
-    with pytest.raises(KeyError):
-        server.corrupt(BUCKET, "nope", bytes)
-    server.create_bucket("second")
-    with pytest.raises(InvalidInputError, match="second"):
-        server.dump()
 
 
 # Lifecycle
