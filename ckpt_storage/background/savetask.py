@@ -74,7 +74,8 @@ class SaveTask:
     def _run(self, refusal: CheckpointError | None) -> None:
         status = self.status
         try:
-            with as_checkpoint_errors(f"the save to {status.url}", status.rank):
+            what = f"the save to {status.url}"
+            with as_checkpoint_errors(what, status.rank, in_background=True):
                 refusal = refusal or self._end_staging()
                 refusal = self._await_turn() or refusal
                 info = self._carry_out(refusal)
@@ -103,7 +104,8 @@ class SaveTask:
         if self.staging is not None:
             status = self.status
             try:
-                with as_checkpoint_errors(f"the staging for {status.url}", status.rank):
+                what = f"the staging for {status.url}"
+                with as_checkpoint_errors(what, status.rank, in_background=True):
                     self.staged = self.staging.wait(self.options.timeouts.stage)
             except CheckpointError as error:
                 error.phase = error.phase or "stage"
@@ -131,6 +133,7 @@ class SaveTask:
             lambda: self.options,
             watch=self._attach,
             number=self._number,
+            in_background=True,
         )
 
     def _attach(self, operation: Operation) -> None:

@@ -138,6 +138,7 @@ class _Worker:
                 lambda: _options(request.options),
                 watch=self._attach,
                 number=request.number,
+                in_background=True,
             )
         except CheckpointError as error:
             failure = travelling(error)
@@ -155,7 +156,7 @@ class _Worker:
             state = self._receiver.receive()
         except EOFError:
             os._exit(0)  # the trainer is gone
-        except Exception as error:  # noqa: BLE001  # what the user's own classes raise
+        except BaseException as error:  # noqa: BLE001  # what the user's own classes raise
             failure = InvalidInputError(
                 f"The state cannot be read in the worker process: {type(error).__name__}: {error}.",
                 phase="stage",
@@ -227,7 +228,7 @@ class _Worker:
 def _options(packed: bytes) -> SaveOptions:
     try:
         options: SaveOptions = pickle.loads(packed)  # noqa: S301  # from our own trainer
-    except Exception as error:
+    except BaseException as error:
         raise InvalidInputError(
             "The planner or another argument cannot be read in the worker process: "
             f"{type(error).__name__}: {error}.",

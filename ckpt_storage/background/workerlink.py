@@ -5,17 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import multiprocessing
 import os
 import pickle
-import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from multiprocessing.util import Finalize
+from multiprocessing.connection import wait
 
 import torch.distributed as dist
 
@@ -39,9 +34,10 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.timed import TimedPool, halted
 
 from .handle import SaveStatus
-from .stagewire import PackedState, StateSender, pack
+from .stagewire import PackedState, pack
 from .staging import StagedState
-from .worker import Beat, Cancel, Outcome, Request, Setup, worker_main
+from .worker import Beat, Cancel, Outcome, Request, Setup
+from .workerprocess import WorkerProcess
 
 __all__ = ["WorkerLink"]
 
@@ -49,23 +45,8 @@ log = logging.getLogger("ckpt_storage")
 
 _LOOK_S = 0.1
 _RESOLVE_S = 1.5
-_END_S = 5.0
 _SHOWN = frozenset({"write", "commit", "consolidate"})
 """Phases whose bytes users are shown; those of a commit are what was written."""
-
-_START_S = 120.0
-"""How long a worker may take to start: importing torch from a loaded network disk is slow."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Child:
-    """One worker process and our ends of its pipes."""
-
-    process: SpawnProcess
-    control: Connection
-    sender: StateSender
-    finalize: Finalize
-    has_beaten: bool = False
 
 
 class WorkerLink:
@@ -103,9 +84,9 @@ class WorkerLink:
         self._is_busy = False
         self._is_closing = False
         self._lock = threading.Lock()
-        self._child: _Child | None = None
+        self._child: WorkerProcess | None = None
         try:
-            self._child = _start(self._setup)
+            self._child = WorkerProcess(self._setup)
         except InvalidInputError:
             raise
         except CheckpointError as error:
@@ -116,7 +97,7 @@ class WorkerLink:
     def pid(self) -> int | None:
         """Process id of the worker, if one runs."""
         child = self._child
-        return child.process.pid if child is not None and child.process.is_alive() else None
+        return child.pid if child is not None and child.is_alive() else None
 
     def close(self) -> None:
         """End the worker once its save has ended; idempotent, never waits."""
@@ -183,67 +164,70 @@ class WorkerLink:
     def _told(self, run: _Run) -> Iterator[None]:
         """Tell the other ranks of what fails inside: no worker has the save yet."""
         try:
-            with as_checkpoint_errors(f"the save to {run.status.url}", run.status.rank):
+            what = f"the save to {run.status.url}"
+            with as_checkpoint_errors(what, run.status.rank, in_background=True):
                 yield
         except CheckpointError as error:
             error.phase = error.phase or "stage"
             self._stand_in(run, error)
             raise
 
-    def _attempt(self, child: _Child, request: Request, packed: PackedState, run: _Run) -> Outcome:
+    def _attempt(
+        self, child: WorkerProcess, request: Request, packed: PackedState, run: _Run
+    ) -> Outcome:
         """Hand a save to the worker and wait for its outcome. Raises `_GoneError`."""
         run.status.on_cancel(lambda error: self._cancel(child, run.number, error))
         with run.shown():
             try:
                 self._pool.run(
                     lambda: self._send(child, request, packed),
-                    timeout_s=self._silence_s + (0 if child.has_beaten else _START_S),
+                    timeout_s=self._silence_s + child.slack_s,
                     what="handing over",
                     repeatable=False,
-                    cancelled=lambda: not child.process.is_alive(),
+                    cancelled=lambda: not child.is_alive(),
                 )
             except (OSError, StorageError):
-                raise _GoneError(_how(child.process)) from None
+                raise _GoneError(child.how()) from None
             return self._outcome(child, run)
 
-    def _send(self, child: _Child, request: Request, packed: PackedState) -> None:
+    def _send(self, child: WorkerProcess, request: Request, packed: PackedState) -> None:
         with self._sending:
             child.control.send(request)
         child.sender.send(packed)
 
-    def _cancel(self, child: _Child, number: int, error: CheckpointError) -> None:
+    def _cancel(self, child: WorkerProcess, number: int, error: CheckpointError) -> None:
         with self._sending, contextlib.suppress(OSError):
             child.control.send(Cancel(number=number, error=error))
 
-    def _outcome(self, child: _Child, run: _Run) -> Outcome:
+    def _outcome(self, child: WorkerProcess, run: _Run) -> Outcome:
         """Wait for the outcome, watching exit code, beats and the sum of all deadlines."""
         heard_s = time.monotonic()
         end_s = heard_s + run.limit_s()
         while True:
             halted()
-            ready = wait([child.control, child.process.sentinel], _LOOK_S)
+            ready = wait([child.control, child.sentinel], _LOOK_S)
             now = time.monotonic()
             if child.control in ready:
                 try:
                     message = child.control.recv()
                 except (EOFError, OSError):
-                    raise _GoneError(_how(child.process)) from None
+                    raise _GoneError(child.how()) from None
                 if message.number != run.number:
                     continue
                 if isinstance(message, Outcome):
                     return message
                 child.has_beaten, heard_s = True, now
                 run.take(message)
-            elif child.process.sentinel in ready:
-                raise _GoneError(_how(child.process))
-            quiet_s = self._silence_s + (0 if child.has_beaten else _START_S)
+            elif child.sentinel in ready:
+                raise _GoneError(child.how())
+            quiet_s = self._silence_s + child.slack_s
             if now - heard_s > quiet_s:
                 raise _GoneError(f"gave no sign of life for {quiet_s:g} s and was ended")
             if now > end_s:
                 raise _GoneError(f"did not end the save within {run.limit_s():g} s and was ended")
 
-    def _after_death(self, child: _Child, run: _Run, how: str) -> CheckpointInfo:
-        pid = child.process.pid
+    def _after_death(self, child: WorkerProcess, run: _Run, how: str) -> CheckpointInfo:
+        pid = child.pid
         self._end_child()
         rank, phase = self.coordinator.rank, run.phase
         error: CheckpointError = RankFailedError(
@@ -291,13 +275,13 @@ class WorkerLink:
         """Find out whether a worker that died while it committed had done so."""
         save_id = run.beat.save_id or "" if run.beat is not None else ""
         try:
-            settings = run.options.settings(run.url)
-            record = settings.record_of(save_id, Deadline("commit", _RESOLVE_S))
+            writer = run.options.writer(run.url)
+            record = writer.record_of(save_id, Deadline("commit", _RESOLVE_S))
         except CheckpointError as failure:
             error.add_note(f"Looking for the outcome failed too: {failure}")
         else:
             if record is not None:
-                return CheckpointInfo.of(settings.base.url, record), error
+                return CheckpointInfo.of(writer.checkpoint_id, record), error
         unknown = CommitUnknownError(
             f"{error} Whether save {save_id} is committed cannot be told.",
             save_id=save_id,
@@ -339,17 +323,17 @@ class WorkerLink:
                 log.warning("Telling the other ranks failed: %s", raised)
         return word
 
-    def _live_child(self) -> _Child:
+    def _live_child(self) -> WorkerProcess:
         child = self._child
-        if child is not None and not child.process.is_alive():
+        if child is not None and not child.is_alive():
             log.warning(
                 "The worker process of rank %d %s; a new one is started.",
                 self.coordinator.rank,
-                _how(child.process),
+                child.how(),
             )
             self._end_child()
         if self._child is None:
-            self._child = _start(self._setup)
+            self._child = WorkerProcess(self._setup)
         return self._child
 
     def _end_all(self) -> None:
@@ -360,7 +344,7 @@ class WorkerLink:
     def _end_child(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            child.finalize()
+            child.end()
 
 
 @dataclasses.dataclass(slots=True)
@@ -442,82 +426,12 @@ class _GoneError(Exception):
     """The worker is gone; the message says how."""
 
 
-def _how(process: SpawnProcess) -> str:
-    """Return how a process went; one whose pipes are closed is about to."""
-    process.join(_END_S)
-    code = process.exitcode
-    if code is None:
-        return "took no message and was ended"
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
-
-
 def _pickled(options: SaveOptions) -> bytes:
     try:
         return pickle.dumps(options)
-    except Exception as error:
+    except BaseException as error:
         raise InvalidInputError(
             f"The planner or another argument cannot be sent to the worker process: {error}.",
             phase="stage",
             next_step="Define its class at the top of a module, or use mode='thread'.",
         ) from error
-
-
-def _start(setup: Setup) -> _Child:
-    context = multiprocessing.get_context("spawn")
-    try:
-        control, their_control = context.Pipe()
-        states, their_states = context.Pipe()
-    except OSError as error:
-        raise _no_worker(setup, error) from error
-    process = context.Process(
-        target=worker_main,
-        args=(setup, their_control, their_states),
-        name=f"ckpt-storage worker {setup.rank}",
-        daemon=True,
-    )
-    try:
-        process.start()
-    except AssertionError as error:
-        raise InvalidInputError(
-            f"No worker process can be started here: {error}.", next_step="Use mode='thread'."
-        ) from error
-    except OSError as error:
-        raise _no_worker(setup, error) from error
-    their_control.close()
-    their_states.close()
-    # Runs before multiprocessing asks it to end and waits: a stopped process never would.
-    _workers.add(process)
-    finalize = Finalize(None, _end, (process, control, states), exitpriority=100)
-    return _Child(process=process, control=control, sender=StateSender(states), finalize=finalize)
-
-
-def _no_worker(setup: Setup, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"Rank {setup.rank} cannot start its worker process: {error}.",
-        rank=setup.rank,
-        phase="stage",
-        next_step="See how many processes and open files it has and may have (ulimit -u, -n), or "
-        "use mode='thread'.",
-    )
-
-
-_workers: weakref.WeakSet[SpawnProcess] = weakref.WeakSet()
-
-
-def _disown() -> None:
-    """Let a child of fork end no worker of its parent when it exits, as multiprocessing would."""
-    children: set[object] = multiprocessing.process._children  # type: ignore[attr-defined]  # noqa: SLF001  # no public way
-    children.difference_update(_workers)
-
-
-os.register_at_fork(after_in_child=_disown)
-
-
-def _end(process: SpawnProcess, control: Connection, states: Connection) -> None:
-    control.close()
-    states.close()
-    process.kill()
-    process.join(_END_S)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import output
+from .exits import FOUND, SOUND
 from .options import (
     common,
     json_option,
@@ -15,7 +16,6 @@ from .options import (
     storage_options,
     url_argument,
 )
-from .output import FOUND, SOUND
 
 if TYPE_CHECKING:
     from ckpt_storage.export.copying import CopyReport

@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from . import output
+from .exits import SOUND
 from .options import common, json_option, storage_options, url_argument
-from .output import SOUND, entries_of
+from .values import entries_of
 
 __all__ = ["tree"]
 

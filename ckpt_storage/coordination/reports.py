@@ -148,19 +148,23 @@ def travelling(error: BaseException) -> CheckpointError:
 
 
 @contextmanager
-def as_checkpoint_errors(what: str, rank: int) -> Iterator[None]:
+def as_checkpoint_errors(what: str, rank: int, *, in_background: bool = False) -> Iterator[None]:
     """Turn every failure inside into a `CheckpointError`, with the failure as its cause.
 
-    Also DCP's own `CheckpointException`, which is no `Exception`. Interrupts pass.
+    Also DCP's own `CheckpointException`, which is no `Exception`. Interrupts pass, but not in the
+    background: there they would end a thread, and nobody would be told.
     """
     try:
         yield
-    except (CheckpointError, KeyboardInterrupt, SystemExit, GeneratorExit):
+    except CheckpointError:
         raise
     except BaseException as error:
+        is_interrupt = isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
+        if is_interrupt and not in_background:
+            raise
+        told = f"{type(error).__name__}: {error}".rstrip(".: ")
         raise CheckpointError(
-            f"{what[:1].upper()}{what[1:]} failed on rank {rank}: {type(error).__name__}: "
-            f"{str(error).rstrip('.')}.",
+            f"{what[:1].upper()}{what[1:]} failed on rank {rank}: {told}.",
             rank=rank,
             next_step="Its cause says where.",
         ) from error

@@ -12,8 +12,9 @@ from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.reports import as_checkpoint_errors
 from ckpt_storage.errors import CheckpointError, ConsolidationError, InvalidInputError, StorageError
 from ckpt_storage.export.consolidating import output_location, track
-from ckpt_storage.export.consolidation.job import ConsolidateJob, ConsolidationReport
+from ckpt_storage.export.consolidation.job import ConsolidateJob
 from ckpt_storage.export.consolidation.options import ConsolidateOptions
+from ckpt_storage.export.consolidation.report import ConsolidationReport
 from ckpt_storage.export.consolidation.run import run_consolidate
 from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeouts
 from ckpt_storage.store import Location
@@ -29,6 +30,7 @@ def chained_job(
     chained: Chained,
     source: Location,
     *,
+    commits: Location | None,
     rank: int,
     page_cache: PageCache,
     timeouts: Timeouts,
@@ -37,8 +39,9 @@ def chained_job(
 ) -> ConsolidateJob | None:
     """Return the consolidation that a save to `source` goes on with; None: none.
 
-    All but `chained` is as the save has it; `page_cache` counts where the options do not say.
-    Raises `InvalidInputError`, before anything is saved.
+    All but `chained` is as the save has it, which may have its commit records at `commits`.
+    `page_cache` counts where the options do not say. Raises `InvalidInputError`, before anything
+    is saved.
     """
     if chained is None or chained is False:
         return None
@@ -51,6 +54,7 @@ def chained_job(
         )
     return ConsolidateJob(
         source=source,
+        commits=commits,
         output=output_location(source, output, options.output_storage_options),
         options=replace(options, page_cache=options.page_cache or page_cache),
         timeouts=timeouts,
@@ -88,14 +92,15 @@ class _InOnePhase:
 
 
 def consolidate_committed(
-    operation: Operation, job: ConsolidateJob, info: CheckpointInfo
+    operation: Operation, job: ConsolidateJob, info: CheckpointInfo, *, in_background: bool
 ) -> ConsolidationReport:
     """Consolidate what the operation has just committed; all ranks, in the same operation.
 
     Raises `ConsolidationError` with `info`: the checkpoint stays committed.
     """
     try:
-        with as_checkpoint_errors(f"the consolidation of {info.url}", operation.rank):
+        what = f"the consolidation of {info.url}"
+        with as_checkpoint_errors(what, operation.rank, in_background=in_background):
             return run_consolidate(_InOnePhase(operation), job)
     except CheckpointError as caught:
         error = caught

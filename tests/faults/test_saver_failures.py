@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from saver_cases import (
     END_S,
     MODES,
     BrokenPlanner,
+    ExitingPlanner,
     Hold,
     held,
     is_alive,
@@ -33,6 +35,8 @@ from ckpt_storage import (
     AsyncSaver,
     CheckpointError,
     CheckpointExistsError,
+    ConsolidateOptions,
+    ConsolidationError,
     InvalidInputError,
     PhaseTimeoutError,
     SaveCancelledError,
@@ -73,6 +77,7 @@ def _begin(saver: AsyncSaver, folder: str, rank: int, what: str) -> Any:
     """Begin a save that fails on rank 1; return its error."""
     planners: dict[str, Callable[[], Any]] = {
         "planner raises": BrokenPlanner,
+        "planner exits": ExitingPlanner,
         "planner does not pickle": Unpicklable,
         "planner cannot be read": Unreadable,
     }
@@ -105,6 +110,7 @@ def _begin(saver: AsyncSaver, folder: str, rank: int, what: str) -> Any:
 
 THREAD_FAILURES = (
     "planner raises",
+    "planner exits",
     "tensor cannot be staged",
     "value does not pickle",
     "wrong option",
@@ -146,6 +152,7 @@ def test_failure_of_one_rank_is_told_to_all_and_the_next_save_works(
     """Whatever fails on rank 1, both ranks raise and name it, nothing is committed, all goes on."""
     reasons = {
         "planner raises": "divides by zero",
+        "planner exits": "SystemExit: 3",
         "planner does not pickle": "pickle",
         "planner cannot be read": "read divides by zero",
         "value cannot be read": "division by zero",
@@ -158,7 +165,7 @@ def test_failure_of_one_rank_is_told_to_all_and_the_next_save_works(
     first, second = ranks.run(_failing, str(tmp_path), mode, failures, world_size=2, timeout_s=120)
     for ours, theirs in zip(first, second, strict=True):
         (what, kind, text, printed), (_, other_kind, other_text, other_printed) = ours, theirs
-        if what == "planner raises":
+        if what in {"planner raises", "planner exits"}:
             # Where it was raised, which the message refers to, is shown in all processes.
             assert "in create_local_plan" in printed
             assert "in create_local_plan" in other_printed
@@ -337,6 +344,20 @@ def test_interrupt_while_staging_ends_the_save(
                 save_step(ours, tmp_path, 0, 0)
         save_step(ours, tmp_path, 0, 1).result(END_S)
     assert {info.name for info in list_checkpoints(tmp_path)} == {"step-1"}
+
+
+def test_exit_after_the_commit_leaves_a_committed_save(tmp_path: Path) -> None:
+    """A callable of the chained consolidation that exits ends the handle, which says committed."""
+
+    def rename(_name: str) -> str:
+        sys.exit("no name")
+
+    with quick_saver("thread") as ours:
+        handle = save_step(ours, tmp_path, 0, 0, consolidate=ConsolidateOptions(rename=rename))
+        error = handle.exception(END_S)
+    assert isinstance(error, ConsolidationError)
+    assert "SystemExit: no name" in str(error)
+    assert handle.state is SaveState.COMMITTED
 
 
 def test_existing_checkpoint_is_refused(tmp_path: Path) -> None:

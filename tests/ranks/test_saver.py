@@ -566,11 +566,12 @@ def test_relative_places_are_below_the_folder_of_the_call(
         save_step(saver, tmp_path, 0, 0, planner=held(hold))
         monkeypatch.chdir(called)
         saver.save(state_of(0, 1), "run", consolidate="weights")
-        last = saver.save(state_of(0, 2), "apart", commit_url="log")
+        last = saver.save(state_of(0, 2), "apart", commit_url="log", consolidate="made")
         monkeypatch.chdir(later)
         hold.go()
         assert last.result(END_S).url == f"file://{called}/apart"
-    assert sorted(folder.name for folder in called.iterdir()) == ["apart", "log", "run", "weights"]
+    names = {folder.name for folder in called.iterdir()}
+    assert names == {"apart", "log", "made", "run", "weights"}
     assert [*made.iterdir(), *later.iterdir()] == []
 
 
@@ -642,6 +643,18 @@ def test_bar_is_shown_on_rank_0(ranks: RankPool, tmp_path: Path, mode: str) -> N
     assert "write" in first
     assert "100%" in first
     assert second == ""
+
+
+def test_broken_callback_fails_the_save_not_the_saver(tmp_path: Path) -> None:
+    """An error of the user's progress callable is told; the next save works."""
+
+    def broken(_: ProgressEvent) -> None:
+        raise ValueError("the user's own")
+
+    with quick_saver("thread", on_error="warn") as saver:
+        handle = save_step(saver, tmp_path, 0, 0, progress=broken)
+        assert "the user's own" in str(handle.exception(END_S))
+        save_step(saver, tmp_path, 0, 1).result(END_S)
 
 
 def _logged(rank: int, folder: str) -> list[tuple[str, Any, Any]]:

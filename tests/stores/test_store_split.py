@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
-from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, verify
+from ckpt_storage import (
+    CheckpointStorageReader,
+    CheckpointStorageWriter,
+    SaveHandle,
+    save,
+    save_async,
+    verify,
+)
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.split import SplitStore
 from ckpt_storage.testing.store_suite import StoreSuite
@@ -61,3 +69,14 @@ def test_a_save_with_commit_url_is_read_through_the_data_path(tmp_path: Path) ->
     dcp.load(target, storage_reader=reader, no_dist=True)
     assert torch.equal(target["a"], torch.arange(5))
     assert verify(tmp_path / "run" / "one").ok
+
+
+def test_a_save_exports_what_it_committed_elsewhere(tmp_path: Path) -> None:
+    """A save with `commit_url` and `consolidate` exports the commit that it made there."""
+    for name, door in (("now", save), ("behind", save_async)):
+        state = {"a": torch.tensor([len(name)])}
+        began = door(state, tmp_path / name, commit_url=f"{tmp_path}/{name}-log", consolidate=True)
+        info = began.result(60) if isinstance(began, SaveHandle) else began
+        assert info.export == (tmp_path / name / "hf").as_uri()
+        (file,) = (tmp_path / name / "hf").glob("**/*.safetensors")
+        assert torch.equal(load_file(file)["a"], state["a"])

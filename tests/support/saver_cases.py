@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -196,6 +197,14 @@ class BrokenPlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Fail."""
         raise ZeroDivisionError("the planner divides by zero")
+
+
+class ExitingPlanner(DefaultSavePlanner):
+    """A planner that wants to end the process that plans."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Exit."""
+        sys.exit(3)
 
 
 def quick_saver(mode: Literal["thread", "process"], **options: Any) -> AsyncSaver:

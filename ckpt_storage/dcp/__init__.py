@@ -1,1 +1,0 @@
-"""Torch's storage writer and reader: thin adapters for `dcp.save` and `dcp.load`."""
