@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .background.saver import AsyncSaver, save_async
     from .commit.catalog import list_checkpoints, publish
     from .commit.info import CheckpointInfo
+    from .dcp.reader import CheckpointStorageReader
+    from .dcp.writer import CheckpointStorageWriter
     from .errors import (
         CheckpointError,
         CheckpointExistsError,
@@ -38,8 +40,8 @@ if TYPE_CHECKING:
         UnsupportedByStoreError,
     )
     from .export.consolidating import consolidate
+    from .export.consolidation.job import ConsolidationReport
     from .export.consolidation.options import ConsolidateOptions
-    from .export.consolidation.report import ConsolidationReport
     from .export.converting import ConvertReport, convert
     from .export.copying import CopyReport, copy
     from .inspect.checkpoint import Checkpoint, diff, open_checkpoint
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
     from .inspect.statistics import TensorStats
     from .inspect.verification import VerifyReport, verify
     from .loads.loading import load
-    from .loads.reader import CheckpointStorageReader
     from .manager.manager import CheckpointManager
     from .manager.pruning import PruneReport
     from .manager.restoring import Restored
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
     )
     from .options import ProgressEvent, RetryPolicy, Timeouts
     from .saves.saving import save
-    from .saves.writer import CheckpointStorageWriter
 
 __all__ = [
     "AsyncSaver",
@@ -143,13 +143,13 @@ _DEFINED_IN = {
     "CheckpointInfo": "commit.info",
     "CheckpointManager": "manager.manager",
     "CheckpointNotFoundError": "errors",
-    "CheckpointStorageReader": "loads.reader",
-    "CheckpointStorageWriter": "saves.writer",
+    "CheckpointStorageReader": "dcp.reader",
+    "CheckpointStorageWriter": "dcp.writer",
     "CommitConflictError": "errors",
     "CommitUnknownError": "errors",
     "ConsolidateOptions": "export.consolidation.options",
     "ConsolidationError": "errors",
-    "ConsolidationReport": "export.consolidation.report",
+    "ConsolidationReport": "export.consolidation.job",
     "ConvertReport": "export.converting",
     "CopyReport": "export.copying",
     "Diagnosis": "inspect.doctor",

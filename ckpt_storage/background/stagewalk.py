@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.loads.hostbytes import is_freed
-from ckpt_storage.loads.localparts import Parts, parts_of
+from ckpt_storage.loads.resolving import Parts, parts_of
 
 from .hostbuffers import Kind
 

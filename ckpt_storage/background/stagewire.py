@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.loads.localparts import Parts, parts_of
+from ckpt_storage.loads.resolving import Parts, parts_of
 
 from .hostbuffers import Arena, map_shared
 from .stagewalk import Keep, State

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
-from ckpt_storage.loads.localparts import mark_parts
+from ckpt_storage.loads.resolving import mark_parts
 
 from .hostbuffers import Arena, Lease
 from .stagelayout import Copy, Layout, plan_layout

@@ -275,13 +275,13 @@ class WorkerLink:
         """Find out whether a worker that died while it committed had done so."""
         save_id = run.beat.save_id or "" if run.beat is not None else ""
         try:
-            writer = run.options.writer(run.url)
-            record = writer.record_of(save_id, Deadline("commit", _RESOLVE_S))
+            settings = run.options.settings(run.url)
+            record = settings.record_of(save_id, Deadline("commit", _RESOLVE_S))
         except CheckpointError as failure:
             error.add_note(f"Looking for the outcome failed too: {failure}")
         else:
             if record is not None:
-                return CheckpointInfo.of(writer.checkpoint_id, record), error
+                return CheckpointInfo.of(settings.base.url, record), error
         unknown = CommitUnknownError(
             f"{error} Whether save {save_id} is committed cannot be told.",
             save_id=save_id,

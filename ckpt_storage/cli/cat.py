@@ -17,9 +17,8 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.tensorfile import DTYPES
 
 from . import elements, output
-from .exits import SOUND
 from .options import common, fqn_argument, json_option, parse_slice, storage_options, url_argument
-from .values import is_tensor, tensor_of, value_of
+from .output import SOUND, is_tensor, tensor_of, value_of
 
 if TYPE_CHECKING:
     from ckpt_storage.inspect.checkpoint import Checkpoint

@@ -13,7 +13,6 @@ import click
 from ckpt_storage.errors import PhaseTimeoutError
 
 from . import output
-from .exits import SOUND
 from .options import (
     byte_count,
     common,
@@ -23,9 +22,10 @@ from .options import (
     storage_options,
     url_argument,
 )
+from .output import SOUND
 
 if TYPE_CHECKING:
-    from ckpt_storage.export.consolidation.report import ConsolidationReport
+    from ckpt_storage.export.consolidation.job import ConsolidationReport
     from ckpt_storage.options import PageCache
 
 __all__ = ["consolidate"]

@@ -9,7 +9,6 @@ import click
 from ckpt_storage.options import DEFAULT_MEMORY_LIMIT_BYTES
 
 from . import output
-from .exits import SOUND
 from .options import (
     byte_count,
     common,
@@ -19,6 +18,7 @@ from .options import (
     storage_options,
     url_argument,
 )
+from .output import SOUND
 
 if TYPE_CHECKING:
     from ckpt_storage.export.converting import TargetFormat

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import output
-from .exits import FOUND, SOUND
 from .options import (
     common,
     json_option,
@@ -16,6 +15,7 @@ from .options import (
     storage_options,
     url_argument,
 )
+from .output import FOUND, SOUND
 
 if TYPE_CHECKING:
     from ckpt_storage.export.copying import CopyReport

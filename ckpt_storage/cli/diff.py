@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import output
-from .exits import FOUND, SOUND
 from .options import common, json_option, memory_option, storage_options, url_argument
+from .output import FOUND, SOUND
 
 if TYPE_CHECKING:
     from ckpt_storage.inspect.comparing import CheckpointDiff

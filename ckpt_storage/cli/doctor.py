@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import output
-from .exits import FOUND, SOUND
 from .options import byte_count, common, json_option, storage_options, url_argument
+from .output import FOUND, SOUND
 
 if TYPE_CHECKING:
     from ckpt_storage.inspect.doctor import Diagnosis, Measure

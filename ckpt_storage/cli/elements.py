@@ -106,7 +106,7 @@ def _made(tensor: LazyTensor, words: Words, selection: Selection) -> Any:  # noq
         import numpy as np  # noqa: PLC0415  # as above
 
         return np.asarray(found)
-    from ckpt_storage.inspect.torchvalues import tensor_of  # noqa: PLC0415  # numpy has no such type
+    from ckpt_storage.inspect.torchload import tensor_of  # noqa: PLC0415  # numpy has no such type
 
     return tensor_of(words[(*selection.final, *_rest(selection))], tensor.dtype, None)
 

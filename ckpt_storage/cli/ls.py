@@ -7,9 +7,8 @@ from typing import Any
 import click
 
 from . import output
-from .exits import COULD_NOT_RUN, SOUND
 from .options import common, json_option, storage_options, url_argument
-from .roots import check_root
+from .output import COULD_NOT_RUN, SOUND, check_root
 
 __all__ = ["ls"]
 

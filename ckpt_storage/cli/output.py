@@ -6,23 +6,125 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.inspect.markup import human_bytes, shown
 
+if TYPE_CHECKING:
+    from ckpt_storage.inspect.checkpoint import Checkpoint
+    from ckpt_storage.inspect.lazytensor import LazyTensor
+    from ckpt_storage.inspect.nametree import Entry
+
 __all__ = [
+    "BROKEN_PIPE",
+    "COULD_NOT_RUN",
+    "FOUND",
+    "INTERRUPTED",
+    "SOUND",
+    "check_root",
     "document",
     "emit",
+    "entries_of",
     "facts",
+    "is_tensor",
     "line",
     "notice",
     "safe",
     "shows_progress",
     "size",
     "table",
+    "tensor_of",
+    "value_of",
 ]
+
+
+def entries_of(checkpoint: Checkpoint) -> list[Entry]:
+    """Return name, dtype, shape and size of every value; reads none."""
+    return list(checkpoint._entries())  # noqa: SLF001  # indexing would read what is no tensor
+
+
+def is_tensor(checkpoint: Checkpoint, fqn: str) -> bool:
+    """Return whether `fqn` is a tensor. Raises `InvalidInputError` if there is no such value."""
+    if fqn not in checkpoint:
+        # Indexing says which names are near.
+        value_of(checkpoint, fqn)
+    return checkpoint._holdings.is_tensor(fqn)  # noqa: SLF001  # indexing would read an object
+
+
+def value_of(checkpoint: Checkpoint, fqn: str) -> Any:  # noqa: ANN401  # whatever was saved
+    """Return a lazy tensor, or the object. Raises `InvalidInputError` for an unknown name."""
+    try:
+        return checkpoint[fqn]
+    except KeyError as error:
+        raise InvalidInputError(
+            f"{error.args[0]}.", next_step="ckpt-storage tree shows the names."
+        ) from None
+
+
+def tensor_of(checkpoint: Checkpoint, fqn: str) -> LazyTensor:
+    """Return a lazy tensor. Raises `InvalidInputError` for what is none."""
+    if not is_tensor(checkpoint, fqn):
+        raise InvalidInputError(
+            f"{fqn} is an object, no tensor.", next_step="ckpt-storage cat prints it."
+        )
+    tensor: LazyTensor = value_of(checkpoint, fqn)
+    return tensor
+
+
+def check_root(root: str, options: dict[str, Any] | None, timeout: float | None) -> list[str]:
+    """Return the folders at `root`; refuse one that is not there, or is a checkpoint itself.
+
+    Raises `CheckpointNotFoundError`, `InvalidInputError`, `StorageError`.
+    """
+    from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError, StorageError  # noqa: PLC0415  # as above
+    from ckpt_storage.format import layout  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.options import Timeouts  # noqa: PLC0415  # as above
+    from ckpt_storage.store import Location, open_store  # noqa: PLC0415  # as above
+
+    location = Location.of(root, options)
+    try:
+        store = open_store(location, timeouts=Timeouts.of(timeout))
+        found = {entry.path for entry in store.list("", recursive=False)}
+    except StorageError as error:
+        if error.kind != "not-found":
+            raise
+        found = set()
+    # An object storage has no empty folders.
+    if not (Path(location.target).is_dir() if location.is_local else found):
+        raise CheckpointNotFoundError(
+            f"{location.url} does not exist.",
+            path=location.url,
+            phase="load",
+            next_step="Check the path, the bucket and the storage options.",
+        )
+    if found & {f"{layout.COMMITS}/", layout.STOCK_METADATA}:
+        raise InvalidInputError(
+            f"{location.url} is a checkpoint itself, no folder of checkpoints.",
+            path=location.url,
+            next_step="Give the folder above it; ckpt-storage show tells what it holds.",
+        )
+    return sorted(path.rstrip("/") for path in found if path.endswith("/"))
+
+
+SOUND = 0
+"""Done; and what was looked at is sound, or equal."""
+
+FOUND = 1
+"""Damage or a difference was found, or something could not be deleted."""
+
+COULD_NOT_RUN = 2
+"""It did not come to an answer: wrong usage, nothing there, the storage failed."""
+
+INTERRUPTED = 130
+"""128 and the number of SIGINT, as shells say it."""
+
+BROKEN_PIPE = 141
+"""128 and the number of SIGPIPE: whoever read the output has left."""
+
 
 _WIDEST = 10_000
 """Columns where the output goes to a file or a pipe: nothing is cut there."""

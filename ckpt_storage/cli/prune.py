@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from . import output
-from .exits import FOUND, SOUND
 from .options import common, duration_s, json_option, storage_options, url_argument
-from .roots import check_root
+from .output import FOUND, SOUND, check_root
 
 if TYPE_CHECKING:
     from ckpt_storage.manager.pruning import PruneReport

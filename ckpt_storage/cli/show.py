@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import output
-from .exits import SOUND
 from .options import common, fqn_argument, json_option, storage_options, url_argument
-from .values import entries_of, is_tensor, tensor_of
+from .output import SOUND, entries_of, is_tensor, tensor_of
 
 if TYPE_CHECKING:
     from ckpt_storage.inspect.checkpoint import Checkpoint

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import output
-from .exits import SOUND
 from .options import common, complete_fqn, json_option, memory_option, storage_options, url_argument
-from .values import tensor_of
+from .output import SOUND, tensor_of
 
 if TYPE_CHECKING:
     from ckpt_storage.inspect.statistics import Histogram, TensorStats

@@ -7,9 +7,8 @@ from typing import Any
 import click
 
 from . import output
-from .exits import SOUND
 from .options import common, json_option, storage_options, url_argument
-from .values import entries_of
+from .output import SOUND, entries_of
 
 __all__ = ["tree"]
 

@@ -152,16 +152,22 @@ def _conflict(store: Store, save_id: str, holder: SlotRecord) -> CommitConflictE
     by = f"process {holder.pid} on {holder.host or 'an unknown host'} at {holder.created_at}"
     if holder.type == "fence":
         what = f"was given up for dead and fenced by {by}"
+        next_step = "See why it took so long, then save again."
     elif holder.type == "deleted":
         what = f"lost: the checkpoint was deleted by {by}"
+        next_step = "If it is wanted after all, save again."
     else:
         what = f"lost slot {holder.slot} to save {holder.save_id} of {by}"
+        next_step = (
+            "That save is the checkpoint now. Let one job save to this id; the other goes on "
+        )
+        next_step += "from it, or saves to another id."
     return CommitConflictError(
         f"Save {save_id} to {store.url} {what}; it is not committed.",
         winner=winner,
         path=layout.slot_path(holder.slot),
         phase="commit",
-        next_step="Make sure that one job saves to this id, then save again with overwrite=True.",
+        next_step=next_step,
     )
 
 

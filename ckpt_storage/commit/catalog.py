@@ -34,12 +34,12 @@ def list_checkpoints(
     timeout: float | Timeouts | Any = None,  # noqa: ANN401  # timedelta too; Timeouts.of checks
     retry: RetryPolicy | None = None,
 ) -> list[CheckpointInfo]:
-    """Return the committed checkpoints directly below a root, oldest first.
+    """Return the committed checkpoints directly below a root, ordered by name.
 
     Whether one is committed is read from its commit slots, never from a listing; the listing
     only tells which folders to ask. The order is that of the names, numbers in them counted as
-    numbers (`step-900` before `step-1000`); saves of equal names cannot be. A root that is not
-    there holds none. Any rank; not collective.
+    numbers (`step-900` before `step-1000`); `CheckpointManager.latest` returns the highest step.
+    A root that is not there holds none. Any rank; not collective.
 
     A folder that may not be read is listed with the format "unreadable" and its `problem`: it may
     be the newest checkpoint. One whose commit records are damaged or of a newer format is left out

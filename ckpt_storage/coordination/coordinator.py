@@ -15,10 +15,10 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeout
 from ckpt_storage.options import Timeouts
 
 from .board import Board, BoardError, LocalBoard
+from .lifesigns import RankProcess
 from .meeting import GivenUp
 from .operation import Operation
 from .reports import COORDINATOR, locate
-from .siblings import RankProcess
 
 __all__ = ["Coordinator", "solo"]
 

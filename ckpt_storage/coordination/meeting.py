@@ -25,10 +25,9 @@ from typing import Literal
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 
 from .agreement import Hello, check_agreement
-from .board import BoardError
+from .board import BoardError, Waits
+from .lifesigns import RankProcess, start_ticks
 from .reports import COORDINATOR, name_ranks, of_rank
-from .siblings import RankProcess, start_ticks
-from .waits import Waits
 
 __all__ = ["Arrival", "GivenUp", "Meeting"]
 

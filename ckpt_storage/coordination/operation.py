@@ -22,13 +22,11 @@ from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.store.deadline import Deadline
 
 from .agreement import Hello
-from .board import Board, BoardError
-from .lifesigns import LifeSigns, Sign
+from .board import Board, BoardError, Waits
+from .lifesigns import LifeSigns, RankProcess, Siblings, Sign
 from .meeting import GivenUp, Meeting
 from .reports import COORDINATOR, Report, name_ranks, told_by, travelling
-from .siblings import RankProcess, Siblings
 from .steps import Steps
-from .waits import Waits
 from .watching import Watcher, lost_board
 
 __all__ = ["Operation"]

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 
+from .board import Waits
 from .lifesigns import LifeSigns
 from .reports import COORDINATOR, name_ranks
-from .waits import Waits
 
 __all__ = ["Steps"]
 

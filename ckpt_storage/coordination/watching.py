@@ -12,9 +12,8 @@ from ckpt_storage.errors import CheckpointError, RankFailedError
 from ckpt_storage.store.deadline import Deadline
 
 from .board import Board, BoardError
-from .lifesigns import LifeSigns
+from .lifesigns import LifeSigns, Siblings
 from .reports import COORDINATOR, Report, name_ranks
-from .siblings import Siblings
 
 __all__ = ["Watcher", "lost_board"]
 

@@ -21,9 +21,8 @@ from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.progress import reporting
 from ckpt_storage.store import Location
 
-from .consolidation.job import ConsolidateJob
+from .consolidation.job import ConsolidateJob, ConsolidationReport
 from .consolidation.options import DEFAULT_MAX_FILE_BYTES, ConsolidateOptions, Selection
-from .consolidation.report import ConsolidationReport
 from .consolidation.run import run_consolidate
 
 if TYPE_CHECKING:

@@ -40,15 +40,14 @@ from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.stalling import stalling_deadline
+from ckpt_storage.transfer.pacing import stalling_deadline
 from ckpt_storage.transfer.workers import bounded
 
 from .consolidation.options import Selection, parse_bytes
-from .conversion.selection import chosen
 from .conversion.stream import TensorStream
 from .conversion.targets import FORMATS, Target, TargetFormat, split_file, write_target
-from .conversion.values import Values
-from .conversion.ziprecords import RecordStream
+from .conversion.torchfile import RecordStream
+from .conversion.values import Values, chosen
 from .copying import destination_of
 from .overlap import is_within, place_within
 

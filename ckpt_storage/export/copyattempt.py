@@ -38,8 +38,8 @@ from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.workers import Workers, bounded
 
-from .copyparts import FileToCopy
 from .filecopies import FileCopier
+from .partcopies import FileToCopy
 
 __all__ = ["CopyAttempt", "CopyMeans"]
 

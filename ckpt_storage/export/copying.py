@@ -53,7 +53,7 @@ from ckpt_storage.source.model import SourceFormat, gone, read_manifest
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.stalling import stalling_deadline
+from ckpt_storage.transfer.pacing import stalling_deadline
 from ckpt_storage.transfer.workers import Workers, bounded
 
 from .copyattempt import CopyAttempt, CopyMeans

@@ -29,8 +29,8 @@ from ckpt_storage.format.layout import BLOCKER, COMMITS, PROBE_PREFIX, SAVES, ST
 from ckpt_storage.format.shardspans import WholeFile
 from ckpt_storage.store.base import Entry, Store
 
-from .copyparts import FileToCopy
 from .filecopies import FileCopier
+from .partcopies import FileToCopy
 
 __all__ = ["CopiedExports", "copy_exports"]
 

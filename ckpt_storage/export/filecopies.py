@@ -22,8 +22,16 @@ from ckpt_storage.transfer.filewriter import part_bytes_for
 from ckpt_storage.transfer.relay import Buffers, Paces, PartWorkers, timed
 from ckpt_storage.transfer.workers import bounded
 
-from .copyparts import FilePart, FileToCopy, copied_parts, streamed_parts
-from .partcopies import CopyRefusedError, OpenFile, PartCopier, Tally
+from .partcopies import (
+    CopyRefusedError,
+    FilePart,
+    FileToCopy,
+    OpenFile,
+    PartCopier,
+    Tally,
+    copied_parts,
+    streamed_parts,
+)
 
 __all__ = ["Copies", "FileCopier"]
 

@@ -19,9 +19,9 @@ from ckpt_storage.source.model import Source
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store.base import Entry, Store
 
-from .copyparts import FileToCopy
 from .filecopies import FileCopier
 from .foreignfolder import Content, ForeignFolder, is_of_the_work
+from .partcopies import FileToCopy
 
 __all__ = ["copy_foreign"]
 

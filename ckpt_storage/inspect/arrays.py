@@ -440,7 +440,7 @@ def _wholes(pieces: Sequence[_Piece]) -> Iterator[tuple[Place, list[_Piece]]]:
 
 
 def _deliver_whole(buffer: bytearray, place: Place, users: Sequence[_Piece]) -> None:
-    from .torchvalues import words_of  # noqa: PLC0415  # torch, where nothing else can read it
+    from .torchload import words_of  # noqa: PLC0415  # torch, where nothing else can read it
 
     words = words_of(buffer, place, users[0].target.dtype.str)
     for piece in users:

@@ -20,13 +20,11 @@ from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location
 
 from .arrays import elements_of, read_slabs
-from .comparing import CheckpointDiff, compare
-from .elementdiff import Tolerance
-from .facts import HistoryEntry, StoredFile, StoredRank
+from .comparing import CheckpointDiff, Tolerance, compare
 from .holdings import Holdings, Names
 from .markup import human_bytes
 from .nametree import Entry, Node, tree_of
-from .session import Session, Settings
+from .session import HistoryEntry, Session, Settings, StoredFile, StoredRank
 from .statistics import TensorStats, summarise
 from .verification import VerifyReport, verify
 from .views import TreeView, checkpoint_html, checkpoint_text
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from .arrays import Words
-    from .torchvalues import Device
+    from .torchload import Device
 
 __all__ = ["Checkpoint", "diff", "open_checkpoint"]
 

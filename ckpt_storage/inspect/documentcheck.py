@@ -3,29 +3,131 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ckpt_storage.commit import slotlog, stockfooter
-from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError
+from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from ckpt_storage.format import integrity, layout
 from ckpt_storage.format.ceilings import MOST_SLOT_BYTES, MOST_STOCK_BYTES
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.manifest import Manifest, RankManifest
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.format.tiling import covers_exactly
-from ckpt_storage.source.model import CommittedSource
+from ckpt_storage.source.model import CommittedSource, Place, Source
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store.base import Store
 
-from .findings import Findings, Problem
-
 __all__ = [
+    "Findings",
+    "Problem",
     "check_coverage",
+    "check_foreign",
     "check_markers",
     "check_places",
     "check_rank",
     "check_stock",
     "note_unsafe",
 ]
+
+
+def check_foreign(store: Store, source: Source, findings: Findings) -> None:
+    """Check that what another writer left can be read; it carries no checksums."""
+    keys = value_keys(source)
+    source.require(keys)
+    ends: dict[str, Place] = {}
+    for key in keys:
+        place = source.place(*key)
+        end = ends.get(place.path)
+        if end is None or place.start + place.size_bytes > end.start + end.size_bytes:
+            ends[place.path] = place
+    for path, place in ends.items():
+        findings.file_count += 1
+        needed = place.start + place.size_bytes
+        try:
+            size_bytes = store.stat(path).size_bytes
+        except StorageError as error:
+            if error.kind != "not-found":
+                raise
+            findings.note(_missing_of(source, place))
+            continue
+        if size_bytes < needed:
+            findings.note(
+                IntegrityError(
+                    f"{path} has {size_bytes} bytes; {place.fqn} ends at byte {needed}.",
+                    path=path,
+                    fqn=place.fqn,
+                    offset=size_bytes,
+                    next_step="Restore the file from a copy, or load another checkpoint.",
+                )
+            )
+
+
+def _missing_of(source: Source, place: Place) -> CheckpointError:
+    error = source.explain_missing(place)
+    if not isinstance(error, CheckpointError):  # pragma: no cover  # sources return ours
+        raise error
+    return error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong, or to be known: in which file, of which rank, tensor and byte."""
+
+    message: str
+    next_step: str
+    file: str | None = None
+    rank: int | None = None
+    fqn: str | None = None
+    offset: int | None = None
+
+
+class Findings:
+    """Problems, collected instead of raised at the first, and what of a checkpoint was checked.
+
+    `is_part`: of one of several processes, which ask together whether the checkpoint can be loaded.
+    """
+
+    def __init__(self, *, is_part: bool) -> None:
+        self.problems: list[Problem] = []
+        self.notes: list[Problem] = []
+        self.file_count = 0
+        self.checked_bytes = 0
+        self._is_part = is_part
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether more problems would change nothing."""
+        return self._is_part and bool(self.problems)
+
+    def note(
+        self, error: CheckpointError, *, rank: int | None = None, path: str | None = None
+    ) -> None:
+        """Add what `error` says to the problems; `path` if it names the file in another way."""
+        text = str(error)
+        step = error.next_step or "Load another checkpoint."
+        self.problems.append(
+            Problem(
+                message=text.removesuffix(step).strip(),
+                next_step=step,
+                file=path or error.path,
+                rank=rank if error.rank is None else error.rank,
+                fqn=getattr(error, "fqn", None),
+                offset=getattr(error, "offset", None),
+            )
+        )
+
+    def note_or_raise(
+        self, error: CheckpointError, rank: int | None = None, path: str | None = None
+    ) -> None:
+        """Damage and absence are findings; a storage that does not answer is not.
+
+        To a part, neither is what this release is too old for: no other checkpoint is better.
+        """
+        if isinstance(error, StorageError) and error.kind != "not-found":
+            raise error
+        if self._is_part and not isinstance(error, IntegrityError | StorageError):
+            raise error
+        self.note(error, rank=rank, path=path)
 
 
 def check_markers(store: Store, save_id: str, findings: Findings) -> None:

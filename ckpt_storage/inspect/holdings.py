@@ -18,7 +18,7 @@ from .lazytensor import LazyTensor
 from .session import Session
 
 if TYPE_CHECKING:
-    from .torchvalues import Device
+    from .torchload import Device
 
 __all__ = ["Holdings", "Names"]
 
@@ -131,7 +131,7 @@ class Holdings:
                 if kind == "numpy":
                     values[outline.fqn] = elements_of(words, outline.dtype)
                 else:
-                    from .torchvalues import tensor_of  # noqa: PLC0415  # only now torch is needed
+                    from .torchload import tensor_of  # noqa: PLC0415  # only now torch is needed
 
                     values[outline.fqn] = tensor_of(words, outline.dtype, device)
             objects = [fqn for fqn in fqns if fqn in self._object_set]
@@ -148,7 +148,7 @@ class Holdings:
         if not fqns:
             return {}
         stored = read_blobs(self.session, fqns, on_bytes=on_bytes)
-        from .torchvalues import blob_value  # noqa: PLC0415  # torch.load reads what it wrote
+        from .torchload import blob_value  # noqa: PLC0415  # torch.load reads what it wrote
 
         return {
             fqn: blob_value(buffer, place, unsafe_pickle=self._unsafe_pickle)

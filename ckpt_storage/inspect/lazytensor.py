@@ -10,17 +10,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .arrays import Region, elements_of, read_regions
-from .drawing import sharding_svg
+from .drawing import Sharding, sharding_svg
 from .indexing import select
 from .markup import card, human_bytes, page, shape_text, shown
 from .session import Session
-from .sharding import Sharding
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from .arrays import Words
-    from .torchvalues import Device, Tensor
+    from .torchload import Device, Tensor
 
 __all__ = ["LazyTensor"]
 
@@ -133,7 +132,7 @@ class LazyTensor:
 
         Raises as indexing does.
         """
-        from .torchvalues import tensor_of  # noqa: PLC0415  # torch is imported here, not before
+        from .torchload import tensor_of  # noqa: PLC0415  # torch is imported here, not before
 
         selection = select(index, self._shape)
         words = self._read(selection.ranges)

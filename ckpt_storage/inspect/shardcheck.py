@@ -13,7 +13,7 @@ from ckpt_storage.transfer.fetching import Fetch, run_fetches
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.workers import Workers
 
-from .findings import Findings
+from .documentcheck import Findings
 from .shardspots import ArrivedSpans, Shard, Span, fqn_at, grouped, spans_of
 
 __all__ = ["ShardCheck"]

@@ -27,6 +27,7 @@ from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.options import LOCAL_READ_BYTES, Progress, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.progress import reporting
+from ckpt_storage.source.filemarks import open_source
 from ckpt_storage.source.model import (
     CommittedSource,
     Source,
@@ -34,16 +35,17 @@ from ckpt_storage.source.model import (
     read_manifest,
     read_rank_manifest,
 )
-from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.pacing import Pacer
-from ckpt_storage.transfer.stalling import Stalling, stalling_deadline
+from ckpt_storage.transfer.pacing import Pacer, Stalling, stalling_deadline
 from ckpt_storage.transfer.workers import bounded
 
 from .documentcheck import (
+    Findings,
+    Problem,
     check_coverage,
+    check_foreign,
     check_markers,
     check_places,
     check_rank,
@@ -51,8 +53,6 @@ from .documentcheck import (
     note_unsafe,
 )
 from .exportcheck import ExportStatus, check_exports
-from .findings import Findings, Problem
-from .foreigncheck import check_foreign
 from .shardcheck import ShardCheck
 from .shardspots import Part, Shard, total_bytes_of
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from .drawing import sharding_svg
+from .drawing import Sharding, sharding_svg
 from .markup import TIMES, bar, card, escaped, human_bytes, page, shape_text, shown
 from .nametree import Node
-from .sharding import Sharding
 
 __all__ = ["TreeView", "checkpoint_html", "checkpoint_text"]
 

@@ -59,6 +59,7 @@ class CheckpointStorageManager(TitanManager):
         if not self.enable:
             return
         self._timeouts = Timeouts.of(config.timeout_s)
+        self._resumed_step: int | None = None
         self._is_async = config.async_mode in _MODES
         self._manager = CheckpointManager(
             self.folder,
@@ -82,10 +83,13 @@ class CheckpointStorageManager(TitanManager):
             return super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
-        # A run that resumed from an earlier step comes to this one again.
         step = int(checkpoint_id.rpartition("-")[2])
-        self._manager.save(step, state_dict, overwrite=True)
+        self._manager.save(step, state_dict, overwrite=self._is_above(step))
         return None
+
+    def _is_above(self, step: int) -> bool:
+        """Return whether `step` is above the one that this run resumed from: it may be replaced."""
+        return self._resumed_step is not None and step > self._resumed_step
 
     def dcp_load(
         self,
@@ -118,11 +122,15 @@ class CheckpointStorageManager(TitanManager):
             self.save_future = self._manager.save_async(
                 curr_step,
                 self._flattened_model_states_sd(),
-                overwrite=True,
+                overwrite=self._is_above(curr_step),
                 block_until_staged=False,
             )
         else:
-            self._manager.save(curr_step, self._flattened_model_states_sd(), overwrite=True)
+            self._manager.save(
+                curr_step,
+                self._flattened_model_states_sd(),
+                overwrite=self._is_above(curr_step),
+            )
         return True
 
     def _maybe_wait_for_staging(self) -> None:
@@ -146,6 +154,7 @@ class CheckpointStorageManager(TitanManager):
         # As torchtitan has it, step 0 is the seed, the model alone.
         states = self._states_to_load(step == 0)
         self.dcp_load(states, self._manager.target_of(step), from_hf=False, from_quantized=False)
+        self._resumed_step = step
 
     def _resume(self) -> bool:
         """Load the newest that is whole; all ranks load the same one. False if there is none."""
@@ -163,6 +172,7 @@ class CheckpointStorageManager(TitanManager):
             return True
         if restored is None:
             return False
+        self._resumed_step = restored.step
         self.states["model"].load_state_dict(states)
         return True
 

@@ -79,6 +79,7 @@ class CheckpointStorageCallback(TrainerCallback):
         )
         self._saved_step = -1
         self._resumed_step: int | None = None
+        self._replaced_above: int | None = None
         self._is_fsdp = False
         self._has_warned = False
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -107,7 +108,7 @@ class CheckpointStorageCallback(TrainerCallback):
                 next_step="Load it with ckpt_storage.load in a loop of your own, or train without "
                 "fsdp.",
             )
-        self._resumed_step = restored.step
+        self._resumed_step = self._replaced_above = restored.step
         self._drop_folder()
         self._folder = tempfile.TemporaryDirectory(prefix="ckpt-storage-resume-")
         folder = Path(self._folder.name)
@@ -240,7 +241,8 @@ class CheckpointStorageCallback(TrainerCallback):
                     _RNG: {str(_rank()): _random_states()},
                 },
                 # A run that was resumed from an earlier step comes here again.
-                overwrite=True,
+                overwrite=self._replaced_above is not None
+                and state.global_step > self._replaced_above,
             )
         return control
 

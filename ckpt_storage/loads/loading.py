@@ -22,7 +22,7 @@ from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 
 from .loadplanner import OwnChunksLoadPlanner
 from .loadreads import Sharing
-from .reader import CheckpointStorageReader
+from .session import LoadSession, LoadSettings
 from .sharing import ShareOrder
 
 __all__ = ["load"]
@@ -96,7 +96,7 @@ def load(  # the public surface, all keyword-only
         ):
             if refusal is not None:
                 raise refusal
-            reader = CheckpointStorageReader(
+            settings = LoadSettings.of(
                 url,
                 storage_options=storage_options,
                 verify=verify,
@@ -109,11 +109,11 @@ def load(  # the public surface, all keyword-only
                 retry=retry,
                 progress=progress,
             )
-            operation.what = f"the load from {reader.checkpoint_id}"
+            session = LoadSession(settings, begin=operation.phase)
+            operation.what = f"the load from {session.url}"
             plain = plain_state(dict(sorted(state.items())))
-            reader.attend(operation.phase)
             chosen = planner or OwnChunksLoadPlanner()
-            _run(operation, peers_of(coordinator), reader, chosen, plain)
+            _run(operation, peers_of(coordinator), session, chosen, plain)
             operation.all_gather(pickle.dumps(None))
             for key, value in plain.items():
                 target = state[key]
@@ -156,7 +156,7 @@ class _Answer:
 def _run(
     operation: Operation,
     peers: Peers,
-    reader: CheckpointStorageReader,
+    session: LoadSession,
     planner: LoadPlanner,
     state: dict[str, Any],
 ) -> None:
@@ -166,17 +166,17 @@ def _run(
     still agree on what they read, but their plans travel only where reads may be shared. Where some
     ranks give a planner and others none, all send their plans in full, once that is known.
     """
-    operation.meet(reader.terms())
+    operation.meet(session.terms())
     operation.phase("load")
     is_own = type(planner) is OwnChunksLoadPlanner
-    metadata = reader.read_lazily() if is_own else reader.read_metadata()
+    metadata = session.read_lazily() if is_own else session.read_metadata()
     planner.set_up_planner(state, metadata, operation.is_coordinator)
-    reader.set_up_storage_reader(metadata, operation.is_coordinator, rank=operation.rank)
+    session.set_up(is_coordinator=operation.is_coordinator, rank=operation.rank)
     plan = planner.create_local_plan()
     told = plan
-    if is_own and not reader.may_share(operation.world_size):
+    if is_own and not session.may_share(operation.world_size):
         told = replace(plan, items=[])
-    proposal = _Proposal(plan=reader.prepare_local_plan(told), is_own=is_own)
+    proposal = _Proposal(plan=session.propose(told), is_own=is_own)
 
     def decide(proposals: list[_Proposal]) -> Sequence[_Answer | None]:
         plans = [proposal.plan for proposal in proposals]
@@ -184,20 +184,21 @@ def _run(
             return [None] * len(plans)
         if not is_own:
             return decide_in_full(plans)
-        plans = reader.prepare_global_plan(plans)
-        return [_Answer(plan=None, order=order) for order in reader.share_orders(plans)]
+        session.check()
+        return [_Answer(plan=None, order=order) for order in session.share_orders(plans)]
 
     def decide_in_full(plans: list[LoadPlan]) -> list[_Answer]:
-        plans = reader.prepare_global_plan(planner.create_global_plan(plans))
-        orders = reader.share_orders(plans)
+        plans = planner.create_global_plan(plans)
+        session.check()
+        orders = session.share_orders(plans)
         return [_Answer(plan=plan, order=order) for plan, order in zip(plans, orders, strict=True)]
 
     answer = exchange_plans(operation, proposal, decide)
     if answer is None:
-        answer = exchange_plans(operation, reader.prepare_local_plan(plan), decide_in_full)
+        answer = exchange_plans(operation, session.propose(plan), decide_in_full)
     if answer.plan is not None:
         plan = planner.finish_plan(answer.plan)
     sharing = None
     if answer.order is not None:
         sharing = Sharing(order=answer.order, operation=operation, peers=peers)
-    reader.read(plan, planner, sharing)
+    session.read(plan, planner, sharing)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cache
@@ -16,18 +17,56 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.regions import Box, run_count
+from ckpt_storage.format.regions import Box, WindowCopy, run_count
 from ckpt_storage.format.tensorfile import DTYPES
 from ckpt_storage.format.tensorlayout import GridBoxes
 from ckpt_storage.inspect.torchload import load_whole, scan_blob
 from ckpt_storage.source.model import Place, Source, concerns
-from ckpt_storage.source.readplan import Request, bytes_request, no_sink
+from ckpt_storage.source.readplan import Request, Sink, bytes_request, no_sink
 
 from .hostbytes import dtype_name, is_freed
 from .resolving import target_resolver
 from .sharedreads import fits_units
 from .sharing import Key
-from .tensorsinks import tensor_sink
+
+__all__ = ["LoadJob", "tensor_sink", "wanted_regions"]
+
+
+def tensor_sink(target: torch.Tensor, dtype: torch.dtype) -> Sink:
+    """Return what copies elements of `dtype` out of windows of a payload into `target`.
+
+    It may be called by several threads; autograd sees none of it.
+    """
+    # Several windows of one target arrive in several threads.
+    lock = threading.Lock() if target.device.type != "cpu" else None
+    shape = tuple(target.shape)
+
+    def sink(window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        raw = torch.frombuffer(window, dtype=torch.uint8)
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()  # torch's kernels rely on natural alignment; some crash without
+        flat = raw.view(dtype)
+        for copy in copies:
+            source = flat.as_strided(copy.sizes, copy.source_strides, copy.source_offset_elements)
+            dest = target
+            for dim, size in enumerate(copy.sizes):
+                if size != shape[dim]:
+                    dest = dest.narrow(dim, copy.dest_offsets[dim], size)
+            if lock is None:
+                dest.copy_(source)
+            else:
+                with lock:
+                    dest.copy_(source)
+
+    if not target.is_inference():
+        return sink
+
+    def in_inference_mode(window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        # The mode is a thread's own, and such a tensor can be written to in it alone.
+        with torch.inference_mode():
+            sink(window, copies)
+
+    return in_inference_mode
 
 
 class LoadJob:

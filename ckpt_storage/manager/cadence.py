@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ckpt_storage.coordination.board import BoardError
+from ckpt_storage.coordination.board import Board, BoardError
 from ckpt_storage.coordination.coordinator import Coordinator
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.watching import lost_board
@@ -15,10 +17,108 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store.deadline import Deadline
 
-from .earlycall import EarlyCall
 from .preemption import Notices
 
-__all__ = ["Cadence"]
+__all__ = ["Cadence", "EarlyCall"]
+
+log = logging.getLogger("ckpt_storage")
+
+
+_AHEAD_TURNS = 2
+_NONE = b"none"
+
+
+class EarlyCall:
+    """Calls of one rank's, and of others, between two meetings that were agreed on.
+
+    Turns are counted from the last meeting on, alike on all ranks. Each request to the board ends
+    within `timeout_s` seconds.
+    """
+
+    def __init__(self, board: Board, *, rank: int, world_size: int, timeout_s: float) -> None:
+        self._board = board
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._meeting_id = ""
+        self._attempt = 0
+        self._promised: int | None = None
+        self._agreed: int | None = None
+        self._left: list[str] = []
+
+    @property
+    def has_promised(self) -> bool:
+        """Whether `look` must be called at the next turn."""
+        return self._promised is not None
+
+    def look(self, turn: int, *, wants: bool) -> int | None:
+        """Return the turn of an early meeting, never before `turn`; None if none is agreed on.
+
+        Raises `BoardError` if the board cannot be read after this rank has promised; before, that
+        is the next meeting's to tell.
+        """
+        while self._agreed is None and (self._promised is not None or self._joins(turn, wants)):
+            word = self._word(turn)
+            if word is None:
+                return None
+            if word != _NONE:
+                self._agreed = int(word)
+            else:
+                self._attempt += 1
+                self._promised = None
+        return self._agreed
+
+    def anew(self, meeting_id: str) -> None:
+        """Begin to count turns from 0, as all ranks met; take back what is on the board.
+
+        `meeting_id` is that of no other meeting, also not of processes before these: what they left
+        must not be taken for a call, nor for what was agreed on.
+        """
+        for key in self._left:
+            with contextlib.suppress(BoardError):
+                self._board.delete(key, self._timeout_s)
+        self._left = []
+        self._meeting_id = meeting_id
+        self._attempt = 0
+        self._promised = self._agreed = None
+
+    def _joins(self, turn: int, wants: bool) -> bool:  # noqa: FBT001  # as it came
+        """Call, or look for a call; promise if there is one."""
+        call, own = self._key("call"), self._key(str(self._rank))
+        promised = turn + _AHEAD_TURNS * (self._attempt + 1)
+        try:
+            if not wants and self._board.get(call, self._timeout_s) is None:
+                return False
+            self._left += [own, call] if wants else [own]
+            # An answer may be lost, so it binds from the attempt on.
+            self._promised = promised
+            self._board.set(own, str(promised).encode(), self._timeout_s)
+            if wants:
+                self._board.set_first(call, b"1", self._timeout_s)
+        except BoardError as error:
+            if self._promised is not None:
+                raise
+            log.debug("whether ranks meet sooner is not known: %s", error)
+            return False
+        return True
+
+    def _word(self, turn: int) -> bytes | None:
+        key = self._key("word")
+        word = self._board.get(key, self._timeout_s)
+        if word is not None or self._promised is None or turn < self._promised:
+            return word
+        promises = [self._key(str(rank)) for rank in range(self._world_size)]
+        found = _NONE
+        if self._board.has_all(promises, self._timeout_s):
+            told = [self._board.get(one, self._timeout_s) for one in promises]
+            found = str(max(int(one) for one in told if one is not None)).encode()
+        self._left.append(key)
+        self._board.set_first(key, found, self._timeout_s)
+        return self._board.get(key, self._timeout_s)
+
+    def _key(self, name: str) -> str:
+        return f"early/{self._meeting_id}/{self._attempt}/{name}"
+
 
 _LOOK_S = 1.0
 """How often ranks meet, in seconds, if steps are shorter; a notice leaves half a minute or so."""
@@ -130,7 +230,8 @@ class Cadence:
             self._longest_s = max(self._longest_s, self._last_s)
         self._turn += 1
         if self._asked_step is None or step < self._asked_step:
-            self._next_step = step  # training began anew, perhaps from a checkpoint
+            # Training began, perhaps from a checkpoint: no step was measured yet.
+            self._next_step = self._met_step = step
         self._asked_step = step
         every = self._every_steps
         self._answer = every is not None and step > 0 and step % every == 0

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from ckpt_storage.commit.tiednames import Groups, candidate_ties
 from ckpt_storage.coordination.frontdoor import exchange_plans
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.loads.localparts import Placements, parts_of, placements_key
+from ckpt_storage.loads.resolving import Placements, parts_of, placements_key
 from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
-from .writer import CheckpointStorageWriter
+from .session import SaveSession
 
 __all__ = ["Kept", "PlanExchange", "PlanMemory", "Structure", "planned_alike", "structure_of"]
 
@@ -172,13 +172,13 @@ class PlanExchange:
     def __init__(
         self,
         operation: Operation,
-        writer: CheckpointStorageWriter,
+        session: SaveSession,
         planner: SavePlanner,
         *,
         keeps: bool,
     ) -> None:
         self._operation = operation
-        self._writer = writer
+        self._session = session
         self._planner = planner
         self._keeps = keeps
         self._kept: Kept | None = None
@@ -212,7 +212,7 @@ class PlanExchange:
 
     def _suffices(self, kept: Kept, ids: set[str | None]) -> bool:
         """Return whether all ranks kept this plan, and all that this save's documents need."""
-        is_whole = kept.has_chunks or not self._writer.is_stock_wanted(kept.item_count)
+        is_whole = kept.has_chunks or not self._session.is_stock_wanted(kept.item_count)
         return is_whole and ids == {kept.plan_id}
 
     def _structure(self) -> Structure | None:
@@ -229,7 +229,7 @@ class PlanExchange:
 
     def _exchange(self, plan: SavePlan | None, kept: Kept | None, tied: Groups) -> _Answer:
         proposal = _Proposal(
-            plan=self._writer.prepare_local_plan(plan or self._planner.create_local_plan()),
+            plan=self._session.propose(plan or self._planner.create_local_plan()),
             plan_id=kept.plan_id if kept else None,
             tied=tied,
         )
@@ -249,8 +249,10 @@ class PlanExchange:
         else:
             again = _Answer(plan=None, plan_id="", item_count=0, candidates=())
             return [again for _ in proposals]
-        self._writer.attempt.item_count = item_count
+        session = self._session
+        session.item_count = item_count
+        deadline = self._operation.phase("plan")
         return [
             _Answer(plan=plan, plan_id=plan_id, item_count=item_count, candidates=candidates)
-            for plan in self._writer.prepare_global_plan(plans)
+            for plan in session.decide(plans, deadline)
         ]

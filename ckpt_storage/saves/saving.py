@@ -1,7 +1,7 @@
 """`save`: one bounded, collective save.
 
-Takes a planner and `CheckpointStorageWriter` through DCP's steps over an `Operation`, without
-torch's collectives.
+Takes a planner and a `SaveSession` through DCP's steps over an `Operation`, without torch's
+collectives.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
@@ -37,7 +38,6 @@ from ckpt_storage.errors import (
 from ckpt_storage.export.consolidation.options import ConsolidateOptions
 from ckpt_storage.options import (
     PageCache,
-    Phase,
     Progress,
     RetryPolicy,
     StockMetadata,
@@ -49,8 +49,8 @@ from ckpt_storage.store.deadline import Deadline
 
 from .chaining import Chained, chained_job, consolidate_committed
 from .planexchange import PlanExchange
+from .session import SaveSession, SaveSettings
 from .tiedmemory import StateMemory
-from .writer import CheckpointStorageWriter
 
 __all__ = ["SaveOptions", "run_save", "save"]
 
@@ -101,9 +101,9 @@ class SaveOptions:
         commit_url = anchored(self.commit_url) if self.commit_url else None
         return replace(self, commit_url=commit_url, consolidate=chained)
 
-    def writer(self, url: str | os.PathLike[str]) -> CheckpointStorageWriter:
-        """Return the writer that these options describe. Raises `InvalidInputError`."""
-        writer = CheckpointStorageWriter(
+    def settings(self, url: str | os.PathLike[str]) -> SaveSettings:
+        """Return what these options mean for a save to `url`. Raises `InvalidInputError`."""
+        return SaveSettings.of(
             url,
             storage_options=self.storage_options,
             overwrite=self.overwrite,
@@ -119,9 +119,6 @@ class SaveOptions:
             retry=self.retry,
             progress=self.progress,
         )
-        writer.annotate(self.user)
-        writer.let_replace(self.replaces)
-        return writer
 
 
 def save(  # the public surface, all keyword-only
@@ -241,13 +238,19 @@ def run_save(
     ):
         if refusal is not None:
             raise refusal
-        writer = chosen.writer(url)
-        operation.what = f"the save to {writer.checkpoint_id}"
+        session = SaveSession(
+            chosen.settings(url),
+            is_coordinator=operation.is_coordinator,
+            rank=operation.rank,
+            user=chosen.user,
+            replaces=chosen.replaces,
+        )
+        operation.what = f"the save to {session.url}"
         watch(operation)
         commit_url, storage_options = chosen.commit_url, chosen.storage_options
         job = chained_job(
             chosen.consolidate,
-            Location.of(url, storage_options),
+            session.location,
             commits=Location.of(commit_url, storage_options) if commit_url else None,
             rank=operation.rank,
             page_cache=chosen.page_cache,
@@ -255,13 +258,10 @@ def run_save(
             retry=chosen.retry,
             progress=chosen.progress,
         )
-        terms = {**writer.terms(), **(job.terms() if job else {"consolidate": "no"})}
-        save = _Save(operation, writer, chosen, in_background=in_background)
+        terms = {**session.terms(), **(job.terms() if job else {"consolidate": "no"})}
+        save = _Save(operation, session, chosen, in_background=in_background)
         leaving.callback(save.clean_up)
-        try:
-            info = save.run(state(), terms)
-        finally:
-            save.part()
+        info = save.run(state(), terms)
         if job is None:
             return info
         operation.committed = info
@@ -277,36 +277,19 @@ class _Save:
     def __init__(
         self,
         operation: Operation,
-        writer: CheckpointStorageWriter,
+        session: SaveSession,
         options: SaveOptions,
         *,
         in_background: bool,
     ) -> None:
         self._operation = operation
-        self._writer = writer
+        self._session = session
         self._planner = options.planner or DefaultSavePlanner()
         self._timeouts = options.timeouts
-        self._plans = PlanExchange(operation, writer, self._planner, keeps=options.planner is None)
+        self._plans = PlanExchange(operation, session, self._planner, keeps=options.planner is None)
         self._write = operation.phase("plan")
         self._is_given_up = False
         self._in_background = in_background
-        writer.attend(self._begin)
-
-    def _begin(self, phase: Phase) -> Deadline:
-        if phase == "write":
-            # Before the phase is told to anyone who watches.
-            self._operation.save_id = self._writer.save_id
-        deadline = self._operation.phase(phase)
-        if phase == "write":
-            self._write = deadline
-        return deadline
-
-    def part(self) -> None:
-        """Let go of the writer, which holds this save as this save holds it.
-
-        Else the state that was saved stays in memory until Python looks for cycles.
-        """
-        self._writer.attend(self._operation.phase)
 
     def run(self, state: dict[str, Any], terms: Mapping[str, str]) -> CheckpointInfo:
         operation = self._operation
@@ -350,10 +333,10 @@ class _Save:
     def clean_up(self) -> None:
         """Delete what all ranks wrote if the save failed before its commit; on the coordinator."""
         if self._is_given_up:
-            self._writer.attempt.discard(is_whole=True)
+            self._session.discard(is_whole=True)
 
     def _in_doubt(self, error: BaseException) -> CommitUnknownError:
-        save_id, url = self._writer.save_id or "", self._writer.checkpoint_id
+        save_id, url = self._session.save_id or "", self._session.url
         return CommitUnknownError(
             f"{type(error).__name__} ended rank {COORDINATOR} while it committed; whether save "
             f"{save_id} to {url} is or will be committed cannot be told.",
@@ -393,35 +376,36 @@ class _Save:
         Ties ride along: with the plans what each rank ties, back what any rank does, with the
         results what speaks against that.
         """
-        operation, writer, planner = self._operation, self._writer, self._planner
+        operation, session, planner = self._operation, self._session, self._planner
         operation.phase("plan")
-        self._set_up(state)
+        self._set_up_planner(state)
         memory = StateMemory(state)
         plan, tied = self._plans.run(memory.ties())
-        writer.attempt.candidates = [name for group in tied for name in group]
-        results = writer.write_data(plan, planner).wait()
+        session.candidates = [name for group in tied for name in group]
+        # Before the phase is told to anyone who watches.
+        operation.save_id = session.granted().grant.save_id
+        self._write = operation.phase("write")
+        results = session.write(plan, planner, self._write)
         return pickle.dumps((results, memory.objections(tied)))
 
-    def _set_up(self, state: dict[str, Any]) -> None:
-        writer, planner, operation = self._writer, self._planner, self._operation
-        meta = writer.storage_meta()
+    def _set_up_planner(self, state: dict[str, Any]) -> None:
+        planner, is_coordinator = self._planner, self._operation.is_coordinator
         if takes(planner.set_up_planner, "storage_meta"):
             planner.set_up_planner(
-                state_dict=state, storage_meta=meta, is_coordinator=operation.is_coordinator
+                state_dict=state,
+                storage_meta=StorageMeta(checkpoint_id=self._session.url),
+                is_coordinator=is_coordinator,
             )
         else:
-            planner.set_up_planner(state, operation.is_coordinator)  # type: ignore[arg-type]  # old
-        writer.set_up_storage_writer(operation.is_coordinator, rank=operation.rank)
+            planner.set_up_planner(state, is_coordinator)  # type: ignore[arg-type]  # old
 
     def _commit(self, gathered: list[bytes]) -> CheckpointInfo:
         assert self._plans.metadata is not None  # noqa: S101  # the planning step set it
         written = [pickle.loads(packed) for packed in gathered]  # noqa: S301  # our own ranks
         objections = [against for _, against in written]
-        self._writer.attempt.settled_ties = settled_ties(self._plans.tied, objections)
-        self._writer.finish(self._plans.metadata, [result for result, _ in written])
-        info = self._writer.committed
-        assert info is not None  # noqa: S101  # finish sets it or raises
-        return info
+        session, results = self._session, [result for result, _ in written]
+        session.settled_ties = settled_ties(self._plans.tied, objections)
+        return session.commit(self._plans.metadata, results, self._operation.phase("commit"))
 
     def _announce(self, outcome: CheckpointInfo | CheckpointError) -> None:
         try:
@@ -448,24 +432,24 @@ class _Save:
 
     def _without_coordinator(self, error: CheckpointError) -> CheckpointError:
         """Return what became of a save whose coordinator was lost after all was written."""
-        writer = self._writer
-        save_id = writer.save_id or ""
+        session = self._session
+        save_id = session.save_id or ""
         try:
-            record = writer.record_of(save_id, Deadline("commit", _RESOLVE_S))
+            record = session.record_of(save_id, Deadline("commit", _RESOLVE_S))
         except CheckpointError as failure:
             record = None
             error.add_note(f"Looking for the outcome failed too: {failure}")
         where = f"Rank {COORDINATOR}, which commits, gave no word of it in the commit phase"
         if record is not None:
             return RankFailedError(
-                f"{where}; save {save_id} to {writer.checkpoint_id} is committed. {error}",
+                f"{where}; save {save_id} to {session.url} is committed. {error}",
                 failures={COORDINATOR: str(error)},
                 rank=COORDINATOR,
                 phase="commit",
-                info=CheckpointInfo.of(writer.checkpoint_id, record),
+                info=CheckpointInfo.of(session.url, record),
             )
         return CommitUnknownError(
-            f"{where}; whether save {save_id} to {writer.checkpoint_id} is or will be committed "
+            f"{where}; whether save {save_id} to {session.url} is or will be committed "
             f"cannot be told. {error}",
             save_id=save_id,
             rank=COORDINATOR,

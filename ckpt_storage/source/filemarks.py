@@ -6,12 +6,22 @@ unnoticed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt_storage.errors import CheckpointGoneError, FormatError, IntegrityError, StorageError
+from ckpt_storage.commit import slotlog, stockfooter
+from ckpt_storage.commit.slotlog import CommitLog
+from ckpt_storage.errors import (
+    CheckpointGoneError,
+    CheckpointInProgressError,
+    CheckpointNotFoundError,
+    FormatError,
+    IntegrityError,
+    StorageError,
+)
 from ckpt_storage.format import layout
 from ckpt_storage.format.layout import INDEX_NAME
 from ckpt_storage.options import TransferOptions
@@ -19,9 +29,161 @@ from ckpt_storage.store.base import Entry, Store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.workers import side_by_side
 
-from .foreign import StockSource
-from .model import CommittedSource, Source
-from .opening import find_source, list_or_describe
+from .foreign import StockSource, is_rank_local, open_safetensors, open_stock
+from .model import CommittedSource, Source, read_manifest
+
+log = logging.getLogger("ckpt_storage")
+
+
+def open_source(store: Store, *, deadline: Deadline, options: TransferOptions) -> Source:
+    """Return the checkpoint at the root of `store`, whatever wrote it. Raises as `find_source`."""
+    return find_source(store, deadline=deadline, options=options)[0]
+
+
+_MOST_LOOKS = 5
+"""How often the head is looked for while saves overwrite what was found."""
+
+
+def _committed(
+    store: Store, deadline: Deadline, options: TransferOptions
+) -> tuple[CommitLog, CommittedSource | None]:
+    """Return the slots, and the checkpoint at their head if there is one."""
+    is_remote = store.capabilities.is_remote
+    looks_left = _MOST_LOOKS
+    while True:
+        looks_left -= 1
+        found = slotlog.read_log_together(store) if is_remote else slotlog.read_log(store)
+        if found.head is None:
+            return found, None
+        if not is_remote:
+            # Elsewhere it would cost a round trip: who publishes, verifies or exports looks there.
+            stockfooter.check_newest(store, found.head)
+        try:
+            manifest = read_manifest(store, found.head)
+        except CheckpointGoneError:
+            # Overwritten, and freed, since the look at the head.
+            if not looks_left:
+                raise
+        else:
+            return found, CommittedSource(store, found.head, manifest, deadline, options)
+
+
+def find_source(
+    store: Store,
+    *,
+    deadline: Deadline,
+    options: TransferOptions,
+    entries: Sequence[Entry] | None = None,
+) -> tuple[Source, Sequence[Entry]]:
+    """Return the checkpoint at the root of `store`, and its files if another writer wrote it.
+
+    Costs two small reads, side by side, and the manifest for one of ours. Else the folder is listed
+    before anything is read that tells of another writer's tensors, unless `entries` are given. Who
+    may read but not list gets the files that describe the others.
+
+    Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
+    `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
+    """
+    found, ours = _committed(store, deadline, options)
+    if ours is not None:
+        return ours, ()
+    refusal = None
+    if entries is None:
+        entries, refusal = list_or_describe(store, recursive=False)
+    current = slotlog.read_stock(store)
+    if current is not None:
+        named = stockfooter.split_footer(current.data)[1]
+        if named is None:
+            # Perhaps under the name of one of ours that was deleted: its slots stay.
+            return open_stock(store, current.data, options=options, deadline=deadline), entries
+        if found.last is None:
+            raise FormatError(
+                f"{store.url} has .metadata of save {named.save_id} but no commits/ folder.",
+                path=layout.COMMITS,
+                next_step="Copy the whole checkpoint, commits/ included; torch's own readers "
+                "can load it as it is, without checksums.",
+            )
+    if refusal is not None:
+        raise refusal
+    names = [entry.path for entry in entries]
+    if any(name.endswith(".safetensors") for name in names) and found.last is None:
+        return open_safetensors(store, entries, options=options, deadline=deadline), entries
+    raise _nothing(store, found, names)
+
+
+def list_or_describe(
+    store: Store, *, recursive: bool
+) -> tuple[Sequence[Entry], StorageError | None]:
+    """Return what lies below the root; nothing if that is not there.
+
+    Who may read but not list gets the files that tell of others, which a save writes last, and the
+    refusal.
+    """
+    try:
+        return list(store.list("", recursive=recursive)), None
+    except StorageError as error:
+        if error.kind == "not-found":
+            return (), None
+        if error.kind != "permission":
+            raise
+        refusal = error
+    log.info("%s: cannot be listed; only its metadata is watched: %s", store.url, refusal)
+    told = []
+    for path in (layout.STOCK_METADATA, INDEX_NAME):
+        try:
+            found = store.stat(path)
+        except StorageError as error:
+            if error.kind not in {"not-found", "permission"}:
+                raise
+        else:
+            told.append(Entry(path=path, size_bytes=found.size_bytes, modified_s=found.modified_s))
+    return told, refusal
+
+
+def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
+    """Return the error that says why nothing can be loaded, and what to do."""
+    last = found.last
+    if last is not None and last.type == "deleted":
+        return CheckpointGoneError(
+            f"{store.url} was deleted at {last.created_at} by process {last.pid} on {last.host}.",
+            path=store.url,
+            phase="load",
+            next_step="Load another checkpoint.",
+        )
+    if f"{layout.SAVES}/" in names:
+        return CheckpointInProgressError(
+            f"{store.url} holds a save that has not committed: it is still running, or it died.",
+            path=store.url,
+            phase="load",
+            next_step="Wait for the save to end, or load an earlier checkpoint.",
+        )
+    local = next((name for name in names if is_rank_local(name)), None)
+    if local is not None:
+        return FormatError(
+            f"{store.url} was saved with use_collectives=False: every rank has metadata of its "
+            f"own ({local}).",
+            path=local,
+            next_step="Load it with torch's FileSystemReader on as many ranks as saved it.",
+        )
+    if any(name.endswith(".distcp") for name in names):
+        return CheckpointInProgressError(
+            f"{store.url} holds .distcp files but no .metadata: a save by another writer is "
+            "still running, or it died.",
+            path=store.url,
+            phase="load",
+            next_step="Wait for the save to end, or load an earlier checkpoint.",
+        )
+    folders = [name for name in names if name.endswith("/")]
+    what = "is empty or does not exist"
+    step = "Check the path; ckpt_storage.list_checkpoints(root) shows what is there."
+    if names:
+        what = f"holds no checkpoint, but {', '.join(sorted(names)[:3])}"
+        if folders:
+            step = f"Give the folder of one checkpoint, such as {store.url}/{max(folders)}"
+    return CheckpointNotFoundError(
+        f"{store.url} {what}.", path=store.url, phase="load", next_step=step
+    )
+
 
 _MARKED = (layout.STOCK_METADATA, INDEX_NAME, ".distcp", ".safetensors")
 """How the names of files end that another writer's checkpoint consists of."""

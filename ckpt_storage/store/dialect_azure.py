@@ -13,12 +13,10 @@ from typing import Any
 from ckpt_storage.errors import StorageError
 
 from .base import Capabilities, Entry, PathFilter, Stat, Version
-from .bounds import check_bound
 from .clients import Client, ForeignFs
-from .dialect_azure_requests import AzureRequests
 from .dialect_azure_shared import AzureSharedUpload
-from .dialect_azure_upload import AzureUpload
-from .tickets import decode_ticket
+from .dialect_azure_upload import AzureRequests, AzureUpload
+from .parts import check_bound, decode_ticket
 from .timed import moved
 
 __all__ = ["AzureDialect"]

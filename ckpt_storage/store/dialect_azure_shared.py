@@ -9,10 +9,15 @@ from ckpt_storage.errors import UnsupportedByStoreError
 
 from .base import CopySource, Existing, PartReceipt
 from .clients import Client, ForeignFs
-from .dialect_azure_requests import AzureRequests
-from .dialect_azure_upload import WRITE_ID, block_id_of, delete_ours, is_ours, stage_block
-from .parts import SharedParts, ended, joined, not_the_owner, whole_object
-from .tickets import encode_ticket
+from .dialect_azure_upload import (
+    WRITE_ID,
+    AzureRequests,
+    block_id_of,
+    delete_ours,
+    is_ours,
+    stage_block,
+)
+from .parts import SharedParts, encode_ticket, ended, joined, not_the_owner, whole_object
 
 __all__ = ["AzureSharedUpload"]
 

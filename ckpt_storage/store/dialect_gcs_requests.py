@@ -11,9 +11,9 @@ from urllib.parse import quote, urlencode
 from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.options import KIB, MIB
 
-from .bounds import taken_whole
 from .clients import Client, ForeignFs, in_daemon_thread
 from .mapping import ForeignAnswer, HttpFailure
+from .parts import taken_whole
 
 __all__ = ["WRITE_ID", "GcsRequests", "Reply"]
 

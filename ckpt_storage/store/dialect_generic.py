@@ -17,10 +17,9 @@ from fsspec.spec import AbstractFileSystem
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 
 from .base import Capabilities, Entry, PathFilter, Stat, Version
-from .bounds import check_bound
 from .clients import Client, ForeignFs
 from .draft import draft_name, is_draft_name, is_meant
-from .parts import PartList, SentPart, ended, joined, wrong_length
+from .parts import PartList, SentPart, check_bound, ended, joined, wrong_length
 from .posix import as_bytes
 
 __all__ = ["GenericDialect"]

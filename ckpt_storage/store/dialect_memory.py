@@ -12,10 +12,19 @@ from ckpt_storage.errors import IntegrityError, StorageError
 from ckpt_storage.format import integrity
 
 from .base import Capabilities, CopySource, Entry, Existing, PartReceipt, PathFilter, Stat, Version
-from .bounds import check_bound
 from .clients import Client, ForeignFs
-from .parts import PartList, SentPart, SharedParts, ended, joined, not_the_owner, whole_object
-from .tickets import decode_ticket, encode_ticket
+from .parts import (
+    PartList,
+    SentPart,
+    SharedParts,
+    check_bound,
+    decode_ticket,
+    encode_ticket,
+    ended,
+    joined,
+    not_the_owner,
+    whole_object,
+)
 
 __all__ = ["MemoryDialect"]
 

@@ -14,14 +14,12 @@ from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.options import MIB
 
 from .base import Capabilities, Entry, PathFilter, Stat, Version
-from .bodies import is_private_path
-from .bounds import taken_whole
 from .clients import Client, ForeignFs
-from .dialect_s3_requests import S3Requests, code_of
+from .dialect_s3_requests import S3Requests, code_of, is_private_path
 from .dialect_s3_shared import S3SharedUpload
 from .dialect_s3_upload import S3Upload, abort_one
 from .mapping import HttpFailure
-from .tickets import decode_ticket
+from .parts import decode_ticket, taken_whole
 
 __all__ = ["S3Dialect", "client_options"]
 

@@ -18,8 +18,7 @@ from ckpt_storage.format import integrity
 from .base import CopySource, Existing, PartReceipt
 from .dialect_s3_requests import S3Requests, code_of
 from .dialect_s3_upload import WRITE_ID, abort_one, abort_unseen, confirm, delete_ours, found_bytes
-from .parts import SharedParts, ended, joined, not_the_owner, whole_object
-from .tickets import encode_ticket
+from .parts import SharedParts, encode_ticket, ended, joined, not_the_owner, whole_object
 
 __all__ = ["S3SharedUpload"]
 

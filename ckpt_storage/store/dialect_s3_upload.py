@@ -10,8 +10,7 @@ from typing import Any
 
 from ckpt_storage.errors import UnsupportedByStoreError
 
-from .bodies import ViewsBody
-from .dialect_s3_requests import S3Requests, code_of
+from .dialect_s3_requests import S3Requests, ViewsBody, code_of
 from .parts import PartList, SentPart, ended, gone, joined, wrong_length
 
 __all__ = [

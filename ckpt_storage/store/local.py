@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import os
+import stat as stat_modes
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -17,18 +19,37 @@ from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.options import PageCache
 
 from .base import Arrived, Capabilities, CopySource, Entry, PathFilter, Stat, Store, Version
-from .bounds import TooLongError, check_bound, too_long
 from .draft import Draft, is_draft_name
 from .local_folders import ABSENT, LocalFolders
-from .local_root import LocalRoot, folder_of
 from .local_shared import COPY_SCOPE, TICKET_FIELD, TICKET_KIND, LocalSharedUpload
 from .local_upload import LocalUpload
-from .openfile import check_is_file, open_file
-from .os_errors import map_os_error
+from .os_errors import LocalRoot, folder_of, map_os_error
+from .parts import TooLongError, check_bound, decode_ticket, too_long
 from .posix import BLOCK_BYTES, Posix, is_unsupported
-from .tickets import decode_ticket
 
-__all__ = ["LocalStore"]
+__all__ = ["LocalStore", "check_is_file", "open_file"]
+
+
+def check_is_file(found: os.stat_result, full: str) -> None:
+    """Raise as for an absent file if a folder or device bears the name."""
+    if not stat_modes.S_ISREG(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, f"{full} is not a file")
+
+
+def open_file(posix: Posix, full: str) -> tuple[int, int]:
+    """Open a file to read it; return its descriptor and its size in bytes.
+
+    Raises `OSError`, and as for an absent file if it is none.
+    """
+    fd = posix.open_read(full)
+    try:
+        found = posix.fstat(fd)
+        check_is_file(found, full)
+    except BaseException:
+        posix.close(fd)
+        raise
+    return fd, found.st_size
+
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from .base import Entry, PathFilter
 from .draft import is_draft_name, is_meant, sync_folder
-from .local_root import LocalRoot, folder_of
+from .os_errors import LocalRoot, folder_of
 from .posix import Posix
 
 __all__ = ["ABSENT", "LocalFolders"]

@@ -17,8 +17,7 @@ from ckpt_storage.errors import IntegrityError, StorageError
 
 from .base import CopySource, Existing, PartReceipt
 from .draft import Draft
-from .parts import SharedParts, not_the_owner, whole_object
-from .tickets import encode_ticket
+from .parts import SharedParts, encode_ticket, not_the_owner, whole_object
 
 __all__ = ["COPY_SCOPE", "TICKET_FIELD", "TICKET_KIND", "LocalSharedUpload"]
 

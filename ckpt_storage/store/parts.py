@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt_storage.errors import InvalidInputError, StorageError
+from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.options import MIB
 
 from .base import PartReceipt
 
@@ -14,13 +16,92 @@ __all__ = [
     "PartList",
     "SentPart",
     "SharedParts",
+    "TooLongError",
+    "check_bound",
+    "decode_ticket",
+    "encode_ticket",
     "ended",
     "gone",
     "joined",
     "not_the_owner",
+    "taken_whole",
+    "too_long",
     "whole_object",
     "wrong_length",
 ]
+
+
+def encode_ticket(kind: str, path: str, fields: Mapping[str, str]) -> str:
+    """Return the ticket for the upload of `path` on a storage of `kind`."""
+    return json.dumps({"kind": kind, "path": path, **fields}, separators=(",", ":"))
+
+
+def decode_ticket(ticket: str, kind: str, path: str, names: Collection[str]) -> Mapping[str, str]:
+    """Return the fields `names` of a ticket; raises `InvalidInputError` if it is another's."""
+    try:
+        found = json.loads(ticket)
+    except ValueError:
+        found = None
+    if (
+        not isinstance(found, dict)
+        or (found.get("kind"), found.get("path")) != (kind, path)
+        or set(found) != {"kind", "path", *names}
+        or not all(isinstance(value, str) for value in found.values())
+    ):
+        raise InvalidInputError(
+            f"The ticket is not one for an upload of {path} on this storage.",
+            path=path,
+            next_step="Pass on what `ticket()` of that very upload returned.",
+        )
+    return found
+
+
+_PIECE_BYTES = MIB
+
+
+class TooLongError(Exception):
+    """An object is longer than whoever reads it allows; `found_bytes` are at least there."""
+
+    def __init__(self, found_bytes: int, most_bytes: int) -> None:
+        super().__init__(found_bytes, most_bytes)
+        self.found_bytes = found_bytes
+        self.most_bytes = most_bytes
+
+
+def check_bound(found_bytes: int, most_bytes: int | None) -> None:
+    """Raise `TooLongError` if an object of `found_bytes` must not be read whole."""
+    if most_bytes is not None and found_bytes > most_bytes:
+        raise TooLongError(found_bytes, most_bytes)
+
+
+async def taken_whole(
+    read: Callable[[int], Awaitable[bytes]], told_bytes: int | None, most_bytes: int | None
+) -> bytes:
+    """Return the body of an answer of `told_bytes`, None if it does not tell.
+
+    `read` returns at most as many bytes as it is asked for, b"" at the end. Raises `TooLongError`,
+    before anything is read where the length is told. What comes is counted all the same: the length
+    that is told may be that of a packed body.
+    """
+    check_bound(told_bytes or 0, most_bytes)
+    pieces, count = [], 0
+    while piece := await read(_PIECE_BYTES):
+        pieces.append(piece)
+        count += len(piece)
+        check_bound(count, most_bytes)
+    return b"".join(pieces)
+
+
+def too_long(error: TooLongError, *, path: str, shown: str) -> IntegrityError:
+    """Return what a store raises for `error`; `shown` is the object's URL."""
+    return IntegrityError(
+        f"{shown} has {error.found_bytes} bytes or more, and {error.most_bytes} at most were to "
+        "be expected; it was not read.",
+        path=path,
+        # Nothing was looked at.
+        offset=0,
+        next_step="The file is damaged or not the one that was saved.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,11 +26,11 @@ from .base import (
     Upload,
     Version,
 )
-from .bounds import TooLongError, too_long
 from .clients import Client
 from .dialect import Dialect, SharedDialect, client_options, dialect_for
 from .location import Location
 from .mapping import Operation, map_error
+from .parts import TooLongError, too_long
 from .remote_upload import RemoteSharedUpload, RemoteUpload
 
 __all__ = ["RemoteStore"]

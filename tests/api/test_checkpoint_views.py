@@ -16,9 +16,8 @@ import ckpt_storage
 from ckpt_storage.format.regions import Box
 from ckpt_storage.format.tiling import Grid
 from ckpt_storage.inspect.checkpoint import Checkpoint, diff, open_checkpoint
-from ckpt_storage.inspect.drawing import sharding_svg
+from ckpt_storage.inspect.drawing import Sharding, sharding_svg
 from ckpt_storage.inspect.nametree import Entry, tree_of
-from ckpt_storage.inspect.sharding import Sharding
 from ckpt_storage.inspect.views import TreeView
 
 EVIL = "<script>alert(1)</script>\"'&amp;.\x1b[31mred\u202eback\n"

@@ -25,10 +25,10 @@ from copy_cases import (
 from safetensors.torch import load_file, save_file
 from servers import Running
 
-from ckpt_storage import CheckpointStorageWriter, consolidate, verify
+from ckpt_storage import CheckpointManager, consolidate, verify
 from ckpt_storage.commit import cleaning
 from ckpt_storage.errors import CheckpointExistsError, IntegrityError, InvalidInputError
-from ckpt_storage.export import copyparts
+from ckpt_storage.export import partcopies
 from ckpt_storage.export.copying import copy
 from ckpt_storage.format import integrity
 from ckpt_storage.options import MIB, ProgressEvent
@@ -68,10 +68,9 @@ def test_a_second_copy_finds_the_first_and_sends_nothing(source: Path, tmp_path:
 
 def test_what_a_manager_recorded_goes_with_the_copy(tmp_path: Path) -> None:
     """The copy's commit record keeps the keys that are for lists of checkpoints."""
-    source = tmp_path / "src"
-    writer = CheckpointStorageWriter(source, sync_files=False)
-    writer.annotate({"step": 7, "metrics": {"loss": 0.5}})
-    dcp.save(state_of(1), storage_writer=writer, no_dist=True)
+    source = tmp_path / "src" / "step-00000007"
+    with CheckpointManager(source.parent) as manager:
+        manager.save(7, state_of(1), metrics={"loss": 0.5}, sync_files=False)
     copy(source, tmp_path / "dst")
     old, new = (
         json.loads((root / "commits/00000001.json").read_text())["body"]
@@ -352,7 +351,7 @@ def test_from_s3_to_a_disk_and_back(source: Path, tmp_path: Path, s3: S3Server) 
 
 def test_within_a_bucket_the_storage_copies(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """No byte of a large file travels, in one part or many, and checksums told are compared."""
-    monkeypatch.setattr(copyparts, "_COPY_BYTES", 6 * MIB)
+    monkeypatch.setattr(partcopies, "_COPY_BYTES", 6 * MIB)
     state = {"a": torch.arange(5 * MIB, dtype=torch.float32), "b": torch.ones(3)}
     options = s3.storage_options
     save(state, "s3://one/run", storage_options=options)
@@ -372,7 +371,7 @@ def test_within_a_bucket_the_storage_copies(s3: S3Server, monkeypatch: pytest.Mo
 
 def test_damage_is_found_without_reading(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The storage's own checksum of what it copied gives a flipped bit away."""
-    monkeypatch.setattr(copyparts, "_COPY_BYTES", 6 * MIB)
+    monkeypatch.setattr(partcopies, "_COPY_BYTES", 6 * MIB)
     state = {"a": torch.arange(4 * MIB, dtype=torch.float32)}
     options = s3.storage_options
     save(state, "s3://one/run", storage_options=options)

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.manager.claims import Claims
-from ckpt_storage.manager.housekeeper import Housekeeper
+from ckpt_storage.manager.upkeep import Housekeeper
 from ckpt_storage.store.deadline import Deadline
 
 LONG_S = 60.0

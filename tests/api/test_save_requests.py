@@ -18,7 +18,7 @@ from ckpt_storage.options import TransferOptions
 from ckpt_storage.store import open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.s3server import FaultRule, S3Server
-from ckpt_storage.transfer import sending
+from ckpt_storage.transfer import filewriter
 from ckpt_storage.transfer.filewriter import ShardFileWriter
 from ckpt_storage.transfer.pacing import BUDGET, Pacer
 
@@ -91,7 +91,7 @@ class Kept(Pacer):
 @pytest.fixture
 def pacers(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
     """The pacers of all uploads of the test."""
-    monkeypatch.setattr(sending, "Pacer", Kept)
+    monkeypatch.setattr(filewriter, "Pacer", Kept)
     monkeypatch.setattr(Kept, "made", [])
     return Kept.made
 

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast, get_args
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ckpt_storage import CheckpointStorageReader
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit.assemble import assemble
 from ckpt_storage.commit.committing import commit_save
@@ -46,9 +48,8 @@ from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.manifest import ItemTable, RankManifest, ShardFile
 from ckpt_storage.format.rankreport import RankReport
 from ckpt_storage.format.regions import Box
-from ckpt_storage.loads.reader import CheckpointStorageReader
 from ckpt_storage.options import RetryPolicy, TransferOptions
-from ckpt_storage.source.opening import open_source
+from ckpt_storage.source.filemarks import open_source
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store, Version
 from ckpt_storage.store.deadline import Deadline
@@ -271,10 +272,15 @@ def simulate(
     assemble_s = time.perf_counter() - started
     written = {path: size for path, size in _sizes(store).items() if path not in before}
     del results, reports
-    reader = _CountedReader(url)
-    started = time.perf_counter()
-    found = reader.read_metadata()
-    metadata_s = time.perf_counter() - started
+    answers: list[int] = []
+
+    def counted(location: Location, **options: Any) -> Store:
+        return cast("Store", _Counted(open_store(location, **options), answers))
+
+    with patch("ckpt_storage.loads.session.open_store", counted):
+        started = time.perf_counter()
+        found = CheckpointStorageReader(url).read_metadata()
+        metadata_s = time.perf_counter() - started
     plan_s, places_s = _loaded(store, world, found)
     return ScaleFigures(
         rank_count=rank_count,
@@ -291,8 +297,8 @@ def simulate(
         write_count=len(written),
         has_stock_metadata=record.stock_entries != 0,
         metadata_s=metadata_s,
-        metadata_bytes=sum(reader.answers),
-        metadata_read_count=len(reader.answers),
+        metadata_bytes=sum(answers),
+        metadata_read_count=len(answers),
         plan_s=plan_s,
         places_s=places_s,
         resident_bytes=resident_bytes,
@@ -402,17 +408,6 @@ def _bytes_of(answer: object) -> int:
     if isinstance(answer, Version):
         return len(answer.data)
     return len(answer) if isinstance(answer, bytes) else 0
-
-
-class _CountedReader(CheckpointStorageReader):
-    """The real reader, whose store is counted."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.answers: list[int] = []
-
-    def _open_store(self) -> Store:
-        return cast("Store", _Counted(super()._open_store(), self.answers))
 
 
 def _sizes(store: Store) -> dict[str, int]:

@@ -7,7 +7,7 @@ import torch
 from copy_cases import Faulty, attempt, head_of, save, save_files
 
 import ckpt_storage.export.copying
-from ckpt_storage.export import copyparts
+from ckpt_storage.export import partcopies
 from ckpt_storage.export.copying import copy
 from ckpt_storage.options import MIB
 from ckpt_storage.store import Location
@@ -18,7 +18,7 @@ from ckpt_storage.testing.s3server import S3Server
 
 def test_copies_within_s3_cut_anywhere_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the storage copying by itself: nothing commits half, no upload stays open."""
-    monkeypatch.setattr(copyparts, "_COPY_BYTES", 6 * MIB)
+    monkeypatch.setattr(partcopies, "_COPY_BYTES", 6 * MIB)
     with S3Server() as server:
         server.create_bucket("bkt")
         options = server.storage_options

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 import ckpt_storage
 from ckpt_storage import CheckpointStorageReader, FormatError, UnsafeContentError, verify
-from ckpt_storage.inspect.torchload import scan_blob
-from ckpt_storage.inspect.torchvalues import blob_value
+from ckpt_storage.inspect.torchload import blob_value, scan_blob
 from ckpt_storage.source.model import Place
 
 

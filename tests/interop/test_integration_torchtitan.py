@@ -26,6 +26,7 @@ import titan_on_cpu
 titan_on_cpu.stand_in_for_gpus()
 import torch
 import torch.distributed as dist
+from ckpt_storage import CheckpointExistsError
 from ckpt_storage.integrations.torchtitan import CheckpointStorageManager
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[3], rank=0, world_size=1)
@@ -55,10 +56,17 @@ for word in sys.argv[4:]:
     if kind == "load":
         found = made.load(int(number or -1))
         print("loaded", found, model.weight[0, 0].item(), train_state.value)
+    elif kind == "again":
+        made.load(int(number))
+        made.last_save_model_only = False
+        made.save(int(number) + 1, last_step=True)
     else:
         # The seed, as torchtitan saves it, is the model alone.
         made.last_save_model_only = kind == "seed"
-        made.save(int(number), last_step=True)
+        try:
+            made.save(int(number), last_step=True)
+        except CheckpointExistsError:
+            print("refused", number)
     made.close()
 dist.destroy_process_group()
 """
@@ -151,6 +159,13 @@ def test_what_is_loaded(tmp_path: Path) -> None:
         "loaded True 10.0 10",
         "loaded True 9.0 9",
     ]
+
+
+def test_only_steps_above_the_resumed_one_are_replaced(tmp_path: Path) -> None:
+    """A run that went back to step 9 replaces step 10; one that began anew replaces nothing."""
+    output = do(tmp_path / "run", "save=9", "save=10", "again=9", "load=10", "save=10", "load=10")
+    told = [line for line in output.splitlines() if line.startswith(("loaded", "refused"))]
+    assert told == ["loaded True 9.0 9", "refused 10", "loaded True 9.0 9"]
 
 
 def test_a_seed_is_loaded_without_other_states(tmp_path: Path) -> None:

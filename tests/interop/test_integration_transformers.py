@@ -124,6 +124,31 @@ def begin(callback: CheckpointStorageCallback, args: TrainingArguments) -> None:
     callback.on_train_begin(args, TrainerState(), TrainerControl(), **now)
 
 
+def test_a_run_that_did_not_resume_replaces_nothing(tmp_path: Path) -> None:
+    """Training anew over the checkpoints of another run ends with an error, and they stay."""
+    args = arguments(tmp_path / "out")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    now = {
+        "model": model,
+        "optimizer": optimizer,
+        "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+    }
+
+    def train() -> None:
+        callback = CheckpointStorageCallback(tmp_path / "run", timeout=60)
+        callback.on_train_begin(args, TrainerState(), TrainerControl(), **now)
+        control = TrainerControl(should_save=True)
+        callback.on_step_end(args, TrainerState(global_step=5), control, **now)
+        callback.close()
+
+    train()
+    before = ckpt_storage.list_checkpoints(tmp_path / "run")
+    with pytest.raises(ckpt_storage.CheckpointExistsError, match="step-00000005"):
+        train()
+    assert ckpt_storage.list_checkpoints(tmp_path / "run") == before
+
+
 @pytest.mark.parametrize(
     ("name", "more"),
     [

@@ -28,9 +28,12 @@ from transformers import (  # noqa: E402  # only where it is installed
 
 
 def vllm_files(folder: Path) -> set[str]:
-    """Return what vLLM reads: of the files that it lists, those that the index names."""
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    return {path.name for path in folder.glob("*.safetensors")} & {*index["weight_map"].values()}
+    """Return what vLLM reads: the files that it lists, of which the index, if any, names which."""
+    listed = {path.name for path in folder.glob("*.safetensors")}
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return listed
+    return listed & {*json.loads(index.read_text())["weight_map"].values()}
 
 
 def by_index(folder: Path) -> dict[str, torch.Tensor]:

@@ -484,6 +484,7 @@ def test_errors_name_the_slot_and_the_next_step(store: DictStore) -> None:
     committed(store, theirs)
     with pytest.raises(CommitConflictError) as caught:
         committed(store, mine)
+    assert "overwrite" not in str(caught.value), "nobody is told to replace the winner"
     error = caught.value
     assert error.path == layout.slot_path(1)
     assert error.phase == "commit"

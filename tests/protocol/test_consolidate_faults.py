@@ -33,9 +33,8 @@ from ckpt_storage.errors import (
     RankFailedError,
 )
 from ckpt_storage.export.consolidation import run as run_module
-from ckpt_storage.export.consolidation.job import ConsolidateJob
+from ckpt_storage.export.consolidation.job import ConsolidateJob, ConsolidationReport
 from ckpt_storage.export.consolidation.options import ConsolidateOptions
-from ckpt_storage.export.consolidation.report import ConsolidationReport
 from ckpt_storage.export.consolidation.run import run_consolidate
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store

@@ -30,7 +30,7 @@ from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_storage.export.converting import convert
 from ckpt_storage.export.copying import CopyReport, copy
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.source.opening import open_source
+from ckpt_storage.source.filemarks import open_source
 from ckpt_storage.store import open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.faults import Rule, SimulatedCrash

@@ -20,7 +20,7 @@ from ckpt_storage.errors import FormatError
 from ckpt_storage.manager.census import Census
 from ckpt_storage.manager.claims import Claims
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.pruneplan import Soundness
+from ckpt_storage.manager.pruneplan import SETTLED_PATH, Soundness
 from ckpt_storage.manager.pruning import Pruner
 from ckpt_storage.manager.retention import (
     Candidate,
@@ -32,7 +32,6 @@ from ckpt_storage.manager.retention import (
     RetentionPolicy,
     last_committed,
 )
-from ckpt_storage.manager.settled import SETTLED_PATH
 from ckpt_storage.manager.stepnames import StepNames
 from ckpt_storage.manager.upkeep import Upkeep
 from ckpt_storage.options import Timeouts

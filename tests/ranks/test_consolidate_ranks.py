@@ -22,8 +22,7 @@ from ckpt_storage.coordination.coordinator import solo
 from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_storage.export.consolidating import consolidate, output_location
 from ckpt_storage.export.consolidation.folder import ExportFolder
-from ckpt_storage.export.consolidation.job import ConsolidateJob
-from ckpt_storage.export.consolidation.report import ConsolidationReport
+from ckpt_storage.export.consolidation.job import ConsolidateJob, ConsolidationReport
 from ckpt_storage.export.consolidation.run import run_consolidate
 from ckpt_storage.export.consolidation.work import RankWork
 from ckpt_storage.options import Timeouts

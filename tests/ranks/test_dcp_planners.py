@@ -381,17 +381,3 @@ def test_progress_never_tells_more_than_all(tmp_path: Path) -> None:
         assert done == sorted(done)
         assert done[-1] >= 4_000_000
         assert all(event.done_bytes <= event.total_bytes for event in events)
-
-
-def test_an_error_in_a_progress_callable_fails_the_save(tmp_path: Path) -> None:
-    """A callable that raises ends the save with its exception, and nothing commits."""
-
-    def progress(event: ProgressEvent) -> None:
-        raise RuntimeError(event.phase)
-
-    with pytest.raises(CheckpointException) as caught:
-        dcp_cases.save(dict(STATE), tmp_path / "run", progress=progress)
-    (error,) = failures_of(caught.value).values()
-    assert isinstance(error, RuntimeError)
-    assert list_checkpoints(str(tmp_path)) == []
-    assert not list(tmp_path.rglob("*.distcp"))

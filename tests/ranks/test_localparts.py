@@ -14,8 +14,8 @@ import ckpt_storage
 from ckpt_storage.background.hostbuffers import HostBuffers, map_shared
 from ckpt_storage.background.stagewire import pack, unpack
 from ckpt_storage.background.staging import stage
-from ckpt_storage.loads import localparts
-from ckpt_storage.loads.localparts import mark_parts, parts_of
+from ckpt_storage.loads import resolving
+from ckpt_storage.loads.resolving import mark_parts, parts_of
 from ckpt_storage.saves.planexchange import structure_of
 from ckpt_storage.testing.ranks import RankPool
 
@@ -33,7 +33,7 @@ def marked(start: int, count: int, *, rows: int = 8, width: int = 3) -> torch.Te
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release of torch that asks tensors for their parts."""
-    monkeypatch.setattr(localparts, "_is_known", True)
+    monkeypatch.setattr(resolving, "_is_known", True)
 
 
 @pytest.mark.usefixtures("asked")
@@ -72,7 +72,7 @@ def test_a_state_with_parts_is_planned_anew_each_time() -> None:
 
 def test_releases_that_ask_nothing_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch takes a tensor for a whole one, whatever its attributes, so is it here."""
-    monkeypatch.setattr(localparts, "_is_known", False)
+    monkeypatch.setattr(resolving, "_is_known", False)
     assert parts_of(marked(2, 3)) is None
 
 

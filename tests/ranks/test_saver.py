@@ -645,18 +645,6 @@ def test_bar_is_shown_on_rank_0(ranks: RankPool, tmp_path: Path, mode: str) -> N
     assert second == ""
 
 
-def test_broken_callback_fails_the_save_not_the_saver(tmp_path: Path) -> None:
-    """An error of the user's progress callable is told; the next save works."""
-
-    def broken(_: ProgressEvent) -> None:
-        raise ValueError("the user's own")
-
-    with quick_saver("thread", on_error="warn") as saver:
-        handle = save_step(saver, tmp_path, 0, 0, progress=broken)
-        assert "the user's own" in str(handle.exception(END_S))
-        save_step(saver, tmp_path, 0, 1).result(END_S)
-
-
 def _logged(rank: int, folder: str) -> list[tuple[str, Any, Any]]:
     records: list[logging.LogRecord] = []
 

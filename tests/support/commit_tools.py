@@ -24,8 +24,8 @@ from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store.base import Capabilities, Entry, PathFilter, Stat, Store, Version
-from ckpt_storage.store.bounds import TooLongError, too_long
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.parts import TooLongError, too_long
 from ckpt_storage.transfer import workers
 
 CAS = Capabilities(

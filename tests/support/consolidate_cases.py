@@ -25,7 +25,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import ckpt_storage
 from ckpt_storage.export.consolidating import consolidate
-from ckpt_storage.export.consolidation.report import ConsolidationReport
+from ckpt_storage.export.consolidation.job import ConsolidationReport
 from ckpt_storage.format.tensorfile import DTYPES
 from ckpt_storage.options import RetryPolicy
 

@@ -105,6 +105,13 @@ def test_long_steps_are_looked_at_one_by_one() -> None:
     assert Run().steps(20, 1.0) == list(range(1, 21))
 
 
+def test_a_resumed_run_looks_again_as_soon_as_a_new_one() -> None:
+    """The number of the step that training begins at says nothing about how long steps take."""
+    run = Run()
+    run.step = 100_000
+    assert run.steps(10, 0.001)[:2] == [100_001, 100_003]
+
+
 def test_meetings_take_a_hundredth_of_the_time_at_most() -> None:
     """Where they are slow, ranks meet less often; where steps are short, once a second."""
     run = Run()

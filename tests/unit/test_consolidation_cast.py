@@ -10,8 +10,8 @@ import torch
 from export_tools import bits_of, torch_dtype
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.export.consolidation.cast import cast_into, check_cast
 from ckpt_storage.export.consolidation.options import CASTABLE
+from ckpt_storage.export.consolidation.stream import cast_into, check_cast
 
 
 def special_values(dtype: str) -> torch.Tensor:

@@ -14,17 +14,16 @@ from consolidation_sources import MemorySource, array_source, bare_source, neste
 
 from ckpt_storage import CheckpointStorageWriter
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.export.consolidation.choice import Choice, choose, natural_key
+from ckpt_storage.export.consolidation.choice import Choice, check_ties, choose, natural_key
 from ckpt_storage.export.consolidation.options import (
     ConsolidateOptions,
     index_of_weight_map,
     parse_bytes,
 )
 from ckpt_storage.export.consolidation.plan import ExportPlan, WriteRules, plan_export
-from ckpt_storage.export.consolidation.ties import check_ties
 from ckpt_storage.format.regions import Box
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.source.opening import open_source
+from ckpt_storage.source.filemarks import open_source
 from ckpt_storage.store import open_store
 from ckpt_storage.store.deadline import Deadline
 

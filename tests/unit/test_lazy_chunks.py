@@ -20,7 +20,7 @@ from ckpt_storage import CheckpointStorageReader
 from ckpt_storage.format.regions import Box
 from ckpt_storage.format.tensorlayout import GridBoxes
 from ckpt_storage.format.tiling import Grid
-from ckpt_storage.loads.lazychunks import ChunkList
+from ckpt_storage.loads.loadplanner import ChunkList
 from ckpt_storage.source.model import TensorInfo
 
 

@@ -32,8 +32,7 @@ import ckpt_storage
 from ckpt_storage.commit.assemble import assemble
 from ckpt_storage.commit.reporttable import Planned
 from ckpt_storage.format.tensorlayout import GridBoxes
-from ckpt_storage.loads.lazychunks import ChunkList
-from ckpt_storage.loads.loadplanner import OwnChunksLoadPlanner, _Cuts
+from ckpt_storage.loads.loadplanner import ChunkList, OwnChunksLoadPlanner, _Cuts
 from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.testing.ranks import RankPool
 

@@ -16,7 +16,7 @@ from ckpt_storage.export.copying import copy
 from ckpt_storage.options import ProgressEvent, Timeouts
 from ckpt_storage.testing._s3faults import FaultRule
 from ckpt_storage.testing.s3server import S3Server
-from ckpt_storage.transfer.stalling import Stalling
+from ckpt_storage.transfer.pacing import Stalling
 
 
 class Clock:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_storage.format.regions import Box
-from ckpt_storage.loads.tensorsinks import tensor_sink
+from ckpt_storage.loads.targets import tensor_sink
 from ckpt_storage.source.model import Place
 from ckpt_storage.source.readplan import Request, deliver
 

@@ -24,21 +24,19 @@ from ckpt_storage.format.exports import DOCUMENTS, INDEX_NAME
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.inspect.exportcheck import has_checksum
 from ckpt_storage.options import Phase
-from ckpt_storage.source.filemarks import FileMarks, open_marked
+from ckpt_storage.source.filemarks import FileMarks, open_marked, open_source
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest
-from ckpt_storage.source.opening import open_source
 from ckpt_storage.store import open_store
 from ckpt_storage.store.base import Store
 from ckpt_storage.transfer.workers import Workers, bounded
 
+from .choice import check_ties
 from .division import WriteRules, divide
 from .executors import RegionWriter, paces_for
 from .folder import ExportFolder, stale_exports
-from .job import ConsolidateJob, Ranks, transfer_options
+from .job import ConsolidatedFile, ConsolidateJob, ConsolidationReport, Ranks, transfer_options
 from .locality import Marks, Seen, check_seen, look, place_marks, remove_marks, source_files
 from .plan import ExportPlan, plan_export, with_suffix
-from .report import ConsolidatedFile, ConsolidationReport
-from .ties import check_ties
 from .work import Completion, RankResult, RankWork, completions, keepers
 
 __all__ = ["run_consolidate"]

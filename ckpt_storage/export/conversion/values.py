@@ -6,15 +6,43 @@ Made by `converting`, used by the targets.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
+from ckpt_storage.export.consolidation.options import Selection, selected
 from ckpt_storage.format.regions import Box
 from ckpt_storage.source.model import TensorInfo
 
 from .stream import Item, TensorStream, payload_bytes
 
-__all__ = ["Values"]
+__all__ = ["Values", "chosen"]
+
+
+class HasValues(Protocol):
+    """What has named values: a source."""
+
+    @property
+    def tensors(self) -> Collection[str]:
+        """FQNs of tensors."""
+
+    @property
+    def blobs(self) -> frozenset[str]:
+        """FQNs of the values that are no tensors."""
+
+
+def chosen(
+    source: HasValues, *, include: Selection | None, exclude: Selection | None
+) -> tuple[set[str], set[str]]:
+    """Return the FQNs that go over, and those that a selection leaves out.
+
+    Raises `InvalidInputError` for an entry that matches nothing: it is likely misspelt.
+    """
+    names = {*source.tensors, *source.blobs}
+    kept = names if include is None else selected(include, names, "include")
+    if exclude is not None:
+        kept = kept - selected(exclude, names, "exclude")
+    return set(kept), names - kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,8 @@ It does not know where containers lie, moves no tensor bytes, and imports no tor
 
 from __future__ import annotations
 
-from .dtypes import DTYPES, DType
+from .dtypes import DTYPES, DType, is_inert_with_numpy
 from .envelope import PAYLOAD_ALIGN_BYTES, Envelope, tensor_envelope
-from .inertnumpy import is_inert_with_numpy
 from .item import ItemHeader, NeedMoreBytes, parse_tensor_item
 from .safetensors_header import (
     SafetensorsEntry,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from datetime import timedelta
+from functools import cached_property, partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -17,8 +20,10 @@ from ckpt_storage._version import __version__
 from ckpt_storage.commit.attempt import Grant, begin
 from ckpt_storage.commit.cleaning import delete_attempt, free_dead
 from ckpt_storage.commit.committing import commit_save
+from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.coordination import agreement
-from ckpt_storage.coordination.agreement import Granted, Refused
+from ckpt_storage.coordination.agreement import Granted, Hello, Refused
 from ckpt_storage.errors import (
     CheckpointError,
     CommitConflictError,
@@ -33,6 +38,7 @@ from ckpt_storage.format.manifest import RankManifest
 from ckpt_storage.format.rankreport import RankReport
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.options import (
+    STOCK_ENTRY_LIMIT,
     PageCache,
     Progress,
     RetryPolicy,
@@ -45,11 +51,12 @@ from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.base import Capabilities, Store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
+from ckpt_storage.transfer.filewriter import write_options
 from ckpt_storage.transfer.workers import bounded
 
 from .shards import ShardJob, write_shards
 
-__all__ = ["SaveAttempt", "SaveSettings"]
+__all__ = ["SaveSession", "SaveSettings"]
 
 _DISCARD_S = 2.0
 
@@ -58,11 +65,12 @@ log = logging.getLogger("ckpt_storage")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSettings:
-    """The arguments of a `CheckpointStorageWriter`, checked.
+    """What a save is told besides state and ranks, checked.
 
     `commit_base` is where `commit_url` leads to. `transfer_options` says how bytes go to a storage.
     """
 
+    base: Location
     commit_base: Location | None
     overwrite: bool
     page_cache: PageCache
@@ -73,6 +81,58 @@ class SaveSettings:
     timeouts: Timeouts
     retry: RetryPolicy
     progress: Progress
+
+    @classmethod
+    def of(  # as `CheckpointStorageWriter`
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None,
+        overwrite: bool,
+        thread_count: int | None,
+        part_bytes: int | None,
+        memory_limit_bytes: int | None,
+        page_cache: PageCache,
+        sync_files: bool,
+        commit_url: str | None,
+        stock_metadata: StockMetadata,
+        unsafe_values: UnsafeValues,
+        timeout: float | timedelta | Timeouts | None,
+        retry: RetryPolicy | None,
+        progress: Progress,
+    ) -> SaveSettings:
+        """Return the settings that these arguments mean. Raises `InvalidInputError`."""
+        base = Location.of(url, storage_options)
+        transfer_options = partial(
+            write_options,
+            thread_count=thread_count,
+            part_bytes=part_bytes,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        transfer_options(None)  # refuses what cannot be, now and on every rank
+        commit_base = Location.of(commit_url, storage_options) if commit_url else None
+        if stock_metadata not in {"auto", "always", "never"}:
+            raise InvalidInputError(
+                f"stock_metadata is {stock_metadata!r}.",
+                next_step="Give 'auto', 'always' or 'never'.",
+            )
+        if unsafe_values not in {"warn", "refuse"}:
+            raise InvalidInputError(
+                f"unsafe_values is {unsafe_values!r}.", next_step="Give 'warn' or 'refuse'."
+            )
+        return cls(
+            base=base,
+            commit_base=commit_base,
+            overwrite=overwrite,
+            page_cache=page_cache,
+            sync_files=sync_files,
+            stock_metadata=stock_metadata,
+            unsafe_values=unsafe_values,
+            transfer_options=transfer_options,
+            timeouts=Timeouts.of(timeout),
+            retry=retry or RetryPolicy(),
+            progress=progress,
+        )
 
     def open(self, location: Location, checkpoint_id: str | os.PathLike[str] | None) -> Store:
         """Open the store at `location`, which `checkpoint_id` has led to. Raises `StorageError`."""
@@ -97,46 +157,116 @@ class SaveSettings:
             "the version of ckpt_storage": __version__,
         }
 
+    def record_of(self, save_id: str, deadline: Deadline) -> SlotRecord | None:
+        """Return the commit record at the head if it is that of `save_id`, else None."""
+        head = read_log(bounded(self.open(self.base, None), deadline)).head
+        return head if head is not None and head.save_id == save_id else None
 
-class SaveAttempt:
-    """One save as this rank sees it; belongs to one thread.
 
-    `answer` is what the coordinator said, once it is known. A front door knows besides, and puts
-    here: `item_count`, of all ranks' plans, before `prepare_global_plan`; `candidates`, names that
-    the ranks' states may tie, before `write_data`; and before `finish` `settled_ties`, which maps
-    each of these to what it is tied to, or to itself.
+class SaveSession:
+    """One save as this rank sees it, step by step; belongs to one thread.
+
+    All ranks `propose`, the coordinator `decide`s, all ranks `write`, and the coordinator
+    `commit`s. A front door knows besides, and puts here: `item_count`, of all ranks' plans, before
+    `decide`; `candidates`, names that the ranks' states may tie, before `write`; and before
+    `commit` `settled_ties`, which maps each of these to what it is tied to, or to itself.
     """
 
     def __init__(
         self,
         settings: SaveSettings,
-        location: Location,
-        checkpoint_id: str | os.PathLike[str] | None,
+        checkpoint_id: str | os.PathLike[str] | None = None,
         *,
         is_coordinator: bool,
         rank: int,
+        user: Mapping[str, Any] | None = None,
+        replaces: frozenset[str] = frozenset(),
     ) -> None:
-        """Take up a save to `location`, which `checkpoint_id` has led to."""
-        self.location = location
+        """Take up a save to the place that `checkpoint_id` leads to.
+
+        `user` goes into the commit record; plain JSON. `replaces` are ids of saves, known to be
+        damaged, that are replaced even without `overwrite`. Of both the coordinator's count.
+        """
+        self.location = settings.base.join(checkpoint_id)
         self.is_coordinator = is_coordinator
         self.rank = rank
-        self.nonce = os.urandom(16).hex()
-        self.answer: Granted | Refused | None = None
         self.item_count = 0
         self.candidates: Sequence[str] = ()
         self.settled_ties: Mapping[str, str] = {}
+        self._nonce = os.urandom(16).hex()
+        self._answer: Granted | Refused | None = None
         self._settings = settings
         self._checkpoint_id = checkpoint_id
+        self._user = user or {}
+        self._replaces = replaces
+
+    @property
+    def url(self) -> str:
+        """Where the save goes to."""
+        return self.location.url
+
+    @property
+    def save_id(self) -> str | None:
+        """The id that the coordinator gave to this save, once this rank has read it."""
+        return self._answer.grant.save_id if isinstance(self._answer, Granted) else None
+
+    def propose(self, plan: SavePlan) -> SavePlan:
+        """Attach this rank's hello to its plan; all ranks."""
+        agreement.clear_inbox()
+        return dataclasses.replace(plan, storage_data=self._hello())
+
+    def terms(self) -> dict[str, str]:
+        """Return what all ranks must have in common for this save."""
+        return self._settings.terms(self.location)
+
+    def record_of(self, save_id: str, deadline: Deadline) -> SlotRecord | None:
+        """Return the commit record at the head if it is that of `save_id`, else None."""
+        return self._settings.record_of(save_id, deadline)
+
+    def _hello(self) -> Hello:
+        return Hello(
+            nonce=self._nonce, rank=self.rank, host=socket.gethostname(), terms=self.terms()
+        )
+
+    def decide(
+        self, plans: Sequence[SavePlan], deadline: Deadline, *, world_size: int | None = None
+    ) -> list[SavePlan]:
+        """Check that all ranks agree and open the attempt on the storage; coordinator only.
+
+        Raises `InvalidInputError` if a rank has no writer of ours. Any other refusal
+        (`RankMismatchError`, `CheckpointExistsError`, `InvalidInputError`, `StorageError`) is
+        answered to all ranks and raised by their `write`; no byte was written then. It is refused
+        also if `world_size` is given and is not the number of plans.
+        """
+        hellos = agreement.hellos_of_all(self._hello(), len(plans))
+        answers: Sequence[Granted | Refused]
+        try:
+            _check_world(len(hellos), world_size)
+            agreement.check_agreement(hellos, phase="plan")
+            grant = self._begin(len(hellos), deadline)
+        except CheckpointError as error:
+            answers = agreement.refuse_all(hellos, error)
+        else:
+            planned_count = sum(len(plan.items) for plan in plans)
+            with_places = self.is_stock_wanted(max(planned_count, self.item_count))
+            answers = agreement.grant_all(hellos, grant, with_places=with_places)
+        self._answer = answers[self.rank]
+        return [
+            dataclasses.replace(plan, storage_data=answer)
+            for plan, answer in zip(plans, answers, strict=True)
+        ]
+
+    def is_stock_wanted(self, item_count: int) -> bool:
+        """Return whether `.metadata` is to be written; plans that a planner dropped count as 0."""
+        if self._settings.stock_metadata == "auto":
+            return item_count <= STOCK_ENTRY_LIMIT
+        return self._settings.stock_metadata == "always"
 
     @cached_property
     def _store(self) -> Store:
         return self._settings.open(self.location, self._checkpoint_id)
 
-    def begin(self, rank_count: int, *, replaces: frozenset[str], deadline: Deadline) -> Grant:
-        """Open the attempt on the storage and return the leave to save; coordinator only.
-
-        `replaces` are ids of saves that may be replaced in any case. Raises as `commit.begin`.
-        """
+    def _begin(self, rank_count: int, deadline: Deadline) -> Grant:
         with deadline.governs(f"Beginning a save to {self.location.url}", rank=self.rank):
             store = bounded(self._store, deadline)
             if rank_count > 1 and not store.capabilities.shared:
@@ -150,10 +280,10 @@ class SaveAttempt:
                 store,
                 overwrite=self._settings.overwrite,
                 probe=self._probe,
-                replaces=replaces,
+                replaces=self._replaces,
             )
         previous = grant.previous
-        if previous is not None and previous.save_id in replaces:
+        if previous is not None and previous.save_id in self._replaces:
             log.warning(
                 "%s: save %s is damaged, and save %s is to replace it",
                 store.url,
@@ -177,7 +307,7 @@ class SaveAttempt:
 
     def granted(self) -> Granted:
         """Return the coordinator's leave. Raises what it refused the save for."""
-        answer = self.answer or agreement.inbox().answers.get(self.nonce)
+        answer = self._answer or agreement.inbox().answers.get(self._nonce)
         if answer is None:
             raise InvalidInputError(
                 f"Rank {self.rank} got no save id for this save; it writes nothing.",
@@ -186,18 +316,18 @@ class SaveAttempt:
                 next_step="Use a planner that keeps SavePlan objects, or turn plan caching off "
                 "(enable_plan_caching=False).",
             )
-        self.answer = answer
+        self._answer = answer
         if isinstance(answer, Refused):
             raise answer.error
         return answer
 
-    def write(
-        self, plan: SavePlan, planner: SavePlanner, *, deadline: Deadline
-    ) -> list[WriteResult]:
-        """Write this rank's shard file and rank manifest; durable on return.
+    def write(self, plan: SavePlan, planner: SavePlanner, deadline: Deadline) -> list[WriteResult]:
+        """Write this rank's shard file and rank manifest; all ranks; durable on return.
 
         Where the storage is full it first frees what dead attempts left, and tries once more. After
-        an error nothing of this rank is left there. Raises as `write_data`.
+        any error no upload stays open, and what became visible is an attempt's that never will be
+        committed. Raises what the coordinator refused the save for, `StorageError`,
+        `PhaseTimeoutError`, `InvalidInputError` (a value that cannot be stored, naming its FQN).
         """
         granted = self.granted()
         try:
@@ -229,9 +359,9 @@ class SaveAttempt:
 
         Takes two seconds at most, and raises nothing: what stays is freed as that of a dead save.
         """
-        if not isinstance(self.answer, Granted):
+        save_id = self.save_id
+        if save_id is None:
             return
-        save_id = self.answer.grant.save_id
         store = bounded(self._store, Deadline("write", _DISCARD_S))
         try:
             if is_whole:
@@ -267,16 +397,16 @@ class SaveAttempt:
         self,
         metadata: Metadata,
         results: list[list[WriteResult]],
-        *,
-        user: Mapping[str, Any],
         deadline: Deadline,
-    ) -> SlotRecord:
+    ) -> CheckpointInfo:
         """Check that the save is complete, commit it, publish `.metadata`; coordinator only.
 
-        `results[i]` is what rank i's `write` returned. Raises as `finish`.
+        `results[i]` is what rank i's `write` returned. Raises `IntegrityError`, `RankFailedError`
+        (not committed), `CommitConflictError` (not committed), `CommitUnknownError`,
+        `NotPublishedError` (committed).
         """
         try:
-            return self._commit(metadata, results, user, deadline)
+            return CheckpointInfo.of(self.url, self._commit(metadata, results, deadline))
         except (CommitConflictError, IntegrityError, StorageError):
             # These say that it is not committed, and nobody will try again.
             self.discard(is_whole=True)
@@ -286,7 +416,6 @@ class SaveAttempt:
         self,
         metadata: Metadata,
         results: list[list[WriteResult]],
-        user: Mapping[str, Any],
         deadline: Deadline,
     ) -> SlotRecord:
         granted = self.granted()
@@ -299,7 +428,7 @@ class SaveAttempt:
                 results=results,
                 storage_meta=StorageMeta(checkpoint_id=self.location.url),
                 settled_ties=self.settled_ties,
-                user=user,
+                user=self._user,
                 deadline=deadline,
                 retry=self._settings.retry,
                 must_publish=self._settings.stock_metadata != "never",
@@ -320,4 +449,13 @@ class SaveAttempt:
             index=MetadataIndex(f"ckpt_storage.rank.{self.rank}"),
             size_in_bytes=sum(file.size_bytes for file in manifest.files),
             storage_data=report,
+        )
+
+
+def _check_world(found: int, expected: int | None) -> None:
+    if expected is not None and expected != found:
+        raise InvalidInputError(
+            f"The save runs on {found} ranks; the writer's process_group has {expected}.",
+            phase="plan",
+            next_step="Pass the same process_group to dcp.save and to the writer.",
         )

@@ -1,0 +1,1 @@
+"""Torch's storage writer and reader: thin adapters for `dcp.save` and `dcp.load`."""
