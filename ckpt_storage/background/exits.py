@@ -16,8 +16,6 @@ from ckpt_storage.store.timed import halt_threads
 
 from .handle import SaveStatus
 
-__all__ = ["flush", "flush_at_exit"]
-
 log = logging.getLogger("ckpt_storage")
 
 STALL_S = 30.0

@@ -19,8 +19,6 @@ from ckpt_storage.errors import (
     SaveCancelledError,
 )
 
-__all__ = ["SaveHandle", "SaveProgress", "SaveState", "SaveStatus", "check_process"]
-
 log = logging.getLogger("ckpt_storage")
 
 

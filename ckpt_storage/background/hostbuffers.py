@@ -247,18 +247,6 @@ class HostBuffers:
     ) -> None:
         self.close()
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Size of all arenas, in use or waiting for reuse."""
-        with self._changed:
-            return sum(held.arena.size_bytes for held in self._free + self._leased if held.arena)
-
-    @property
-    def leased_count(self) -> int:
-        """How many leases are alive."""
-        with self._changed:
-            return len(self._leased)
-
     def lease(self, *, timeout_s: float = 0.0) -> Lease:
         """Return the right to a buffer set, waiting at most `timeout_s` for one to be free.
 

@@ -41,8 +41,6 @@ from .savetask import SaveTask
 from .staging import begin_stage, stage
 from .workerlink import WorkerLink
 
-__all__ = ["AsyncSaver", "Mode", "OnError", "save_async"]
-
 log = logging.getLogger("ckpt_storage")
 
 Mode = Literal["process", "thread"]

@@ -20,8 +20,6 @@ from .hostbuffers import Lease
 from .staging import StagedState, StagingJob
 from .workerlink import WorkerLink
 
-__all__ = ["SaveTask"]
-
 log = logging.getLogger("ckpt_storage")
 
 

@@ -131,11 +131,6 @@ class StateReceiver:
         self._connection = connection
         self._arenas: dict[int, NDArray[np.uint8]] = {}
 
-    @property
-    def mapped_bytes(self) -> int:
-        """Size of all arenas mapped here."""
-        return sum(memory.size for memory in self._arenas.values())
-
     def receive(self) -> State:
         """Return the next state, whose tensors lie in the trainer's memory.
 

@@ -28,8 +28,6 @@ from ckpt_storage.store.timed import abandoned_thread_count
 
 from .stagewire import StateReceiver
 
-__all__ = ["Beat", "Cancel", "Outcome", "Request", "Setup", "worker_main"]
-
 BEAT_S = 0.25
 """How often a worker tells its trainer how far it is."""
 

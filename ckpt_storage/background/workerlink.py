@@ -39,8 +39,6 @@ from .staging import StagedState
 from .worker import Beat, Cancel, Outcome, Request, Setup
 from .workerprocess import WorkerProcess
 
-__all__ = ["WorkerLink"]
-
 log = logging.getLogger("ckpt_storage")
 
 _LOOK_S = 0.1

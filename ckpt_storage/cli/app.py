@@ -26,9 +26,6 @@ from ckpt_storage.store.redaction import Scrubber
 
 from .output import BROKEN_PIPE, COULD_NOT_RUN, FOUND, INTERRUPTED, SOUND
 
-__all__ = ["InterruptedRunError", "app", "leave_at_once", "run_interruptibly"]
-
-
 _LOOK_S = 0.1
 _GRACE_S = 4.0
 """For discarding uploads that are under way; what stays is freed by a later save or copy."""

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ckpt_storage.inspect.checkpoint import Checkpoint
     from ckpt_storage.inspect.lazytensor import LazyTensor
 
-__all__ = ["cat"]
 
 _MOST_JSON_ELEMENTS = 1_000_000
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ckpt_storage.export.consolidation.job import ConsolidationReport
     from ckpt_storage.options import PageCache
 
-__all__ = ["consolidate"]
 
 _MEETING_S = 300.0
 """How long ranks wait for one another to start, unless `--timeout` says."""

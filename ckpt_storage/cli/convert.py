@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ckpt_storage.export.converting import TargetFormat
     from ckpt_storage.options import PageCache
 
-__all__ = ["convert"]
 
 _FORMATS = ("ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save")
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ckpt_storage.export.filecopies import Copies
     from ckpt_storage.options import PageCache
 
-__all__ = ["cp"]
-
 
 @click.command(short_help="Copy between any two storages, verified.")
 @url_argument("src")

@@ -13,8 +13,6 @@ from .output import FOUND, SOUND
 if TYPE_CHECKING:
     from ckpt_storage.inspect.comparing import CheckpointDiff
 
-__all__ = ["diff"]
-
 
 @click.command(short_help="How two checkpoints differ.")
 @url_argument("left")

@@ -13,7 +13,6 @@ from .output import FOUND, SOUND
 if TYPE_CHECKING:
     from ckpt_storage.inspect.doctor import Diagnosis, Measure
 
-__all__ = ["doctor"]
 
 _MS_FROM = 0.001
 _MARK = {"yes": "yes", "no": "no", "skipped": "-"}

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ckpt_storage.inspect.arrays import Words
     from ckpt_storage.inspect.lazytensor import LazyTensor
 
-__all__ = ["abbreviated", "count_of", "elements", "npy_head", "pieces", "shape_of"]
 
 _MOST_SHOWN = 1000
 """More elements than these are abbreviated; as numpy and torch have it by default."""

@@ -10,8 +10,6 @@ from . import output
 from .options import common, json_option, storage_options, url_argument
 from .output import COULD_NOT_RUN, SOUND, check_root
 
-__all__ = ["ls"]
-
 
 @click.command(short_help="Committed checkpoints below a root.")
 @url_argument("root")

@@ -10,20 +10,6 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = [
-    "byte_count",
-    "common",
-    "complete_fqn",
-    "duration_s",
-    "fqn_argument",
-    "json_option",
-    "memory_option",
-    "page_cache_option",
-    "parse_slice",
-    "storage_options",
-    "url_argument",
-]
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _TEXT_KEYS = re.compile(

@@ -19,28 +19,6 @@ if TYPE_CHECKING:
     from ckpt_storage.inspect.lazytensor import LazyTensor
     from ckpt_storage.inspect.nametree import Entry
 
-__all__ = [
-    "BROKEN_PIPE",
-    "COULD_NOT_RUN",
-    "FOUND",
-    "INTERRUPTED",
-    "SOUND",
-    "check_root",
-    "document",
-    "emit",
-    "entries_of",
-    "facts",
-    "is_tensor",
-    "line",
-    "notice",
-    "safe",
-    "shows_progress",
-    "size",
-    "table",
-    "tensor_of",
-    "value_of",
-]
-
 
 def entries_of(checkpoint: Checkpoint) -> list[Entry]:
     """Return name, dtype, shape and size of every value; reads none."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ckpt_storage.manager.pruning import PruneReport
     from ckpt_storage.manager.retention import Decision, RetentionPolicy
 
-__all__ = ["prune"]
-
 
 @click.command(short_help="Delete what no policy keeps.")
 @url_argument("root")

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ckpt_storage.inspect.checkpoint import Checkpoint
     from ckpt_storage.inspect.lazytensor import LazyTensor
 
-__all__ = ["show"]
 
 _MOST_CHUNKS = 40
 

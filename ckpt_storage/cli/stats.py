@@ -13,7 +13,6 @@ from .output import SOUND, tensor_of
 if TYPE_CHECKING:
     from ckpt_storage.inspect.statistics import Histogram, TensorStats
 
-__all__ = ["stats"]
 
 _BARS = " ▁▂▃▄▅▆▇█"
 

@@ -10,8 +10,6 @@ from . import output
 from .options import common, json_option, storage_options, url_argument
 from .output import SOUND, entries_of
 
-__all__ = ["tree"]
-
 
 @click.command(short_help="Names, types, shapes and sizes as a tree.")
 @url_argument()

@@ -14,8 +14,6 @@ from .output import FOUND, SOUND
 if TYPE_CHECKING:
     from ckpt_storage.inspect.verification import VerifyReport
 
-__all__ = ["verify"]
-
 
 @click.command(short_help="Is every byte what was written?")
 @url_argument()

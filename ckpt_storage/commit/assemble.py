@@ -26,9 +26,6 @@ from ckpt_storage.store.base import Store
 from .reporttable import Chunks, Planned, ReportTable, incomplete
 from .tiednames import agreed_ties
 
-__all__ = ["Tiling", "assemble", "check_files", "check_reports", "find_tiling", "read_report"]
-
-
 _MOST = (1 << 62) - 1
 
 

@@ -35,8 +35,6 @@ from .attempt import Grant
 from .info import CheckpointInfo
 from .stockwrite import planned_of, stock_metadata, stock_note
 
-__all__ = ["commit_save"]
-
 log = logging.getLogger("ckpt_storage")
 
 

@@ -16,8 +16,6 @@ from typing import Any, Self
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.slots import SlotRecord
 
-__all__ = ["CheckpointInfo", "user_record"]
-
 _NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 
 _USER_MOST_BYTES = 16 << 10

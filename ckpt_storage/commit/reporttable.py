@@ -17,8 +17,6 @@ from ckpt_storage.format.columns import Counts
 from ckpt_storage.format.rankreport import RankReport, Words
 from ckpt_storage.format.regions import Box
 
-__all__ = ["Chunks", "Planned", "ReportTable", "incomplete"]
-
 PlannerPath = tuple[str | int, ...]
 
 _NO_NUMBERS: Counts = np.zeros(0, dtype=np.int64)

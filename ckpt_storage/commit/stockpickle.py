@@ -29,8 +29,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt_storage.format.columns import Counts
 
-__all__ = ["EntryTable", "StockEntry", "pickled"]
-
 _PROTOCOL = 3
 _Place = tuple[int, ...] | None
 

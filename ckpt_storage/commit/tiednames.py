@@ -14,8 +14,6 @@ from ckpt_storage.format.rankreport import RankReport
 from ckpt_storage.format.shardtable import BoxKey
 from ckpt_storage.format.tensorlayout import TensorRecord
 
-__all__ = ["Groups", "agreed_ties", "candidate_ties", "settled_ties"]
-
 Groups = tuple[tuple[str, ...], ...]
 """Groups of FQNs; in each, names are in the order of the state or plan."""
 

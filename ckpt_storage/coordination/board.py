@@ -13,9 +13,6 @@ from typing import Protocol, TypeVar
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.store.deadline import Deadline
 
-__all__ = ["Board", "BoardError", "LocalBoard", "Waits"]
-
-
 _T = TypeVar("_T")
 
 _FIRST_LOOK_S = 0.0002

@@ -20,8 +20,6 @@ from .meeting import GivenUp
 from .operation import Operation
 from .reports import COORDINATOR, locate
 
-__all__ = ["Coordinator", "solo"]
-
 
 class Coordinator:
     """The ranks of one group; runs their operations, one at a time.

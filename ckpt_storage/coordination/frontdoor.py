@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from .operation import Operation
 
-__all__ = ["exchange_plans", "is_stateful", "plain_state", "takes"]
-
 _Plan = TypeVar("_Plan")
 
 

@@ -23,8 +23,6 @@ from ckpt_storage.store.timed import TimedPool
 from .board import BoardError
 from .coordinator import Coordinator, solo
 
-__all__ = ["SaverChannel", "StoreAddress", "StoreBoard", "coordinator_of", "group_of", "store_of"]
-
 _T = TypeVar("_T")
 
 _PIECE_BYTES = 4 << 20

@@ -16,9 +16,6 @@ from pathlib import Path
 
 from ckpt_storage.options import Phase
 
-__all__ = ["LifeSigns", "RankProcess", "Siblings", "Sign", "start_ticks"]
-
-
 _START_FIELD = 19
 """Of `/proc/<pid>/stat` behind the name: clock ticks from boot to the start of the process."""
 

@@ -29,8 +29,6 @@ from .board import BoardError, Waits
 from .lifesigns import RankProcess, start_ticks
 from .reports import COORDINATOR, name_ranks, of_rank
 
-__all__ = ["Arrival", "GivenUp", "Meeting"]
-
 log = logging.getLogger("ckpt_storage")
 
 _WITHDRAW_S = 1.0

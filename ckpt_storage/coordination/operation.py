@@ -29,8 +29,6 @@ from .reports import COORDINATOR, Report, name_ranks, told_by, travelling
 from .steps import Steps
 from .watching import Watcher, lost_board
 
-__all__ = ["Operation"]
-
 log = logging.getLogger("ckpt_storage")
 
 _COORDINATOR_GRACE_S = 1.0

@@ -30,8 +30,6 @@ from .coordinator import Coordinator
 from .groups import StoreBoard
 from .operation import Operation
 
-__all__ = ["Peers", "peers_of"]
-
 log = logging.getLogger("ckpt_storage")
 
 _T = TypeVar("_T")

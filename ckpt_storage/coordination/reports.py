@@ -29,18 +29,6 @@ from ckpt_storage.store.redaction import without_secrets
 
 from .agreement import spell_ranks
 
-__all__ = [
-    "COORDINATOR",
-    "Report",
-    "as_checkpoint_errors",
-    "locate",
-    "name_ranks",
-    "of_rank",
-    "place_of",
-    "told_by",
-    "travelling",
-]
-
 log = logging.getLogger("ckpt_storage")
 
 COORDINATOR = 0

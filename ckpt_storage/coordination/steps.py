@@ -11,8 +11,6 @@ from .board import Waits
 from .lifesigns import LifeSigns
 from .reports import COORDINATOR, name_ranks
 
-__all__ = ["Steps"]
-
 
 class Steps:
     """Messages of one operation; `Operation` sets what it needs. Keys begin with the id."""

@@ -15,8 +15,6 @@ from .board import Board, BoardError
 from .lifesigns import LifeSigns, Siblings
 from .reports import COORDINATOR, Report, name_ranks
 
-__all__ = ["Watcher", "lost_board"]
-
 log = logging.getLogger("ckpt_storage")
 
 _STOP_S = 0.25

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from ckpt_storage.errors import CheckpointError
 
-__all__ = ["at_dcp_border", "rank_of_call"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -28,8 +28,6 @@ from .consolidation.run import run_consolidate
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["consolidate", "output_location", "track"]
-
 
 def consolidate(  # the public surface, all keyword-only
     url: str | os.PathLike[str],

@@ -41,8 +41,6 @@ from ckpt_storage.transfer.workers import Workers, bounded
 from .filecopies import FileCopier
 from .partcopies import FileToCopy
 
-__all__ = ["CopyAttempt", "CopyMeans"]
-
 log = logging.getLogger("ckpt_storage")
 
 _BATCH_COUNT = 64

@@ -63,8 +63,6 @@ from .foreigncopy import copy_foreign
 from .overlap import is_within, place_within
 from .partcopies import Tally
 
-__all__ = ["CopyReport", "copy"]
-
 log = logging.getLogger("ckpt_storage")
 
 _LOCAL_THREADS = 2

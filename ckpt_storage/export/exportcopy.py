@@ -32,8 +32,6 @@ from ckpt_storage.store.base import Entry, Store
 from .filecopies import FileCopier
 from .partcopies import FileToCopy
 
-__all__ = ["CopiedExports", "copy_exports"]
-
 log = logging.getLogger("ckpt_storage")
 
 _OWN = frozenset({f"{COMMITS}/", f"{SAVES}/", STOCK_METADATA})

@@ -33,8 +33,6 @@ from .partcopies import (
     streamed_parts,
 )
 
-__all__ = ["Copies", "FileCopier"]
-
 Copies = Literal["auto", "always", "never"]
 """Which files the storage copies by itself: where that pays, wherever it can, none."""
 

@@ -23,8 +23,6 @@ from .filecopies import FileCopier
 from .foreignfolder import Content, ForeignFolder, is_of_the_work
 from .partcopies import FileToCopy
 
-__all__ = ["copy_foreign"]
-
 
 def copy_foreign(
     source: Source,

@@ -29,8 +29,6 @@ from ckpt_storage.format.exports import is_weight_file
 from ckpt_storage.format.layout import INDEX_NAME
 from ckpt_storage.store.base import Store
 
-__all__ = ["NOTE", "RECORDS", "ForeignFolder", "is_of_the_work"]
-
 NOTE = ".ckpt-storage-copy.json"
 """Lies in the folder while somebody fills it."""
 

@@ -18,8 +18,6 @@ from ckpt_storage.format import layout
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.location import Location
 
-__all__ = ["is_within", "place_within"]
-
 _WHERE = (
     "endpoint_url",
     "endpoint",

@@ -15,18 +15,6 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.filewriter import part_bytes_for
 from ckpt_storage.transfer.relay import Buffers, Paces, timed
 
-__all__ = [
-    "CopyRefusedError",
-    "FilePart",
-    "FileToCopy",
-    "OpenFile",
-    "PartCopier",
-    "Tally",
-    "copied_parts",
-    "streamed_parts",
-]
-
-
 _LEAST_COPY_BYTES = MIB
 """Below this a copy by the storage takes more requests than reading and writing."""
 

@@ -7,8 +7,6 @@ what real checkpoints have.
 
 from __future__ import annotations
 
-__all__ = ["MOST_DOCUMENT_BYTES", "MOST_SLOT_BYTES", "MOST_STOCK_BYTES"]
-
 MOST_SLOT_BYTES = 4 << 20
 """Of a commit record; metrics take 16 KiB of it at most, and a fenced attempt 36 bytes."""
 

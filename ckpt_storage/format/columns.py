@@ -23,8 +23,6 @@ from ckpt_storage.errors import InvalidInputError
 
 from .documents import Getter
 
-__all__ = ["MOST_INFLATED_BYTES", "Columns", "Counts", "pack_column", "pack_names"]
-
 Counts = NDArray[np.int64]
 
 MOST_INFLATED_BYTES = 1 << 30

@@ -35,7 +35,6 @@ __all__ = [
     "combine_each",
     "combine_many",
     "crc32c_of",
-    "crc_of_zeros",
     "decode_crcs",
     "encode_crcs",
     "encode_format",
@@ -220,11 +219,6 @@ def combine_each(crcs: Sequence[int], block_bytes: int, totals: Sequence[int]) -
             last_bytes = totals[number] - (counts[number] - 1) * block_bytes
             combined[number] = combine(crc, int(crcs[ends[number] - 1]), last_bytes)
     return combined
-
-
-def crc_of_zeros(length: int) -> int:
-    """Return the CRC-32C of `length` zero bytes, in time logarithmic in `length`."""
-    return _multiply(_power(length), _ALL_ONES) ^ _ALL_ONES
 
 
 def encode_crcs(crcs: Sequence[int]) -> str:

@@ -27,7 +27,6 @@ SAVES = "saves"
 PROBE_PREFIX = ".ckpt-storage-probe-"
 
 _SAVE_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
-_SLOT = re.compile(r"commits/([0-9]{8,})\.json")
 _PUBLISHING = re.compile(r"saves/[^/]+/publishing-[0-9a-f]{16}\.json")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
@@ -56,12 +55,6 @@ def is_save_id(text: str) -> bool:
 def slot_path(slot: int) -> str:
     """Return the path of commit slot `slot` (from 1)."""
     return f"{COMMITS}/{slot:08d}.json"
-
-
-def slot_of(path: str) -> int | None:
-    """Return the slot number that `path` spells, or None."""
-    match = _SLOT.fullmatch(path)
-    return int(match.group(1)) if match else None
 
 
 def save_folder(save_id: str) -> str:

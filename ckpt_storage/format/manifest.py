@@ -205,11 +205,6 @@ class Manifest:
     created_at: str = ""
     writer: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def has_stock_metadata(self) -> bool:
-        """Whether torch's own readers can load this checkpoint."""
-        return self.stock is not None and self.stock_entries != 0
-
     def to_body(self) -> dict[str, Any]:
         """Return the JSON body."""
         body: dict[str, Any] = {

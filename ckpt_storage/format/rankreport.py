@@ -23,8 +23,6 @@ from .documents import FileRef
 from .manifest import INLINE_LIMIT_BYTES, RankManifest
 from .shardtable import BoxKey, BoxTable
 
-__all__ = ["RankReport", "Tied", "Words"]
-
 Words = NDArray[np.int32]
 
 Tied = tuple[str, BoxKey, int]

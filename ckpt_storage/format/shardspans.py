@@ -17,8 +17,6 @@ from . import integrity
 from .documents import FileRef
 from .manifest import RankManifest, ShardFile
 
-__all__ = ["ShardSpans", "Span", "SpanCheck", "Spans", "WholeFile"]
-
 _NEXT_STEP = "Restore the file from a copy, or use another checkpoint."
 
 

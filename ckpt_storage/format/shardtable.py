@@ -23,18 +23,6 @@ from .columns import Columns, Counts, pack_column
 from .documents import FileRef, Getter, ref_from_json
 from .tensorfile import DTYPES
 
-__all__ = [
-    "BoxKey",
-    "BoxTable",
-    "ItemTable",
-    "ShardFile",
-    "Vocabulary",
-    "boxes_from_json",
-    "boxes_to_json",
-    "decode_file",
-    "encode_file",
-]
-
 BoxKey = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a chunk."""
 

@@ -22,17 +22,6 @@ from .shardtable import boxes_from_json, boxes_to_json
 from .tensorfile import DTYPES
 from .tiling import Grid
 
-__all__ = [
-    "Flaw",
-    "GridBoxes",
-    "TensorRecord",
-    "compact",
-    "decode_tensors",
-    "encode_tensors",
-    "find_flaw",
-    "fits",
-]
-
 Chunks = Sequence[tuple[Box, int]]
 """Chunks that form no grid, each with the rank that wrote it."""
 

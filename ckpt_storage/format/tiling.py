@@ -10,8 +10,6 @@ from operator import ge, le, sub
 
 from .regions import Box
 
-__all__ = ["Coverage", "Grid", "covers_exactly", "find_grid"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from ckpt_storage.options import DEFAULT_PART_BYTES, MIB, REMOTE_THREADS, Timeouts
 from ckpt_storage.store.base import Capabilities
 
-__all__ = ["Advice", "advise"]
-
 _FAR_S = 0.05
 """A round trip from which more requests in flight pay."""
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     Words = NDArray[np.generic]
 
-__all__ = ["Region", "elements_of", "numpy_name", "read_blobs", "read_regions", "read_slabs"]
 
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 """The numpy type that moves an element of so many bytes as it is."""

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from .arrays import Words
     from .torchload import Device
 
-__all__ = ["Checkpoint", "diff", "open_checkpoint"]
 
 _MOST_UNASKED = 50_000
 """Names that are put into a tree within a second, whenever an object is shown."""

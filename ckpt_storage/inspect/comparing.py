@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from .arrays import Words
 
-__all__ = ["CheckpointDiff", "Findings", "Tolerance", "ValueDiff", "compare"]
-
 
 _PIECE = 1 << 20
 """Elements that are compared at a time: 8 MiB a side as float64."""

@@ -26,8 +26,6 @@ from ckpt_storage.transfer.workers import Workers, bounded
 
 from .advice import Advice, advise
 
-__all__ = ["Diagnosis", "Measure", "Probe", "diagnose"]
-
 Outcome = Literal["yes", "no", "skipped"]
 
 _SMALL_BYTES = 4096

@@ -17,18 +17,6 @@ from ckpt_storage.source.model import CommittedSource, Place, Source
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store.base import Store
 
-__all__ = [
-    "Findings",
-    "Problem",
-    "check_coverage",
-    "check_foreign",
-    "check_markers",
-    "check_places",
-    "check_rank",
-    "check_stock",
-    "note_unsafe",
-]
-
 
 def check_foreign(store: Store, source: Source, findings: Findings) -> None:
     """Check that what another writer left can be read; it carries no checksums."""

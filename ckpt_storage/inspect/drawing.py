@@ -11,8 +11,6 @@ from ckpt_storage.format.tiling import Grid, find_grid
 
 from .markup import TIMES, escaped, runs_text
 
-__all__ = ["Chunk", "Sharding", "histogram_svg", "sharding_svg"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:

@@ -26,8 +26,6 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.fetching import Fetch, run_fetches
 from ckpt_storage.transfer.pacing import Pacer
 
-__all__ = ["ExportStatus", "check_exports"]
-
 log = logging.getLogger("ckpt_storage")
 
 _REMEDY = "Delete the file and consolidate again; it is made anew."

@@ -20,7 +20,6 @@ from .session import Session
 if TYPE_CHECKING:
     from .torchload import Device
 
-__all__ = ["Holdings", "Names"]
 
 Names = str | Iterable[str] | Callable[[str], bool] | None
 """Names, or a function that says of each whether it is wanted; None: all of them."""

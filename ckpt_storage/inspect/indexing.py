@@ -14,8 +14,6 @@ from types import EllipsisType
 
 from ckpt_storage.format.regions import Box, WindowCopy, interval_boxes
 
-__all__ = ["Selection", "clip", "select", "slabs", "strided_copies", "touched_spans"]
-
 FinalIndex = tuple[int | slice | EllipsisType | None, ...]
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .arrays import Words
     from .torchload import Device, Tensor
 
-__all__ = ["LazyTensor"]
 
 _ITER_BYTES = 16 << 20
 

@@ -9,20 +9,6 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = [
-    "DASH",
-    "TIMES",
-    "bar",
-    "card",
-    "escaped",
-    "human_bytes",
-    "page",
-    "runs_text",
-    "shape_text",
-    "shown",
-    "table",
-]
-
 TIMES = " \N{MULTIPLICATION SIGN} "
 DASH = "\N{EN DASH}"
 

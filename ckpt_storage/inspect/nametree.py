@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from .markup import runs_text
 
-__all__ = ["Entry", "Node", "tree_of"]
-
 _NUMBER = re.compile(r"[0-9]+")
 _NUMBERS = re.compile(r"([0-9]+)")
 _LEAST_ALIKE = 3

@@ -16,8 +16,6 @@ from ckpt_storage.store.deadline import Deadline
 from .shardspots import Part
 from .verification import verification_of
 
-__all__ = ["check_part", "part_bytes"]
-
 
 def check_part(store: Store, part: Part, *, deep: bool, deadline: Deadline) -> str | None:
     """Check one part of a checkpoint; return the id of the save that was checked, None without one.

@@ -32,17 +32,6 @@ from ckpt_storage.transfer.workers import Workers, bounded
 
 from .drawing import Sharding
 
-__all__ = [
-    "HistoryEntry",
-    "Key",
-    "Outline",
-    "Session",
-    "Settings",
-    "StoredFile",
-    "StoredRank",
-    "open_session",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
@@ -303,11 +292,6 @@ class Session:
                     workers.submit(partial(look, slot))
                 workers.drain()
         return [record for slot in wanted if (record := found.get(slot)) is not None]
-
-
-def open_session(location: Location, settings: Settings) -> Session:
-    """Open what lies at `location`. Raises as `opening.open_source`."""
-    return Session(location, settings)
 
 
 def _ours(ref: FileRef, rank: int) -> StoredFile:

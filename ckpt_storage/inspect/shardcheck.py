@@ -16,8 +16,6 @@ from ckpt_storage.transfer.workers import Workers
 from .documentcheck import Findings
 from .shardspots import ArrivedSpans, Shard, Span, fqn_at, grouped, spans_of
 
-__all__ = ["ShardCheck"]
-
 
 class ShardCheck:
     """Checks shard files, a batch at a time; what is wrong with them goes to `findings`.

@@ -10,17 +10,6 @@ from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.manifest import RankManifest, ShardFile
 from ckpt_storage.source.model import Place
 
-__all__ = [
-    "ArrivedSpans",
-    "Part",
-    "Shard",
-    "Span",
-    "fqn_at",
-    "grouped",
-    "spans_of",
-    "total_bytes_of",
-]
-
 _WIDEST = 1 << 20
 """Bytes of a span: few enough for ranges of one read, many enough to be cheap."""
 

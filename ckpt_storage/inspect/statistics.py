@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Histogram", "TensorStats", "summarise"]
 
 _PIECE = 1 << 20
 """Elements that are converted at a time: 8 MiB as float64."""

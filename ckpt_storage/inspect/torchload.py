@@ -19,18 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = [
-    "Device",
-    "Tensor",
-    "blob_value",
-    "load_whole",
-    "name_in",
-    "refusal_of",
-    "scan_blob",
-    "tensor_of",
-    "words_of",
-]
-
 
 Tensor = torch.Tensor
 Device = torch.device | str | int

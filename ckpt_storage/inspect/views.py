@@ -9,8 +9,6 @@ from .drawing import Sharding, sharding_svg
 from .markup import TIMES, bar, card, escaped, human_bytes, page, shape_text, shown
 from .nametree import Node
 
-__all__ = ["TreeView", "checkpoint_html", "checkpoint_text"]
-
 _MOST_LINES = 400
 _MOST_LEVELS = 40
 _MOST_DTYPES = 2

@@ -14,17 +14,6 @@ import torch
 
 from ckpt_storage.errors import InvalidInputError
 
-__all__ = [
-    "DeviceCopies",
-    "HostCopies",
-    "check_plain",
-    "dtype_name",
-    "host_bytes",
-    "is_as_stored",
-    "is_freed",
-]
-
-
 _MOST_WINDOW_BYTES = 4 << 20
 """Long enough to hide the start of a copy, short enough to be done while as much is written."""
 

@@ -25,8 +25,6 @@ from .loadreads import Sharing
 from .session import LoadSession, LoadSettings
 from .sharing import ShareOrder
 
-__all__ = ["load"]
-
 _MOST_LOOKS = 5
 """How often the newest checkpoint is looked for while saves overwrite what is read."""
 

@@ -32,9 +32,6 @@ from ckpt_storage.source.model import Source, TensorInfo
 
 from .resolving import Parts, Placements, parts_of, placements_key
 
-__all__ = ["ChunkList", "OwnChunksLoadPlanner", "lazy_metadata_of", "metadata_of"]
-
-
 _Entry = TensorStorageMetadata | BytesStorageMetadata
 
 

@@ -23,8 +23,6 @@ from .sharedreads import SharedReads
 from .sharing import ShareOrder
 from .targets import LoadJob
 
-__all__ = ["LoadReads", "Sharing"]
-
 log = logging.getLogger("ckpt_storage")
 
 _JOIN_S = 60.0

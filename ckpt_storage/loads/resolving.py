@@ -24,19 +24,6 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-__all__ = [
-    "Parts",
-    "Placements",
-    "data_resolver",
-    "gives_own_tensors",
-    "mark_parts",
-    "parts_of",
-    "placements_key",
-    "plain_names",
-    "target_resolver",
-]
-
-
 Placements = tuple[object, ...]
 """What tells placements apart: class and parameters of each."""
 

@@ -44,8 +44,6 @@ from .loadreads import LoadReads, Sharing
 from .sharing import Key, ShareOrder, SharePolicy, can_plan, plan_shares, share_policy
 from .targets import LoadJob, wanted_regions
 
-__all__ = ["LoadSession", "LoadSettings"]
-
 log = logging.getLogger("ckpt_storage")
 
 _LOCAL_THREADS = 1

@@ -28,8 +28,6 @@ from ckpt_storage.transfer.fetching import Fetch, run_fetches
 
 from .sharing import Key, ShareOrder, Unit
 
-__all__ = ["SharedReads", "Transport", "fits_units"]
-
 log = logging.getLogger("ckpt_storage")
 
 _TAG = 11

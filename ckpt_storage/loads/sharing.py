@@ -19,18 +19,6 @@ from itertools import pairwise
 from ckpt_storage.format.regions import Box, run_count, run_extent
 from ckpt_storage.options import KIB, MIB
 
-__all__ = [
-    "MAX_MEMBERS",
-    "Key",
-    "Run",
-    "ShareOrder",
-    "SharePolicy",
-    "Unit",
-    "can_plan",
-    "plan_shares",
-    "share_policy",
-]
-
 log = logging.getLogger("ckpt_storage")
 
 MAX_MEMBERS = 1_000_000

@@ -29,8 +29,6 @@ from .resolving import target_resolver
 from .sharedreads import fits_units
 from .sharing import Key
 
-__all__ = ["LoadJob", "tensor_sink", "wanted_regions"]
-
 
 def tensor_sink(target: torch.Tensor, dtype: torch.dtype) -> Sink:
     """Return what copies elements of `dtype` out of windows of a payload into `target`.

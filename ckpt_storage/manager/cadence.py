@@ -19,8 +19,6 @@ from ckpt_storage.store.deadline import Deadline
 
 from .preemption import Notices
 
-__all__ = ["Cadence", "EarlyCall"]
-
 log = logging.getLogger("ckpt_storage")
 
 

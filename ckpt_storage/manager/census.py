@@ -29,8 +29,6 @@ from ckpt_storage.transfer.workers import Workers, bounded
 
 from .stepnames import StepNames
 
-__all__ = ["Census", "Freshness", "Sight", "damage_of"]
-
 _REMOTE_THREADS = 16
 _LOCAL_THREADS = 4
 _BATCH_COUNT = 8

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 
 from ckpt_storage.errors import PhaseTimeoutError
 
-__all__ = ["Claims"]
-
 
 class Claims:
     """Users and the pruner keep out of each other's way: a name is used by many or deleted by one.

@@ -12,8 +12,6 @@ from typing import Any
 
 from ckpt_storage.errors import InvalidInputError
 
-__all__ = ["Notices"]
-
 log = logging.getLogger("ckpt_storage")
 
 _ANSWER_S = 0.05

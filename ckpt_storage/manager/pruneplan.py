@@ -40,8 +40,6 @@ from .retention import (
     save_of,
 )
 
-__all__ = ["SETTLED_PATH", "Planner", "SettledSteps", "Soundness", "pinned"]
-
 log = logging.getLogger("ckpt_storage")
 
 

@@ -35,8 +35,6 @@ from .pruneplan import Planner, Soundness, pinned
 from .retention import Decision, Keep, PrunePlan, seconds_of
 from .stepnames import DEFAULT_TEMPLATE, StepNames
 
-__all__ = ["OnStep", "PruneReport", "Pruner", "prune_checkpoints"]
-
 log = logging.getLogger("ckpt_storage")
 
 OnStep = Callable[[str, int, int], None]

@@ -31,8 +31,6 @@ from .census import Census, Sight, damage_of
 from .claims import Claims
 from .pruneplan import Soundness
 
-__all__ = ["Check", "Restored", "Restorer", "SkippedCheckpoint"]
-
 log = logging.getLogger("ckpt_storage")
 
 Check = Literal["read", "deep"]

@@ -15,26 +15,6 @@ from typing import ClassVar, Literal
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import InvalidInputError
 
-__all__ = [
-    "Candidate",
-    "Decision",
-    "Keep",
-    "KeepAny",
-    "KeepBest",
-    "KeepEvery",
-    "KeepLatest",
-    "KeepNewerThan",
-    "PrunePlan",
-    "RetentionPolicy",
-    "Save",
-    "last_committed",
-    "newest_count",
-    "plan_prune",
-    "policies_of",
-    "save_of",
-    "seconds_of",
-]
-
 Save = tuple[str, str]
 """A save under a name: a copy under another name has the same id, and may be damaged alone."""
 

@@ -12,8 +12,6 @@ from typing import SupportsIndex
 
 from ckpt_storage.errors import InvalidInputError
 
-__all__ = ["DEFAULT_TEMPLATE", "StepNames", "fitting_template"]
-
 DEFAULT_TEMPLATE = "step-{step:08d}"
 
 _FIELD = re.compile(r"\{step(?::0([1-9][0-9]?)d)?\}")

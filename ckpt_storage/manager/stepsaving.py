@@ -19,8 +19,6 @@ from ckpt_storage.saves.saving import SaveOptions, run_save
 from .census import Census
 from .claims import Claims
 
-__all__ = ["StepSaver"]
-
 _BY = "it is being saved"
 
 

@@ -20,8 +20,6 @@ from .claims import Claims
 from .pruneplan import Soundness
 from .pruning import Pruner, PruneReport
 
-__all__ = ["Housekeeper", "Pruning", "Upkeep"]
-
 log = logging.getLogger("ckpt_storage")
 
 

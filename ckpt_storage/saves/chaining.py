@@ -19,8 +19,6 @@ from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeou
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-__all__ = ["Chained", "chained_job", "consolidate_committed"]
-
 Chained = bool | str | os.PathLike[str] | ConsolidateOptions | None
 """What `save(consolidate=...)` takes: whether, where to, or all options."""
 

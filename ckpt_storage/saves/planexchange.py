@@ -29,8 +29,6 @@ from ckpt_storage.options import STOCK_ENTRY_LIMIT
 
 from .session import SaveSession
 
-__all__ = ["Kept", "PlanExchange", "PlanMemory", "Structure", "planned_alike", "structure_of"]
-
 _KEPT_COUNT = 2
 """A model and one thing besides; each has an object for every item of this rank."""
 

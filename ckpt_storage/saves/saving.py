@@ -52,8 +52,6 @@ from .planexchange import PlanExchange
 from .session import SaveSession, SaveSettings
 from .tiedmemory import StateMemory
 
-__all__ = ["SaveOptions", "run_save", "save"]
-
 log = logging.getLogger("ckpt_storage")
 
 _RESOLVE_S = 1.5

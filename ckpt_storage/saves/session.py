@@ -56,8 +56,6 @@ from ckpt_storage.transfer.workers import bounded
 
 from .shards import ShardJob, write_shards
 
-__all__ = ["SaveSession", "SaveSettings"]
-
 _DISCARD_S = 2.0
 
 log = logging.getLogger("ckpt_storage")

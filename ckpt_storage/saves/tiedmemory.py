@@ -17,8 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_storage.commit.tiednames import Groups
 
-__all__ = ["StateMemory", "WrittenMemory"]
-
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _Part = tuple[tuple[int, ...], torch.Tensor]

@@ -33,9 +33,6 @@ from .model import Place
 
 Sink = Callable[[memoryview, Sequence[WindowCopy]], None]
 
-GAP_BYTES = LOCAL_COSTS.gap_bytes
-"""Bytes one reads over rather than ask anew, where nothing is known of the storage."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

@@ -8,8 +8,6 @@ from typing import Protocol
 
 from .model import Key, TensorInfo
 
-__all__ = ["value_keys"]
-
 
 class _Values(Protocol):
     """The part of a source that says what there is."""

@@ -13,22 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-__all__ = [
-    "Arrived",
-    "Capabilities",
-    "CopySource",
-    "Entry",
-    "Existing",
-    "PartReceipt",
-    "PathFilter",
-    "Reserving",
-    "SharedUpload",
-    "Stat",
-    "Store",
-    "Upload",
-    "Version",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:

@@ -27,8 +27,6 @@ from .location import Location, missing_backend
 from .redaction import Scrubber
 from .timed import moved
 
-__all__ = ["Client", "ForeignFs", "endpoint_of", "frozen", "in_daemon_thread", "known_client_count"]
-
 A = TypeVar("A")
 T = TypeVar("T")
 

@@ -10,8 +10,6 @@ from typing import Protocol
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError, StorageError
 from ckpt_storage.options import Phase, Timeouts
 
-__all__ = ["Deadline", "Watch"]
-
 # A request that was cut by a phase's deadline ends within this of it.
 _CUT_S = 0.05
 

@@ -9,8 +9,6 @@ from .base import Capabilities, Entry, PathFilter, SharedUpload, Stat, Upload, V
 from .clients import Client
 from .location import Location
 
-__all__ = ["Dialect", "SharedDialect", "client_options", "dialect_for"]
-
 
 class Dialect(Protocol):
     """How one family of storages is spoken to; paths are relative to the root.

@@ -19,8 +19,6 @@ from .dialect_azure_upload import AzureRequests, AzureUpload
 from .parts import check_bound, decode_ticket
 from .timed import moved
 
-__all__ = ["AzureDialect"]
-
 CAPABILITIES = Capabilities(
     kind="azure",
     exclusive_create=True,

@@ -19,8 +19,6 @@ from .dialect_azure_upload import (
 )
 from .parts import SharedParts, encode_ticket, ended, joined, not_the_owner, whole_object
 
-__all__ = ["AzureSharedUpload"]
-
 
 class AzureSharedUpload:
     """A `SharedUpload`; with `joined_id`, from a ticket, a member's.

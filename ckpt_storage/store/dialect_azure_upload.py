@@ -13,17 +13,6 @@ from ckpt_storage.options import MIB
 from .clients import Client, ForeignFs
 from .parts import PartList, SentPart, ended, joined, wrong_length
 
-__all__ = [
-    "WRITE_ID",
-    "AzureRequests",
-    "AzureUpload",
-    "block_id_of",
-    "delete_ours",
-    "is_ours",
-    "stage_block",
-]
-
-
 _CONNECT_TIMEOUT_S = 10.0
 _READ_TIMEOUT_S = 60.0
 

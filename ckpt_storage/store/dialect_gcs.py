@@ -20,8 +20,6 @@ from .dialect_gcs_upload import GcsUpload
 from .mapping import ForeignAnswer
 from .timed import moved
 
-__all__ = ["GcsDialect"]
-
 CAPABILITIES = Capabilities(
     kind="gcs",
     exclusive_create=True,

@@ -15,8 +15,6 @@ from .clients import Client, ForeignFs, in_daemon_thread
 from .mapping import ForeignAnswer, HttpFailure
 from .parts import taken_whole
 
-__all__ = ["WRITE_ID", "GcsRequests", "Reply"]
-
 WRITE_ID = "ckpt-write-id"
 """Metadata that tells one attempt to write a name from another."""
 

@@ -15,8 +15,6 @@ from .dialect_gcs_requests import WRITE_ID, GcsRequests, Reply
 from .mapping import HttpFailure
 from .parts import PartList, SentPart, ended, joined, wrong_length
 
-__all__ = ["GcsUpload"]
-
 _MULTIPLE_BYTES = 256 * KIB
 _GOES_ON = 308
 _CANCELLED = 499

@@ -22,8 +22,6 @@ from .draft import draft_name, is_draft_name, is_meant
 from .parts import PartList, SentPart, check_bound, ended, joined, wrong_length
 from .posix import as_bytes
 
-__all__ = ["GenericDialect"]
-
 CAPABILITIES = Capabilities(
     kind="generic",
     exclusive_create=False,

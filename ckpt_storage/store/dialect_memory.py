@@ -26,8 +26,6 @@ from .parts import (
     whole_object,
 )
 
-__all__ = ["MemoryDialect"]
-
 CAPABILITIES = Capabilities(
     kind="memory",
     exclusive_create=True,

@@ -21,8 +21,6 @@ from .dialect_s3_upload import S3Upload, abort_one
 from .mapping import HttpFailure
 from .parts import decode_ticket, taken_whole
 
-__all__ = ["S3Dialect", "client_options"]
-
 CAPABILITIES = Capabilities(
     kind="s3",
     exclusive_create=True,

@@ -16,9 +16,6 @@ from .clients import Client, ForeignFs
 from .mapping import ForeignAnswer
 from .timed import moved
 
-__all__ = ["S3Requests", "ViewsBody", "code_of", "is_private_path"]
-
-
 _PIECE_BYTES = 256 * KIB
 
 

@@ -20,8 +20,6 @@ from .dialect_s3_requests import S3Requests, code_of
 from .dialect_s3_upload import WRITE_ID, abort_one, abort_unseen, confirm, delete_ours, found_bytes
 from .parts import SharedParts, encode_ticket, ended, joined, not_the_owner, whole_object
 
-__all__ = ["S3SharedUpload"]
-
 _ALGORITHM = "CRC32C"
 _PLAIN = "none"
 _CRC_BYTES = 4

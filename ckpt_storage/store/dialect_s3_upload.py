@@ -13,16 +13,6 @@ from ckpt_storage.errors import UnsupportedByStoreError
 from .dialect_s3_requests import S3Requests, ViewsBody, code_of
 from .parts import PartList, SentPart, ended, gone, joined, wrong_length
 
-__all__ = [
-    "WRITE_ID",
-    "S3Upload",
-    "abort_one",
-    "abort_unseen",
-    "confirm",
-    "delete_ours",
-    "found_bytes",
-]
-
 WRITE_ID = "ckpt-write-id"
 """Metadata that tells one attempt to write a key from another."""
 

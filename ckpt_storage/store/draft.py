@@ -14,8 +14,6 @@ from ckpt_storage.options import PageCache
 
 from .posix import BLOCK_BYTES, Posix, is_unsupported
 
-__all__ = ["Draft", "draft_name", "is_draft_name", "is_meant", "sync_folder"]
-
 _DRAFT_NAME = re.compile(r"\..+\.tmp-[0-9a-f]{16}", re.DOTALL)
 
 # What is written in one go and is shorter is left to the kernel: a call costs more than it brings.

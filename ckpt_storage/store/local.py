@@ -27,8 +27,6 @@ from .os_errors import LocalRoot, folder_of, map_os_error
 from .parts import TooLongError, check_bound, decode_ticket, too_long
 from .posix import BLOCK_BYTES, Posix, is_unsupported
 
-__all__ = ["LocalStore", "check_is_file", "open_file"]
-
 
 def check_is_file(found: os.stat_result, full: str) -> None:
     """Raise as for an absent file if a folder or device bears the name."""

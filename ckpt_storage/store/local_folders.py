@@ -17,8 +17,6 @@ from .draft import is_draft_name, is_meant, sync_folder
 from .os_errors import LocalRoot, folder_of
 from .posix import Posix
 
-__all__ = ["ABSENT", "LocalFolders"]
-
 # What an NFS client keeps of a removed file that a process still holds open.
 _NFS_REMAINS = re.compile(r"\.nfs[0-9a-f]{8,}")
 

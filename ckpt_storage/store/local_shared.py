@@ -19,8 +19,6 @@ from .base import CopySource, Existing, PartReceipt
 from .draft import Draft
 from .parts import SharedParts, encode_ticket, not_the_owner, whole_object
 
-__all__ = ["COPY_SCOPE", "TICKET_FIELD", "TICKET_KIND", "LocalSharedUpload"]
-
 COPY_SCOPE = "posix"
 TICKET_KIND = "posix"
 TICKET_FIELD = "name"

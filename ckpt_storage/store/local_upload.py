@@ -11,8 +11,6 @@ from ckpt_storage.errors import StorageError
 
 from .draft import Draft
 
-__all__ = ["LocalUpload"]
-
 
 class LocalUpload:
     """An `Upload` whose parts may come from several threads, in any order, again and again.

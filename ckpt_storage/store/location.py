@@ -17,8 +17,6 @@ from ckpt_storage.errors import InvalidInputError
 
 from .redaction import without_secrets
 
-__all__ = ["Location", "anchored", "missing_backend"]
-
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SCHEME_ONLY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(:|//)")
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::|::[A-Za-z][A-Za-z0-9+.-]*://|://.*::")

@@ -18,8 +18,6 @@ from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from .os_errors import map_os_error
 from .redaction import Scrubber
 
-__all__ = ["ForeignAnswer", "HttpFailure", "Operation", "map_error"]
-
 _CHAIN_LIMIT = 8
 _MESSAGE_LIMIT_CHARS = 600
 

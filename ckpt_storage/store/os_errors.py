@@ -18,9 +18,6 @@ from ckpt_storage.errors import (
 
 from .posix import Posix
 
-__all__ = ["LocalRoot", "folder_of", "map_os_error"]
-
-
 T = TypeVar("T")
 
 

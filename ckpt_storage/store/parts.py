@@ -12,24 +12,6 @@ from ckpt_storage.options import MIB
 
 from .base import PartReceipt
 
-__all__ = [
-    "PartList",
-    "SentPart",
-    "SharedParts",
-    "TooLongError",
-    "check_bound",
-    "decode_ticket",
-    "encode_ticket",
-    "ended",
-    "gone",
-    "joined",
-    "not_the_owner",
-    "taken_whole",
-    "too_long",
-    "whole_object",
-    "wrong_length",
-]
-
 
 def encode_ticket(kind: str, path: str, fields: Mapping[str, str]) -> str:
     """Return the ticket for the upload of `path` on a storage of `kind`."""

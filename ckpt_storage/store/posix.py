@@ -16,8 +16,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-__all__ = ["BLOCK_BYTES", "Posix", "as_bytes", "is_unsupported"]
-
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 # A longer write is cut at multiples of this: what one call writes, the kernel caches in pages of up

@@ -15,8 +15,6 @@ from ckpt_storage.format import layout
 
 from .base import Store
 
-__all__ = ["ProbeResult", "probe_exclusive_create"]
-
 _TRIES = 3
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, quote_plus
 
-__all__ = ["Scrubber", "without_secrets"]
-
 _HIDDEN = "***"
 # Shorter ones would blank parts of paths; where they are named they are hidden all the same.
 _LEAST_SECRET_CHARS = 6

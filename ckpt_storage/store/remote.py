@@ -33,8 +33,6 @@ from .mapping import Operation, map_error
 from .parts import TooLongError, too_long
 from .remote_upload import RemoteSharedUpload, RemoteUpload
 
-__all__ = ["RemoteStore"]
-
 T = TypeVar("T")
 
 

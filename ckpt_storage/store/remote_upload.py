@@ -9,8 +9,6 @@ from ckpt_storage.errors import StorageError
 
 from .base import CopySource, Existing, PartReceipt, SharedUpload, Upload
 
-__all__ = ["Border", "RemoteSharedUpload", "RemoteUpload"]
-
 T = TypeVar("T")
 
 

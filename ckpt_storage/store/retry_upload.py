@@ -10,8 +10,6 @@ from ckpt_storage.errors import CheckpointError, StorageError
 from .base import CopySource, Existing, PartReceipt, Reserving, SharedUpload, Upload
 from .timed import AbandonedError
 
-__all__ = ["SYNC_BYTES_PER_S", "Repeat", "RetrySharedUpload", "RetryUpload", "Runner"]
-
 T = TypeVar("T")
 
 Repeat = Literal["always", "unless-abandoned", "if-nothing-done"]

@@ -24,8 +24,6 @@ from .base import (
     Version,
 )
 
-__all__ = ["SplitStore"]
-
 
 class SplitStore:
     """Routes `commits/`, `.metadata` and probes to `commits`, all other paths to `data`."""

@@ -20,15 +20,6 @@ from typing import Any, TypeVar
 
 from ckpt_storage.errors import StorageError
 
-__all__ = [
-    "AbandonedError",
-    "TimedPool",
-    "abandoned_thread_count",
-    "halt_threads",
-    "halted",
-    "moved",
-]
-
 T = TypeVar("T")
 
 _JOIN_S = 5.0

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from ckpt_storage.options import KIB, MIB
 
-__all__ = ["LOCAL_COSTS", "REMOTE_COSTS", "REMOTE_READ_BYTES", "ReadCosts", "costs_for"]
-
 REMOTE_READ_BYTES = 16 * MIB
 """One ranged read of a remote file: at 90 MB/s a stream, the wait for its first byte is an eighth
 of its time. Half as much takes half the memory and made a load from a fast server a tenth slower.

@@ -18,16 +18,6 @@ from ckpt_storage.store.deadline import Deadline
 from .pacing import BUDGET, Pacer
 from .workers import Workers, bounded
 
-__all__ = [
-    "PartSender",
-    "ShardFileWriter",
-    "ShardTable",
-    "copies_of",
-    "part_bytes_for",
-    "write_options",
-]
-
-
 _FIRST_REQUESTS = 8
 """How many go out before anything is known of the storage: 128 MiB in parts of 16 MiB, which is
 what 4 GB/s carry in a round trip of 30 ms."""

@@ -12,9 +12,6 @@ from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.options import Phase
 from ckpt_storage.store.deadline import Deadline
 
-__all__ = ["BUDGET", "Budget", "Pacer", "Stalling", "stalling_deadline"]
-
-
 _NEVER_S = 10 * 365 * 86_400.0
 """No work lasts longer; infinity is no number that clocks and locks take."""
 

@@ -15,8 +15,6 @@ from ckpt_storage.store.deadline import Deadline
 from .pacing import BUDGET, Pacer
 from .workers import Workers
 
-__all__ = ["Buffers", "Paces", "PartWorkers", "timed"]
-
 
 class Paces:
     """What a transfer has learned of the storages it reads from and writes to; in any thread.

@@ -17,7 +17,6 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.export.consolidation.choice import Choice, check_ties, choose, natural_key
 from ckpt_storage.export.consolidation.options import (
     ConsolidateOptions,
-    index_of_weight_map,
     parse_bytes,
 )
 from ckpt_storage.export.consolidation.plan import ExportPlan, WriteRules, plan_export
@@ -368,12 +367,6 @@ def test_a_pair_of_small_floats_without_dimension_is_refused() -> None:
 def test_sizes_are_read_decimal_and_binary(text: int | str, number: int) -> None:
     """A text of "5GB" is five thousand million bytes, and of "5GiB" five times 2 to the 30."""
     assert parse_bytes(text, option="x") == number
-
-
-def test_an_existing_index_gives_the_same_grouping() -> None:
-    """Files are numbered by name."""
-    weight_map = {"a": "m-2.safetensors", "b": "m-1.safetensors", "c": "m-2.safetensors"}
-    assert index_of_weight_map(weight_map) == {"a": 2, "b": 1, "c": 2}
 
 
 def test_a_real_checkpoint_tells_containers_from_modules(tmp_path: Path) -> None:

@@ -28,8 +28,6 @@ from .plan import ExportPlan, Region
 from .storagecopy import CopyPart, CopyRun, StreamPart, copy_runs, cut_region, streamed
 from .stream import WindowReader
 
-__all__ = ["Copies", "Portion", "RegionWriter", "paces_for"]
-
 Copies = Literal["auto", "always", "never"]
 """Which parts the storage copies: where that pays, wherever it can, none."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from ckpt_storage.commit.slotlog import is_there, read_if_there, stamp
@@ -47,8 +47,6 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.workers import Workers
 
 from .plan import ExportPlan, index_document
-
-__all__ = ["ExportFolder"]
 
 log = logging.getLogger("ckpt_storage")
 
@@ -378,11 +376,6 @@ def index_of(store: Store, folder: str) -> IndexTag | None:
         log.debug("%s/%s is passed over: %s", store.url, folder, error)
         return None
     return None if found is None else IndexTag.of(found.data)
-
-
-def references_of(files: Mapping[int, FileRef]) -> list[FileRef]:
-    """Return the files in order of their position."""
-    return [files[at] for at in sorted(files)]
 
 
 def _is_records_folder(path: str) -> bool:

@@ -29,15 +29,6 @@ from .executors import Copies
 from .options import ConsolidateOptions
 from .plan import Skipped
 
-__all__ = [
-    "ConsolidateJob",
-    "ConsolidatedFile",
-    "ConsolidationReport",
-    "Ranks",
-    "Track",
-    "transfer_options",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidatedFile:

@@ -19,8 +19,6 @@ from ckpt_storage.source.foreign import SafetensorsSource, StockSource
 from ckpt_storage.source.model import CommittedSource, Source
 from ckpt_storage.store.base import Store
 
-__all__ = ["Marks", "Seen", "check_seen", "look", "place_marks", "remove_marks", "source_files"]
-
 _SAMPLE_COUNT = 64
 
 

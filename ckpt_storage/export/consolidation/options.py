@@ -150,16 +150,6 @@ def parse_bytes(value: int | str, *, option: str) -> int:
     return int(Fraction(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()])
 
 
-def index_of_weight_map(weight_map: Mapping[str, str]) -> dict[str, int]:
-    """Return the `fqn_to_index_mapping` that groups tensors as an existing index does.
-
-    `weight_map` is that of a `model.safetensors.index.json`: tensor to file name. Files are
-    numbered in the order of their names.
-    """
-    numbers = {name: number for number, name in enumerate(sorted(set(weight_map.values())), 1)}
-    return {tensor: numbers[name] for tensor, name in weight_map.items()}
-
-
 def _check_index(mapping: object) -> None:
     if mapping is None:
         return

@@ -18,8 +18,6 @@ from ckpt_storage.format.exports import (
 )
 from ckpt_storage.store.base import Store
 
-__all__ = ["remove_exports"]
-
 log = logging.getLogger("ckpt_storage")
 
 _NOTHING = "0" * 64

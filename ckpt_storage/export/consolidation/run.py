@@ -39,8 +39,6 @@ from .locality import Marks, Seen, check_seen, look, place_marks, remove_marks, 
 from .plan import ExportPlan, plan_export, with_suffix
 from .work import Completion, RankResult, RankWork, completions, keepers
 
-__all__ = ["run_consolidate"]
-
 log = logging.getLogger("ckpt_storage")
 
 

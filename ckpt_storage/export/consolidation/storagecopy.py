@@ -19,16 +19,6 @@ from ckpt_storage.store.base import Capabilities
 
 from .plan import Piece, Region
 
-__all__ = [
-    "CopyPart",
-    "CopyRun",
-    "StreamPart",
-    "copy_runs",
-    "cut_region",
-    "number_unit_bytes",
-    "streamed",
-]
-
 _ELEMENTS_BYTES = 64
 """Every multiple of it behind the header is an end of an element, whatever the dtype."""
 

@@ -32,9 +32,6 @@ from ckpt_storage.transfer.pacing import Pacer
 from .options import CASTABLE
 from .plan import ExportPlan, Piece, PieceFinder, Region
 
-__all__ = ["WindowReader", "cast_into", "check_cast"]
-
-
 Bits = NDArray[Any]
 """Elements of a dtype as unsigned integers of its size, or as the dtype where numpy has it."""
 

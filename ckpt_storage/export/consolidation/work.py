@@ -25,8 +25,6 @@ _WAITING = 4
 _WORD_S = 3.0
 """How long the reason may take to arrive for which a shared upload was discarded."""
 
-__all__ = ["Completion", "RankResult", "RankWork", "completions", "keepers"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:

@@ -36,8 +36,6 @@ from ckpt_storage.transfer.filewriter import ShardFileWriter, ShardTable
 from .stream import Item
 from .values import Values
 
-__all__ = ["ShardTarget", "bytes_of", "metadata_of", "planned_files", "stock_pickle"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTarget:

@@ -27,8 +27,6 @@ from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.fetching import run_fetches
 from ckpt_storage.transfer.pacing import Pacer
 
-__all__ = ["Item", "Readable", "TensorStream"]
-
 Item = tuple[str, Box | None]
 """A box of a tensor, or, without one, a value that is none."""
 

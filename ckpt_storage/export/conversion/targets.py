@@ -37,8 +37,6 @@ from ckpt_storage.transfer.workers import bounded
 
 from .values import Values
 
-__all__ = ["FORMATS", "Finished", "Target", "TargetFormat", "Written", "split_file", "write_target"]
-
 
 @dataclass(slots=True, kw_only=True)
 class Finished:

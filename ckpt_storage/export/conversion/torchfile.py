@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ckpt_storage.store.base import Store
     from ckpt_storage.store.deadline import Deadline
 
-__all__ = ["Record", "RecordStream", "TorchFileSource", "ZipRecords", "open_torch_file"]
-
 
 _TENSORS = "data"
 _CENTRAL_BYTES = 46

@@ -31,8 +31,6 @@ from ckpt_storage.transfer.filewriter import ShardFileWriter
 from .stream import payload_bytes
 from .values import Values
 
-__all__ = ["lists_are_plausible", "write_torch_file"]
-
 _ALIGN_BYTES = 64
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")

@@ -16,8 +16,6 @@ from ckpt_storage.source.model import TensorInfo
 
 from .stream import Item, TensorStream, payload_bytes
 
-__all__ = ["Values", "chosen"]
-
 
 class HasValues(Protocol):
     """What has named values: a source."""

@@ -21,16 +21,6 @@ from ckpt_storage.transfer.filewriter import ShardFileWriter
 from .stream import payload_bytes
 from .values import Values
 
-__all__ = [
-    "Layout",
-    "WeightFile",
-    "index_of",
-    "lay_out",
-    "plan_sharded",
-    "plan_whole",
-    "write_weights",
-]
-
 _ALIGN_BYTES = 64
 
 

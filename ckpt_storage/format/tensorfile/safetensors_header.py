@@ -23,7 +23,6 @@ _MAX_DIMS = 64
 _MAX_SIZE = (1 << 63) - 1
 _METADATA_KEY = "__metadata__"
 _SHARDING_KEY = "DCP_SHARDING_INFO"
-_OFFSETS_KEY = "saved_offsets"
 _DTYPE_OF_CODE = {d.safetensors: d for d in DTYPES.values() if d.safetensors}
 # Safetensors counts single numbers here, torch pairs of them that share a byte.
 _PAIRED = "float4_e2m1fn_x2"
