@@ -22,16 +22,18 @@ class Hello:
     """What one rank tells the coordinator about the save it is in.
 
     `terms` maps the name of everything ranks must share to its value, as text. `nonce` is new for
-    every save on every rank.
+    every save on every rank. `items` are those of the plan that it rides in; pickled together, they
+    travel once.
     """
 
     nonce: str
     rank: int
     host: str
     terms: Mapping[str, str]
+    items: Sequence[Any] = ()  # WriteItem
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_receive_hello, (self.nonce, self.rank, self.host, dict(self.terms)))
+        return (_receive_hello, (self.nonce, self.rank, self.host, dict(self.terms), self.items))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +101,10 @@ def clear_inbox() -> None:
     _local.inbox = Inbox()
 
 
-def _receive_hello(nonce: str, rank: int, host: str, terms: dict[str, str]) -> Hello:
-    hello = Hello(nonce=nonce, rank=rank, host=host, terms=terms)
+def _receive_hello(
+    nonce: str, rank: int, host: str, terms: dict[str, str], items: Sequence[Any]
+) -> Hello:
+    hello = Hello(nonce=nonce, rank=rank, host=host, terms=terms, items=items)
     inbox().hellos[rank] = hello
     return hello
 
@@ -188,6 +192,42 @@ def check_agreement(hellos: Sequence[Hello], *, phase: str) -> None:
                 if phase == "plan"
                 else "Load again when the save that is running there has ended.",
             )
+
+
+def check_alike(hellos: Sequence[Hello]) -> None:
+    """Raise `RankMismatchError` if a name means other kinds, shapes or dtypes on other ranks.
+
+    Of a value that is not sharded planners keep one rank's, which must stand for all.
+    """
+    first: dict[str, tuple[object, ...]] = {}
+    for hello in hellos:
+        for item in hello.items:
+            kind = _kind_of(item)
+            if first.setdefault(item.index.fqn, kind) != kind:
+                _refuse_unlike(hellos, item.index.fqn)
+
+
+def _kind_of(item: Any) -> tuple[object, ...]:  # noqa: ANN401  # a WriteItem
+    data = item.tensor_data
+    return (item.type.name,) if data is None else (item.type.name, data.size, data.properties.dtype)
+
+
+def _refuse_unlike(hellos: Sequence[Hello], fqn: str) -> None:
+    ranks_of: dict[str, list[int]] = {}
+    for hello in hellos:
+        for kind in {_kind_of(item) for item in hello.items if item.index.fqn == fqn}:
+            text = "no tensor"
+            if len(kind) > 1:
+                how = "sharded " if kind[0] == "SHARD" else ""
+                text = f"{how}{str(kind[2]).removeprefix('torch.')} {list(kind[1])}"  # type: ignore[call-overload]  # a size
+            ranks_of.setdefault(text, []).append(hello.rank)
+    listing = "; ".join(f"{text}: ranks {spell_ranks(ranks)}" for text, ranks in ranks_of.items())
+    raise RankMismatchError(
+        f"Ranks hold unlike values by the name {fqn}: {listing}. Nothing was written.",
+        values=ranks_of,
+        phase="plan",
+        next_step="Give each rank's value a name of its own, or make it the same on all ranks.",
+    )
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_storage._version import __version__
@@ -192,6 +192,7 @@ class SaveSession:
         self.candidates: Sequence[str] = ()
         self.settled_ties: Mapping[str, str] = {}
         self._nonce = os.urandom(16).hex()
+        self._items: Sequence[WriteItem] = ()
         self._answer: Granted | Refused | None = None
         self._settings = settings
         self._checkpoint_id = checkpoint_id
@@ -211,6 +212,7 @@ class SaveSession:
     def propose(self, plan: SavePlan) -> SavePlan:
         """Attach this rank's hello to its plan; all ranks."""
         agreement.clear_inbox()
+        self._items = plan.items
         return dataclasses.replace(plan, storage_data=self._hello())
 
     def terms(self) -> dict[str, str]:
@@ -223,7 +225,11 @@ class SaveSession:
 
     def _hello(self) -> Hello:
         return Hello(
-            nonce=self._nonce, rank=self.rank, host=socket.gethostname(), terms=self.terms()
+            nonce=self._nonce,
+            rank=self.rank,
+            host=socket.gethostname(),
+            terms=self.terms(),
+            items=self._items,
         )
 
     def decide(
@@ -237,10 +243,14 @@ class SaveSession:
         also if `world_size` is given and is not the number of plans.
         """
         hellos = agreement.hellos_of_all(self._hello(), len(plans))
+        # The items of all ranks are many: nobody keeps them.
+        agreement.inbox().hellos.clear()
+        self._items = ()
         answers: Sequence[Granted | Refused]
         try:
             _check_world(len(hellos), world_size)
             agreement.check_agreement(hellos, phase="plan")
+            agreement.check_alike(hellos)
             grant = self._begin(len(hellos), deadline)
         except CheckpointError as error:
             answers = agreement.refuse_all(hellos, error)
