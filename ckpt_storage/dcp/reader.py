@@ -6,6 +6,7 @@ Every rank holds one; all methods but `prepare_global_plan` run on every rank.
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
@@ -85,6 +86,7 @@ class CheckpointStorageReader(StorageReader):
             retry=retry,
             progress=progress,
         )
+        self.load_id = str(uuid.uuid4())
         self._aim(None)
 
     def _aim(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
@@ -132,6 +134,7 @@ class CheckpointStorageReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Aim the next load at `checkpoint_id`; DCP calls it on all ranks."""
         self._aim(checkpoint_id)
+        self.load_id = str(uuid.uuid4())
 
     @at_dcp_border
     def read_metadata(self) -> Metadata:
@@ -140,7 +143,10 @@ class CheckpointStorageReader(StorageReader):
         Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
         `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
         """
-        return self._session.read_metadata()
+        metadata = self._session.read_metadata()
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
 
     @at_dcp_border
     def set_up_storage_reader(

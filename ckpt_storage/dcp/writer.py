@@ -91,6 +91,7 @@ class CheckpointStorageWriter(StorageWriter):
         progress: Progress = None,
     ) -> None:
         super().__init__()
+        self._path = path
         self._settings = SaveSettings.of(
             path,
             storage_options=storage_options,
@@ -142,17 +143,24 @@ class CheckpointStorageWriter(StorageWriter):
         return self._settings.base.join(getattr(self._threads, "pending", None)).url
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what planners may know of the target; DCP asks once before each save."""
+        """Return what planners may know of the target; DCP asks once before each save.
+
+        The path is as it was given; the id is that of the thread's last save, once it has one.
+        """
         if getattr(self._threads, "asked", False):
             # The save that `reset` announced failed before it reached us.
             self._threads.pending = None
         self._threads.asked = True
-        return StorageMeta(checkpoint_id=self.checkpoint_id)
+        is_joined = getattr(self._threads, "pending", None) is not None
+        return StorageMeta(
+            checkpoint_id=self.checkpoint_id if is_joined else self._path,
+            save_id=getattr(self._threads, "save_id", None),
+        )
 
     @at_dcp_border
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Aim the calling thread's next save at `checkpoint_id`; DCP calls it on all ranks."""
-        self._threads.save = None
+        self._threads.save = self._threads.save_id = None
         self._settings.base.join(checkpoint_id)  # refuses what cannot be joined
         self._threads.asked = False
         self._threads.pending = checkpoint_id
@@ -219,6 +227,7 @@ class CheckpointStorageWriter(StorageWriter):
         """
         save = self._session()
         results = save.write(plan, planner, self._deadline("write"))
+        self._threads.save_id = save.save_id
         if not save.is_coordinator:
             self._threads.save = None  # its `finish` is on the coordinator
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()

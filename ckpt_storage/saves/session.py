@@ -434,7 +434,9 @@ class SaveSession:
                 world_size=granted.world_size,
                 metadata=metadata,
                 results=results,
-                storage_meta=StorageMeta(checkpoint_id=self.location.url),
+                storage_meta=StorageMeta(
+                    checkpoint_id=self.location.url, save_id=granted.grant.save_id
+                ),
                 settled_ties=self.settled_ties,
                 user=self._user,
                 deadline=deadline,

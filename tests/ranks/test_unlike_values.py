@@ -18,7 +18,6 @@ Door = Literal["save", "dcp"]
 OTHERS: dict[str, Any] = {
     "shape": torch.ones(4),
     "dtype": torch.ones(3, dtype=torch.float16),
-    "kind": 3.0,
 }
 
 
