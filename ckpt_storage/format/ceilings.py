@@ -7,6 +7,18 @@ what real checkpoints have.
 
 from __future__ import annotations
 
+MOST_RANKS = 1 << 20
+"""Of one save."""
+
+MOST_NAMES = 1 << 24
+"""In one list of a document."""
+
+MOST_ENTRIES = 1 << 26
+"""In one column of a document."""
+
+MOST_MANIFEST_BYTES = 256 << 20
+"""Of all columns and names of a manifest, inflated."""
+
 MOST_SLOT_BYTES = 4 << 20
 """Of a commit record; metrics take 16 KiB of it at most, and a fenced attempt 36 bytes."""
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ckpt_storage.errors import InvalidInputError
 
+from .ceilings import MOST_ENTRIES, MOST_NAMES
 from .documents import Getter
 
 Counts = NDArray[np.int64]
@@ -111,6 +112,7 @@ class Columns:
         get = Getter(body, self.where)
         value = body.get(key) if isinstance(body, Mapping) else None
         if isinstance(value, list):
+            self._check_count(get, key, len(value), MOST_ENTRIES)
             self._take(get, key, len(value) * _INTEGER_BYTES)
             column = np.array(get.counts(key, least=least), dtype=np.int64)
         else:
@@ -125,6 +127,7 @@ class Columns:
         count, width, delta = get.count("count"), get.count("width"), get.count("delta")
         if width not in _WIDTHS or delta not in {0, 1}:
             get.fail(f"packs {key!r} in a way that this release does not know")
+        self._check_count(get, key, count, MOST_ENTRIES)
         self._take(get, key, count * _INTEGER_BYTES)
         words = np.frombuffer(self._inflate(get, key, count * width), dtype=f"<i{width}")
         column = words.astype(np.int64)
@@ -139,6 +142,7 @@ class Columns:
         else:
             packed = Getter(get.mapping(key), self.where)
             size_bytes = packed.count("bytes")
+            self._check_count(packed, key, packed.count("count"), MOST_NAMES)
             self._take(packed, key, size_bytes)
             names = self._parsed(packed, key, self._inflate(packed, key, size_bytes))
             if len(names) != packed.count("count"):
@@ -162,9 +166,11 @@ class Columns:
     def _take(self, get: Getter, key: str, size_bytes: int) -> None:
         self.left_bytes -= size_bytes
         if self.left_bytes < 0:
-            get.fail(
-                f"declares more than {MOST_INFLATED_BYTES} bytes of columns and names up to {key!r}"
-            )
+            get.fail(f"declares more than may be inflated of a document up to {key!r}")
+
+    def _check_count(self, get: Getter, key: str, count: int, most: int) -> None:
+        if count > most:
+            get.fail(f"declares more than {most} entries of {key!r}")
 
     def _inflate(self, get: Getter, key: str, size_bytes: int) -> bytes:
         """Return exactly `size_bytes`, which were taken from what may be inflated."""

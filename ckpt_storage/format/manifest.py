@@ -16,6 +16,7 @@ from typing import Any, overload
 from ckpt_storage.errors import CheckpointError, FormatError
 
 from . import integrity, layout
+from .ceilings import MOST_MANIFEST_BYTES, MOST_RANKS
 from .columns import Columns, pack_column, pack_names
 from .documents import FileRef, Getter, ref_from_json
 from .shardtable import (
@@ -244,8 +245,10 @@ class Manifest:
     def from_body(cls, body: Mapping[str, Any], *, where: str) -> Manifest:
         """Return the manifest that `body` describes. Raises as `RankManifest.from_body`."""
         integrity.check_format(body, "manifest", _MAJOR, path=where)
-        get, columns = Getter(body, where), Columns(where)
+        get, columns = Getter(body, where), Columns(where, MOST_MANIFEST_BYTES)
         save_id, world_size = get.string("save_id"), get.count("world_size")
+        if world_size > MOST_RANKS:
+            get.fail(f"declares more than {MOST_RANKS} ranks")
         parts = _parts(body, columns, save_id, world_size)
         inline = None
         if body.get("inline_ranks") is not None:

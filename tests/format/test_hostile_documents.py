@@ -153,6 +153,29 @@ def test_one_number_of_a_path_takes_no_memory(tmp_path: Path, path: list[str | i
     assert not (tmp_path / "out.pt").exists()
 
 
+def many(count: int) -> dict[str, Any]:
+    """Return what declares so many entries, and holds none."""
+    return {"count": count, "bytes": 2, "width": 1, "delta": 0, "zlib": ""}
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"world_size": (1 << 20) + 1},
+        {"blobs": {"fqns": many((1 << 24) + 1), "rank": []}},
+        {"files": {"rank": many((1 << 26) + 1)}},
+        {"files": {"rank": many((1 << 25) + 1)}},
+    ],
+    ids=["ranks", "names", "entries", "bytes"],
+)
+def test_no_document_makes_a_reader_allocate_much(tmp_path: Path, hostile: dict[str, Any]) -> None:
+    """I10: at most 2^20 ranks, 2^24 names, 2^26 entries a column, 256 MiB of a manifest."""
+    ckpt_storage.save({"a": torch.ones(2)}, tmp_path)
+    change(tmp_path, lambda body: body.update(hostile))
+    with pytest.raises(FormatError, match="declares more than"):
+        ckpt_storage.open_checkpoint(tmp_path)
+
+
 def test_lists_of_many_values_are_plausible_and_many_long_ones_are_not() -> None:
     """What is judged is how long all lists are together."""
     assert lists_are_plausible([("a", n, "b") for n in range(100_000)])

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import tracemalloc
 from collections.abc import Iterator
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -223,9 +222,10 @@ def test_what_is_inlined_inflates_no_more_than_the_document_may(
     plan = Planned(tensors={}, blobs=frozenset(), planner_data=None)
     bodies = [manifest_of(rank, 8, items).to_body() for rank in range(8)]
     body = assemble(reports_of([[]] * 8), plan, {}).to_body() | {"inline_ranks": bodies}
-    monkeypatch.setattr(Columns, "__init__", partialmethod(Columns.__init__, left_bytes=60_000))
+    monkeypatch.setattr("ckpt_storage.format.manifest.MOST_MANIFEST_BYTES", 60_000)
     for rank in range(8):
-        RankManifest.from_body(bodies[rank], where="here")
+        columns = Columns("here", left_bytes=60_000)
+        RankManifest.from_body(bodies[rank], where="here", columns=columns)
     inlined = Manifest.from_body(body, where="here").inline_ranks
     assert inlined is not None
     assert inlined[5].rank == 5
