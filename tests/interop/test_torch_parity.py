@@ -118,7 +118,8 @@ class Net(nn.Module):
 
     def forward(self, data: torch.Tensor) -> torch.Tensor:
         """Apply the layers."""
-        return self.last(torch.relu(self.middle(torch.relu(self.first(data)))))
+        found: torch.Tensor = self.last(torch.relu(self.middle(torch.relu(self.first(data)))))
+        return found
 
 
 def trained(
@@ -314,7 +315,7 @@ def fine_tuned(_rank: int, kind: Kind, path: Path) -> None:
     for parameter in [*model.first.parameters(), *model.middle.parameters()]:  # type: ignore[union-attr]  # layers
         parameter.requires_grad_(requires_grad=False)
     trainable = StateDictOptions(ignore_frozen_params=True)
-    head = get_model_state_dict(model, options=trainable)
+    head: dict[str, Any] = get_model_state_dict(model, options=trainable)
     assert {name.split(".")[0] for name in head} == {"last"}
     save(kind, {"model": head}, path / "head")
     again = {name: torch.zeros_like(value) for name, value in head.items()}
