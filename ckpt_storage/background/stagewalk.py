@@ -22,8 +22,9 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.loads.hostbytes import is_freed
+from ckpt_storage.loads.hostbytes import MAKE_PLAIN, fault_of
 from ckpt_storage.loads.resolving import Parts, parts_of
+from ckpt_storage.saves.refusals import endless
 
 from .hostbuffers import Kind
 
@@ -128,7 +129,7 @@ class Walk:
                 return
             tensor = _bare(tensor)
         device = tensor.device
-        _check_plain(tensor, device)
+        _check_plain(tensor)
         # A wrapper is what requires gradients, not what it wraps.
         keep = _KEEPS[
             not is_inner and tensor.requires_grad,
@@ -173,7 +174,7 @@ def walked(state: Mapping[str, Any]) -> Walk:
     except _RefusedError as refused:
         raise refused.told() from None
     except RecursionError:
-        raise _endless() from None
+        raise endless(top, phase="stage", verb="staged") from None
 
 
 def rebuilt(walk: Walk, tensors: Iterator[torch.Tensor], kind: Kind) -> State:
@@ -191,7 +192,7 @@ def rebuilt(walk: Walk, tensors: Iterator[torch.Tensor], kind: Kind) -> State:
     except _RefusedError as refused:
         raise refused.told() from None
     except RecursionError:
-        raise _endless() from None
+        raise endless(walk.state, phase="stage", verb="staged") from None
     return copied
 
 
@@ -373,28 +374,11 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
         return plain
 
 
-def _check_plain(tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.layout is not torch.strided:
-        _refuse_tensor(f"its layout is {tensor.layout}")
-    if tensor.is_nested:
-        _refuse_tensor("it is a nested tensor")
-    if tensor.is_quantized:
-        _refuse_tensor("it is quantised")
-    if device.type == "meta":
-        _refuse_tensor("it is on the meta device and has no data")
-    if is_freed(tensor):
-        _refuse_tensor("its memory was given back (its storage was resized to nothing)")
+def _check_plain(tensor: torch.Tensor) -> None:
+    reason = fault_of(tensor)
+    if reason is not None:
+        _refuse_tensor(reason)
 
 
 def _refuse_tensor(reason: str) -> NoReturn:
-    raise _RefusedError(
-        reason, "Convert it to a dense tensor with data before saving, or leave it out."
-    )
-
-
-def _endless() -> InvalidInputError:
-    return InvalidInputError(
-        "The state cannot be staged: a container in it is nested too deeply, or holds itself.",
-        phase="stage",
-        next_step="Break the circle.",
-    )
+    raise _RefusedError(reason, MAKE_PLAIN)

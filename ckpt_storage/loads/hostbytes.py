@@ -14,6 +14,9 @@ import torch
 
 from ckpt_storage.errors import InvalidInputError
 
+MAKE_PLAIN = "Convert it to a dense tensor with data before saving, or leave it out."
+"""What to do about a tensor that cannot be saved."""
+
 _MOST_WINDOW_BYTES = 4 << 20
 """Long enough to hide the start of a copy, short enough to be done while as much is written."""
 
@@ -126,10 +129,14 @@ def is_freed(tensor: torch.Tensor) -> bool:
     )
 
 
-def check_plain(tensor: torch.Tensor, fqn: str) -> None:
-    """Raise `InvalidInputError` unless the tensor is dense, with its elements stored as such."""
+def fault_of(tensor: torch.Tensor) -> str | None:
+    """Return why the elements of a tensor are not stored as such; None if they are."""
     reason = None
-    if tensor.layout is not torch.strided:
+    if torch.nn.parameter.is_lazy(tensor):
+        reason = "it is uninitialised"
+    elif tensor.is_nested:
+        reason = "it is a nested tensor"
+    elif tensor.layout is not torch.strided:
         reason = f"its layout is {tensor.layout}"
     elif tensor.is_quantized:
         reason = "it is quantised"
@@ -137,11 +144,18 @@ def check_plain(tensor: torch.Tensor, fqn: str) -> None:
         reason = "it is on the meta device and has no data"
     elif is_freed(tensor):
         reason = "its memory was given back (its storage was resized to nothing)"
+    return reason
+
+
+def check_plain(tensor: torch.Tensor, fqn: str) -> None:
+    """Raise `InvalidInputError` unless the tensor is dense, with its elements stored as such."""
+    kind = type(tensor)
+    reason = fault_of(tensor)
+    if kind not in _PLAIN and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        reason = reason or f"its type {kind.__qualname__} wraps others, and has no bytes of its own"
     if reason:
         raise InvalidInputError(
-            f"{fqn} cannot be saved: {reason}.",
-            phase="write",
-            next_step="Convert it to a dense tensor with data before saving, or leave it out.",
+            f"{fqn} cannot be saved: {reason}.", phase="write", next_step=MAKE_PLAIN
         )
 
 

@@ -49,6 +49,7 @@ from ckpt_storage.store.deadline import Deadline
 
 from .chaining import Chained, chained_job, consolidate_committed
 from .planexchange import PlanExchange
+from .refusals import refusal_of_plan
 from .session import SaveSession, SaveSettings
 from .tiedmemory import StateMemory
 
@@ -376,9 +377,17 @@ class _Save:
         """
         operation, session, planner = self._operation, self._session, self._planner
         operation.phase("plan")
-        self._set_up_planner(state)
-        memory = StateMemory(state)
-        plan, tied = self._plans.run(memory.ties())
+        try:
+            self._set_up_planner(state)
+            memory = StateMemory(state)
+            plan, tied = self._plans.run(memory.ties())
+        except CheckpointError:
+            raise
+        except Exception as error:
+            refusal = refusal_of_plan(error, state)
+            if refusal is None:
+                raise
+            raise refusal from error
         session.candidates = [name for group in tied for name in group]
         # Before the phase is told to anyone who watches.
         operation.save_id = session.granted().grant.save_id

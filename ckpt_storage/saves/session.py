@@ -54,6 +54,7 @@ from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.transfer.filewriter import write_options
 from ckpt_storage.transfer.workers import bounded
 
+from .refusals import check_plan
 from .shards import ShardJob, write_shards
 
 _DISCARD_S = 2.0
@@ -210,7 +211,8 @@ class SaveSession:
         return self._answer.grant.save_id if isinstance(self._answer, Granted) else None
 
     def propose(self, plan: SavePlan) -> SavePlan:
-        """Attach this rank's hello to its plan; all ranks."""
+        """Attach this rank's hello to its plan; all ranks. Raises `InvalidInputError`."""
+        check_plan(plan)
         agreement.clear_inbox()
         self._items = plan.items
         return dataclasses.replace(plan, storage_data=self._hello())

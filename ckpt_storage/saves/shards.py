@@ -201,7 +201,7 @@ class _Shard:
     def write(self, item: WriteItem) -> None:
         """Append one item."""
         fqn = item.index.fqn
-        data = self.resolve(item)
+        data = self._resolved(item)
         self.file.frame(_ZEROS[-self.file.position % PAYLOAD_ALIGN_BYTES])
         fqns = self.vocabulary.fqns
         self.table.fqn.append(fqns.setdefault(fqn, len(fqns)))
@@ -210,6 +210,19 @@ class _Shard:
             self._write_blob(fqn, data)
         else:
             self._write_tensor(fqn, *_chunk(item, data))
+
+    def _resolved(self, item: WriteItem) -> object:
+        try:
+            return self.resolve(item)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise InvalidInputError(
+                f"{item.index.fqn} cannot be saved: {type(error).__name__}: "
+                f"{str(error).rstrip('.')}.",
+                phase="write",
+                next_step="Save plain data in its place, or give the object a state_dict.",
+            ) from error
 
     def _write_blob(self, fqn: str, data: object) -> None:
         if not isinstance(data, io.BytesIO):

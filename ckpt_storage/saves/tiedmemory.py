@@ -80,7 +80,7 @@ class StateMemory:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         try:
-            self._tensors = dict(_named_tensors(state, ""))
+            self._tensors = dict(named_tensors(state, ""))
         except RecursionError:
             # A state that holds itself: a planner may still save it, as a blob.
             self._tensors = {}
@@ -127,7 +127,7 @@ class StateMemory:
         return frozenset(parts) or None
 
 
-def _named_tensors(value: object, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(value: object, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in nested mappings and lists by the names that DCP flattens them to."""
     items: Iterator[tuple[object, object]]
     if isinstance(value, Mapping):
@@ -140,7 +140,7 @@ def _named_tensors(value: object, prefix: str) -> Iterator[tuple[str, torch.Tens
         if isinstance(item, torch.Tensor):
             yield f"{prefix}{key}", item
         elif isinstance(item, Mapping | list):
-            yield from _named_tensors(item, f"{prefix}{key}.")
+            yield from named_tensors(item, f"{prefix}{key}.")
 
 
 def _address(tensor: torch.Tensor) -> int:

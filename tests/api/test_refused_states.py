@@ -1,0 +1,105 @@
+"""What cannot be saved is refused with its key, on every front door."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ckpt_storage
+from ckpt_storage import AsyncSaver, CheckpointStorageWriter, InvalidInputError
+
+
+class Opaque(torch.Tensor):
+    """A tensor that wraps another, and says nothing of it."""
+
+    @staticmethod
+    def __new__(cls: Any, size: int) -> Any:
+        """Make one."""
+        return torch.Tensor._make_wrapper_subclass(cls, (size,))  # type: ignore[attr-defined]  # noqa: SLF001  # torch documents it
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:
+        """Refuse all."""
+        raise NotImplementedError(f"{function} is not for Opaque")
+
+
+def circle() -> dict[str, Any]:
+    """Return a container that holds itself."""
+    found: dict[str, Any] = {}
+    found["self"] = found
+    return found
+
+
+def in_background(mode: Any) -> Callable[[dict[str, Any], Path], object]:
+    """Return what saves in the background."""
+
+    def act(state: dict[str, Any], path: Path) -> object:
+        with AsyncSaver(mode=mode, timeout=60, on_error="warn") as saver:
+            return saver.save(state, path).result(60)
+
+    return act
+
+
+def by_dcp(state: dict[str, Any], path: Path) -> None:
+    """Save by `dcp.save`, and raise what a rank did."""
+    try:
+        dcp.save(state, storage_writer=CheckpointStorageWriter(path))
+    except dcp.CheckpointException as error:
+        raise error.failures[0][0] from None
+
+
+DOORS: dict[str, Callable[[dict[str, Any], Path], object]] = {
+    "save": ckpt_storage.save,
+    "dcp.save": by_dcp,
+    "thread": in_background("thread"),
+    "process": in_background("process"),
+}
+
+# Of these torch's own planner fails under dcp.save, before a storage writer is asked.
+BY_TORCH = {"nested": RuntimeError, "opaque": NotImplementedError}
+BY_TORCH |= {"circle": RecursionError, "lazy": ValueError}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested.*:UserWarning")
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("kind", "make", "reason"),
+    [
+        ("nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+        (
+            "jagged",
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            "nested",
+        ),
+        ("wrapper", lambda: TwoTensor(torch.ones(3), torch.ones(3)), "TwoTensor"),
+        ("opaque", lambda: Opaque(3), "Opaque"),
+        ("uint4", lambda: torch.empty(4, dtype=torch.uint4), "uint4"),
+        ("lazy", nn.UninitializedParameter, "uninitialised"),
+        ("circle", circle, "holds itself"),
+        ("lock", threading.Lock, "lock"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_key_of_what_cannot_be_saved_is_named(
+    tmp_path: Path, door: str, kind: str, make: Callable[[], object], reason: str
+) -> None:
+    """The error says the key, what is wrong with it and what to do; nothing is committed."""
+    state = {"model": {"ok": torch.ones(2), "layer": {"w": make()}}}
+    if door == "dcp.save" and kind in BY_TORCH:
+        with pytest.raises(BY_TORCH[kind]):
+            DOORS[door](state, tmp_path / "run")
+    else:
+        with pytest.raises(
+            InvalidInputError, match=rf"model\.layer\.w\b.* cannot.*{reason}"
+        ) as caught:
+            DOORS[door](state, tmp_path / "run")
+        assert caught.value.next_step
+    assert ckpt_storage.list_checkpoints(tmp_path) == []
