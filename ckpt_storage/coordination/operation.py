@@ -83,6 +83,9 @@ class Operation(Steps):
     `all_gather`) in the same order. An exception that leaves the block is reported to all ranks,
     which raise within seconds wherever they are. All but `failure`, `advanced`, `give_up` and
     `signs` belong to the thread that runs the operation.
+
+    `verdict` is the error that was reported first, the same on all ranks. It is set when the block
+    ends with an error; None where the ranks had not met or cannot reach one another.
     """
 
     def __init__(self, group: Group, what: str, timeouts: Timeouts) -> None:
@@ -94,6 +97,7 @@ class Operation(Steps):
         self.id = ""
         self.save_id: str | None = None
         self.committed: CheckpointInfo | None = None
+        self.verdict: CheckpointError | None = None
         self.on_phase: Callable[[], object] = lambda: None
         self._group = group
         self._board = group.board
@@ -364,6 +368,9 @@ class Operation(Steps):
         self.id = self.id or self._meeting.late_id
         if self._waits.failure is None:
             self._fail(error)
+        first = self._board.get(self._failed_key, _REPORT_S) if self.id else None
+        if first is not None:
+            self.verdict = pickle.loads(first).error  # noqa: S301  # our own ranks
         self._leave(_LEAVE_FAILED_S)
 
     def _fail(self, error: BaseException) -> None:

@@ -17,7 +17,7 @@ from ckpt_storage.coordination.groups import coordinator_of
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.peers import Peers, peers_of
 from ckpt_storage.coordination.reports import as_checkpoint_errors, place_of
-from ckpt_storage.errors import CheckpointError, CheckpointGoneError
+from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 
 from .loadplanner import OwnChunksLoadPlanner
@@ -25,8 +25,14 @@ from .loadreads import Sharing
 from .session import LoadSession, LoadSettings
 from .sharing import ShareOrder
 
-_MOST_LOOKS = 5
+_MOST_LOOKS = 8
 """How often the newest checkpoint is looked for while saves overwrite what is read."""
+
+_SUPERSEDED = (CheckpointGoneError, RankMismatchError)
+"""What tells of an overwriting save: its predecessor was freed, or ranks found different saves.
+
+Ranks that mean different checkpoints never meet.
+"""
 
 
 def load(  # the public surface, all keyword-only
@@ -50,7 +56,9 @@ def load(  # the public surface, all keyword-only
 
     Does what `dcp.load` does, with the bounds of `save`: no collective runs on any process
     group, each phase has a deadline, and every live rank learns which rank failed. Returns when
-    every rank has loaded and verified its part.
+    every rank has loaded and verified its part. If a save overwrites the checkpoint meanwhile and
+    frees what is read, all ranks load the new one instead; eight times at most, each with the whole
+    timeout.
 
     Args:
         state: state dict as for `dcp.load`: tensors are filled, `Stateful` objects get their
@@ -87,11 +95,17 @@ def load(  # the public surface, all keyword-only
         timeouts, refusal = Timeouts(), error
     what = f"the load from {place_of(url)}"
 
+    # Of this attempt: each is an operation of its own.
+    operations: list[Operation] = []
+    has_read = False
+
     def once() -> None:
+        nonlocal has_read
         with (
             coordinator.operation(what, timeouts=timeouts) as operation,
             as_checkpoint_errors(what, operation.rank),
         ):
+            operations.append(operation)
             if refusal is not None:
                 raise refusal
             settings = LoadSettings.of(
@@ -113,6 +127,7 @@ def load(  # the public surface, all keyword-only
             chosen = planner or OwnChunksLoadPlanner()
             _run(operation, peers_of(coordinator), session, chosen, plain)
             operation.all_gather(pickle.dumps(None))
+            has_read = True
             for key, value in plain.items():
                 target = state[key]
                 if is_stateful(target):
@@ -120,16 +135,17 @@ def load(  # the public surface, all keyword-only
                 else:
                     state[key] = value
 
-    # Several ranks cannot tell yet whether all of them would look again.
-    looks_left = _MOST_LOOKS if coordinator.world_size == 1 else 1
-    while True:
-        looks_left -= 1
+    for looks_left in reversed(range(_MOST_LOOKS)):
+        operations.clear()
         try:
-            return once()
-        except CheckpointGoneError:
-            # Overwritten, and freed, while it was read.
-            if not looks_left:
+            once()
+        except CheckpointError:
+            # Not this rank's own error: all ranks must decide alike.
+            verdict = operations[0].verdict if operations else None
+            if has_read or not looks_left or not isinstance(verdict, _SUPERSEDED):
                 raise
+        else:
+            return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
