@@ -46,7 +46,6 @@ from ckpt_storage.transfer.workers import bounded
 from .consolidation.options import Selection, parse_bytes
 from .conversion.stream import TensorStream
 from .conversion.targets import FORMATS, Target, TargetFormat, split_file, write_target
-from .conversion.torchfile import RecordStream
 from .conversion.values import Values, chosen
 from .copying import destination_of
 from .overlap import is_within, place_within
@@ -430,6 +429,8 @@ def _stream_of(
         return TensorStream(
             source, store, options=options, deadline=deadline, window_bytes=window_bytes
         )
+    from .conversion.torchfile import RecordStream  # noqa: PLC0415  # imports torch
+
     return RecordStream(
         source,
         store,
