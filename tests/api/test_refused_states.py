@@ -26,9 +26,17 @@ class Opaque(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, (size,))  # type: ignore[attr-defined]  # noqa: SLF001  # torch documents it
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as no class method
+        cls, function: Any, *_: Any, **__: Any
+    ) -> Any:
         """Refuse all."""
         raise NotImplementedError(f"{function} is not for Opaque")
+
+
+def two(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return a wrapper around two tensors."""
+    wrapper: torch.Tensor = TwoTensor(left, right)  # type: ignore[no-untyped-call]
+    return wrapper
 
 
 def circle() -> dict[str, Any]:
@@ -56,6 +64,8 @@ def by_dcp(state: dict[str, Any], path: Path) -> None:
         raise error.failures[0][0] from None
 
 
+UINT4: torch.dtype = vars(torch)["uint4"]
+
 DOORS: dict[str, Callable[[dict[str, Any], Path], object]] = {
     "save": ckpt_storage.save,
     "dcp.save": by_dcp,
@@ -64,7 +74,7 @@ DOORS: dict[str, Callable[[dict[str, Any], Path], object]] = {
 }
 
 # Of these torch's own planner fails under dcp.save, before a storage writer is asked.
-BY_TORCH = {"nested": RuntimeError, "opaque": NotImplementedError}
+BY_TORCH: dict[str, type[Exception]] = {"nested": RuntimeError, "opaque": NotImplementedError}
 BY_TORCH |= {"circle": RecursionError, "lazy": ValueError}
 
 
@@ -79,9 +89,9 @@ BY_TORCH |= {"circle": RecursionError, "lazy": ValueError}
             lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
             "nested",
         ),
-        ("wrapper", lambda: TwoTensor(torch.ones(3), torch.ones(3)), "TwoTensor"),
+        ("wrapper", lambda: two(torch.ones(3), torch.ones(3)), "TwoTensor"),
         ("opaque", lambda: Opaque(3), "Opaque"),
-        ("uint4", lambda: torch.empty(4, dtype=torch.uint4), "uint4"),
+        ("uint4", lambda: torch.empty(4, dtype=UINT4), "uint4"),
         ("lazy", nn.UninitializedParameter, "uninitialised"),
         ("circle", circle, "holds itself"),
         ("lock", threading.Lock, "lock"),
