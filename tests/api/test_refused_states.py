@@ -23,7 +23,7 @@ class Opaque(torch.Tensor):
     @staticmethod
     def __new__(cls: Any, size: int) -> Any:
         """Make one."""
-        return torch.Tensor._make_wrapper_subclass(cls, (size,))  # type: ignore[attr-defined]  # noqa: SLF001  # torch documents it
+        return torch.Tensor._make_wrapper_subclass(cls, (size,))  # noqa: SLF001  # torch documents it
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types it as no class method
