@@ -8,15 +8,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import (
@@ -27,189 +23,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ckpt_storage.commit.cleaning import delete_checkpoint
-from ckpt_storage.commit.slotlog import read_log
-from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.coordination.coordinator import solo
-from ckpt_storage.errors import FormatError, InvalidInputError, StorageError
-from ckpt_storage.export.consolidation.removal import remove_exports
-from ckpt_storage.format import layout
+from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.loads.loading import load
-from ckpt_storage.options import RetryPolicy, Timeouts
+from ckpt_storage.options import Timeouts
 from ckpt_storage.saves.saving import SaveOptions, run_save, save
-from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
-from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import probe_exclusive_create
-from ckpt_storage.transfer.workers import bounded
 
+from .packing import OUTLINE, pack, unpack
+from .removing import remove
 from .whole import WholePlanner
 
-__all__ = [
-    "OUTLINE",
-    "CheckpointStorageIO",
-    "CheckpointStorageStrategy",
-    "pack",
-    "remove",
-    "unpack",
-]
-
-log = logging.getLogger("ckpt_storage")
-
-
-def remove(
-    url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None, timeouts: Timeouts
-) -> None:
-    """Delete the checkpoint at `url`: its commit first, then its files and exports; idempotent.
-
-    A tombstone of a few hundred bytes stays, and what another tool left there, be it a folder or a
-    file. Of a symbolic link the link alone goes: it means a checkpoint that has its own name.
-    Where nothing is, nothing is made. Raises `StorageError`, `PhaseTimeoutError`.
-    """
-    location = Location.of(url, storage_options)
-    if location.is_local and not _is_folder(Path(location.path)):
-        return
-    retry = RetryPolicy()
-    deadline = Deadline("commit", timeouts.commit)
-    store = bounded(open_store(location, timeouts=timeouts, retry=retry), deadline)
-    found = read_log(store)
-    if is_foreign(store, found) or (found.last is None and not _has_attempts(store)):
-        return
-    exclusive = probe_exclusive_create(store, key=location.scope()).exclusive
-    if delete_checkpoint(store, exclusive=exclusive, deadline=deadline, retry=retry):
-        remove_exports(store)
-
-
-def _is_folder(path: Path) -> bool:
-    """Return whether a path is a folder of its own; unlink a link to one."""
-    if path.is_symlink():
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise StorageError(
-                f"The link {path} cannot be removed: {error.strerror}.",
-                kind="permission" if isinstance(error, PermissionError) else "other",
-                path=str(path),
-                next_step="Remove it by hand; what it means is left alone.",
-            ) from error
-        log.info("%s was a link, and what it means stays", path)
-        return False
-    if path.exists() and not path.is_dir():
-        log.warning("%s is a file, which this package did not write; it stays", path)
-        return False
-    return path.is_dir()
-
-
-def _has_attempts(store: Store) -> bool:
-    """Return whether a save lies there that never was committed."""
-    try:
-        return bool(store.list(layout.SAVES, recursive=False))
-    except StorageError as error:
-        if error.kind != "not-found":
-            raise
-        return False
-
-
-OUTLINE = "outline"
-"""The key of what is no tensor. Everything else in a packed state is."""
-
-_CONTAINERS: tuple[tuple[str, type], ...] = (
-    ("dict", dict),
-    ("ordered", OrderedDict),
-    ("list", list),
-    ("tuple", tuple),
-)
-
-
-def pack(
-    values: Mapping[str, Any], *, is_taken: Callable[[str], bool] = lambda _: False
-) -> dict[str, Any]:
-    """Return a state dict for `save` that `unpack` makes `values` of again; copies no tensor.
-
-    A tensor is named after the keys that lead to it, joined by dots. Where its first part is
-    `OUTLINE`, or `is_taken` says that the caller has that key for something else, a name in
-    brackets replaces it. Tensors inside objects of other classes stay in them, and travel in the
-    pickle.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    outline = _outline(
-        dict(values), (), _Names(tensors, lambda head: head == OUTLINE or is_taken(head))
-    )
-    state: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        # The first key stays a level of its own: consolidation takes it off a model's weights.
-        head, _, rest = name.partition(".")
-        state.setdefault(head, {})[rest] = tensor
-    return {**state, OUTLINE: outline}
-
-
-def unpack(tensors: Mapping[str, torch.Tensor], outline: object) -> dict[str, Any]:
-    """Return what was packed, of `tensors` by name and the outline.
-
-    Raises `FormatError` if the outline is none.
-    """
-    try:
-        values = _restored(outline, tensors)
-    except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise FormatError(
-            f"The outline of the checkpoint is not one of ours: {error!r}.",
-            next_step="Load it with what it was saved with.",
-        ) from error
-    if not isinstance(values, dict):
-        raise FormatError(
-            f"The checkpoint holds a {type(values).__name__}, not a dict.",
-            next_step="Load it with what it was saved with.",
-        )
-    return values
-
-
-class _Names:
-    """Gives tensors names of their own."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], is_taken: Callable[[str], bool]) -> None:
-        self._tensors = tensors
-        self._is_taken = is_taken
-
-    def add(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
-        """Note a tensor that was found at `path`; return its name."""
-        head, _, rest = ".".join(path).partition(".")
-        wish = f"[{head}]" if self._is_taken(head) else head
-        wish += f".{rest or 'value'}"
-        # "a.b" and "a" with "b" in it spell one name.
-        name, count = wish, 1
-        while name in self._tensors:
-            count += 1
-            name = f"{wish}#{count}"
-        self._tensors[name] = tensor
-        return name
-
-
-def _outline(value: object, path: tuple[str, ...], names: _Names) -> object:
-    if isinstance(value, torch.Tensor):
-        return ("tensor", names.add(value, path))
-    kind = next((name for name, cls in _CONTAINERS if type(value) is cls), None)
-    if kind is None:
-        return ("value", value)
-    parts = tuple((key, _outline(item, (*path, str(key)), names)) for key, item in _items_of(value))
-    return (kind, parts)
-
-
-def _items_of(value: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401  # one of _CONTAINERS
-    return iter(value.items()) if isinstance(value, dict) else enumerate(value)
-
-
-def _restored(outline: Any, tensors: Mapping[str, torch.Tensor]) -> object:  # noqa: ANN401  # data
-    kind, content = outline
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "value":
-        return content
-    pairs = [(key, _restored(part, tensors)) for key, part in content]
-    if kind in {"dict", "ordered"}:
-        return OrderedDict(pairs) if kind == "ordered" else dict(pairs)
-    items = [item for _, item in pairs]
-    return items if kind == "list" else tuple(items)
-
+__all__ = ["CheckpointStorageIO", "CheckpointStorageStrategy"]
 
 _Path = str | os.PathLike[str]
 _Timeout = float | timedelta | Timeouts | None

@@ -23,7 +23,6 @@ from copy_cases import (
     state_of,
 )
 from safetensors.torch import load_file, save_file
-from servers import Running
 
 from ckpt_storage import CheckpointManager, consolidate, verify
 from ckpt_storage.commit import cleaning
@@ -398,21 +397,6 @@ def test_from_bucket_to_bucket_bytes_are_sent(source: Path, s3: S3Server) -> Non
     assert {k: v for k, v in s3.dump("two").items() if k.endswith(".distcp")} == {
         k: v for k, v in s3.dump("one").items() if k.endswith(".distcp")
     }
-
-
-def test_from_a_disk_to_google_and_azure(
-    source: Path, tmp_path: Path, gcs_root: Running, azure_root: Running
-) -> None:
-    """And from one of them to the other."""
-    copy(source, gcs_root.url, destination_storage_options=gcs_root.storage_options)
-    copy(
-        gcs_root.url,
-        azure_root.url,
-        storage_options=gcs_root.storage_options,
-        destination_storage_options=azure_root.storage_options,
-    )
-    copy(azure_root.url, tmp_path / "back", storage_options=azure_root.storage_options)
-    assert save_files(files_below(tmp_path / "back")) == save_files(files_below(source))
 
 
 def test_on_a_disk_the_kernel_may_copy(source: Path, tmp_path: Path) -> None:

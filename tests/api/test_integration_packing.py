@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import ckpt_storage
 from ckpt_storage import FormatError
-from ckpt_storage.integrations.lightning import OUTLINE, pack, remove, unpack
+from ckpt_storage.integrations.packing import OUTLINE, pack, unpack
+from ckpt_storage.integrations.removing import remove
 from ckpt_storage.integrations.whole import WholePlanner
 from ckpt_storage.options import Timeouts
 

@@ -12,7 +12,7 @@ from manager_cases import blank, restore, state_of, step_in
 from prune_cases import name_of
 
 import ckpt_storage
-from ckpt_storage.integrations.lightning import remove
+from ckpt_storage.integrations.removing import remove
 from ckpt_storage.manager.census import Census
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.pruning import Pruner, prune_checkpoints

@@ -17,7 +17,7 @@ from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.errors import StorageError
 from ckpt_storage.export.consolidation.removal import remove_exports
 from ckpt_storage.format.exports import Holder, Series
-from ckpt_storage.integrations.lightning import remove
+from ckpt_storage.integrations.removing import remove
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.pruning import prune_checkpoints
 from ckpt_storage.manager.retention import KeepLatest
