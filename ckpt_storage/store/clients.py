@@ -3,6 +3,9 @@
 They are kept in a dict keyed by process id: a child of fork, or an object that was pickled, builds
 its own and never touches an inherited loop or socket. One that no open store uses is dropped, which
 closes its connections, a minute after its last use; eight such are kept at most.
+
+An asynchronous file system serves all threads. Of a synchronous one there are up to four
+instances, each of which serves one call at a time.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
@@ -37,6 +40,8 @@ _GRACE_S = 5.0
 """How long beyond the deadline a caller waits for a loop that is held up before it gives up."""
 
 _AT_ONCE = 16
+_INSTANCE_COUNT = 4
+"""How many threads at a time use one synchronous file system, each an instance of its own."""
 _OF_FSSPEC = ("listings_expiry_time", "max_paths", "protocol", "use_listings_cache")
 _IDLE_S = 60.0
 _IDLE_COUNT = 8
@@ -54,20 +59,83 @@ _ENDPOINT_NAMES = {
 """By scheme: the options that name an endpoint, and the variables of the environment."""
 
 
-@dataclass(slots=True)
-class _Built:
-    """One file system, the options that its key refers to, and the clients that use it."""
+@dataclass(slots=True, eq=False)
+class Instance:
+    """One instance of a file system: None until it is built. `since_s`: of the call that has it."""
 
-    fs: ForeignFs
-    options: Mapping[str, Any] = field(repr=False)
-    users: weakref.WeakSet[Client]
-    used_s: float
+    fs: ForeignFs = None
+    since_s: float | None = None
+
+
+class _Built:
+    """The instances of one file system, the options its key refers to, and who uses them."""
+
+    def __init__(self, options: Mapping[str, Any], call_s: float) -> None:
+        self.options = options
+        self.users: weakref.WeakSet[Client] = weakref.WeakSet()
+        self.used_s = time.monotonic()
+        self._call_s = call_s
+        self._instances: list[Instance] = []
+        self._changed = threading.Condition()
+
+    def shared(self, build: Callable[[], ForeignFs]) -> ForeignFs:
+        """Return the one instance that all threads use."""
+        with self._changed:
+            known = self._instances
+        if not known:
+            made = Instance(build())
+            with self._changed:
+                known = self._instances = self._instances or [made]
+        return known[0].fs
+
+    def take(self, wanted: Instance | None) -> Instance:
+        """Wait for `wanted`, or for any instance if it is None or gone, and keep others off it."""
+        with self._changed:
+            while True:
+                now_s = time.monotonic()
+                # A call that has had its time was given up; its instance stays with it.
+                self._instances = [
+                    one
+                    for one in self._instances
+                    if one.since_s is None or now_s - one.since_s < self._call_s
+                ]
+                is_kept = wanted in self._instances
+                those = [one for one in self._instances if one is wanted or not is_kept]
+                found = next((one for one in those if one.since_s is None), None)
+                if found is None and not is_kept and len(those) < _INSTANCE_COUNT:
+                    found = Instance()
+                if found is not None:
+                    found.since_s = now_s
+                    # The one that was used last comes last.
+                    self._instances = [one for one in self._instances if one is not found]
+                    self._instances.append(found)
+                    return found
+                first_s = min(one.since_s or now_s for one in those)
+                self._changed.wait(max(0.001, first_s + self._call_s - now_s))
+
+    def give_back(self, instance: Instance) -> None:
+        """Let others use an instance, or end it if it is kept no more."""
+        with self._changed:
+            instance.since_s = None
+            is_kept = instance in self._instances
+            self._changed.notify_all()
+        if not is_kept:
+            _end([instance.fs])
+
+    def drop(self) -> list[ForeignFs]:
+        """Keep no instance any more; return those to end, which no call has."""
+        with self._changed:
+            dropped, self._instances = self._instances, []
+            self._changed.notify_all()
+        return [one.fs for one in dropped if one.since_s is None]
 
 
 # Entries of other process ids came by fork. They stay: dropping one would close sockets that
 # the parent uses, through a loop that does not run here.
 _BUILT: dict[tuple[int, Hashable], _Built] = {}
 _LOCKS: dict[int, threading.Lock] = {}
+_TIMERS: dict[int, threading.Timer] = {}
+_here = threading.local()
 
 
 def _lock() -> threading.Lock:
@@ -76,24 +144,42 @@ def _lock() -> threading.Lock:
 
 
 def known_client_count() -> int:
-    """Return how many file systems this process has built and keeps."""
+    """Return how many file systems this process keeps."""
     return sum(process_id == os.getpid() for process_id, _ in _BUILT)
 
 
 def _drop_idle() -> list[ForeignFs]:
-    """Return this process's file systems to end, kept no more; called with the lock held."""
-    now_s = time.monotonic()
+    """Return this process's file systems to end, kept no more; called with the lock held.
+
+    What stays idle has a thread that comes back for it, one for all.
+    """
+    now_s, process_id = time.monotonic(), os.getpid()
     idle = [
         (built.used_s, key)
         for key, built in _BUILT.items()
-        if key[0] == os.getpid() and not built.users
+        if key[0] == process_id and not built.users
     ]
     idle.sort(key=lambda one: one[0], reverse=True)
-    return [
-        _BUILT.pop(key).fs
+    late = [
+        key
         for place, (used_s, key) in enumerate(idle)
-        if place >= _IDLE_COUNT or now_s - used_s > _IDLE_S
+        if place >= _IDLE_COUNT or now_s - used_s >= _IDLE_S
     ]
+    dropped = [fs for key in late for fs in _BUILT.pop(key).drop()]
+    if len(late) < len(idle) and process_id not in _TIMERS:
+        oldest_s = idle[len(idle) - len(late) - 1][0]
+        timer = threading.Timer(oldest_s + _IDLE_S - now_s, _look_again)
+        timer.name, timer.daemon = "ckpt-storage idle", True
+        _TIMERS[process_id] = timer
+        timer.start()
+    return dropped
+
+
+def _look_again() -> None:
+    with _lock():
+        _TIMERS.pop(os.getpid(), None)
+        unused = _drop_idle()
+    _end(unused)
 
 
 def _end(file_systems: Sequence[ForeignFs]) -> None:
@@ -131,6 +217,7 @@ class Client:
         place = "" if location.protocol in _ONE_FOR_ALL else authority
         self._key = (location.protocol, place, frozen(self._options))
         self.endpoint = endpoint_of(location, options)
+        self._is_shared = bool(getattr(self.family, "async_impl", False))
 
     def __repr__(self) -> str:
         return f"Client({self._location.url!r})"
@@ -141,17 +228,44 @@ class Client:
 
         Raises `InvalidInputError` if the backend is missing or refuses the options.
         """
+        mine: tuple[Client, ForeignFs] | None = getattr(_here, "mine", None)
+        if mine is not None and mine[0] is self:
+            return mine[1]
+        return self._entry().shared(self._build)
+
+    @contextlib.contextmanager
+    def turn(self, wanted: Instance | None = None) -> Iterator[Instance | None]:
+        """Have an instance of a synchronous file system for this thread alone: `wanted`, or any.
+
+        Of an asynchronous one, None. Waiting does not count as time of the call.
+        """
+        if self._is_shared:
+            yield None
+            return
+        built = self._entry()
+        instance = built.take(wanted)
+        before = getattr(_here, "mine", None)
+        try:
+            moved()
+            if instance.fs is None:
+                instance.fs = self._build()
+            _here.mine = self, instance.fs
+            yield instance
+        finally:
+            _here.mine = before
+            built.give_back(instance)
+
+    def _entry(self) -> _Built:
         key = (os.getpid(), self._key)
-        built = _BUILT.get(key)
+        built, unused = _BUILT.get(key), []
         if built is None or self not in built.users:
-            fs = self._build() if built is None else built.fs
             with _lock():
-                built = _BUILT.setdefault(key, _Built(fs, self._options, weakref.WeakSet(), 0.0))
+                built = _BUILT.setdefault(key, _Built(self._options, self.request_timeout_s))
                 built.users.add(self)
                 unused = _drop_idle()
             _end(unused)
         built.used_s = time.monotonic()
-        return built.fs
+        return built
 
     @property
     def family(self) -> type:
@@ -178,10 +292,11 @@ class Client:
         return str(fsspec.core.strip_protocol(self._location.target)).rstrip("/")
 
     def refresh(self) -> None:
-        """Build the file system anew if it was built, so that credentials are looked up again."""
+        """Build the file system anew at its next use, so that credentials are looked up again."""
         built = _BUILT.get((os.getpid(), self._key))
-        if built is not None:
-            built.fs = self._build()
+        dropped = built.drop() if built is not None else []
+        if not self._is_shared:  # others may still use one that is shared
+            _end(dropped)
 
     def run(self, operation: Callable[[ForeignFs], Coroutine[Any, Any, T]]) -> T:
         """Run one request of an asynchronous file system on its loop, until the deadline.

@@ -26,7 +26,7 @@ from .base import (
     Upload,
     Version,
 )
-from .clients import Client
+from .clients import Client, Instance
 from .dialect import Dialect, SharedDialect, client_options, dialect_for
 from .location import Location
 from .mapping import Operation, map_error
@@ -266,14 +266,16 @@ class RemoteStore:
     def _shown(self, path: str) -> str:
         return f"{self.url.rstrip('/')}/{path}".rstrip("/")
 
-    def run(self, name: str, path: str, call: Callable[[], T]) -> T:
+    def run(self, name: str, path: str, call: Callable[[], T], by: _Border) -> T:
         """Run what a dialect's upload does; for this module's own uploads."""
-        return self._run(name, path, call)
+        return self._run(name, path, call, by)
 
-    def _run(self, name: str, path: str, call: Callable[[], T]) -> T:
+    def _run(self, name: str, path: str, call: Callable[[], T], by: _Border | None = None) -> T:
         """Return what `call` returns; every foreign exception leaves as a `StorageError`."""
+        by = by or _Border(self, path)
         try:
-            return call()
+            with self._client.turn(by.instance) as by.instance:
+                return call()
         except CheckpointError:
             raise
         except Exception as error:  # noqa: BLE001  # backends raise any type
@@ -335,11 +337,12 @@ class RemoteStore:
 
 
 class _Border:
-    """The border of one store for the operations on one path."""
+    """The border of one store for the operations on one path, which share an instance."""
 
     def __init__(self, store: RemoteStore, path: str) -> None:
         self._store = store
         self._path = path
+        self.instance: Instance | None = None
 
     def __call__(self, name: str, call: Callable[[], T], /) -> T:
-        return self._store.run(name, self._path, call)
+        return self._store.run(name, self._path, call, self)

@@ -125,6 +125,11 @@ class _Worker:
         finally:
             _ABANDONED.add(-1)
 
+    @property
+    def was_left(self) -> bool:
+        """Whether nobody waits for its call any more."""
+        return self._abandoned
+
     def call(self, call: Callable[[], Any]) -> None:
         self._inbox.put(call)
 
@@ -166,10 +171,13 @@ def _result(
 def moved() -> None:
     """Say that the call of this thread has come further: its time begins anew.
 
-    For calls of many requests, such as a listing of many pages: each has the time of one.
+    For calls of many requests, such as a listing of many pages: each has the time of one. Raises
+    `AbandonedError` if the call was given up, so that it does no more.
     """
     worker: _Worker | None = getattr(_serving, "worker", None)
     if worker is not None:
+        if worker.was_left:
+            raise AbandonedError("Nobody waits for this call any more.")
         worker.moved_s = time.monotonic()
 
 

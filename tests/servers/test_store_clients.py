@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 from remote_tools import options_of
@@ -21,6 +25,7 @@ from s3fs import S3FileSystem
 
 import ckpt_storage
 from ckpt_storage.errors import StorageError
+from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.s3server import S3Server
 
@@ -87,6 +92,119 @@ def test_file_systems_that_no_store_uses_are_dropped(registered: list[str]) -> N
     assert 1 < kept <= 9
     assert len(ended) == len(alive) - kept
     used.close()
+
+
+class _Watched(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A synchronous file system that notes which threads use an instance at the same time."""
+
+    cachable = False
+    async_impl = False
+    made: ClassVar[list[_Watched]] = []
+    at_once = threading.Barrier(4)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.inside: set[int] = set()
+        self.most = 0
+        self.ended = threading.Event()
+        self.client = SimpleNamespace(close=self.ended.set)
+        self.made.append(self)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(path).partition("://")[2] or str(path)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Note this thread for as long as it is inside."""
+        self.inside.add(threading.get_ident())
+        self.most = max(self.most, len(self.inside))
+        try:
+            yield
+        finally:
+            self.inside.discard(threading.get_ident())
+
+    def cat_file(self, path: str, *_: Any, **__: Any) -> bytes:
+        """Read once four threads do."""
+        with self.used():
+            self.at_once.wait(20)
+            return Path(path).read_bytes()
+
+    def open(self, *args: Any, **options: Any) -> Any:
+        """Open a file whose writing is use of its file system, too."""
+        with self.used():
+            return _WatchedFile(self, super().open(*args, **options))
+
+
+class _WatchedFile:
+    """A file whose writing takes long enough for others to come in between."""
+
+    def __init__(self, fs: _Watched, inner: Any) -> None:
+        self._fs, self._inner = fs, inner
+
+    def write(self, data: bytes) -> None:
+        """Write slowly."""
+        with self._fs.used():
+            time.sleep(0.01)
+            self._inner.write(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._fs.used():
+            self._inner.close()
+
+
+@pytest.fixture
+def watched(
+    registered: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """The URL of a root on a file system that watches its threads."""
+    registered.append("watched")
+    fsspec.register_implementation("watched", _Watched)
+    monkeypatch.setattr("ckpt_storage.store.clients._IDLE_S", 0.3)
+    # One that waits for what earlier tests left behind would come later.
+    monkeypatch.setattr("ckpt_storage.store.clients._TIMERS", {})
+    _Watched.made.clear()
+    yield f"watched://{tmp_path}"
+    _Watched.made.clear()
+
+
+def test_no_two_threads_use_one_synchronous_file_system(watched: str) -> None:
+    """Eight readers and writers have four instances, which end with the last store."""
+    store = open_store(watched)
+    store.write("x", b"data")
+
+    def write(name: str) -> None:
+        upload = store.start_upload(name, part_bytes=4)
+        for number in range(6):
+            part = memoryview(b"%04d" % number)
+            upload.write_part(number, 4 * number, [part], last=number == 5)
+        upload.complete(24)
+
+    with ThreadPoolExecutor(8) as pool:
+        wrote = [pool.submit(write, f"y{number}") for number in range(4)]
+        reads = [pool.submit(store.read, "x") for _ in range(8)]
+        assert [one.result() for one in reads] == [b"data"] * 8
+        assert [one.result() for one in wrote] == [None] * 4
+    assert (len(_Watched.made), {fs.most for fs in _Watched.made}) == (4, {1})
+    store.close()
+    assert all(fs.ended.wait(10) for fs in _Watched.made)
+
+
+def test_calls_that_hang_keep_no_later_ones_out(watched: str) -> None:
+    """Four reads that were given up hold four instances; the next call gets another."""
+    store = open_store(watched, timeouts=Timeouts(request=1.0), retry=RetryPolicy(attempt_count=1))
+    store.write("x", b"data")
+    _Watched.at_once = threading.Barrier(5)
+    with ThreadPoolExecutor(4) as pool:
+        for read in [pool.submit(store.read, "x") for _ in range(4)]:
+            with pytest.raises(StorageError, match="did not end within 1 s"):
+                read.result()
+    store.write("z", b"more")
+    assert store.stat("z").size_bytes == 4
+    _Watched.at_once.abort()
+    store.close()
+    assert all(fs.ended.wait(10) for fs in _Watched.made)
 
 
 _LOOKUP = """
