@@ -7,7 +7,7 @@ Accounts with a hierarchical namespace (abfs://) take the same calls. The SDK's 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckpt_storage.errors import StorageError
@@ -140,7 +140,8 @@ class AzureDialect:
         """List Blobs, with a delimiter for direct children only."""
         cut = len(self._requests.name(""))
         entries = []
-        for item in self._items(prefix, recursive=recursive):
+        pages = self._pages(prefix, recursive=recursive)
+        for item in (item for page in pages for item in page):
             name = item.name[cut:]
             if item.get("prefix") is not None:
                 entries.append(Entry(path=f"{name.rstrip('/')}/", size_bytes=0))
@@ -159,10 +160,11 @@ class AzureDialect:
         self._delete_names([self._requests.name(path) for path in paths])
 
     def delete_folder(self, path: str) -> None:
-        """Delete all blobs below, then the folders that a hierarchical namespace keeps."""
-        items = self._items(path, recursive=True)
-        folders = [item.name for item in items if _is_folder(item)]
-        self._delete_names([item.name for item in items if not _is_folder(item)])
+        """Delete all blobs below, page by page, then the folders of a hierarchical namespace."""
+        folders: list[str] = []
+        for page in self._pages(path, recursive=True):
+            folders += [item.name for item in page if _is_folder(item)]
+            self._delete_names([item.name for item in page if not _is_folder(item)])
         for name in sorted(folders, key=len, reverse=True):
             self._delete_names([name])
         if folders:
@@ -185,7 +187,7 @@ class AzureDialect:
             raise StorageError("The server gives objects no time.")
         return float(modified.timestamp())
 
-    def _items(self, prefix: str, *, recursive: bool) -> Sequence[Any]:
+    def _pages(self, prefix: str, *, recursive: bool) -> Iterator[Sequence[Any]]:
         below = self._requests.name(f"{prefix}/" if prefix else "")
 
         async def begin(fs: ForeignFs) -> Any:  # noqa: ANN401  # the SDK's pages
@@ -203,11 +205,9 @@ class AzureDialect:
             return None
 
         pages = self._client.run(begin)
-        found: list[Any] = []
         while (page := self._client.run(lambda _: more(pages))) is not None:
             moved()
-            found += page
-        return found
+            yield page
 
     def _delete_names(self, names: Sequence[str]) -> None:
         async def delete_one(fs: ForeignFs, name: str) -> None:

@@ -26,12 +26,14 @@ from ckpt_storage.store.base import (
     Existing,
     PartReceipt,
     PathFilter,
+    Reserving,
     SharedUpload,
     Stat,
     Store,
     Upload,
     Version,
 )
+from ckpt_storage.store.retry import Refreshable
 
 __all__ = ["Action", "Call", "FaultStore", "Rule", "Script", "SimulatedCrash"]
 
@@ -180,12 +182,16 @@ class FaultStore:
     """A `Store` around another that plays a `Script`; without rules it only keeps a log.
 
     Operations bear the names of the protocol's methods; those of uploads are `write_part`,
-    `copy_part`, `ticket`, `receipts`, `complete` and `abort` with the path of the object.
+    `copy_part`, `ticket`, `receipts`, `reserve`, `complete` and `abort` with the object's path.
+    It has `refresh`, and its uploads have `reserve`, where the inner ones do.
     """
 
     def __init__(self, inner: Store, rules: Sequence[Rule] = ()) -> None:
         self._inner = inner
         self.script = Script(rules)
+        if isinstance(inner, Refreshable):
+            # An attribute, not a method: only a store that offers it is asked.
+            self.refresh: Callable[[], None] = lambda: self._play("refresh", "", inner.refresh)
 
     @property
     def url(self) -> str:
@@ -381,6 +387,10 @@ class FaultUpload:
         self._script = script
         self._path = path
         self.repeatable = bool(getattr(inner, "repeatable", True))
+        if isinstance(inner, Reserving):
+            self.reserve: Callable[[int], None] = lambda total_bytes: self._play(
+                "reserve", lambda: inner.reserve(total_bytes)
+            )
 
     def write_part(
         self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
@@ -419,6 +429,9 @@ class FaultSharedUpload:
         self._script = script
         self._path = path
         self._plain = FaultUpload(inner, script, path)
+        self.repeatable = self._plain.repeatable
+        if isinstance(inner, Reserving):
+            self.reserve = self._plain.reserve
 
     def ticket(self) -> str:
         """Return the ticket."""

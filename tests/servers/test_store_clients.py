@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
@@ -207,6 +209,29 @@ def test_calls_that_hang_keep_no_later_ones_out(watched: str) -> None:
     assert all(fs.ended.wait(10) for fs in _Watched.made)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside threads
+def test_a_fork_while_file_systems_idle_harms_nothing(watched: str) -> None:
+    """The child reads the same storage; the parent's stores go on, and its idle ones end."""
+    _Watched.at_once = threading.Barrier(1)
+    used, idle = open_store(watched), open_store(watched, storage_options={"token": "idle"})
+    for store in (used, idle):
+        store.write("x", b"data")
+    idle.close()
+    child = os.fork()
+    if not child:
+        try:
+            texts = [store.read("x") for store in (used, open_store(watched), idle)]
+            ended = [fs.ended.is_set() for fs in _Watched.made[:2]]
+            os._exit(0 if texts == [b"data"] * 3 and ended == [False] * 2 else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert _Watched.made[1].ended.wait(10)
+    assert (used.read("x"), _Watched.made[0].ended.is_set()) == (b"data", False)
+    used.close()
+
+
 _LOOKUP = """
 import sys, time
 import gcsfs
@@ -244,3 +269,42 @@ def test_a_lookup_of_credentials_that_hangs_holds_up_nothing(when: str, tmp_path
     )
     assert done.stdout.split() == [StorageError.__name__, "timeout"] or "timeout" in done.stdout
     assert time.monotonic() - start_s < 50
+
+
+def test_a_folder_on_azure_is_deleted_page_by_page(registered: list[str]) -> None:
+    """Names are deleted before the next page is asked for; folders go last, deepest first."""
+    family: Any = pytest.importorskip("adlfs").AzureBlobFileSystem
+    log: list[str] = []
+
+    def blob(name: str, *, folder: bool = False) -> Any:
+        metadata = {"hdi_isfolder": "true"} if folder else {}
+        fields = {"metadata": metadata}
+        return SimpleNamespace(name=f"run/f/{name}", get=fields.get)
+
+    async def pages() -> AsyncIterator[Any]:
+        for items in ([blob("d", folder=True), blob("a")], [blob("d/e", folder=True), blob("b")]):
+            log.append("page")
+            yield each(items)
+
+    async def each(items: list[Any]) -> AsyncIterator[Any]:
+        for item in items:
+            yield item
+
+    async def delete_blob(name: str, **_: Any) -> None:
+        log.append(name)
+
+    container = SimpleNamespace(
+        list_blobs=lambda **_: SimpleNamespace(by_page=pages), delete_blob=delete_blob
+    )
+
+    def begin(self: Any, *_: Any, **__: Any) -> None:
+        AsyncFileSystem.__init__(self)
+        self.service_client = SimpleNamespace(get_container_client=lambda _: container, close=pages)
+
+    paged = type("Paged", (family,), {"__init__": begin})
+    registered.append("az")
+    fsspec.register_implementation("az", paged, clobber=True)
+    store = open_store("az://box@acct/run")
+    store.delete_folder("f")
+    assert log == ["page", "run/f/a", "page", "run/f/b", "run/f/d/e", "run/f/d", "run/f"]
+    store.close()

@@ -119,3 +119,21 @@ def test_an_abort_takes_back_what_a_lost_answer_showed(
         upload.abort()
         assert state.objects == {}
         assert state.sessions == {}
+
+
+def test_an_abort_does_not_delete_what_another_put_meanwhile(
+    running: tuple[GcsState, dict[str, str]],
+) -> None:
+    """The deletion holds for the generation that was looked at, and for no later one."""
+    state, options = running
+    state.faults = [("insert", "lost")] * 3 + [("delete", "replaced")]
+    upload = plain(options).start_upload("saves/a/x", part_bytes=MULTIPLE)
+    upload.write_part(0, 0, [memoryview(b"small")], last=True)
+    with pytest.raises(StorageError):
+        upload.complete(5)
+    state.faults = [fault for fault in state.faults if fault[0] == "delete"]
+    upload.abort()
+    assert state.faults == []
+    assert {name: found.data for name, found in state.objects.items()} == {
+        "run/saves/a/x": b"another's"
+    }

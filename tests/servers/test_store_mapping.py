@@ -208,6 +208,15 @@ def test_the_endpoint_is_shown_where_it_matters(
     assert ("host.example:9000" in str(mapped(error()))) == shown
 
 
+def test_the_path_of_an_error_holds_no_credentials() -> None:
+    """A secret that stands in the name of an object is hidden in `path` as in the message."""
+    place = Operation(name="read", path=f"s3://bkt/{SECRET}/x", endpoint="", timeout_s=1.0)
+    failure = map_error(FileNotFoundError("x"), place, Scrubber({"secret": SECRET}, "s3://bkt"))
+    assert SECRET not in f"{failure} {failure.path}"
+    assert failure.path is not None
+    assert failure.path.startswith("s3://bkt/")
+
+
 @pytest.mark.parametrize(
     ("url", "options"),
     [

@@ -110,8 +110,15 @@ class _Handler(BaseHTTPRequestHandler):
         if "upload_id" in parts.query:
             gone = self.state.sessions.pop(parse_qs(parts.query)["upload_id"][0], None)
             return self._answer(499 if gone else 404)
+        name = unquote(parts.path.rpartition("/o/")[2])
+        if self.state.fault_of("delete") == "replaced":
+            self.state.put(name, b"another's", {}, None)
+        condition = parse_qs(parts.query).get("ifGenerationMatch", [None])[0]
         with self.state.lock:
-            gone_too = self.state.objects.pop(unquote(parts.path.rpartition("/o/")[2]), None)
+            found = self.state.objects.get(name)
+            if found and condition and int(condition) != found.generation:
+                return self._refuse(412, "conditionNotMet")
+            gone_too = self.state.objects.pop(name, None)
         return self._answer(204) if gone_too else self._refuse(404, "notFound")
 
     def _answer(self, status: int, document: object = None, **headers: str) -> None:
