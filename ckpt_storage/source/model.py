@@ -432,12 +432,12 @@ def gone(store: Store, save_id: str, path: str) -> CheckpointGoneError | None:
     head = slotlog.read_log(store).head
     if head is not None and head.save_id == save_id:
         return None
-    now = "it was deleted" if head is None else f"save {head.save_id} replaced it"
+    now = "deleted" if head is None else f"overwritten by save {head.save_id}"
     return CheckpointGoneError(
-        f"Save {save_id} of {store.url} is gone: {now}.",
+        f"Save {save_id} of {store.url} is gone: it was {now} since it was opened.",
         path=path,
         phase="load",
-        next_step="Load again to get what is there now.",
+        next_step="Load again, or open it again, to get what is there now.",
     )
 
 

@@ -157,7 +157,7 @@ def test_a_load_that_was_overtaken_says_that_the_save_is_gone(folder: Path) -> N
         )
     ((failure, _),) = caught.value.failures.values()
     assert isinstance(failure, CheckpointGoneError)
-    assert "replaced it" in str(failure)
+    assert "overwritten by save" in str(failure)
     assert "Load again" in (failure.next_step or "")
     assert loaded(reader) == 2
 
