@@ -22,6 +22,8 @@ from servers import Running, ServerMissingError
 
 from ckpt_storage.testing.ranks import RankPool
 
+pytest_plugins = ["commit_fixtures"]
+
 servers.isolate_credentials()
 
 # By default an example fails that takes longer than 200 ms, as any may on a busy machine.

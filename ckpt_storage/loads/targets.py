@@ -174,6 +174,12 @@ class LoadJob:
             value = (tuple(item.storage_offsets), tuple(item.lengths), list(place.crcs))
             key = (target.device, target.data_ptr())
             other, held = known.setdefault(key, (place.fqn, value))
+            if held != value and other == place.fqn:
+                raise InvalidInputError(
+                    f"Several elements of the target of {other} are a single memory location.",
+                    phase="load",
+                    next_step="Load into a tensor that is not expanded: clone() it first.",
+                )
             if held != value:
                 raise InvalidInputError(
                     f"The targets of {other} and {place.fqn} are one memory, and the checkpoint "

@@ -488,14 +488,11 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        try:
-            self._saves.close(timeout)
-        finally:
-            try:
-                self._upkeep.close(_CLOSE_S if timeout is None else timeout)
-                self._notices.close()
-            finally:
-                self._coordinator.close()
+        with contextlib.ExitStack() as ending:
+            ending.callback(self._coordinator.close)
+            ending.callback(self._notices.close)
+            ending.callback(self._upkeep.close, _CLOSE_S if timeout is None else timeout)
+            ending.callback(self._saves.close, timeout)
 
     def _check_open(self) -> None:
         if self._closed:
