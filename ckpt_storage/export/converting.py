@@ -34,7 +34,7 @@ from ckpt_storage.options import (
     TransferOptions,
 )
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.filemarks import open_marked, told_from_damage, watch_file
+from ckpt_storage.source.filemarks import open_newest, told_from_damage, watch_file
 from ckpt_storage.source.model import CommittedSource, Source, TensorInfo
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store import Location, open_store
@@ -379,7 +379,7 @@ class _Conversion:
             return self._torch_file(parent, name)
         store = self._open(self.source)
         try:
-            opened, marks = open_marked(store, deadline=self.deadline, options=self._options(store))
+            opened, marks = open_newest(store, deadline=self.deadline, options=self._options(store))
         except (CheckpointNotFoundError, StorageError):
             if name and is_there(self._open(parent), name):
                 return self._torch_file(parent, name)

@@ -30,7 +30,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from ckpt_storage.commit import publishing, slotlog
+from ckpt_storage.commit import publishing, slotlog, stockfooter
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import (
     CheckpointError,
@@ -250,6 +250,7 @@ class _Copy:
         head = slotlog.read_log(self.source_store).head
         self._check_elsewhere()
         if head is not None:
+            stockfooter.check_newest(self.source_store, head)
             return self._committed(head)
         source, marks = open_marked(self.source_store, deadline=self.deadline, options=self.options)
         if marks is None:

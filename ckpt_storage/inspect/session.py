@@ -20,7 +20,7 @@ from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.format.tensorfile import DTYPES
 from ckpt_storage.options import LOCAL_READ_BYTES, RetryPolicy, Timeouts, TransferOptions
-from ckpt_storage.source.filemarks import open_marked
+from ckpt_storage.source.filemarks import open_newest
 from ckpt_storage.source.foreign import StockSource
 from ckpt_storage.source.model import CommittedSource, Place, Source, SourceFormat, concerns
 from ckpt_storage.store import Location, open_store
@@ -139,7 +139,7 @@ class Session:
         self._shardings: dict[str, Sharding] = {}
         store, deadline = self.begin()
         with deadline.governs(f"Opening {location.url}"):
-            opened = open_marked(store, deadline=deadline, options=self.options)
+            opened = open_newest(store, deadline=deadline, options=self.options)
             self.source: Source = opened[0]
             self._marks = opened[1]
 

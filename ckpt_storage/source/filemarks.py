@@ -56,7 +56,7 @@ def _committed(
         if found.head is None:
             return found, None
         if not is_remote:
-            # Elsewhere it would cost a round trip: who publishes, verifies or exports looks there.
+            # Elsewhere it costs two requests: `open_newest`, and who publishes, look there.
             stockfooter.check_newest(store, found.head)
         try:
             manifest = read_manifest(store, found.head)
@@ -298,6 +298,19 @@ def open_marked(
     if isinstance(source, CommittedSource):
         return source, None
     return source, FileMarks(url=store.url, of=_marks_of(entries), is_deep=is_deep)
+
+
+def open_newest(
+    store: Store, *, deadline: Deadline, options: TransferOptions
+) -> tuple[Source, FileMarks | None]:
+    """Do as `open_marked`, and look on remote storage, too, whether another tool saved over ours.
+
+    That takes two small requests more. Raises `FormatError` for a newer save of another tool.
+    """
+    source, marks = open_marked(store, deadline=deadline, options=options)
+    if isinstance(source, CommittedSource) and store.capabilities.is_remote:
+        stockfooter.check_newest(store, source.record)
+    return source, marks
 
 
 def _lies_in_folders(source: Source) -> bool:

@@ -92,10 +92,10 @@ def apart(server: S3Server) -> Watched:
     return Watched(server, APART)
 
 
-def test_opening_and_listing_take_three_requests(inlined: Watched, apart: Watched) -> None:
-    """Slot 1, the absence of slot 2, the manifest; names, shapes and views cost nothing more."""
+def test_opening_and_listing_take_five_requests(inlined: Watched, apart: Watched) -> None:
+    """Slot 1, the absence of slot 2, the manifest, two for `.metadata`; views cost nothing more."""
     for watched in (inlined, apart):
-        assert len(watched.opening) == 3
+        assert len(watched.opening) == 5
         opened = watched.checkpoint
         assert len(list(opened)) == len(STATE)
         assert [(opened[name].shape, opened[name].sharding) for name in STATE if name != "step"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 import ckpt_storage
+from ckpt_storage.testing.s3server import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 
@@ -80,15 +82,25 @@ def test_verify_and_an_overwriting_save_know_of_a_newer_stock_save(tmp_path: Pat
     assert torch.equal(stock_values(tmp_path), NEW + 1)
 
 
-def test_a_load_from_object_storage_keeps_a_newer_stock_save() -> None:
-    """Where the footer is read beside the values, the load raises once they are there."""
-    url = "memory://stock-over-ours/step-1"
-    ckpt_storage.save({"w": OLD}, url)
-    dcp.save({"w": NEW}, storage_writer=FsspecWriter(url), no_dist=True)
-    with pytest.raises(ckpt_storage.FormatError, match="overwrite=True"):
-        load(url)
-    with pytest.raises(ckpt_storage.FormatError, match="overwrite=True"):
-        ckpt_storage.consolidate(url)
+def test_reading_from_object_storage_says_so_too(tmp_path: Path) -> None:
+    """Where `.metadata` costs requests, every way to read looks at it, too."""
+    with S3Server() as server:
+        server.create_bucket("bkt")
+        url = "s3://bkt/step-00000001"
+        options: dict[str, Any] = {"storage_options": server.storage_options}
+        ways: list[Callable[[], object]] = [
+            lambda: ckpt_storage.load({"w": torch.empty(8)}, url, **options),
+            lambda: ckpt_storage.open_checkpoint(url, **options),
+            lambda: ckpt_storage.consolidate(url, tmp_path / "hf", **options),
+            lambda: ckpt_storage.copy(url, tmp_path / "copy", **options),
+            lambda: ckpt_storage.convert(url, tmp_path / "converted", to="dcp", **options),
+        ]
+        ckpt_storage.save({"w": OLD}, url, **options)
+        stock = FsspecWriter(url, **server.storage_options)
+        dcp.save({"w": NEW}, storage_writer=stock, no_dist=True)
+        for way in ways:
+            with pytest.raises(ckpt_storage.FormatError, match="overwrite=True"):
+                way()
 
 
 def test_a_stock_save_that_ours_replaced_is_no_newer_one(tmp_path: Path) -> None:

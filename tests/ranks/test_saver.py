@@ -38,6 +38,7 @@ from ckpt_storage import (
     CheckpointInfo,
     CheckpointManager,
     InvalidInputError,
+    NotPublishedError,
     PhaseTimeoutError,
     ProgressEvent,
     SaveCancelledError,
@@ -45,6 +46,7 @@ from ckpt_storage import (
     SaveState,
     list_checkpoints,
     load,
+    save,
     save_async,
 )
 from ckpt_storage.background import saver, staging
@@ -691,3 +693,18 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError):
         saver.AsyncSaver(**{"mode": "thread", **wrong})
     assert set(threading.enumerate()) <= before
+
+
+def test_a_save_of_a_worker_that_is_not_published_says_so(tmp_path: Path) -> None:
+    """The handle is COMMITTED, its result raises with what was committed, and saving goes on."""
+    state = {"w": torch.ones(8)}
+    save(state, tmp_path / "step")
+    (tmp_path / "step" / ".metadata").unlink()
+    (tmp_path / "step" / ".metadata").mkdir()
+    with AsyncSaver(mode="process") as saver:
+        handle = saver.save(state, tmp_path / "step", overwrite=True)
+        with pytest.raises(NotPublishedError) as caught:
+            handle.result(60)
+        assert handle.state is SaveState.COMMITTED
+        assert saver.save(state, tmp_path / "other").result(60).slot == 1
+    assert caught.value.info.slot == 2

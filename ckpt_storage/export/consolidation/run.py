@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckpt_storage.commit.slotlog import read_slot
-from ckpt_storage.commit.stockfooter import check_newest
 from ckpt_storage.coordination.agreement import spell_ranks
 from ckpt_storage.errors import CheckpointNotFoundError, RankMismatchError, StorageError
 from ckpt_storage.format import layout
@@ -24,7 +23,7 @@ from ckpt_storage.format.exports import DOCUMENTS, INDEX_NAME
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.inspect.exportcheck import has_checksum
 from ckpt_storage.options import Phase
-from ckpt_storage.source.filemarks import FileMarks, open_marked, open_source
+from ckpt_storage.source.filemarks import FileMarks, open_newest, open_source
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest
 from ckpt_storage.store import open_store
 from ckpt_storage.store.base import Store
@@ -214,11 +213,9 @@ class _Run:
 
     def _open_any(self) -> Source:
         """Open what lies there; remember how another writer's files look before they are read."""
-        source, marks = open_marked(
+        source, marks = open_newest(
             self._source_store, deadline=self._deadline, options=self._options
         )
-        if isinstance(source, CommittedSource):
-            check_newest(self._source_store, source.record)
         if marks is not None:
             # The export may lie below the source, and be another one by now.
             own = {*source_files(source), layout.STOCK_METADATA, INDEX_NAME}
