@@ -346,12 +346,19 @@ class _Save:
         )
 
     def _with_reason(self, error: CheckpointError) -> CheckpointError:
-        """Return `error`; if it is a commit in doubt, with what made the coordinator give it up."""
+        """Return `error`; if it was given up on the way, with what made the coordinator do so."""
         failure = self._operation.failure()
-        if failure is None or failure is error or not isinstance(error, CommitUnknownError):
+        if failure is None or failure is error:
+            return error
+        told = f"{error} It was given up for this reason: {failure}"
+        if isinstance(error, NotPublishedError):
+            return NotPublishedError(
+                told, info=error.info, rank=failure.rank, phase=error.phase, path=error.path
+            )
+        if not isinstance(error, CommitUnknownError):
             return error
         return CommitUnknownError(
-            f"{error} The commit was given up for this reason: {failure}",
+            told,
             save_id=error.save_id,
             slot=error.slot,
             rank=failure.rank,

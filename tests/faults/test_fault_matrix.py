@@ -11,6 +11,7 @@ from fault_matrix import Matrix
 SELECTION: list[tuple[str, str, Fault, Victim, Host]] = [
     ("save", "plan", "error", "member", "rank 0"),
     ("save", "write", "kill", "member", "launcher"),
+    ("save", "publish", "kill", "member", "rank 0"),
     ("save", "waiting", "stop", "coordinator", "rank 0"),
     ("save", "commit", "stop and go on", "coordinator", "launcher"),
     ("load", "read", "kill", "coordinator", "launcher"),
