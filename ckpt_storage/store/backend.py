@@ -1,0 +1,325 @@
+"""What a storage has to do to hold checkpoints: the seam that third parties implement."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+
+Buffers: TypeAlias = Sequence[memoryview]
+"""Consecutive bytes, each view of format "B"; the caller may use them again after the call."""
+
+Range: TypeAlias = tuple[int, memoryview]
+"""The first byte to read, and the memory to fill from there on."""
+
+Kind: TypeAlias = Literal["posix", "s3", "gcs", "azure", "memory", "generic"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a storage can do, told without asking it.
+
+    kind: family of storages, for messages and tuning.
+    is_remote: a request costs a network round trip.
+    shared: other processes see what this one writes.
+    exclusive_create: `put(if_absent=True)` is decided by the storage, in one step. Without it
+        only one job may save to a place at a time.
+    if_match: `put(if_match=...)` is decided by the storage, in one step.
+    atomic_replace: while an object is replaced, readers see the old or the new one.
+    parallel_parts: parts may come in any order, from several threads.
+    min_part_bytes: least size of a part that is not the last.
+    max_part_bytes, max_part_count, max_put_bytes: limits; None where there is none.
+    part_multiple_bytes: every part but the last is a multiple of this.
+    part_alignment_bytes: where parts of two processes meet, the offset is a multiple of this.
+    streams_parts: parts are sent from where they lie; else memory for one copy is reckoned with.
+    tokens_travel: another process may use the token of an upload.
+    last_part_publishes: the storage takes the last part only together with the completion. The
+        facade then holds it back and calls `put_part(last=True)` just before `complete_upload`.
+    lists_uploads: `list_uploads` finds open uploads.
+    copy_min_bytes, copy_max_bytes: sizes of a part that `copy_part` can copy (the last may be
+        smaller); no copies where `copy_min_bytes` is None.
+    copy_align_bytes: copies pay only where both offsets are alike modulo this.
+    """
+
+    kind: Kind
+    is_remote: bool = True
+    shared: bool = True
+    exclusive_create: bool = False
+    if_match: bool = False
+    atomic_replace: bool = False
+    parallel_parts: bool = False
+    min_part_bytes: int = 1
+    max_part_bytes: int | None = None
+    max_part_count: int | None = None
+    max_put_bytes: int | None = None
+    part_multiple_bytes: int = 1
+    part_alignment_bytes: int = 1
+    streams_parts: bool = False
+    tokens_travel: bool = False
+    last_part_publishes: bool = False
+    lists_uploads: bool = False
+    copy_min_bytes: int | None = None
+    copy_max_bytes: int | None = None
+    copy_align_bytes: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """One object, or a folder in a listing (its path ends in "/").
+
+    modified_s: time of the last change in Unix seconds by the storage's clock, if it tells.
+    version: what `put(if_match=...)` takes; None where there is none.
+    write_id: what the object was written with, where the storage keeps it.
+    """
+
+    path: str
+    size_bytes: int
+    modified_s: float | None = None
+    version: str | None = None
+    write_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """A whole small object and its version, from one answer."""
+
+    data: bytes
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part that the storage has taken; JSON, so that it travels between processes.
+
+    number: from 0, ascending with the offsets; some may be left out.
+    receipt: what the storage wants to see again.
+    crc32c: the storage's own checksum of a copied part, None if it told none.
+    """
+
+    number: int
+    offset: int
+    size_bytes: int
+    receipt: str = ""
+    crc32c: int | None = None
+
+    def to_json(self) -> list[int | str | None]:
+        """Return the part as values that JSON has."""
+        return [self.number, self.offset, self.size_bytes, self.receipt, self.crc32c]
+
+    @classmethod
+    def from_json(cls, values: Sequence[int | str | None]) -> Part:
+        """Return the part that `to_json` spelt. Raises `ValueError` for anything else."""
+        number, offset, size_bytes, receipt, crc32c = values
+        whole = [value for value in (number, offset, size_bytes) if isinstance(value, int)]
+        is_crc = crc32c is None or isinstance(crc32c, int)
+        if len(whole) != 3 or not isinstance(receipt, str) or not is_crc:  # noqa: PLR2004
+            raise ValueError(f"{values!r} is no part")
+        return cls(
+            number=whole[0],
+            offset=whole[1],
+            size_bytes=whole[2],
+            receipt=receipt,
+            crc32c=crc32c if isinstance(crc32c, int) else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopySource:
+    """An object that `copy_part` of the same `scope` can copy from.
+
+    scope: the storage, the same text for all roots that can copy from each other.
+    address: where the object lies in it. path: for messages. None holds credentials.
+    """
+
+    scope: str
+    address: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCopy:
+    """A part whose bytes are `length` of `source` from `start` on.
+
+    source_bytes: the length that the whole source must have; None if nobody knows.
+    """
+
+    number: int
+    offset: int
+    source: CopySource
+    start: int
+    length: int
+    last: bool
+    source_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenUpload:
+    """An upload that was begun and neither completed nor aborted; `path` is None if unknown."""
+
+    path: str | None
+    token: str
+
+
+class ShortReadError(Exception):
+    """The answer to a read ended early: the first byte that is missing is at `position`."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(f"the answer ended before byte {position}")
+        self.position = position
+
+
+class Backend(abc.ABC):
+    """One root on one storage.
+
+    Paths are relative to the root, use "/", and are "" only in `list`. Methods block, are called
+    from many threads, make one attempt each, and may raise anything: `FileNotFoundError`,
+    `FileExistsError`, `PermissionError`, `TimeoutError`, `ConnectionError` and HTTP statuses
+    are understood, `StorageError(kind=...)` says it exactly. Deadlines, repeats, lost replies
+    and error texts are the business of `Store`. Making a backend asks nothing of the storage.
+    """
+
+    capabilities: Capabilities
+    endpoint: str = ""
+    """Host that requests go to, for messages; "" for a default."""
+
+    @abc.abstractmethod
+    def stat(self, path: str) -> ObjectInfo:
+        """Return size, time and version of an object, never from a cache."""
+
+    @abc.abstractmethod
+    def get(self, path: str, *, max_bytes: int | None) -> Content:
+        """Return a whole small object and its version, from one answer, never from a cache.
+
+        Of an object longer than `max_bytes` return any more than `max_bytes` bytes; the caller
+        refuses it. Do not read all of it.
+        """
+
+    @abc.abstractmethod
+    def read(self, path: str, ranges: Iterable[Range]) -> int | None:
+        """Fill the memory of each range; return the object's size, if the storage told it.
+
+        Take the next range from the iterator only when the last one is filled: what it held is
+        checked then. Raise `ShortReadError` if the object, or the answer, ends within one.
+        """
+
+    @abc.abstractmethod
+    def put(
+        self,
+        path: str,
+        data: Buffers,
+        *,
+        write_id: str | None = None,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
+        """Put a whole object: visible only complete, durable on return, replaces what is there.
+
+        if_absent: raise `FileExistsError` if something is there; one step of the storage.
+        if_match: raise `StorageError(kind="precondition")` unless that version is there.
+        write_id: kept with the object, where the storage can.
+        """
+
+    @abc.abstractmethod
+    def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
+        """Yield the objects below a folder, one page a request; nothing if there is no folder.
+
+        Not recursive: direct children; folders have a path that ends in "/" and size 0. Any
+        order. Temporary files of uploads are no objects.
+        """
+
+    @abc.abstractmethod
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete at most 1,000 objects; one that is not there is no error."""
+
+    @abc.abstractmethod
+    def begin_upload(
+        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None
+    ) -> str:
+        """Begin an object in parts and return a token, which the other calls take.
+
+        if_absent: as `complete_upload` will say, for storages that want to know it now.
+        size_hint: about how long the object will be. A file system takes that much space, and
+        raises `StorageError(kind="no-space")` if it is not there.
+        """
+
+    @abc.abstractmethod
+    def put_part(
+        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
+    ) -> str:
+        """Store one part and return a receipt. The same part may come again with the same bytes.
+
+        A storage that cannot take it again raises `StorageError(retryable=False)` then.
+        """
+
+    @abc.abstractmethod
+    def complete_upload(
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
+    ) -> None:
+        """Make the object of these parts visible and durable; `parts` cover it without a gap.
+
+        May be called again after any error that is not final. if_absent: as for `put`.
+        """
+
+    @abc.abstractmethod
+    def abort_upload(self, path: str, token: str) -> None:
+        """Discard what was sent; one that is gone is no error."""
+
+    def close(self) -> None:  # noqa: B027  # nothing to let go of
+        """Let go of connections; the backend may be used again after it."""
+
+    def refresh(self) -> None:  # noqa: B027  # nothing to look up
+        """Look credentials up again: those in use were refused."""
+
+    def make_folders(self, folders: Sequence[str]) -> None:
+        """Make the root and these folders below it, where the storage has such things."""
+        del folders
+
+    def delete_folder(self, path: str) -> bool:
+        """Delete a folder and all below it; return False to have it listed and deleted."""
+        del path
+        return False
+
+    def flush_parts(self, path: str, token: str) -> None:
+        """Make the parts durable that this process has put, before another one completes."""
+        del path, token
+
+    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Yield the open uploads below a folder."""
+        del prefix
+        return iter(())
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Return the object as `copy_part` takes it; None where copying is not worth it."""
+        del path
+        return None
+
+    def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
+        """Have the storage copy bytes of another object as one part.
+
+        Raise `IntegrityError` if the source's length is told and is not `copy.source_bytes`.
+        """
+        del token, copy
+        raise UnsupportedByStoreError(f"Parts of {path} cannot be copied.", kind="unsupported")
+
+    def server_time(self, probe_path: str) -> float:
+        """Return the storage's clock in Unix seconds, by an object that is put and deleted."""
+        self.put(probe_path, [memoryview(b"clock\n")])
+        told = self.stat(probe_path).modified_s
+        self.delete([probe_path])
+        if told is None:
+            raise UnsupportedByStoreError(
+                "This storage tells no times of its objects.", kind="unsupported"
+            )
+        return told
+
+    def explain(self, error: BaseException) -> StorageError | None:
+        """Return what an exception of this storage's client means; None: what it means anywhere."""
+        del error
+        return None
+
+
+DELETE_COUNT = 1000
+"""Most paths of one `Backend.delete`."""
