@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.options import PageCache
 
 Buffers: TypeAlias = Sequence[memoryview]
 """Consecutive bytes, each view of format "B"; the caller may use them again after the call."""
@@ -161,6 +162,19 @@ class OpenUpload:
 
     path: str | None
     token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an opener of backends is told beside the location.
+
+    request_timeout_s: how long one call may take; clients with timeouts of their own may use it.
+    sync_files, page_cache: as for `save`; for file systems.
+    """
+
+    request_timeout_s: float = 300.0
+    sync_files: bool = True
+    page_cache: PageCache = "keep"
 
 
 class ShortReadError(Exception):
