@@ -24,7 +24,7 @@ def endpoint_of(location: Location) -> str:
     """
     if location.is_local:
         return ""
-    from . import clients  # noqa: PLC0415  # local users need no fsspec
+    from .backends import clients  # noqa: PLC0415  # local users need no fsspec
 
     return clients.endpoint_of(location, location.storage_options)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from .backends.clients import Client
 from .base import Capabilities, Entry, PathFilter, SharedUpload, Stat, Upload, Version
-from .clients import Client
 from .location import Location
 
 

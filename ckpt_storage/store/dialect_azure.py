@@ -12,8 +12,8 @@ from typing import Any
 
 from ckpt_storage.errors import StorageError
 
+from .backends.clients import Client, ForeignFs
 from .base import Capabilities, Entry, PathFilter, Stat, Version
-from .clients import Client, ForeignFs
 from .dialect_azure_shared import AzureSharedUpload
 from .dialect_azure_upload import AzureRequests, AzureUpload
 from .parts import check_bound, decode_ticket

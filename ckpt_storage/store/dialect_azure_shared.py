@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from ckpt_storage.errors import UnsupportedByStoreError
 
+from .backends.clients import Client, ForeignFs
 from .base import CopySource, Existing, PartReceipt
-from .clients import Client, ForeignFs
 from .dialect_azure_upload import (
     WRITE_ID,
     AzureRequests,

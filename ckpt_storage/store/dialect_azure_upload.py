@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_storage.options import MIB
 
-from .clients import Client, ForeignFs
+from .backends.clients import Client, ForeignFs
 from .parts import PartList, SentPart, ended, joined, wrong_length
 
 _CONNECT_TIMEOUT_S = 10.0

@@ -13,8 +13,8 @@ from typing import Any
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import KIB
 
+from .backends.clients import Client
 from .base import Capabilities, Entry, PathFilter, Stat, Version
-from .clients import Client
 from .dialect_gcs_requests import GcsRequests
 from .dialect_gcs_upload import GcsUpload
 from .mapping import ForeignAnswer

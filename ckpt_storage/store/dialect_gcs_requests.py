@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.options import KIB, MIB
 
-from .clients import Client, ForeignFs, in_daemon_thread
+from .backends.clients import Client, ForeignFs, in_daemon_thread
 from .mapping import ForeignAnswer, HttpFailure
 from .parts import taken_whole
 

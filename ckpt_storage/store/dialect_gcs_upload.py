@@ -10,7 +10,7 @@ from typing import Any
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import KIB
 
-from .clients import Client, ForeignFs
+from .backends.clients import Client, ForeignFs
 from .dialect_gcs_requests import WRITE_ID, GcsRequests, Reply
 from .mapping import HttpFailure
 from .parts import PartList, SentPart, ended, joined, wrong_length

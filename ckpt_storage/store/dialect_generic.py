@@ -16,8 +16,8 @@ from fsspec.spec import AbstractFileSystem
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 
+from .backends.clients import Client, ForeignFs
 from .base import Capabilities, Entry, PathFilter, Stat, Version
-from .clients import Client, ForeignFs
 from .draft import draft_name, is_draft_name, is_meant
 from .parts import PartList, SentPart, check_bound, ended, joined, wrong_length
 from .posix import as_bytes

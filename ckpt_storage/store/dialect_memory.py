@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from ckpt_storage.errors import IntegrityError, StorageError
 from ckpt_storage.format import integrity
 
+from .backends.clients import Client, ForeignFs
 from .base import Capabilities, CopySource, Entry, Existing, PartReceipt, PathFilter, Stat, Version
-from .clients import Client, ForeignFs
 from .parts import (
     PartList,
     SentPart,

@@ -13,8 +13,8 @@ from typing import Any
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.options import MIB
 
+from .backends.clients import Client, ForeignFs
 from .base import Capabilities, Entry, PathFilter, Stat, Version
-from .clients import Client, ForeignFs
 from .dialect_s3_requests import S3Requests, code_of, is_private_path
 from .dialect_s3_shared import S3SharedUpload
 from .dialect_s3_upload import S3Upload, abort_one

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.options import KIB
 
-from .clients import Client, ForeignFs
+from .backends.clients import Client, ForeignFs
 from .mapping import ForeignAnswer
 from .timed import moved
 

@@ -14,6 +14,7 @@ from ckpt_storage.errors import (
     UnsupportedByStoreError,
 )
 
+from .backends.clients import Client, Instance
 from .base import (
     Arrived,
     Capabilities,
@@ -26,7 +27,6 @@ from .base import (
     Upload,
     Version,
 )
-from .clients import Client, Instance
 from .dialect import Dialect, SharedDialect, client_options, dialect_for
 from .location import Location
 from .mapping import Operation, map_error

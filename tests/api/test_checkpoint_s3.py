@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 import ckpt_storage
 from ckpt_storage import CheckpointGoneError, IntegrityError
 from ckpt_storage.inspect.checkpoint import open_checkpoint
-from ckpt_storage.store import clients
+from ckpt_storage.store.backends import clients
 from ckpt_storage.testing.s3server import S3Server
 
 KIB = 1024

@@ -163,9 +163,9 @@ def watched(
     """The URL of a root on a file system that watches its threads."""
     registered.append("watched")
     fsspec.register_implementation("watched", _Watched)
-    monkeypatch.setattr("ckpt_storage.store.clients._IDLE_S", 0.3)
+    monkeypatch.setattr("ckpt_storage.store.backends.clients._IDLE_S", 0.3)
     # One that waits for what earlier tests left behind would come later.
-    monkeypatch.setattr("ckpt_storage.store.clients._TIMERS", {})
+    monkeypatch.setattr("ckpt_storage.store.backends.clients._TIMERS", {})
     _Watched.made.clear()
     yield f"watched://{tmp_path}"
     _Watched.made.clear()

@@ -227,7 +227,7 @@ def test_the_path_of_an_error_holds_no_credentials() -> None:
 )
 def test_a_location_and_its_options_make_one_client(url: str, options: dict[str, str]) -> None:
     """Equal options share a file system, others do not; a refresh builds a new one for all."""
-    from ckpt_storage.store.clients import Client  # noqa: PLC0415  # loads fsspec's loop
+    from ckpt_storage.store.backends.clients import Client  # noqa: PLC0415  # loads fsspec's loop
 
     def client(**more: str) -> Client:
         both = {**options, **more}

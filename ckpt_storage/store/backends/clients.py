@@ -25,10 +25,9 @@ from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-
-from .location import Location, missing_backend
-from .redaction import Scrubber
-from .timed import moved
+from ckpt_storage.store.location import Location, missing_backend
+from ckpt_storage.store.redaction import Scrubber
+from ckpt_storage.store.timed import moved
 
 A = TypeVar("A")
 T = TypeVar("T")
