@@ -39,6 +39,7 @@ class Capabilities:
     tokens_travel: another process may use the token of an upload.
     last_part_publishes: the storage takes the last part only together with the completion. The
         facade then holds it back and calls `put_part(last=True)` just before `complete_upload`.
+        That call may publish the object, so both are repeated, and looked after, as one.
     lists_uploads: `list_uploads` finds open uploads.
     copy_min_bytes, copy_max_bytes: sizes of a part that `copy_part` can copy (the last may be
         smaller); no copies where `copy_min_bytes` is None.
@@ -295,6 +296,11 @@ class Backend(abc.ABC):
         """Delete a folder and all below it; return False to have it listed and deleted."""
         del path
         return False
+
+    def delete_version(self, path: str, version: str | None) -> None:
+        """Delete an object unless another version is there, as far as the storage can decide."""
+        del version
+        self.delete([path])
 
     def flush_parts(self, path: str, token: str) -> None:
         """Make the parts durable that this process has put, before another one completes."""
