@@ -251,13 +251,14 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def begin_upload(
-        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None
+        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
     ) -> str:
         """Begin an object in parts and return a token, which the other calls take.
 
         if_absent: as `complete_upload` will say, for storages that want to know it now.
         size_hint: about how long the object will be. A file system takes that much space, and
         raises `StorageError(kind="no-space")` if it is not there.
+        copies: `copy_part` may be called for it, so the storage is to tell checksums of parts.
         """
 
     @abc.abstractmethod
@@ -307,7 +308,7 @@ class Backend(abc.ABC):
         del path, token
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        """Yield the open uploads below a folder."""
+        """Yield the open uploads below a folder, and those of the very path `prefix`."""
         del prefix
         return iter(())
 
