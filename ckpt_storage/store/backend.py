@@ -134,11 +134,13 @@ class CopySource:
 
     scope: the storage, the same text for all roots that can copy from each other.
     address: where the object lies in it. path: for messages. None holds credentials.
+    pays: a copy spares more than it costs; if not, it is made only where the user demands it.
     """
 
     scope: str
     address: str
     path: str
+    pays: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +283,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def abort_upload(self, path: str, token: str) -> None:
-        """Discard what was sent; one that is gone is no error."""
+        """Discard what was sent; one that is gone is no error.
+
+        With a token of `list_uploads`, `path` is "" if that did not tell it.
+        """
 
     def close(self) -> None:  # noqa: B027  # nothing to let go of
         """Let go of connections; the backend may be used again after it."""
@@ -304,7 +309,14 @@ class Backend(abc.ABC):
         self.delete([path])
 
     def flush_parts(self, path: str, token: str) -> None:
-        """Make the parts durable that this process has put, before another one completes."""
+        """Make the parts durable that this process has put, before another one completes.
+
+        A failure is final: neither this nor the completion may succeed after it.
+        """
+        del path, token
+
+    def leave_upload(self, path: str, token: str) -> None:
+        """Let go of an upload that another process began, and will complete or abort."""
         del path, token
 
     def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
@@ -313,7 +325,7 @@ class Backend(abc.ABC):
         return iter(())
 
     def copy_source(self, path: str) -> CopySource | None:
-        """Return the object as `copy_part` takes it; None where copying is not worth it."""
+        """Return the object as `copy_part` takes it, None if it cannot; "" stands for the root."""
         del path
         return None
 
