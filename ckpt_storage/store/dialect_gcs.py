@@ -17,7 +17,7 @@ from .backends.clients import Client
 from .base import Capabilities, Entry, PathFilter, Stat, Version
 from .dialect_gcs_requests import GcsRequests
 from .dialect_gcs_upload import GcsUpload
-from .mapping import ForeignAnswer
+from .problems import ForeignAnswer
 from .timed import moved
 
 CAPABILITIES = Capabilities(

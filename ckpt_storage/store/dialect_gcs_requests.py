@@ -12,8 +12,8 @@ from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.options import KIB, MIB
 
 from .backends.clients import Client, ForeignFs, in_daemon_thread
-from .mapping import ForeignAnswer, HttpFailure
 from .parts import taken_whole
+from .problems import ForeignAnswer, HttpFailure
 
 WRITE_ID = "ckpt-write-id"
 """Metadata that tells one attempt to write a name from another."""

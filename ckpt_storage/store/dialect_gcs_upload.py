@@ -12,8 +12,8 @@ from ckpt_storage.options import KIB
 
 from .backends.clients import Client, ForeignFs
 from .dialect_gcs_requests import WRITE_ID, GcsRequests, Reply
-from .mapping import HttpFailure
 from .parts import PartList, SentPart, ended, joined, wrong_length
+from .problems import HttpFailure
 
 _MULTIPLE_BYTES = 256 * KIB
 _GOES_ON = 308

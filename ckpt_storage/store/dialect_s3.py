@@ -18,8 +18,8 @@ from .base import Capabilities, Entry, PathFilter, Stat, Version
 from .dialect_s3_requests import S3Requests, code_of, is_private_path
 from .dialect_s3_shared import S3SharedUpload
 from .dialect_s3_upload import S3Upload, abort_one
-from .mapping import HttpFailure
 from .parts import decode_ticket, taken_whole
+from .problems import HttpFailure
 
 CAPABILITIES = Capabilities(
     kind="s3",

@@ -13,7 +13,7 @@ from ckpt_storage.errors import UnsupportedByStoreError
 from ckpt_storage.options import KIB
 
 from .backends.clients import Client, ForeignFs
-from .mapping import ForeignAnswer
+from .problems import ForeignAnswer
 from .timed import moved
 
 _PIECE_BYTES = 256 * KIB

@@ -23,9 +23,10 @@ from .draft import Draft, is_draft_name
 from .local_folders import ABSENT, LocalFolders
 from .local_shared import COPY_SCOPE, TICKET_FIELD, TICKET_KIND, LocalSharedUpload
 from .local_upload import LocalUpload
-from .os_errors import LocalRoot, folder_of, map_os_error
+from .os_errors import LocalRoot, folder_of
 from .parts import TooLongError, check_bound, decode_ticket, too_long
 from .posix import BLOCK_BYTES, Posix, is_unsupported
+from .problems import Call, explain
 
 
 def check_is_file(found: os.stat_result, full: str) -> None:
@@ -231,11 +232,8 @@ class LocalStore:
         Raises `StorageError` of kind "unsupported" with `if_match`.
         """
         if if_match is not None:
-            raise map_os_error(
-                OSError(errno.ENOTSUP, "POSIX has no conditional replace"),
-                operation="conditional replace",
-                path=self._root.shown(path),
-            )
+            refusal = OSError(errno.ENOTSUP, "POSIX has no conditional replace")
+            raise explain(refusal, Call(name="conditional replace", path=self._root.shown(path)))
         with self._root.border("replace", path):
             self._put(path, data, Draft.publish, sync=self._sync)
 

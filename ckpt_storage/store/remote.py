@@ -29,8 +29,8 @@ from .base import (
 )
 from .dialect import Dialect, SharedDialect, client_options, dialect_for
 from .location import Location
-from .mapping import Operation, map_error
 from .parts import TooLongError, too_long
+from .problems import Call, explain
 from .remote_upload import RemoteSharedUpload, RemoteUpload
 
 T = TypeVar("T")
@@ -279,13 +279,14 @@ class RemoteStore:
         except CheckpointError:
             raise
         except Exception as error:  # noqa: BLE001  # backends raise any type
-            operation = Operation(
+            operation = Call(
                 name=name,
                 path=self._shown(path),
                 endpoint=self._client.endpoint,
                 timeout_s=self._client.request_timeout_s,
+                scrub=self._client.scrub,
             )
-            failure = map_error(error, operation, self._client.scrub)
+            failure = explain(error, operation)
         # Raised here, not where it was caught: the foreign one may carry credentials, and
         # its traceback the caller's buffers.
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import http.client
 import pickle
@@ -25,18 +26,22 @@ from webdav4.client import ForbiddenOperation, InsufficientStorage, ResourceNotF
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.mapping import HttpFailure, Operation, map_error
+from ckpt_storage.store.problems import Call, HttpFailure, explain
 from ckpt_storage.store.redaction import Scrubber
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
-OPERATION = Operation(
-    name="read", path="s3://bkt/run/x", endpoint="host.example:9000", timeout_s=30
+CALL = Call(
+    name="read",
+    path="s3://bkt/run/x",
+    endpoint="host.example:9000",
+    timeout_s=30,
+    scrub=Scrubber({"secret": SECRET}),
 )
 
 
 def mapped(error: BaseException) -> StorageError:
     """Return what the border makes of an exception, as if it had been raised."""
-    return map_error(error, OPERATION, Scrubber({"secret": SECRET}))
+    return explain(error, CALL)
 
 
 def s3_error(code: str, status: int | None = 400, message: str = "said so") -> Exception:
@@ -210,8 +215,8 @@ def test_the_endpoint_is_shown_where_it_matters(
 
 def test_the_path_of_an_error_holds_no_credentials() -> None:
     """A secret that stands in the name of an object is hidden in `path` as in the message."""
-    place = Operation(name="read", path=f"s3://bkt/{SECRET}/x", endpoint="", timeout_s=1.0)
-    failure = map_error(FileNotFoundError("x"), place, Scrubber({"secret": SECRET}, "s3://bkt"))
+    call = dataclasses.replace(CALL, path=f"s3://bkt/{SECRET}/x")
+    failure = explain(FileNotFoundError("x"), call)
     assert SECRET not in f"{failure} {failure.path}"
     assert failure.path is not None
     assert failure.path.startswith("s3://bkt/")

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, settings
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.local import LocalStore
-from ckpt_storage.store.os_errors import map_os_error
 from ckpt_storage.store.posix import Posix
+from ckpt_storage.store.problems import Call, explain
 from ckpt_storage.store.retry import RetryStore
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
@@ -272,7 +272,7 @@ def test_a_part_that_was_never_sent_is_noticed(store: LocalStore, root: str) -> 
 )
 def test_every_error_number_has_a_kind(number: int, kind: str, *, retryable: bool) -> None:
     """An error names operation, path, symbol and next step, and says whether to retry."""
-    error = map_os_error(OSError(number, os.strerror(number)), operation="read", path="file:///x")
+    error = explain(OSError(number, os.strerror(number)), Call(name="read", path="file:///x"))
     assert (error.kind, error.retryable) == (kind, retryable)
     assert isinstance(error, UnsupportedByStoreError) == (kind == "unsupported")
     for part in ("read", "file:///x", errno.errorcode.get(number, "12345"), error.next_step):

@@ -1,0 +1,364 @@
+"""The one border where the exceptions of clients and systems become `StorageError`s.
+
+Imports none of the clients: types are told by their names. Judges by codes, statuses, types and
+error numbers, never by the text of a message.
+"""
+
+from __future__ import annotations
+
+import errno
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+
+_CHAIN_LIMIT = 8
+_MESSAGE_LIMIT_CHARS = 600
+
+
+class HttpFailure(Exception):  # noqa: N818  # it never leaves this layer
+    """An answer that says no, to a request that a backend made itself."""
+
+    def __init__(self, *, status: int | None, code: str = "", message: str = "") -> None:
+        self.status = status
+        self.error_code = code
+        self.message = message
+        super().__init__(message or code or f"HTTP status {status}")
+
+
+class ForeignAnswer(Exception):  # noqa: N818  # it never leaves this layer
+    """A success that this storage does not give: a console or a proxy answers in its place."""
+
+    def __init__(self, missing: str) -> None:
+        super().__init__(f"the answer has no {missing}, so it is not the storage's")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What was being done when an exception came: for the message, and where it was sent.
+
+    name: a noun, such as "read". path: the object's URL. endpoint: host and port, or "" if
+    unknown. timeout_s: the deadline of one request. scrub: hides credentials in a text.
+    """
+
+    name: str
+    path: str
+    endpoint: str = ""
+    timeout_s: float | None = None
+    scrub: Callable[[str], str] = str
+
+
+@dataclass(frozen=True, slots=True)
+class _Meaning:
+    """What a failure means for the user, and the signs of it, parted by spaces.
+
+    signs: codes of S3, Azure and Google, statuses of HTTP, symbols of `errno`, and
+    "package.Type", the package being the first part of the module that defines it.
+    """
+
+    kind: str
+    next_step: str
+    signs: str = ""
+    retryable: bool = False
+
+
+_CERTIFICATE = _Meaning(
+    "connection",
+    "Install the authority's certificate or name it (AWS_CA_BUNDLE, SSL_CERT_FILE).",
+    "aiohttp.ClientConnectorCertificateError asyncssh.HostKeyNotVerifiable "
+    "paramiko.BadHostKeyException ssl.SSLCertVerificationError",
+)
+_SERVER = _Meaning(
+    "other",
+    "Try again later; the fault is the storage's.",
+    "InternalError backendError internalError",
+    retryable=True,
+)
+_UNKNOWN = _Meaning(
+    "other", "Check storage_options; if they are right, see the storage's logs for this request."
+)
+_UNKNOWN_NUMBER = _Meaning("other", "Check the file system and its mount.")
+
+_MEANINGS = (
+    _CERTIFICATE,
+    _SERVER,
+    _Meaning(
+        "other",  # "not-found" would read as "no checkpoint here yet"
+        "Check the name, or create it first: this package never creates one.",
+        "NoSuchBucket ContainerNotFound InvalidBucketName ContainerDisabled",
+    ),
+    _Meaning(
+        "not-found",
+        "Check the spelling, and that every host sees the same storage there.",
+        "NoSuchKey NoSuchVersion BlobNotFound ResourceNotFound 404 410 ENOENT "
+        "asyncssh.SFTPNoSuchFile builtins.FileNotFoundError builtins.IsADirectoryError "
+        "builtins.NotADirectoryError webdav4.ResourceNotFound",
+    ),
+    _Meaning(
+        "exists",
+        "Choose another name, or find out who wrote it.",
+        "BlobAlreadyExists EEXIST builtins.FileExistsError webdav4.ResourceAlreadyExists",
+    ),
+    _Meaning(
+        "precondition",
+        "Something else changed the object meanwhile; read it again.",
+        "ConditionNotMet PreconditionFailed conditionNotMet 409 412",
+    ),
+    _Meaning(
+        "range",
+        "The object is shorter than it should be.",
+        "InvalidRange requestedRangeNotSatisfiable 416",
+    ),
+    _Meaning(
+        "permission",
+        "Give these credentials the right to read, write, list and delete below this URL.",
+        "AccessDenied AccountIsDisabled AccountProblem AllAccessDisabled AuthorizationFailure "
+        "AuthorizationPermissionMismatch InsufficientAccountPermissions InvalidObjectState 403 "
+        "asyncssh.SFTPPermissionDenied builtins.PermissionError webdav4.ForbiddenOperation",
+    ),
+    _Meaning(
+        "permission",
+        "Check owner, mode and attributes of the folder for the user this process runs as.",
+        "EACCES EPERM",
+    ),
+    _Meaning(
+        "permission",
+        "The file system is mounted read-only; choose another folder or remount it.",
+        "EROFS",
+    ),
+    _Meaning(
+        "credentials",
+        "Check the credentials in storage_options or the environment.",
+        "AuthenticationFailed InvalidAccessKeyId InvalidAuthenticationInfo InvalidSecurity "
+        "NoAuthenticationInformation SignatureDoesNotMatch asyncssh.PermissionDenied "
+        "azure.ClientAuthenticationError azure.CredentialUnavailableError "
+        "botocore.NoAuthTokenError botocore.NoCredentialsError botocore.PartialCredentialsError "
+        "botocore.SSOError google.DefaultCredentialsError paramiko.AuthenticationException",
+    ),
+    _Meaning(
+        "credentials",
+        "Set this machine's clock: it differs too much from the storage's.",
+        "RequestTimeTooSkewed",
+    ),
+    _Meaning(
+        "credentials",
+        "Renew the credentials; those found in the environment are looked up again by a retry.",
+        "ExpiredToken ExpiredTokenException InvalidToken RequestExpired TokenRefreshRequired "
+        "authError 401 botocore.CredentialRetrievalError botocore.TokenRetrievalError "
+        "botocore.UnauthorizedSSOTokenError google.RefreshError",
+        retryable=True,
+    ),
+    _Meaning(
+        "no-space",
+        "Free space there, have the quota raised, or choose another place.",
+        "InsufficientStorage QuotaExceeded XMinioStorageFull quotaExceeded 507 ENOSPC EDQUOT "
+        "asyncssh.SFTPNoSpaceOnFilesystem webdav4.InsufficientStorage",
+    ),
+    _Meaning(
+        "throttled",
+        "Try again later, or lower thread_count.",
+        "BandwidthLimitExceeded ConditionalRequestConflict OperationAborted RequestLimitExceeded "
+        "ServerBusy ServiceUnavailable SlowDown Throttling ThrottlingException TooManyRequests "
+        "rateLimitExceeded userRateLimitExceeded 423 425 429 503 webdav4.ResourceLocked",
+        retryable=True,
+    ),
+    _Meaning(
+        "timeout",
+        "Check that the storage answers; if it is only slow, raise Timeouts(request=...).",
+        "OperationTimedOut RequestTimeout 408 504 ETIMEDOUT aiohttp.ServerTimeoutError "
+        "azure.ServiceRequestTimeoutError azure.ServiceResponseTimeoutError "
+        "botocore.ConnectTimeoutError botocore.ReadTimeoutError builtins.TimeoutError "
+        "fsspec.FSTimeoutError httpx.TimeoutException requests.Timeout",
+        retryable=True,
+    ),
+    _Meaning(
+        "connection",
+        "Check the address (endpoint_url), the network and that the service runs.",
+        "BadDigest IncompleteBody InvalidDigest Md5Mismatch XAmzContentSHA256Mismatch 502 "
+        "ECONNABORTED ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH ENETDOWN ENETRESET "
+        "ENETUNREACH ENOTCONN EPIPE EREMOTEIO aiohttp.ClientError asyncio.IncompleteReadError "
+        "asyncssh.ConnectionLost asyncssh.DisconnectError azure.HttpResponseError "
+        "azure.IncompleteReadError azure.ServiceRequestError azure.ServiceResponseError "
+        "botocore.ConnectionError botocore.FlexibleChecksumError botocore.HTTPClientError "
+        "botocore.IncompleteReadError botocore.ResponseParserError builtins.ConnectionError "
+        "builtins.EOFError concurrent.CancelledError google.TransportError http.HTTPException "
+        "httpx.TransportError paramiko.SSHException requests.ConnectionError socket.gaierror "
+        "ssl.SSLError webdav4.BadGatewayError",
+        retryable=True,
+    ),
+    _Meaning(
+        "unsupported",
+        "This storage cannot do that; use another one, or its native API.",
+        "MethodNotAllowed NotImplemented NotSupported 405 501 ENOSYS ENOTSUP EOPNOTSUPP "
+        "asyncssh.SFTPOpUnsupported builtins.NotImplementedError",
+    ),
+    _Meaning(
+        "unsupported", "The folder spans two file systems; choose one that lies on one.", "EXDEV"
+    ),
+    _Meaning(
+        "other",
+        "Set the bucket's region: storage_options={'client_kwargs': {'region_name': ...}}.",
+        "AuthorizationHeaderMalformed IllegalLocationConstraintException PermanentRedirect "
+        "TemporaryRedirect 301",
+    ),
+    _Meaning(
+        "other",
+        "Check storage_options and the URL.",
+        "aiohttp.InvalidURL botocore.InvalidConfigError botocore.InvalidRegionError "
+        "botocore.NoRegionError botocore.ParamValidationError botocore.ProfileNotFound "
+        "httpx.UnsupportedProtocol",
+    ),
+    _Meaning(
+        "other",
+        "Check endpoint_url: is it the storage's API, and not its console or a proxy?",
+        "azure.DeserializationError ckpt_storage.ForeignAnswer json.JSONDecodeError",
+    ),
+    _Meaning("other", "Give a path whose parents are folders; one is a file.", "ENOTDIR"),
+    _Meaning("other", "A folder bears that name; give a file's path or remove it.", "EISDIR"),
+    _Meaning("other", "Choose a shorter path; most take 255 bytes per name.", "ENAMETOOLONG"),
+    _Meaning("other", "Symbolic links on the path lead in a circle; mend them.", "ELOOP"),
+    _Meaning("other", "Raise the file size limit (ulimit -f).", "EFBIG"),
+    _Meaning("other", "Raise the limit of open files (ulimit -n).", "EMFILE", retryable=True),
+    _Meaning("other", "Something writes there; try again later.", "ENOTEMPTY", retryable=True),
+    _Meaning("other", "The file was replaced meanwhile; try again.", "ESTALE", retryable=True),
+    # A soft-mounted network file system says EIO of a passing outage; a broken disk only costs
+    # the delay.
+    _Meaning("other", "Look into the kernel log, at disk and mount.", "EIO", retryable=True),
+    _Meaning(
+        "other",
+        "Check the file system and its mount.",
+        "EAGAIN EBUSY EINTR ENFILE ENOBUFS ENOLCK ENOMEM",
+        retryable=True,
+    ),
+)
+_BY_SIGN = {sign: meaning for meaning in _MEANINGS for sign in meaning.signs.split()}
+_FIRST_SERVER_STATUS = 500
+_FAILURE_STATUSES = range(300, 600)
+
+
+def explain(error: BaseException, call: Call) -> StorageError:
+    """Return the `StorageError` that says what `error` means for the user.
+
+    Kind "credentials" with `retryable` set means credentials that may have expired: a client
+    built anew may find fresh ones. The text and the notes of `error` are kept, without
+    credentials.
+    """
+    if isinstance(error, StorageError):  # a backend says it exactly
+        error.args = (call.scrub(str(error)),)
+        error.path = call.scrub(error.path or call.path)
+        return error
+    chain = list(_chain(error))
+    answer = next((found for e in chain if (found := _answer_in(e)) is not None), None)
+    known = (_meaning_of_answer(answer) if answer else None) or _meaning_of_types(chain)
+    text = _described(error, answer, is_known=known is not None)
+    meaning = known or _UNKNOWN
+    shows_endpoint = meaning.kind in {"connection", "timeout", "credentials", "other"}
+    where = f" at {call.endpoint}" if call.endpoint and shows_endpoint else ""
+    if meaning.kind == "timeout" and answer is None and call.timeout_s is not None:
+        text = f"no answer within {call.timeout_s:g} s ({text})"
+    raised = UnsupportedByStoreError if meaning.kind == "unsupported" else StorageError
+    failure = raised(
+        call.scrub(f"The {call.name} of {call.path} failed{where}: {text}."),
+        kind=meaning.kind,
+        retryable=meaning.retryable,
+        path=call.scrub(call.path),
+        next_step=meaning.next_step,
+    )
+    if any(isinstance(link, ConnectionRefusedError) for link in chain):
+        # Proof that nothing was done; the foreign one may carry credentials in its text.
+        failure.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    return failure
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and what it was raised from, outermost first."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen and len(seen) < _CHAIN_LIMIT:
+        seen.add(id(current))
+        yield current
+        hidden = None if current.__suppress_context__ else current.__context__
+        current = current.__cause__ or hidden
+
+
+def _answer_in(error: BaseException) -> HttpFailure | None:
+    """Return what a server said, if this exception carries an answer."""
+    if isinstance(error, HttpFailure):
+        return error
+    response = getattr(error, "response", None)
+    if isinstance(response, Mapping):  # botocore
+        said = response.get("Error", {})
+        status = _number(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
+        code, message = str(said.get("Code", "")), str(said.get("Message", ""))
+        return HttpFailure(status=status, code=code, message=message)
+    # Elsewhere `code` is a number of the library's own, or of an error that is no answer.
+    is_gcsfs = type(error).__module__.partition(".")[0] == "gcsfs"
+    for holder in (error, response):
+        for name in ("status", "status_code", *(["code"] if is_gcsfs else [])):
+            status = _number(getattr(holder, name, None))
+            if status in _FAILURE_STATUSES:
+                found = getattr(error, "error_code", None)
+                code = str(getattr(found, "value", found) or "")
+                message = str(getattr(error, "message", None) or error)
+                return HttpFailure(status=status, code=code, message=message)
+    return None
+
+
+def _number(value: object) -> int | None:
+    return int(str(value)) if str(value).isdigit() else None
+
+
+def _meaning_of_answer(answer: HttpFailure) -> _Meaning | None:
+    """Return what an answer means, by its code or else by its status."""
+    # A code of digits is how botocore reports an answer without a body, such as to a HEAD.
+    status = answer.status if answer.status is not None else _number(answer.error_code)
+    if answer.error_code in _BY_SIGN or status is None:
+        return _BY_SIGN.get(answer.error_code)
+    fallback = _SERVER if status >= _FIRST_SERVER_STATUS else _UNKNOWN
+    return _BY_SIGN.get(str(status), fallback)
+
+
+def _meaning_of_types(chain: list[BaseException]) -> _Meaning | None:
+    """Return what the types of an exception and its causes, and their error numbers, mean."""
+    types = [[_type_name(kind) for kind in type(error).mro()] for error in chain]
+    if any("ssl.SSLCertVerificationError" in names for names in types):
+        return _CERTIFICATE
+    for error, names in zip(chain, types, strict=True):
+        number = error.errno if isinstance(error, OSError) else None
+        symbol = errno.errorcode.get(number or 0, "")
+        # Clients that have types of their own may have numbers of their own.
+        signs = [symbol, *names] if _is_of_system(error) else [*names, symbol]
+        found = next((_BY_SIGN[sign] for sign in signs if sign in _BY_SIGN), None)
+        if found is not None or number is not None:
+            return found or _UNKNOWN_NUMBER
+    return None
+
+
+def _type_name(kind: type) -> str:
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+
+
+def _is_of_system(error: BaseException) -> bool:
+    return type(error).__module__ == "builtins" and getattr(error, "errno", None) is not None
+
+
+def _described(error: BaseException, answer: HttpFailure | None, *, is_known: bool) -> str:
+    """Return type, code, status and text of an exception, on one line."""
+    if answer is not None:
+        status = "" if answer.status is None else f"status {answer.status}"
+        head = ", ".join(part for part in (answer.error_code, status) if part)
+        text = answer.message
+    elif isinstance(error, OSError) and _is_of_system(error):
+        symbol = errno.errorcode.get(error.errno or 0, str(error.errno))
+        head, text = f"{error.strerror or type(error).__name__} ({symbol})", ""
+    else:
+        head, text = type(error).__name__, str(error)
+        frames = [] if is_known else traceback.extract_tb(error.__traceback__)
+        if frames:
+            # An unexpected type is a mistake of a program; say where, as no traceback will.
+            head += f" in {PurePath(frames[-1].filename).name}:{frames[-1].lineno}"
+    text = ". ".join(filter(None, [text, *getattr(error, "__notes__", ())]))
+    line = " ".join(text.split())[:_MESSAGE_LIMIT_CHARS].rstrip(". ")
+    return f"{head}: {line}" if line and line != head else head
