@@ -17,10 +17,10 @@ from fsspec.spec import AbstractFileSystem
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 
 from .backends.clients import Client, ForeignFs
+from .backends.drafts import draft_name, is_draft_name, is_meant
+from .backends.posix import as_bytes
 from .base import Capabilities, Entry, PathFilter, Stat, Version
-from .draft import draft_name, is_draft_name, is_meant
 from .parts import PartList, SentPart, check_bound, ended, joined, wrong_length
-from .posix import as_bytes
 
 CAPABILITIES = Capabilities(
     kind="generic",

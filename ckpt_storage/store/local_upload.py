@@ -9,7 +9,7 @@ from typing import Literal
 
 from ckpt_storage.errors import StorageError
 
-from .draft import Draft
+from .backends.drafts import Draft
 
 
 class LocalUpload:

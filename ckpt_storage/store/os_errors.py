@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 
-from .posix import Posix
+from .backends.posix import Posix
 from .problems import Call, explain
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ckpt_storage.store.posix import Posix, as_bytes
+from ckpt_storage.store.backends.posix import Posix, as_bytes
 
 from .faults import Rule, Script
 

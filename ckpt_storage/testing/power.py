@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from ckpt_storage.store.posix import Posix
+from ckpt_storage.store.backends.posix import Posix
 
 __all__ = ["PowerCutPosix"]
 

@@ -15,8 +15,8 @@ from typing import Literal
 import pytest
 
 from ckpt_storage.errors import CheckpointError, StorageError
+from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.local import LocalStore
-from ckpt_storage.store.posix import Posix
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.power import PowerCutPosix

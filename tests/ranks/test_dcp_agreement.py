@@ -31,8 +31,8 @@ from ckpt_storage import (
     RankMismatchError,
     list_checkpoints,
 )
+from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.local import LocalStore
-from ckpt_storage.store.posix import Posix
 from ckpt_storage.testing.ranks import RankPool
 
 

@@ -23,8 +23,8 @@ from ckpt_storage.cli.app import app
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.export.consolidation.options import ConsolidateOptions
 from ckpt_storage.store import open_store
+from ckpt_storage.store.backends.posix import Posix, is_unsupported
 from ckpt_storage.store.local import LocalStore
-from ckpt_storage.store.posix import Posix, is_unsupported
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 from ckpt_storage.testing.posix_faults import FaultPosix
 

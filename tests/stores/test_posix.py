@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_storage.store import posix
-from ckpt_storage.store.posix import Posix
+from ckpt_storage.store.backends import posix
+from ckpt_storage.store.backends.posix import Posix
 
 
 @pytest.fixture

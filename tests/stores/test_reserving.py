@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from ckpt_storage.errors import StorageError
+from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.base import Reserving, Upload
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.location import Location
-from ckpt_storage.store.posix import Posix
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.store.retry import RetryStore, abandoned_thread_count
 from ckpt_storage.store.retry_upload import RetryUpload

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.local import LocalStore
-from ckpt_storage.store.posix import Posix
 from ckpt_storage.store.problems import Call, explain
 from ckpt_storage.store.retry import RetryStore
 from ckpt_storage.testing.faults import Rule

@@ -18,10 +18,10 @@ from crc32c import crc32c
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.base import PartReceipt
 from ckpt_storage.store.dialect_s3_requests import S3Requests
 from ckpt_storage.store.local import LocalStore
-from ckpt_storage.store.posix import Posix
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.store.retry import RetryStore
 from ckpt_storage.testing.faults import FaultStore, Rule
