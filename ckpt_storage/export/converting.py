@@ -338,7 +338,7 @@ class _Conversion:
             return layout.new_write_id()
         what = [
             _LAYOUT,
-            self.source.normalised,
+            self.source.url,
             self._source_state,
             self._to,
             self._max_file_bytes,

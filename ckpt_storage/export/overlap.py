@@ -43,7 +43,7 @@ def is_within(outer: Location, inner: Location) -> bool:
 
 
 def _resolved(location: Location) -> str:
-    return os.path.realpath(location.target) if location.is_local else location.normalised
+    return os.path.realpath(location.target) if location.is_local else location.url
 
 
 def _endpoint(location: Location) -> list[str]:

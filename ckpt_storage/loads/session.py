@@ -158,7 +158,7 @@ class LoadSession:
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common for a load."""
         return {
-            "the checkpoint's URL": self._location.normalised,
+            "the checkpoint's URL": self._location.url,
             "the storage's endpoint": endpoint_of(self._location),
             "the version of ckpt_storage": __version__,
         }
@@ -219,7 +219,7 @@ class LoadSession:
     def _hello(self) -> Hello:
         source = self.opened()
         terms = {
-            "the checkpoint's URL": self._location.normalised,
+            "the checkpoint's URL": self._location.url,
             "the save to read": f"{source.format} {source.save_id}",
         }
         return Hello(nonce="", rank=self._rank, host=socket.gethostname(), terms=terms)

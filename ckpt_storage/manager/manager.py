@@ -118,7 +118,7 @@ class CheckpointManager:
         self._retry = retry
         self._process_group = process_group
         # Not a count of managers: one that a rank makes alone, to look, must shift nothing.
-        what = f"{self._location.normalised}\n{names}".encode()
+        what = f"{self._location.url}\n{names}".encode()
         self._channel = f"manager/{hashlib.sha256(what).hexdigest()[:16]}"
         self._has_met = False
         self._census = Census(self._location, self._names, timeouts=self._timeouts, retry=retry)
@@ -172,7 +172,7 @@ class CheckpointManager:
                 every_s=None if every_s is None else seconds_of(every_s, what="every_s"),
                 timeouts=self._timeouts,
                 terms={
-                    "the root's URL": self._location.normalised,
+                    "the root's URL": self._location.url,
                     "the names of steps": self._names.template,
                 },
             )
@@ -430,7 +430,7 @@ class CheckpointManager:
             with ranks.operation(what, timeouts=self._timeouts) as operation:
                 operation.meet(
                     {
-                        "the root's URL": self._location.normalised,
+                        "the root's URL": self._location.url,
                         "the names of steps": self._names.template,
                     }
                 )

@@ -159,7 +159,7 @@ class Restorer:
                 )
             operation.meet(
                 {
-                    "the root's URL": self._census.location.normalised,
+                    "the root's URL": self._census.location.url,
                     "the names of steps": self._census.names.template,
                     "check": self._check,
                 }

@@ -147,12 +147,12 @@ class SaveSettings:
     def terms(self, location: Location) -> dict[str, str]:
         """Return what all ranks must have in common for a save to `location`."""
         return {
-            "the checkpoint's URL": location.normalised,
+            "the checkpoint's URL": location.url,
             "overwrite": str(self.overwrite),
             "sync_files": str(self.sync_files),
             "the storage's endpoint": endpoint_of(location),
             "stock_metadata": self.stock_metadata,
-            "commit_url": self.commit_base.normalised if self.commit_base else "None",
+            "commit_url": self.commit_base.url if self.commit_base else "None",
             "the version of ckpt_storage": __version__,
         }
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
-import importlib.util
 import os
 import re
 from collections.abc import Hashable, Mapping
@@ -15,43 +13,13 @@ from typing import Any, Self
 
 from ckpt_storage.errors import InvalidInputError
 
+from . import schemes
 from .redaction import without_secrets
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SCHEME_ONLY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(:|//)")
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::|::[A-Za-z][A-Za-z0-9+.-]*://|://.*::")
 _TAIL = re.compile(r"[?#].*", re.DOTALL)
-
-_SPELT_ALIKE = {
-    "abfs": "az",
-    "abfss": "az",
-    "gcs": "gs",
-    "local": "file",
-    "s3a": "s3",
-}
-"""Other spellings of a scheme, and the one that is kept."""
-
-_EXTRAS = {"az": "azure", "gs": "gcs", "s3": "s3"}
-"""The extra of this package that installs the backend of a scheme."""
-
-_READ_ONLY = frozenset(
-    {"data", "gist", "git", "github", "http", "https", "libarchive", "reference", "tar", "zip"}
-)
-_WRAPPERS = frozenset(
-    {
-        "async_wrapper",
-        "asyncwrapper",
-        "blockcache",
-        "cached",
-        "dir",
-        "filecache",
-        "generic",
-        "simplecache",
-    }
-)
-_BUCKETS = frozenset({"az", "gs", "s3"})
-_USERS = frozenset({"arrow_hdfs", "ftp", "hdfs", "sftp", "smb", "ssh", "webhdfs"})
-"""Schemes whose URLs may hold `user:password@`; in az:// a container stands before "@"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -83,15 +51,14 @@ class Location:
         options = dict(storage_options or {})
         match = _SCHEME.match(text)
         if match is None:
-            path = _absolute(text)
-            return cls(protocol="file", target=path, storage_options=options)
+            return cls(protocol="file", target=_absolute(text), storage_options=options)
         given, rest = match.group(1).lower(), text[match.end() :]
-        protocol = _SPELT_ALIKE.get(given, given)
+        protocol = schemes.kept(given)
         if protocol == "file":
             target = _file_url_path(rest)
         else:
-            _check_scheme(protocol, given, rest)
-            _check_options(protocol, given, options)
+            schemes.check(protocol, given, without_secrets(f"{given}://{rest}"))
+            schemes.check_options(protocol, given, options)
             target = f"{protocol}://{_checked_rest(protocol, rest)}"
         return cls(protocol=protocol, target=target, storage_options=options)
 
@@ -109,7 +76,7 @@ class Location:
             other = Location.of(text)
             keeps = self.is_local or other.protocol == self.protocol
             options = self.storage_options if keeps else {}
-            return Location(protocol=other.protocol, target=other.target, storage_options=options)
+            return dataclasses.replace(other, storage_options=options)
         parts = [part for part in text.rstrip("/").split("/") if part != "."]
         if ".." in parts:
             raise InvalidInputError(
@@ -121,12 +88,7 @@ class Location:
             raise _has_tail(below[: tail.start()])
         if not below.strip("/"):
             return self
-        separator = "" if self.target.endswith("/") else "/"
-        return Location(
-            protocol=self.protocol,
-            target=f"{self.target}{separator}{below}",
-            storage_options=self.storage_options,
-        )
+        return self.child(below)
 
     def child(self, name: str) -> Location:
         """Return the location of a folder that a listing of this one showed, whatever its name."""
@@ -145,16 +107,8 @@ class Location:
 
     @property
     def url(self) -> str:
-        """The name of this root for messages: a URL without credential and query."""
+        """The name of this root, the same for every spelling of it, without credentials."""
         return f"{self.protocol}://{self.path}"
-
-    @property
-    def normalised(self) -> str:
-        """The text by which ranks agree on a root: the same for every spelling of it.
-
-        Neither the host nor the device of a local path is part of it, nor are credentials.
-        """
-        return self.url
 
     def scope(self) -> Hashable:
         """Return a key for what is one storage: a file system's device, or a bucket and options.
@@ -220,11 +174,11 @@ def _check_colon(text: str, *, is_text: bool) -> None:
     if match is None or _SCHEME.match(text):
         return
     scheme = match.group(1).lower()
-    kept = _SPELT_ALIKE.get(scheme, scheme)
+    kept = schemes.kept(scheme)
     if match.group(2) == "//":
-        is_mangled = kept in _BUCKETS | _USERS
+        is_mangled = kept in schemes.BUCKETS | schemes.USERS
     else:
-        is_mangled = kept in _known_backends() if is_text else first.endswith(":")
+        is_mangled = kept in schemes.known() if is_text else first.endswith(":")
     if is_mangled:
         rest = text.strip()[match.end() :].lstrip("/")
         slashes = ":///" if kept == "file" else "://"
@@ -268,7 +222,7 @@ def _checked_rest(protocol: str, rest: str) -> str:
     shown = without_secrets(f"{protocol}://{rest}")
     if protocol == "memory":
         rest = rest.lstrip("/")
-    if protocol in _BUCKETS and not rest.partition("/")[0]:
+    if protocol in schemes.BUCKETS and not rest.partition("/")[0]:
         raise InvalidInputError(
             f"{shown!r} names no bucket.",
             next_step=f"Write {protocol}://BUCKET/PREFIX.",
@@ -289,14 +243,14 @@ def _check_user_info(protocol: str, rest: str) -> None:
     authority = rest.partition("/")[0]
     user, at, host = authority.rpartition("@")
     port = host.rpartition("]")[2].partition(":")[2]
-    if protocol in _USERS:
+    if protocol in schemes.USERS:
         # A password with a slash ends the authority early, so that its host has an odd port.
         is_wrong = bool(port) and not port.isdigit()
     else:
         # A secret key may contain slashes; a colon otherwise stands in ARNs and ports only.
         is_wrong = ":" in user or bool(at and protocol != "az")
         if port and not host.startswith("arn:"):
-            is_wrong |= protocol in _BUCKETS or "@" in rest
+            is_wrong |= protocol in schemes.BUCKETS or "@" in rest
     if is_wrong:
         raise InvalidInputError(
             f"This {protocol}:// URL takes no credentials, or not as they are spelt in it.",
@@ -320,64 +274,3 @@ def _shown(protocol: str, target: str) -> str:
         # Of az:// the part before "@" is the container.
         authority = authority.rpartition("@")[2]
     return f"{authority}{slash}{below}"
-
-
-def _known_backends() -> dict[str, str]:
-    """Map every scheme to the class that serves it, "" if the class is loaded."""
-    from fsspec.registry import (  # noqa: PLC0415  # import of this package stays cheap
-        known_implementations,
-        registry,
-    )
-
-    found = {protocol: str(entry["class"]) for protocol, entry in known_implementations.items()}
-    return {**found, **dict.fromkeys(registry, "")}
-
-
-def _check_scheme(protocol: str, given: str, rest: str) -> None:
-    """Refuse a scheme that does not exist, has no backend installed or cannot be written to."""
-    if protocol in _READ_ONLY:
-        raise InvalidInputError(
-            f"{given}:// can only be read.",
-            next_step="Give a storage that takes writes; for an object store write "
-            "s3://BUCKET/PREFIX and pass its address as storage_options={'endpoint_url': ...}."
-            if protocol.startswith("http")
-            else "Give a storage that takes writes.",
-        )
-    if protocol in _WRAPPERS:
-        raise InvalidInputError(
-            f"{given}:// is a wrapper around another file system.",
-            next_step="Give the URL of the storage itself.",
-        )
-    known = _known_backends()
-    if protocol not in known:
-        near = difflib.get_close_matches(given, sorted({*known, *_SPELT_ALIKE}), n=1, cutoff=0.5)
-        hint = f"Did you mean {near[0]}://? " if near else ""
-        shown = without_secrets(f"{given}://{rest}")
-        raise InvalidInputError(
-            f"No storage is known by the scheme of {shown!r}.",
-            next_step=f"{hint}Install the fsspec backend that provides {given}://.",
-        )
-    module = known[protocol].partition(":")[0].split(".")[0]
-    if module and importlib.util.find_spec(module) is None:
-        raise missing_backend(protocol, module)
-
-
-def _check_options(protocol: str, given: str, options: Mapping[str, Any]) -> None:
-    """Refuse an option that fsspec would take for the scheme, in the place of the URL's."""
-    meant = options.get("protocol", given)
-    if not isinstance(meant, str) or _SPELT_ALIKE.get(meant.lower(), meant.lower()) != protocol:
-        raise InvalidInputError(
-            f"storage_options has 'protocol': {meant!r}, and the URL begins with {given}://.",
-            next_step="Leave the option out: the URL names the storage. A server that is to be "
-            "reached over plain HTTP is named by its address, with http://.",
-        )
-
-
-def missing_backend(protocol: str, package: str) -> InvalidInputError:
-    """Return the error that says which package a scheme needs and how to install it."""
-    extra = _EXTRAS.get(protocol)
-    install = f"ckpt-storage[{extra}]" if extra else package
-    return InvalidInputError(
-        f"{protocol}:// needs the package {package}, which is not installed.",
-        next_step=f"Run: pip install '{install}'",
-    )

@@ -12,20 +12,8 @@ _HIDDEN = "***"
 _LEAST_SECRET_CHARS = 6
 _LEAST_LINE_CHARS = 16
 
-_HARMLESS_OPTIONS = frozenset(
-    {
-        "account_host",
-        "account_name",
-        "addressing_style",
-        "base_url",
-        "endpoint_url",
-        "host",
-        "project",
-        "region",
-        "region_name",
-        "user",
-        "username",
-    }
+_HARMLESS_OPTION = re.compile(
+    "account_(host|name)|addressing_style|(base|endpoint)_url|host|project|region(_name)?|user(name)?"
 )
 """Options that messages may show: they help to find the mistake and open no door."""
 
@@ -85,10 +73,9 @@ class Scrubber:
     __slots__ = ("_values",)
 
     def __init__(self, storage_options: Mapping[str, Any], url: str = "") -> None:
-        values = set(_secrets_in(storage_options))
-        values.update(_user_info_of(url))
-        spelt = {form for value in values for form in _spellings(value)}
+        values = {*_secrets_in(storage_options), *_password_of(url)}
         # A secret may contain another; the longest goes first, so that no rest of it stays.
+        spelt = {form for value in values for form in _spellings(value)}
         self._values = sorted(spelt, key=len, reverse=True)
 
     def __repr__(self) -> str:
@@ -103,38 +90,28 @@ class Scrubber:
 
 def _secrets_in(options: object, name: str = "") -> Iterator[str]:
     """Yield every string inside `options` that may be a credential."""
+    is_telling = _TELLING_NAME.search(name) is not None
     if isinstance(options, Mapping):
         for key, value in options.items():
             # What lies below a telling name is as secret as it is.
-            yield from _secrets_in(value, name if _TELLING_NAME.search(name) else str(key))
+            yield from _secrets_in(value, name if is_telling else str(key))
     elif isinstance(options, list | tuple | set | frozenset):
         for value in options:
             yield from _secrets_in(value, name)
     elif isinstance(options, str | bytes):
         text = options if isinstance(options, str) else options.decode("utf-8", "replace")
-        yield from _user_info_of(text)
-        yield from _connection_string_secrets(text)
-        if name not in _HARMLESS_OPTIONS and _is_secret(text, name):
+        yield from _password_of(text)
+        for key, _, value in (field.partition("=") for field in text.split(";")):
+            if _TELLING_NAME.search(key) and len(value) >= _LEAST_SECRET_CHARS:
+                yield value
+        is_long = len(text) >= _LEAST_SECRET_CHARS and text not in _HARMLESS_VALUES
+        is_secret = is_long if is_telling else _RANDOM.fullmatch(text)
+        if is_secret and not _HARMLESS_OPTION.fullmatch(name):
             yield text
 
 
-def _is_secret(text: str, name: str) -> bool:
-    if _TELLING_NAME.search(name):
-        return len(text) >= _LEAST_SECRET_CHARS and text not in _HARMLESS_VALUES
-    return _RANDOM.fullmatch(text) is not None
-
-
-def _connection_string_secrets(text: str) -> Iterator[str]:
-    for field in text.split(";"):
-        key, _, value = field.partition("=")
-        if _TELLING_NAME.search(key) and len(value) >= _LEAST_SECRET_CHARS:
-            yield value
-
-
-def _user_info_of(url: str) -> Iterator[str]:
-    """Yield the password of a URL."""
-    authority = url.partition("://")[2].partition("/")[0]
-    user_info, at, _ = authority.rpartition("@")
+def _password_of(url: str) -> Iterator[str]:
+    user_info, at, _ = url.partition("://")[2].partition("/")[0].rpartition("@")
     password = user_info.partition(":")[2]
     if at and password:
         yield password

@@ -54,8 +54,8 @@ def test_spellings_of_a_root_become_one(given: str | Path, protocol: str, url: s
     """Scheme, slashes and dots are brought into one form; keys of objects stay as they are."""
     location = Location.of(given)
     assert location.protocol == protocol
-    assert location.normalised == location.url == url
-    assert Location.of(location.url).normalised == url
+    assert location.url == url
+    assert Location.of(location.url).url == url
 
 
 def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_a_missing_backend_is_named_with_its_extra(
 ) -> None:
     """Where the package behind a scheme is not installed, the error says what to run."""
     monkeypatch.setattr(
-        "ckpt_storage.store.location._known_backends",
+        "ckpt_storage.store.schemes.known",
         lambda: {
             "az": "adlfs.AzureBlobFileSystem",
             "dropbox": "dropboxdrivefs.DropboxDriveFileSystem",
@@ -246,7 +246,7 @@ def test_no_text_of_a_location_shows_a_credential() -> None:
         Location.of(f"sftp://user:{SECRET.replace('/', '-')}@host/run"),
     ]
     for location in locations:
-        shown = f"{location!r} {location} {location.url} {location.normalised} {location.path}"
+        shown = f"{location!r} {location} {location.url} {location.path}"
         assert SECRET not in shown
         assert SECRET.replace("/", "-") not in shown
         assert "AKIAEXAMPLE" not in shown

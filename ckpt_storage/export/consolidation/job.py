@@ -145,7 +145,7 @@ class ConsolidateJob:
     track: Track = _untracked
 
     def __post_init__(self) -> None:
-        source, output = self.source.normalised, self.output.normalised
+        source, output = self.source.url, self.output.url
         inner = (source, f"{source}/commits", f"{source}/saves")
         if output in inner or output.startswith(tuple(f"{one}/" for one in inner[1:])):
             raise InvalidInputError(
@@ -157,10 +157,10 @@ class ConsolidateJob:
         """Return what all ranks must have in common, as `Operation.meet` wants it."""
         options = self.options
         return {
-            "the checkpoint's URL": self.source.normalised,
+            "the checkpoint's URL": self.source.url,
             "the commit": str(self.slot),
             "the storage's endpoint": endpoint_of(self.source),
-            "the output's URL": self.output.normalised,
+            "the output's URL": self.output.url,
             "the output storage's endpoint": endpoint_of(self.output),
             "max_file_bytes": str(options.file_limit_bytes),
             "fqn_to_index_mapping": _digest(options.fqn_to_index_mapping),

@@ -25,8 +25,9 @@ from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.store.location import Location, missing_backend
+from ckpt_storage.store.location import Location
 from ckpt_storage.store.redaction import Scrubber
+from ckpt_storage.store.schemes import missing_backend
 from ckpt_storage.store.timed import moved
 
 A = TypeVar("A")
