@@ -1,0 +1,230 @@
+"""fsspec's `memory://`: a dict in this process, with every operation one step under a lock."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ckpt_storage.errors import IntegrityError, StorageError
+from ckpt_storage.format import integrity
+from ckpt_storage.store.backend import (
+    Backend,
+    Buffers,
+    Capabilities,
+    Content,
+    CopySource,
+    ObjectInfo,
+    Part,
+    PartCopy,
+    Range,
+    Settings,
+    ShortReadError,
+)
+from ckpt_storage.store.location import Location
+
+_SCOPE = "memory"
+
+# All memory:// file systems of a process share one dict, so they share one lock.
+_LOCK = threading.RLock()
+_OPEN: dict[str, dict[int, bytes]] = {}
+
+
+def _renew_lock() -> None:
+    global _LOCK  # noqa: PLW0603  # a thread that does not exist in the child may hold it
+    _LOCK = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+class MemoryBackend(Backend):
+    """Everything that a storage can do, within one process. A version is a digest."""
+
+    capabilities = Capabilities(
+        kind="memory",
+        is_remote=False,
+        shared=False,
+        exclusive_create=True,
+        if_match=True,
+        atomic_replace=True,
+        parallel_parts=True,
+        tokens_travel=True,
+        copy_min_bytes=1,
+    )
+
+    def __init__(self, location: Location, settings: Settings | None = None) -> None:
+        del settings
+        self._fs: Any = MemoryFileSystem()
+        self._root = str(self._fs._strip_protocol(location.target)).rstrip("/")  # noqa: SLF001  # fsspec's own way
+
+    def stat(self, path: str) -> ObjectInfo:
+        """Look at the object's buffer."""
+        with _LOCK:
+            return self._info(self._full(path), self._file(path))
+
+    def get(self, path: str, *, max_bytes: int | None) -> Content:
+        """Copy the object out."""
+        with _LOCK:
+            data = self._file(path).getvalue()
+        return Content(
+            data=data if max_bytes is None else data[: max_bytes + 1], version=_version(data)
+        )
+
+    def read(self, path: str, ranges: Iterable[Range]) -> int | None:
+        """Copy from the object's own buffer."""
+        with _LOCK:
+            data = self._file(path).getvalue()
+        for start, view in ranges:
+            piece = data[start : start + view.nbytes]
+            view[: len(piece)] = piece
+            if len(piece) < view.nbytes:
+                raise ShortReadError(start + len(piece))
+        return len(data)
+
+    def put(
+        self,
+        path: str,
+        data: Buffers,
+        *,
+        write_id: str | None = None,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
+        """Store the object whole, under the lock."""
+        full, content = self._full(path), b"".join(data)
+        with _LOCK:
+            if if_absent and full in self._fs.store:
+                raise FileExistsError(path)
+            if if_match is not None and _version(self._file(path).getvalue()) != if_match:
+                raise StorageError(
+                    f"{path} is no longer of the version that was read.", kind="precondition"
+                )
+            self._fs.pipe_file(full, content)
+            self._fs.store[full].write_id = write_id
+
+    def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
+        """Look through all names."""
+        below = f"{self._full(prefix)}/"
+        found: dict[str, ObjectInfo] = {}
+        with _LOCK:
+            for full, file in self._fs.store.items():
+                if not full.startswith(below):
+                    continue
+                child, slash, _ = full[len(below) :].partition("/")
+                if slash and not recursive:
+                    path = f"{below}{child}/"[len(self._root) + 1 :]
+                    found[path] = ObjectInfo(path=path, size_bytes=0)
+                else:
+                    found[full] = self._info(full, file)
+        return iter(found.values())
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Drop the names."""
+        with _LOCK:
+            for path in paths:
+                self._fs.store.pop(self._full(path), None)
+
+    def begin_upload(
+        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
+    ) -> str:
+        """Begin a dict of parts, found by a random id."""
+        del path, write_id, if_absent, size_hint, copies
+        token = os.urandom(16).hex()
+        with _LOCK:
+            _OPEN[token] = {}
+        return token
+
+    def put_part(
+        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
+    ) -> str:
+        """Copy the part."""
+        del offset, last
+        content = b"".join(data)
+        with _LOCK:
+            _pieces(path, token)[number] = content
+        return ""
+
+    def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
+        """Copy from the other object."""
+        with _LOCK:
+            file = self._fs.store.get(copy.source.address)
+            if file is None:
+                raise FileNotFoundError(copy.source.path)
+            whole = file.getvalue()
+            data = whole[copy.start : copy.start + copy.length]
+            if len(data) < copy.length or copy.source_bytes not in {None, len(whole)}:
+                raise IntegrityError(
+                    f"{copy.source.path} has {len(whole)} bytes; [{copy.start}, "
+                    f"{copy.start + copy.length}) was to be copied.",
+                    path=copy.source.path,
+                    offset=len(whole),
+                    next_step="The object is damaged or not the one that was saved.",
+                )
+            _pieces(path, token)[copy.number] = data
+        return Part(
+            number=copy.number,
+            offset=copy.offset,
+            size_bytes=len(data),
+            crc32c=integrity.crc32c_of(data),
+        )
+
+    def complete_upload(
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
+    ) -> None:
+        """Join the parts and store them in one step."""
+        with _LOCK:
+            pieces = _pieces(path, token)
+            data = [memoryview(pieces[part.number]) for part in parts]
+            self.put(path, data, write_id=write_id, if_absent=if_absent)
+            del _OPEN[token]
+
+    def abort_upload(self, path: str, token: str) -> None:
+        """Forget the parts."""
+        del path
+        with _LOCK:
+            _OPEN.pop(token, None)
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Return the object's name."""
+        full = self._full(path)
+        return CopySource(scope=_SCOPE, address=full, path=f"memory:/{full}")
+
+    def server_time(self, probe_path: str) -> float:
+        """Return the clock of this process; nothing is written."""
+        del probe_path
+        return time.time()
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}".rstrip("/")
+
+    def _file(self, path: str) -> Any:  # noqa: ANN401  # of fsspec, which ships no types
+        try:
+            return self._fs.store[self._full(path)]
+        except KeyError:
+            raise FileNotFoundError(path) from None
+
+    def _info(self, full: str, file: Any) -> ObjectInfo:  # noqa: ANN401  # of fsspec
+        return ObjectInfo(
+            path=full[len(self._root) + 1 :],
+            size_bytes=len(file.getvalue()),
+            modified_s=file.modified.timestamp(),
+            write_id=getattr(file, "write_id", None),
+        )
+
+
+def _pieces(path: str, token: str) -> dict[int, bytes]:
+    """Return the parts of an open upload; one that is over is not found."""
+    try:
+        return _OPEN[token]
+    except KeyError:
+        raise FileNotFoundError(f"the upload of {path} is over") from None
+
+
+def _version(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,576 @@
+"""The facade: one root on any backend, safe to use."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NoReturn, TypeVar
+
+from ckpt_storage.errors import (
+    CheckpointError,
+    IntegrityError,
+    InvalidInputError,
+    StorageError,
+    UnsupportedByStoreError,
+)
+from ckpt_storage.options import RetryPolicy
+
+from .backend import (
+    DELETE_COUNT,
+    Backend,
+    Capabilities,
+    Content,
+    CopySource,
+    ObjectInfo,
+    Range,
+    ShortReadError,
+)
+from .calls import Caller, Repeat, system_random
+from .problems import Call, explain
+from .timed import moved
+from .upload import Upload
+
+T = TypeVar("T")
+
+PathFilter = Callable[[str], bool]
+"""Says of a path, relative to the root, whether it is meant."""
+
+Arrived = Callable[[int], None]
+"""Takes the number of bytes that an attempt to read has filled so far; 0 begins an attempt."""
+
+_PIECE_BYTES = 1 << 20
+"""Read and checked before it leaves a processor's second-level cache."""
+
+
+class Store:
+    """One root on one storage: every call ends in time, and was repeated where that is right.
+
+    One call takes at most `request_timeout_s` seconds an attempt, and ends by the deadline of
+    `with_deadline`. Every error is a `CheckpointError`, nearly always a `StorageError` whose `kind`
+    says what it means; it holds no credentials. A thread that was given up may still end its
+    call: after kind "timeout" from a read or a part, its memory must not be used for anything else.
+
+    `backend` may be made late, in the first call, by a callable. `url` names the root for messages
+    and `scrub` takes credentials out of them. `clock`, `sleep` and `random` stand in for time in
+    tests. May be used by several threads and by children of fork; it is not pickled.
+    """
+
+    def __init__(
+        self,
+        backend: Backend | Callable[[], Backend],
+        *,
+        url: str,
+        scrub: Callable[[str], str] = str,
+        policy: RetryPolicy | None = None,
+        request_timeout_s: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        random: Callable[[], float] = system_random,
+    ) -> None:
+        self.url = url
+        self._scrub = scrub
+        self._request_timeout_s = request_timeout_s
+        self._open = backend
+        self._opened: dict[str, Backend] = {}
+        if isinstance(backend, Backend):
+            self._opened[""] = backend
+        self._is_view = False
+        self._caller = Caller(
+            url,
+            refresh=self._refresh,
+            policy=policy or RetryPolicy(),
+            request_timeout_s=request_timeout_s,
+            clock=clock,
+            sleep=sleep,
+            random=random,
+        )
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A Store is not pickled; open it again from its Location.")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the storage can do; nothing is asked of it."""
+        known = self._opened.get("")
+        if known is None:
+            known = self.run("opening", "", lambda backend: backend)
+        return known.capabilities
+
+    def with_deadline(
+        self,
+        at_monotonic_s: float,
+        cancelled: Callable[[], bool] | None = None,
+        given_up: Callable[[], bool] | None = None,
+        throttled: Callable[[], None] | None = None,
+    ) -> Store:
+        """Return this store with every call ending by a moment of the `clock`.
+
+        It shares all but a nearer deadline; closing it does nothing. Once `cancelled` or `given_up`
+        returns True no attempt is begun any more; once `given_up` does, those under way are left
+        behind as if their time were up. `throttled` is called after every answer that asks for
+        fewer requests.
+        """
+        return self._view(self._caller.within(at_monotonic_s, cancelled, given_up, throttled))
+
+    def cleaning_up(self) -> Store:
+        """Return this store with a deadline of its own, near and for discarding what failed."""
+        return self._view(self._caller.cleaning_up())
+
+    def _view(self, caller: Caller) -> Store:
+        view = object.__new__(Store)
+        view.__dict__.update(self.__dict__)
+        view._caller = caller  # the same class
+        view._is_view = True  # the same class
+        return view
+
+    def in_one_thread(self, call: Callable[[Store], T]) -> T:
+        """Return what `call` returns, which makes many short calls on the store it gets: this one.
+
+        They share a thread in place of one hand-over each. Deadlines hold as ever; one that is
+        given up ends all of it, and is not repeated.
+        """
+        return self._caller.pool.hold(lambda: call(self))
+
+    def stat(self, path: str) -> ObjectInfo:
+        """Return size, time and version of one object, never from a cache."""
+        return self.run("stat", path, lambda backend: backend.stat(path))
+
+    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
+        """Return a whole small object, never from a cache.
+
+        One of more than `most_bytes` is an `IntegrityError`, and not much more is read of it.
+        """
+        return self.read_version(path, most_bytes=most_bytes).data
+
+    def read_version(self, path: str, *, most_bytes: int | None = None) -> Content:
+        """Return a whole small object with its version, from one answer. As `read`."""
+        found = self.run("read", path, lambda backend: backend.get(path, max_bytes=most_bytes))
+        if most_bytes is not None and len(found.data) > most_bytes:
+            raise IntegrityError(
+                f"{self.shown(path)} has {len(found.data)} bytes or more, and {most_bytes} at most "
+                "were to be expected; it was not read.",
+                path=path,
+                # Nothing was looked at.
+                offset=0,
+                next_step="The file is damaged or not the one that was saved.",
+            )
+        return found
+
+    def read_ranges(
+        self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None
+    ) -> None:
+        """Fill the memory of each range; they are iterated anew at each attempt.
+
+        The next range is asked for when the last one is filled. `size_bytes` is the length that the
+        object must have. Raises `IntegrityError` if it is another, or the object ends early.
+        """
+        self.run(
+            "read",
+            path,
+            lambda backend: self._fill(backend, path, ranges, size_bytes),
+            repeat="unless-abandoned",
+        )
+
+    def read_into(
+        self,
+        path: str,
+        start: int,
+        target: memoryview,
+        *,
+        size_bytes: int | None = None,
+        arrived: Arrived | None = None,
+    ) -> None:
+        """Fill `target` with the bytes from `start` (bytes) on. As `read_ranges`.
+
+        `arrived` may be called with the number of bytes that are filled so far, so that they can be
+        checked while they are in the processor's cache; with 0 before each attempt. What it raises
+        ends the read.
+        """
+        if not target.nbytes:
+            return
+        view = memoryview(target).cast("B")
+        is_told = arrived is not None and not self.capabilities.is_remote
+        step = _PIECE_BYTES if is_told else view.nbytes
+
+        def pieces() -> Iterator[Range]:
+            if arrived is not None:
+                arrived(0)
+            for at in range(0, view.nbytes, step):
+                yield start + at, view[at : at + step]
+                if arrived is not None and is_told:
+                    arrived(min(at + step, view.nbytes))
+
+        self.read_ranges(path, _Again(pieces), size_bytes=size_bytes)
+
+    def _fill(
+        self, backend: Backend, path: str, ranges: Iterable[Range], size_bytes: int | None
+    ) -> None:
+        """Have ranges filled, and tell apart why the answer ended early or was refused."""
+        watch = _Watch(ranges)
+        try:
+            found_bytes = backend.read(path, watch)
+        except ShortReadError as error:
+            position = error.position
+        except IntegrityError:
+            # A file of another length is told as such, not by the first block that differs.
+            if size_bytes is not None:
+                self._check_length(path, size_bytes, backend.stat(path).size_bytes)
+            raise
+        except Exception as error:
+            told = self.explain(error, "read", path)
+            if not isinstance(told, StorageError) or told.kind != "range":
+                raise
+            position = watch.start
+        else:
+            self._check_length(path, size_bytes, found_bytes)
+            return
+        total_bytes = backend.stat(path).size_bytes
+        self._check_length(path, size_bytes, total_bytes)
+        self._raise_short(path, watch, position, total_bytes)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Put a whole object at a write-once name, visible only complete, durable on return.
+
+        Idempotent: called again, with the same bytes.
+        """
+        self._check_put(path, data)
+        self.run("write", path, lambda backend: backend.put(path, [memoryview(data)]))
+
+    def create(self, path: str, data: bytes) -> None:
+        """Put a whole object if nothing is there; the storage decides in one step.
+
+        Raises `StorageError` of kind "exists" if something is there, and
+        `UnsupportedByStoreError` if the storage cannot decide it. Repeated only after errors that
+        prove nothing was done; what others mean, the caller judges by reading back.
+        """
+        if not self.capabilities.exclusive_create:
+            raise UnsupportedByStoreError(
+                f"{self.url} has no exclusive creation that can be relied on.",
+                kind="unsupported",
+                path=self.shown(path),
+                next_step="Let only one job save here at a time, or pass commit_url= of a "
+                "storage that has it.",
+            )
+        self._check_put(path, data)
+        try:
+            self.run(
+                "exclusive creation",
+                path,
+                lambda backend: backend.put(path, [memoryview(data)], if_absent=True),
+                repeat="if-nothing-done",
+            )
+        except StorageError as error:
+            if error.kind == "precondition":
+                error.kind = "exists"
+            raise
+
+    def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
+        """Put a whole object in place of what may be there; durable on return.
+
+        With `if_match` only if the object is still of that version, else kind "precondition"; then
+        repeated only if nothing was done. Without it, not repeated after it was given up: the late
+        one might overtake.
+        """
+        if if_match is not None and not self.capabilities.if_match:
+            raise UnsupportedByStoreError(
+                f"{self.url} cannot replace an object only if it is of a given version.",
+                kind="unsupported",
+                path=self.shown(path),
+                next_step="Replace it without if_match, and read it back.",
+            )
+        self._check_put(path, data)
+        try:
+            self.run(
+                "replace",
+                path,
+                lambda backend: backend.put(path, [memoryview(data)], if_match=if_match),
+                repeat="unless-abandoned" if if_match is None else "if-nothing-done",
+            )
+        except StorageError as error:
+            # An object that is gone, too, is no longer of the version that was read.
+            if if_match is not None and error.kind in {"exists", "not-found"}:
+                error.kind = "precondition"
+            raise
+
+    def start_upload(self, path: str, *, part_bytes: int) -> Upload:
+        """Begin a write-once object; nothing is sent before its first part."""
+        del part_bytes
+        return Upload(self, path, if_absent=False)
+
+    def start_shared_upload(self, path: str, *, part_bytes: int) -> Upload:
+        """Begin an object that other processes may join. As `start_upload`.
+
+        Raises `UnsupportedByStoreError` unless `capabilities.tokens_travel`.
+        """
+        del part_bytes
+        self._check_shared(path)
+        return Upload(self, path, if_absent=True, copies=True)
+
+    def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> Upload:
+        """Join another process's upload of the same path; one that is over refuses the first part.
+
+        Raises `InvalidInputError` for a ticket of another path or storage.
+        """
+        del part_bytes
+        self._check_shared(path)
+        return Upload(self, path, if_absent=True, joined=ticket)
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Return the object as uploads of this storage can copy it; None where they cannot."""
+        return self.run("look at the storage", path, lambda backend: backend.copy_source(path))
+
+    def can_copy_from(self, other: Store) -> bool:
+        """Return whether `copy_part` here takes the sources of `other`: one bucket, one disk."""
+        if self.capabilities.copy_min_bytes is None:
+            return False
+        mine, theirs = self.copy_source(""), other.copy_source("")
+        return mine is not None and theirs is not None and mine.scope == theirs.scope
+
+    def list(self, prefix: str, *, recursive: bool = True) -> list[ObjectInfo]:
+        """Return the objects below a folder, fresh from the storage; [] if there are none.
+
+        Not recursive: only direct children; folders are then entries whose path ends in "/".
+        """
+        folder = prefix.strip("/")
+
+        def collect(backend: Backend) -> list[ObjectInfo]:
+            found = []
+            for info in backend.list(folder, recursive=recursive):
+                # Each page has the time of a request.
+                moved()
+                found.append(info)
+            return found
+
+        return sorted(self.run("listing", folder, collect), key=lambda info: info.path)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete objects; one that is not there is no error; not atomic as a whole."""
+        if not paths:
+            return
+        shown = paths[0] if len(paths) == 1 else ""
+        self.run(
+            f"deletion of {len(paths)} objects", shown, lambda backend: _delete(backend, paths)
+        )
+
+    def delete_folder(self, path: str) -> None:
+        """Delete a folder and all below it; idempotent; on object stores all with that prefix.
+
+        Raises `InvalidInputError` for an empty path: the root is never meant.
+        """
+        folder = path.strip("/")
+        if not folder:
+            raise InvalidInputError(
+                f"delete_folder would delete everything below {self.url}.",
+                next_step="Name a folder below the root.",
+            )
+
+        def clear(backend: Backend) -> None:
+            if not backend.delete_folder(folder):
+                _delete(backend, (info.path for info in backend.list(folder, recursive=True)))
+
+        self.run("deletion", folder, clear)
+
+    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
+        """Abort open uploads and remove temporary files below a folder; return how many.
+
+        With `only`, those for whose path it returns True: an upload is abandoned property of
+        whoever began it, and a folder may be shared. One whose path the storage does not tell
+        whole is not asked for, and stays then.
+        """
+        folder = prefix.strip("/")
+
+        def clear(backend: Backend) -> int:
+            count = 0
+            for found in backend.list_uploads(folder):
+                moved()
+                if only is None or (found.path is not None and only(found.path)):
+                    backend.abort_upload(found.path or "", found.token)
+                    count += 1
+            return count
+
+        return self.run("abort of uploads", folder, clear)
+
+    def prepare(self, folders: Sequence[str]) -> None:
+        """Make the root and folders where the storage has such things; idempotent."""
+        self.run("making of folders", "", lambda backend: backend.make_folders(folders))
+
+    def now_s(self, probe_path: str) -> float:
+        """Return the storage's clock in Unix seconds, by writing and removing `probe_path`."""
+        return self.run(
+            "reading of the clock", probe_path, lambda backend: backend.server_time(probe_path)
+        )
+
+    def close(self) -> None:
+        """Let go of connections and end the waiting threads; idempotent; nothing for a view."""
+        if self._is_view:
+            return
+        opened = self._opened.get("")
+        if opened is not None:
+            opened.close()
+        self._caller.pool.close()
+
+    def shown(self, path: str) -> str:
+        """Return the URL of a path, for messages."""
+        return f"{self.url.rstrip('/')}/{path}".rstrip("/")
+
+    def run(
+        self,
+        operation: str,
+        path: str,
+        call: Callable[[Backend], T],
+        *,
+        repeat: Repeat = "always",
+        extra_s: float = 0.0,
+        late: Callable[[Backend, T], None] | None = None,
+    ) -> T:
+        """Return what `call` makes of the backend; see `Caller.run`. For uploads of this store."""
+        return self._caller.run(
+            f"{operation} of {self.shown(path)}",
+            lambda: self._bordered(operation, path, call),
+            repeat=repeat,
+            extra_s=extra_s,
+            late=None if late is None else lambda value: late(self._backend(), value),
+        )
+
+    def _backend(self) -> Backend:
+        known = self._opened.get("")
+        if known is None and not isinstance(self._open, Backend):
+            # Of two threads that open it at once, both go on with one.
+            known = self._opened.setdefault("", self._open())
+        assert known is not None  # noqa: S101  # what is open from the start is known
+        return known
+
+    def _refresh(self) -> None:
+        self._bordered("refresh of the credentials", "", lambda backend: backend.refresh())
+
+    def _bordered(self, operation: str, path: str, call: Callable[[Backend], T]) -> T:
+        """Return what `call` returns; every foreign exception leaves as a `StorageError`."""
+        try:
+            return call(self._backend())
+        except Exception as error:  # noqa: BLE001  # backends raise any type
+            failure = self.explain(error, operation, path)
+        # Raised here, not where it was caught: the foreign one may carry credentials, and
+        # its traceback the caller's buffers.
+        try:
+            raise failure
+        finally:
+            # The traceback leads to this frame, and the frame must not lead back.
+            del failure
+
+    def explain(self, error: Exception, operation: str, path: str) -> CheckpointError:
+        """Return what an exception of the backend means, without credentials."""
+        known = self._opened.get("")
+        told = None
+        if known is not None and not isinstance(error, CheckpointError):
+            told = known.explain(error)
+        told = told or error
+        if isinstance(told, CheckpointError) and not isinstance(told, StorageError):
+            return told
+        about = Call(
+            name=operation,
+            path=self.shown(path),
+            endpoint="" if known is None else known.endpoint,
+            timeout_s=self._request_timeout_s,
+            scrub=self._scrub,
+        )
+        return explain(told, about)
+
+    def _check_shared(self, path: str) -> None:
+        if not self.capabilities.tokens_travel:
+            raise UnsupportedByStoreError(
+                f"{self.url} has no uploads that several processes can share.",
+                kind="unsupported",
+                path=self.shown(path),
+                next_step="Let one process write the whole object.",
+            )
+
+    def _check_put(self, path: str, data: bytes) -> None:
+        """Refuse before it is sent what the storage would refuse after."""
+        most_bytes = self.capabilities.max_put_bytes
+        if most_bytes is not None and len(data) > most_bytes:
+            raise StorageError(
+                f"{self.shown(path)} would have {len(data)} bytes; the storage takes "
+                f"{most_bytes} in one request.",
+                path=self.shown(path),
+                next_step="Save fewer tensors in one checkpoint; if it is .metadata that is as "
+                "large, save with stock_metadata='never'.",
+            )
+
+    def _check_length(self, path: str, size_bytes: int | None, found_bytes: int | None) -> None:
+        if size_bytes is None or found_bytes is None or found_bytes == size_bytes:
+            return
+        raise IntegrityError(
+            f"{self.shown(path)} has {found_bytes} bytes instead of {size_bytes}.",
+            path=path,
+            offset=min(found_bytes, size_bytes),
+            next_step="The file is damaged or not the one that was saved.",
+        )
+
+    def _raise_short(self, path: str, watch: _Watch, position: int, total_bytes: int) -> NoReturn:
+        if total_bytes >= watch.stop:
+            raise StorageError(
+                f"The read of {self.shown(path)} ended after {position - watch.start} of "
+                f"{watch.stop - watch.start} bytes.",
+                kind="connection",
+                retryable=True,
+                path=self.shown(path),
+                next_step="Try again; if it comes back, look for a proxy that cuts answers.",
+            )
+        raise IntegrityError(
+            f"{self.shown(path)} ends at byte {total_bytes}, within the range "
+            f"[{watch.start}, {watch.stop}) that was asked for.",
+            path=path,
+            offset=total_bytes,
+            next_step="The file is damaged or not the one that was saved.",
+        )
+
+
+class _Again:
+    """Ranges that are made anew each time they are iterated."""
+
+    def __init__(self, make: Callable[[], Iterator[Range]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Range]:
+        return self._make()
+
+
+class _Watch:
+    """Ranges, and which of them is being filled: bytes [start, stop).
+
+    What was lent is taken back with the next one, or at the end: nothing writes into it then,
+    whatever a client that was left behind may still do.
+    """
+
+    def __init__(self, ranges: Iterable[Range]) -> None:
+        self._ranges = ranges
+        self.start = self.stop = 0
+
+    def __iter__(self) -> Iterator[Range]:
+        for start, view in self._ranges:
+            self.start, self.stop = start, start + view.nbytes
+            lent = memoryview(view)
+            try:
+                yield start, lent
+            finally:
+                # A system call that has it now keeps it.
+                with contextlib.suppress(BufferError):
+                    lent.release()
+
+
+def _delete(backend: Backend, paths: Iterable[str]) -> None:
+    """Delete objects, as many at a time as a backend takes."""
+    page: list[str] = []
+    for path in paths:
+        moved()
+        page.append(path)
+        if len(page) == DELETE_COUNT:
+            backend.delete(page)
+            page = []
+    if page:
+        moved()
+        backend.delete(page)

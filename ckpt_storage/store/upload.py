@@ -1,0 +1,518 @@
+"""One object in parts: which were sent, who sends them, and whether it became visible."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, TypeVar
+
+from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
+
+from .backend import Backend, Capabilities, CopySource, ObjectInfo, Part, PartCopy
+from .calls import Repeat
+from .timed import AbandonedError
+
+T = TypeVar("T")
+
+SYNC_BYTES_PER_S = 20e6
+"""Slowest disk that completing an upload waits for: a spinning disk shared by a few jobs."""
+
+_RESERVE_BYTES_PER_S = 1e9
+"""Slowest reservation that is waited for: a slower one writes zeros, and nothing is gained by it.
+
+Little is lost by going on without one, and what it takes is taken from the phase's time.
+"""
+
+_REFUSALS = frozenset({"credentials", "no-space", "permission", "unsupported"})
+"""Answers after which an object was certainly not completed."""
+
+_UNSURE = frozenset({"connection", "other", "timeout"})
+"""Errors after which an upload may have been begun all the same."""
+
+
+class Runner(Protocol):
+    """What makes the calls of an upload: a `Store`."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the storage can do."""
+
+    def shown(self, path: str) -> str:
+        """Return the object's URL, for messages."""
+
+    def explain(self, error: Exception, operation: str, path: str) -> CheckpointError:
+        """Return what an exception of the backend means."""
+
+    def run(
+        self,
+        operation: str,
+        path: str,
+        call: Callable[[Backend], T],
+        *,
+        repeat: Repeat = "always",
+        extra_s: float = 0.0,
+        late: Callable[[Backend, T], None] | None = None,
+    ) -> T:
+        """Run `call` with deadline and repeats; see `Caller.run`."""
+
+    def cleaning_up(self) -> Runner:
+        """Return a runner with a deadline of its own, for discarding what failed."""
+
+
+class Upload:
+    """One new object, invisible until `complete` returns; ended by `complete` or `abort`.
+
+    One owner begins it. Where `capabilities.tokens_travel`, others join with its `ticket`, write
+    or copy parts, and send their `receipts` to the owner. Part numbers ascend with the offsets;
+    none is used by two members, and some may be left out. After a part was given up the upload can
+    only be aborted: its memory may still be sent. May be used by several threads.
+    """
+
+    def __init__(
+        self,
+        store: Runner,
+        path: str,
+        *,
+        if_absent: bool,
+        copies: bool = False,
+        joined: str | None = None,
+    ) -> None:
+        self._store = store
+        self._path = path
+        self._shown = store.shown(path)
+        self._capabilities = store.capabilities
+        self._if_absent = if_absent
+        self._copies = copies
+        self._is_owner = joined is None
+        self._token = None if joined is None else _decoded(joined, self._capabilities.kind, path)
+        self._write_id = os.urandom(16).hex()
+        self._size_hint: int | None = None
+        self._parts: dict[int, Part] = {}
+        # A last part that the storage would show too early, or that may be the whole object.
+        self._held: tuple[Part, bytes] | None = None
+        self._lock = threading.Lock()
+        # Held while the upload is begun, so that parts sent at once begin one upload.
+        self._begin_lock = threading.Lock()
+        self._was_begun_unseen = False
+        self._may_be_visible = False
+        self._has_ended_writing = False
+        self._is_flushed = False
+        self._given_up_part: int | None = None
+        self._state: Literal["open", "complete", "aborted"] = "open"
+
+    def reserve(self, total_bytes: int) -> None:
+        """Tell about how long the object will be, before the first part; space is taken with it.
+
+        Beginning it then raises `StorageError` of kind "no-space" if that is not there.
+        """
+        self._size_hint = total_bytes
+
+    def ticket(self) -> str:
+        """Return a text with which another process joins this upload of this path."""
+        fields = {"kind": self._capabilities.kind, "path": self._path, "token": self._begun()}
+        return json.dumps(fields, separators=(",", ":"))
+
+    def write_part(
+        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
+    ) -> None:
+        """Write part `number` (from 0) whose first byte lies at `offset` (bytes) in the object.
+
+        The buffers may be used again after the return, unless it raised kind "timeout". A part may
+        be sent again with the same bytes, where the storage can take it twice. `last` marks the one
+        that ends the object.
+        """
+        self._check_open()
+        size_bytes = sum(view.nbytes for view in buffers)
+        part = Part(number=number, offset=offset, size_bytes=size_bytes)
+        if last and self._holds_back(part):
+            self._held = part, _joined(buffers)
+            return
+        self._keep(
+            self._sending(
+                number,
+                f"write of part {number}",
+                lambda backend, token: _sent(backend, self._path, token, part, buffers, last=last),
+            )
+        )
+
+    def _holds_back(self, part: Part) -> bool:
+        """Return whether a last part is kept until `complete`."""
+        if self._capabilities.last_part_publishes:
+            return True
+        is_whole = not part.number and not part.offset and self._is_owner and not self._token
+        # One request in place of three.
+        return is_whole and self._capabilities.is_remote and self._fits_put(part)
+
+    def _fits_put(self, part: Part) -> bool:
+        most_bytes = self._capabilities.max_put_bytes
+        return most_bytes is None or part.size_bytes <= most_bytes
+
+    def copy_part(
+        self,
+        number: int,
+        offset: int,
+        source: CopySource,
+        source_start: int,
+        length: int,
+        *,
+        source_bytes: int | None = None,
+        last: bool,
+    ) -> int | None:
+        """Have the storage copy `length` bytes of `source` from `source_start` on as one part.
+
+        Return the CRC-32C that the storage tells of what it copied; None if it tells none: the
+        caller must then check the source's bytes by reading them. `source_bytes` is the length
+        the source must have. Raises `IntegrityError` if it differs or the range leaves it, and
+        `UnsupportedByStoreError` where the storage cannot copy.
+        """
+        self._check_open()
+        wanted = PartCopy(
+            number=number,
+            offset=offset,
+            source=source,
+            start=source_start,
+            length=length,
+            last=last,
+            source_bytes=source_bytes,
+        )
+        part = self._sending(
+            number,
+            f"copy of part {number} from {source.path}",
+            lambda backend, token: backend.copy_part(self._path, token, wanted),
+        )
+        self._keep(part)
+        return part.crc32c
+
+    def receipts(self) -> list[Part]:
+        """End this member's writing and return what it wrote, durable; idempotent.
+
+        Raises `StorageError` if any of it may not be: the upload can then only be aborted.
+        """
+        self._check_alive()
+        with self._lock:
+            self._has_ended_writing = True
+            parts = [self._parts[number] for number in sorted(self._parts)]
+        token = self._token
+        if token is not None and not self._is_flushed:
+            sent_bytes = sum(part.size_bytes for part in parts)
+            self._store.run(
+                "handing over of the parts",
+                self._path,
+                lambda backend: backend.flush_parts(self._path, token),
+                repeat="unless-abandoned",
+                extra_s=sent_bytes / SYNC_BYTES_PER_S,
+            )
+            self._is_flushed = True
+        return parts
+
+    def complete(
+        self,
+        total_bytes: int,
+        *,
+        receipts: Sequence[Part] = (),
+        existing: Literal["refuse", "replace"] | None = None,
+    ) -> None:
+        """Make the object of the owner's and these members' parts visible and durable; idempotent.
+
+        Raises `StorageError`: if parts overlap, leave a gap or end elsewhere than at `total_bytes`,
+        nothing becomes visible; of kind "exists" if something else bears the name and is not to be
+        replaced. A lost answer is settled by looking at the object. Owner only.
+        """
+        if not self._is_owner:
+            raise InvalidInputError(
+                f"Only the process that started the upload of {self._shown} completes it.",
+                next_step="Send this member's receipts to the owner.",
+            )
+        if self._state == "complete":
+            return
+        self._check_alive()
+        if self._state != "open":
+            raise self._ended()
+        if existing is not None:
+            self._if_absent = existing == "refuse"
+        with self._lock:
+            self._has_ended_writing = True
+            held = self._held
+            parts = {*self._parts.values(), *receipts}
+        ordered = _whole({*parts, held[0]} if held else parts, total_bytes, shown=self._shown)
+        is_put = self._token is None and (self._fits_put(held[0]) if held else not ordered)
+        if is_put:
+            data = held[1] if held else b""
+            self._finish(total_bytes, lambda backend: self._put(backend, data))
+        else:
+            token = self._begun()
+            self._finish(total_bytes, lambda backend: self._join(backend, token, ordered))
+        self._state = "complete"
+        self._held = None
+        if self._was_begun_unseen:
+            # The object is there; an upload that stays is found by `abort_uploads`.
+            with contextlib.suppress(CheckpointError):
+                self._store.run("abort of uploads", self._path, self._abort_unseen)
+
+    def abort(self) -> None:
+        """Discard everything sent, also after the phase's deadline, within `CLEAN_UP_S` seconds.
+
+        Idempotent. A member only stops: discarding is the owner's.
+        """
+        with self._lock:
+            self._has_ended_writing = True
+            if self._state == "complete":
+                return
+            self._state = "aborted"
+            self._held = None
+        self._store.cleaning_up().run("abort of the upload", self._path, self._discard)
+
+    def _begun(self) -> str:
+        """Return the token, for which the upload may have to be begun."""
+        with self._begin_lock:
+            if self._token is None:
+                if self._state != "open":
+                    raise self._ended()
+                self._token = self._begin()
+            return self._token
+
+    def _begin(self) -> str:
+        hint = self._size_hint
+        if hint is not None:
+            try:
+                return self._begin_with(hint, "if-nothing-done", hint / _RESERVE_BYTES_PER_S)
+            except StorageError as error:
+                if error.kind not in _UNSURE:
+                    raise
+        return self._begin_with(None, "always", 0.0)
+
+    def _begin_with(self, size_hint: int | None, repeat: Repeat, extra_s: float) -> str:
+        def begin(backend: Backend) -> str:
+            try:
+                return backend.begin_upload(
+                    self._path,
+                    write_id=self._write_id,
+                    if_absent=self._if_absent,
+                    size_hint=size_hint,
+                    copies=self._copies,
+                )
+            except Exception as error:
+                self._was_begun_unseen |= self._kind_of(error) in _UNSURE
+                raise
+
+        return self._store.run(
+            "start of the upload",
+            self._path,
+            begin,
+            repeat=repeat,
+            extra_s=extra_s,
+            late=lambda backend, token: backend.abort_upload(self._path, token),
+        )
+
+    def _sending(self, number: int, operation: str, call: Callable[[Backend, str], T]) -> T:
+        """Run what sends part `number`; the upload is dead if that may still be going on."""
+        token = self._begun()
+
+        def send(backend: Backend) -> T:
+            try:
+                return call(backend, token)
+            finally:
+                if self._state == "aborted" and self._is_owner:
+                    # A storage may keep a part that arrives while its upload is being aborted.
+                    backend.abort_upload(self._path, token)
+
+        try:
+            return self._store.run(operation, self._path, send, repeat="unless-abandoned")
+        except CheckpointError as error:
+            if isinstance(error, AbandonedError):
+                self._given_up_part = number
+            raise
+        except BaseException:
+            self._given_up_part = number
+            raise
+
+    def _keep(self, part: Part) -> None:
+        with self._lock:
+            # Its receipts may have been handed over while it was being sent.
+            if self._has_ended_writing:
+                raise self._ended()
+            self._parts[part.number] = part
+
+    def _put(self, backend: Backend, data: bytes) -> None:
+        backend.put(
+            self._path, [memoryview(data)], write_id=self._write_id, if_absent=self._if_absent
+        )
+
+    def _join(self, backend: Backend, token: str, ordered: Sequence[Part]) -> None:
+        parts = list(ordered)
+        if self._held is not None:
+            part, data = self._held
+            at = parts.index(part)
+            parts[at] = _sent(backend, self._path, token, part, [memoryview(data)], last=True)
+        backend.complete_upload(
+            self._path, token, parts, write_id=self._write_id, if_absent=self._if_absent
+        )
+
+    def _finish(self, total_bytes: int, call: Callable[[Backend], None]) -> None:
+        """Make the object visible; settle by looking at it what became of a lost answer."""
+        self._may_be_visible = True
+        try:
+            self._store.run("completion", self._path, call, extra_s=total_bytes / SYNC_BYTES_PER_S)
+        except StorageError as error:
+            failure = error
+        else:
+            return
+        if failure.kind == "precondition" and self._if_absent:
+            failure.kind = "exists"
+        if failure.kind not in _REFUSALS:
+            found = self._found()
+            # Some storages keep no write id; there it is ours where nobody else writes the name.
+            is_ours = found is not None and (
+                found.write_id == self._write_id
+                or (found.write_id is None and failure.kind == "not-found" and not self._if_absent)
+            )
+            if found is not None and is_ours and found.size_bytes == total_bytes:
+                return
+            if failure.kind == "not-found":
+                raise self._gone(found if is_ours else None, total_bytes) from failure
+        raise failure
+
+    def _found(self) -> ObjectInfo | None:
+        """Return what bears the name; None where that cannot be told."""
+        try:
+            return self._store.run("stat", self._path, lambda backend: backend.stat(self._path))
+        except StorageError:
+            # The error of the completion is the one to raise.
+            return None
+
+    def _discard(self, backend: Backend) -> None:
+        # Waits for a thread that is just beginning the upload.
+        with self._begin_lock:
+            token = self._token
+        if token is not None and not self._is_owner:
+            backend.leave_upload(self._path, token)
+        elif token is not None:
+            backend.abort_upload(self._path, token)
+        if self._was_begun_unseen:
+            self._abort_unseen(backend)
+        if self._may_be_visible:
+            self._delete_ours(backend)
+
+    def _delete_ours(self, backend: Backend) -> None:
+        try:
+            found = backend.stat(self._path)
+        except Exception as error:
+            if self._kind_of(error) != "not-found":
+                raise
+            return
+        if found.write_id == self._write_id:
+            backend.delete_version(self._path, found.version)
+
+    def _kind_of(self, error: Exception) -> str:
+        return getattr(self._store.explain(error, "upload", self._path), "kind", "")
+
+    def _abort_unseen(self, backend: Backend) -> None:
+        """Abort uploads of this very path that were begun without our getting to know."""
+        if not self._capabilities.lists_uploads:
+            return
+        for found in backend.list_uploads(self._path):
+            if found.path == self._path and found.token != self._token:
+                backend.abort_upload(self._path, found.token)
+
+    def _check_open(self) -> None:
+        self._check_alive()
+        if self._state != "open" or self._has_ended_writing:
+            raise self._ended()
+
+    def _check_alive(self) -> None:
+        if self._given_up_part is not None:
+            raise StorageError(
+                f"The upload of {self._shown} cannot go on: part {self._given_up_part} did not "
+                "end in time and may still be changing.",
+                path=self._path,
+                next_step="Abort it and save again.",
+            )
+
+    def _ended(self) -> StorageError:
+        return StorageError(
+            f"The upload of {self._shown} was ended before.",
+            path=self._shown,
+            next_step="Start a new one.",
+        )
+
+    def _gone(self, found: ObjectInfo | None, total_bytes: int) -> StorageError:
+        what = "nothing" if found is None else f"{found.size_bytes} bytes"
+        return StorageError(
+            f"The upload of {self._shown} is gone, and {what} of ours lies under its name "
+            f"instead of {total_bytes} bytes.",
+            path=self._shown,
+            next_step="Save again; look for a lifecycle rule that aborts uploads early.",
+        )
+
+
+def _sent(
+    backend: Backend,
+    path: str,
+    token: str,
+    part: Part,
+    buffers: Sequence[memoryview],
+    *,
+    last: bool,
+) -> Part:
+    """Put a part and return it with its receipt."""
+    receipt = backend.put_part(path, token, part.number, part.offset, buffers, last=last)
+    return Part(number=part.number, offset=part.offset, size_bytes=part.size_bytes, receipt=receipt)
+
+
+def _joined(buffers: Sequence[memoryview]) -> bytes:
+    """Return the bytes of consecutive views in one object, without a copy of one that is."""
+    if len(buffers) == 1:
+        whole = buffers[0].obj
+        if isinstance(whole, bytes) and len(whole) == buffers[0].nbytes:
+            return whole
+    return b"".join(buffers)
+
+
+def _whole(parts: set[Part], total_bytes: int, *, shown: str) -> list[Part]:
+    """Return the parts in order if together they are the object of `total_bytes`.
+
+    Raises `StorageError` naming `shown` if they are not, and `InvalidInputError` if two members
+    used one number.
+    """
+    ordered = sorted(parts, key=lambda part: part.number)
+    end_bytes = 0
+    for before, part in zip([None, *ordered], ordered, strict=False):
+        if before is not None and before.number == part.number:
+            raise InvalidInputError(
+                f"Two members sent part {part.number} of {shown}.",
+                next_step="Give each member numbers of its own; this is a mistake in a program.",
+            )
+        if part.offset != end_bytes:
+            break
+        end_bytes += part.size_bytes
+    if end_bytes != total_bytes or sum(part.size_bytes for part in ordered) != total_bytes:
+        raise StorageError(
+            f"{shown} was sent without a gap up to byte {end_bytes} instead of {total_bytes}; "
+            "it was not made visible.",
+            path=shown,
+            next_step="Save again.",
+        )
+    return ordered
+
+
+def _decoded(ticket: str, kind: str, path: str) -> str:
+    """Return the token of a ticket; raises `InvalidInputError` if it is another upload's."""
+    try:
+        found = json.loads(ticket)
+    except ValueError:
+        found = None
+    if (
+        not isinstance(found, dict)
+        or found.keys() != {"kind", "path", "token"}
+        or (found["kind"], found["path"]) != (kind, path)
+        or not isinstance(found["token"], str)
+    ):
+        raise InvalidInputError(
+            f"The ticket is not one for an upload of {path} on this storage.",
+            path=path,
+            next_step="Pass on what `ticket()` of that very upload returned.",
+        )
+    return str(found["token"])
