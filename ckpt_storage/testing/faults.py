@@ -1,4 +1,6 @@
-"""A store that fails as it is told to, for testing what is built on stores.
+"""A backend that fails as it is told to, for testing what stands on storages.
+
+    store = Store(FaultBackend(MemoryBackend(), [Rule(action="lost_answer")]), url="memory://x")
 
 `posix_faults` plays the same script for system calls.
 
@@ -13,30 +15,16 @@ import errno
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Concatenate, Literal, NoReturn, ParamSpec, TypeVar
 
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
-from ckpt_storage.store.base import (
-    Arrived,
-    Capabilities,
-    CopySource,
-    Entry,
-    Existing,
-    PartReceipt,
-    PathFilter,
-    Reserving,
-    SharedUpload,
-    Stat,
-    Store,
-    Upload,
-    Version,
-)
-from ckpt_storage.store.retry import Refreshable
+from ckpt_storage.store.backend import Backend, Content, CopySource, ObjectInfo, OpenUpload
 
-__all__ = ["Action", "Call", "FaultStore", "Rule", "Script", "SimulatedCrash"]
+__all__ = ["Action", "Call", "FaultBackend", "Rule", "Script", "SimulatedCrash", "first_half"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 Action = Literal[
@@ -68,11 +56,11 @@ class Call:
 class Rule:
     """When to do what.
 
-    operation, path: regular expressions, the first for the whole method name, the second
-        searched for in the path; an empty one matches all.
+    operation, path: regular expressions, the first for the whole name of the operation, the
+        second searched for in the path; an empty one matches all.
     skip_count: matching calls that pass before the first is hit.
     hit_count: how many are hit; None: all that follow.
-    kind, retryable: of the `StorageError` a store raises.
+    kind, retryable: of the `StorageError` a backend raises.
     errno: of the `OSError` a system call raises.
     """
 
@@ -87,16 +75,33 @@ class Rule:
     delay_s: float = 0.0
 
 
+def storage_error(rule: Rule, path: str) -> StorageError:
+    """Return what a backend raises by a rule."""
+    message = f"A rule of the test says so ({rule.action} of {path})."
+    if rule.kind == "unsupported":
+        return UnsupportedByStoreError(message, kind=rule.kind)
+    return StorageError(message, kind=rule.kind, retryable=rule.retryable)
+
+
 class Script:
     """Rules being followed: counts the calls, picks the rule, plays its action; thread-safe.
 
     The first rule that hits is played. `calls` is the log, also of calls that no rule
     matched, so that a dry run without rules counts the places a fault can be put.
+    error: makes what is raised of a rule and a path. on_crash: called when the process dies.
     """
 
-    def __init__(self, rules: Sequence[Rule] = ()) -> None:
+    def __init__(
+        self,
+        rules: Sequence[Rule] = (),
+        *,
+        error: Callable[[Rule, str], Exception] = storage_error,
+        on_crash: Callable[[], None] = lambda: None,
+    ) -> None:
         self._rules = tuple(rules)
         self._seen_counts = [0] * len(self._rules)
+        self._error = error
+        self._on_crash = on_crash
         self._lock = threading.Lock()
         self._released = threading.Event()
         self._hung = threading.Semaphore(0)
@@ -112,14 +117,7 @@ class Script:
         return self._hung.acquire(timeout=timeout_s)
 
     def play(
-        self,
-        operation: str,
-        path: str,
-        call: Callable[[], T],
-        *,
-        error: Callable[[Rule], Exception],
-        half: Callable[[], T] | None = None,
-        on_crash: Callable[[], None] | None = None,
+        self, operation: str, path: str, call: Callable[[], T], half: Callable[[], T] | None = None
     ) -> T:
         """Do one operation as the rules will have it.
 
@@ -132,9 +130,9 @@ class Script:
         if rule.action in {"torn", "short"} and half is None:
             raise InvalidInputError(f"{operation} cannot be {rule.action}.")
         if rule.action == "error":
-            raise error(rule)
+            raise self._error(rule, path)
         if rule.action == "crash_before":
-            self._crash(on_crash)
+            self._crash()
         if rule.action == "delay":
             time.sleep(rule.delay_s)
         if rule.action == "hang":
@@ -142,15 +140,14 @@ class Script:
             self._released.wait()
         result = half() if half and rule.action in {"torn", "short"} else call()
         if rule.action in {"torn", "crash_after"}:
-            self._crash(on_crash)
+            self._crash()
         if rule.action == "lost_answer":
-            raise error(rule)
+            raise self._error(rule, path)
         return result
 
-    def _crash(self, on_crash: Callable[[], None] | None) -> NoReturn:
+    def _crash(self) -> NoReturn:
         self.crashed = True
-        if on_crash is not None:
-            on_crash()
+        self._on_crash()
         raise SimulatedCrash
 
     def _next(self, operation: str, path: str) -> Rule | None:
@@ -171,325 +168,128 @@ class Script:
             return chosen
 
 
-def _storage_error(rule: Rule) -> StorageError:
-    message = f"A rule of the test says so ({rule.action})."
-    if rule.kind == "unsupported":
-        return UnsupportedByStoreError(message, kind=rule.kind)
-    return StorageError(message, kind=rule.kind, retryable=rule.retryable)
+def first_half(buffers: Sequence[memoryview]) -> list[memoryview]:
+    """Return the views of the first half of the bytes; of a single byte, none."""
+    left = sum(view.nbytes for view in buffers) // 2
+    halves = []
+    for view in buffers:
+        halves.append(view[:left])
+        left -= min(left, view.nbytes)
+    return halves
 
 
-class FaultStore:
-    """A `Store` around another that plays a `Script`; without rules it only keeps a log.
+def _played(
+    method: Callable[Concatenate[Backend, P], T], half: Callable[..., T] | None = None
+) -> Callable[Concatenate[FaultBackend, P], T]:
+    """Return a method that plays the script; `half` does half of it with the inner backend."""
+    operation = method.__name__
 
-    Operations bear the names of the protocol's methods; those of uploads are `write_part`,
-    `copy_part`, `ticket`, `receipts`, `reserve`, `complete` and `abort` with the object's path.
-    It has `refresh`, and its uploads have `reserve`, where the inner ones do.
+    def play(self: FaultBackend, *args: P.args, **more: P.kwargs) -> T:
+        path = next(iter((*args, *more.values())), "")
+        return self.script.play(
+            operation + (_condition(**more) if operation == "put" else ""),
+            path if isinstance(path, str) else " ".join(path),  # type: ignore[call-overload]
+            lambda: getattr(self.inner, operation)(*args, **more),
+            half and (lambda: half(self.inner, *args, **more)),
+        )
+
+    return play
+
+
+def _condition(*, if_absent: object = False, if_match: object = None, **_: object) -> str:
+    return "_absent" if if_absent else "" if if_match is None else "_match"
+
+
+def _half(whole: Sequence[T]) -> Sequence[T]:
+    return whole[: len(whole) // 2]
+
+
+def _stat_half(inner: Backend, path: str) -> ObjectInfo:
+    found = inner.stat(path)
+    return replace(found, size_bytes=found.size_bytes // 2)
+
+
+def _get_half(inner: Backend, path: str, *, max_bytes: int | None) -> Content:
+    found = inner.get(path, max_bytes=max_bytes)
+    return replace(found, data=found.data[: len(found.data) // 2])
+
+
+def _delete_half(inner: Backend, path: str) -> bool:
+    inner.delete(_half([info.path for info in inner.list(path, recursive=True)]))
+    return True
+
+
+class FaultBackend(Backend):
+    """A `Backend` around another that plays a `Script`; without rules it only keeps a log.
+
+    Operations bear the names of the methods; `put` is "put_absent" or "put_match" where it has
+    a condition, and a listing is one operation. The path of `delete` and `make_folders` is all
+    of them, with spaces between. What asks nothing of a storage, and `close`, obey no rule.
     """
 
-    def __init__(self, inner: Store, rules: Sequence[Rule] = ()) -> None:
-        self._inner = inner
+    def __init__(self, inner: Backend, rules: Sequence[Rule] = ()) -> None:
+        self.inner = inner
+        self.capabilities = inner.capabilities
+        self.endpoint = inner.endpoint
         self.script = Script(rules)
-        if isinstance(inner, Refreshable):
-            # An attribute, not a method: only a store that offers it is asked.
-            self.refresh: Callable[[], None] = lambda: self._play("refresh", "", inner.refresh)
 
-    @property
-    def url(self) -> str:
-        """The inner store's root."""
-        return self._inner.url
+    stat = _played(Backend.stat, _stat_half)
+    get = _played(Backend.get, _get_half)
+    read = _played(
+        Backend.read,
+        lambda inner, path, ranges: inner.read(path, ((at, _half(view)) for at, view in ranges)),
+    )
+    put = _played(
+        Backend.put, lambda inner, path, data, **more: inner.put(path, first_half(data), **more)
+    )
+    delete = _played(Backend.delete, lambda inner, paths: inner.delete(_half(paths)))
+    begin_upload = _played(Backend.begin_upload)
+    put_part = _played(
+        Backend.put_part,
+        lambda inner, path, token, number, offset, data, last: inner.put_part(
+            path, token, number, offset, first_half(data), last=last
+        ),
+    )
+    complete_upload = _played(Backend.complete_upload)
+    abort_upload = _played(Backend.abort_upload)
+    refresh = _played(Backend.refresh)
+    make_folders = _played(
+        Backend.make_folders, lambda inner, all_: inner.make_folders(_half(all_))
+    )
+    delete_folder = _played(Backend.delete_folder, _delete_half)
+    delete_version = _played(Backend.delete_version)
+    flush_parts = _played(Backend.flush_parts)
+    leave_upload = _played(Backend.leave_upload)
+    copy_part = _played(
+        Backend.copy_part,
+        lambda inner, path, token, copy: inner.copy_part(
+            path, token, replace(copy, length=copy.length // 2)
+        ),
+    )
+    server_time = _played(Backend.server_time)
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the inner store can do."""
-        return self._inner.capabilities
+    def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
+        """Yield a listing."""
+        return self._told("list", prefix, lambda: self.inner.list(prefix, recursive=recursive))
 
-    def prepare(self, folders: Sequence[str]) -> None:
-        """Make folders; torn or short: the first half of them."""
-        self._play(
-            "prepare",
-            "",
-            lambda: self._inner.prepare(folders),
-            lambda: self._inner.prepare(folders[: len(folders) // 2]),
-        )
-
-    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
-        """Return an object; short: its first half."""
-
-        def whole() -> bytes:
-            return self._inner.read(path, most_bytes=most_bytes)
-
-        def half() -> bytes:
-            data = whole()
-            return data[: len(data) // 2]
-
-        return self._play("read", path, whole, half)
-
-    def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
-        """Return an object with its token; short: its first half."""
-
-        def whole() -> Version:
-            return self._inner.read_version(path, most_bytes=most_bytes)
-
-        def half() -> Version:
-            found = whole()
-            return Version(data=found.data[: len(found.data) // 2], token=found.token)
-
-        return self._play("read_version", path, whole, half)
-
-    def read_into(
-        self,
-        path: str,
-        start: int,
-        target: memoryview,
-        *,
-        size_bytes: int | None = None,
-        arrived: Arrived | None = None,
-    ) -> None:
-        """Fill `target`; short: its first half."""
-        self._play(
-            "read_into",
-            path,
-            lambda: self._inner.read_into(
-                path, start, target, size_bytes=size_bytes, arrived=arrived
-            ),
-            lambda: self._inner.read_into(
-                path, start, target[: len(target) // 2], size_bytes=size_bytes
-            ),
-        )
-
-    def stat(self, path: str) -> Stat:
-        """Return size and time; short: half the size."""
-
-        def half() -> Stat:
-            found = self._inner.stat(path)
-            return Stat(size_bytes=found.size_bytes // 2, modified_s=found.modified_s)
-
-        return self._play("stat", path, lambda: self._inner.stat(path), half)
-
-    def write(self, path: str, data: bytes) -> None:
-        """Put an object; short: its first half."""
-        self._play(
-            "write",
-            path,
-            lambda: self._inner.write(path, data),
-            lambda: self._inner.write(path, data[: len(data) // 2]),
-        )
-
-    def create(self, path: str, data: bytes) -> None:
-        """Create an object; short: its first half."""
-        self._play(
-            "create",
-            path,
-            lambda: self._inner.create(path, data),
-            lambda: self._inner.create(path, data[: len(data) // 2]),
-        )
-
-    def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
-        """Replace an object; short: by its first half."""
-        self._play(
-            "replace",
-            path,
-            lambda: self._inner.replace(path, data, if_match=if_match),
-            lambda: self._inner.replace(path, data[: len(data) // 2], if_match=if_match),
-        )
-
-    def start_upload(self, path: str, *, part_bytes: int) -> FaultUpload:
-        """Begin an upload whose operations play the same script."""
-        upload = self._play(
-            "start_upload", path, lambda: self._inner.start_upload(path, part_bytes=part_bytes)
-        )
-        return FaultUpload(upload, self.script, path)
-
-    def start_shared_upload(self, path: str, *, part_bytes: int) -> FaultSharedUpload:
-        """Begin a shared upload whose operations play the same script."""
-        upload = self._play(
-            "start_shared_upload",
-            path,
-            lambda: self._inner.start_shared_upload(path, part_bytes=part_bytes),
-        )
-        return FaultSharedUpload(upload, self.script, path)
-
-    def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> FaultSharedUpload:
-        """Join an upload; this member's operations play the same script."""
-        upload = self._play(
-            "join_upload",
-            path,
-            lambda: self._inner.join_upload(path, ticket, part_bytes=part_bytes),
-        )
-        return FaultSharedUpload(upload, self.script, path)
-
-    def copy_source(self, path: str) -> CopySource | None:
-        """Return the inner store's; nothing is asked of a storage."""
-        return self._inner.copy_source(path)
-
-    def can_copy_from(self, other: Store) -> bool:
-        """Return what the inner store says."""
-        return self._inner.can_copy_from(other)
-
-    def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
-        """Return a listing; short: its first half."""
-
-        def half() -> list[Entry]:
-            found = self._inner.list(prefix, recursive=recursive)
-            return found[: len(found) // 2]
-
-        return self._play(
-            "list", prefix, lambda: self._inner.list(prefix, recursive=recursive), half
-        )
-
-    def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects; torn or short: the first half of them."""
-        self._play(
-            "delete",
-            " ".join(paths),
-            lambda: self._inner.delete(paths),
-            lambda: self._inner.delete(paths[: len(paths) // 2]),
-        )
-
-    def delete_folder(self, path: str) -> None:
-        """Delete a folder; torn or short: the first half of its objects."""
-
-        def half() -> None:
-            found = self._inner.list(path)
-            self._inner.delete([entry.path for entry in found[: len(found) // 2]])
-
-        self._play("delete_folder", path, lambda: self._inner.delete_folder(path), half)
-
-    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
-        """Abort what is open below a folder."""
-        return self._play(
-            "abort_uploads", prefix, lambda: self._inner.abort_uploads(prefix, only=only)
-        )
-
-    def now_s(self, probe_path: str) -> float:
-        """Return the storage's clock."""
-        return self._play("now_s", probe_path, lambda: self._inner.now_s(probe_path))
+    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Yield the open uploads."""
+        return self._told("list_uploads", prefix, lambda: self.inner.list_uploads(prefix))
 
     def close(self) -> None:
-        """Close the inner store; no rule applies, since a dead process closes all too."""
-        self._inner.close()
+        """Close the inner backend: a dead process closes all, too."""
+        self.inner.close()
 
-    def _play(
-        self,
-        operation: str,
-        path: str,
-        call: Callable[[], T],
-        half: Callable[[], T] | None = None,
-    ) -> T:
-        return self.script.play(operation, path, call, error=_storage_error, half=half)
+    def copy_source(self, path: str) -> CopySource | None:
+        """Return what the inner backend says."""
+        return self.inner.copy_source(path)
 
+    def explain(self, error: BaseException) -> StorageError | None:
+        """Return what the inner backend says."""
+        return self.inner.explain(error)
 
-class FaultUpload:
-    """An `Upload` around another that plays its store's script."""
+    def _told(self, name: str, path: str, found: Callable[[], Iterator[T]]) -> Iterator[T]:
+        def whole() -> Sequence[T]:
+            return tuple(found())
 
-    def __init__(self, inner: Upload, script: Script, path: str) -> None:
-        self._inner = inner
-        self._script = script
-        self._path = path
-        self.repeatable = bool(getattr(inner, "repeatable", True))
-        if isinstance(inner, Reserving):
-            self.reserve: Callable[[int], None] = lambda total_bytes: self._play(
-                "reserve", lambda: inner.reserve(total_bytes)
-            )
-
-    def write_part(
-        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
-    ) -> None:
-        """Write a part; torn or short: its first half."""
-
-        def half() -> None:
-            joined = memoryview(b"".join(buffers))
-            self._inner.write_part(number, offset, [joined[: len(joined) // 2]], last=last)
-
-        self._play(
-            "write_part",
-            lambda: self._inner.write_part(number, offset, buffers, last=last),
-            half,
-        )
-
-    def complete(self, total_bytes: int) -> None:
-        """Complete the upload."""
-        self._play("complete", lambda: self._inner.complete(total_bytes))
-
-    def abort(self) -> None:
-        """Abort the upload."""
-        self._play("abort", self._inner.abort)
-
-    def _play(
-        self, operation: str, call: Callable[[], None], half: Callable[[], None] | None = None
-    ) -> None:
-        self._script.play(operation, self._path, call, error=_storage_error, half=half)
-
-
-class FaultSharedUpload:
-    """A `SharedUpload` around another that plays its store's script."""
-
-    def __init__(self, inner: SharedUpload, script: Script, path: str) -> None:
-        self._inner = inner
-        self._script = script
-        self._path = path
-        self._plain = FaultUpload(inner, script, path)
-        self.repeatable = self._plain.repeatable
-        if isinstance(inner, Reserving):
-            self.reserve = self._plain.reserve
-
-    def ticket(self) -> str:
-        """Return the ticket."""
-        return self._play("ticket", self._inner.ticket)
-
-    def write_part(
-        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
-    ) -> None:
-        """Write a part; torn or short: its first half."""
-        self._plain.write_part(number, offset, buffers, last=last)
-
-    def copy_part(
-        self,
-        number: int,
-        offset: int,
-        source: CopySource,
-        source_start: int,
-        length: int,
-        *,
-        source_bytes: int | None = None,
-        last: bool,
-    ) -> int | None:
-        """Copy a part; torn or short: its first half."""
-
-        def copied(bytes_: int) -> int | None:
-            return self._inner.copy_part(
-                number, offset, source, source_start, bytes_, source_bytes=source_bytes, last=last
-            )
-
-        return self._play("copy_part", lambda: copied(length), lambda: copied(length // 2))
-
-    def receipts(self) -> list[PartReceipt]:
-        """Return the receipts; short: the first half of them."""
-
-        def half() -> list[PartReceipt]:
-            found = self._inner.receipts()
-            return found[: len(found) // 2]
-
-        return self._play("receipts", self._inner.receipts, half)
-
-    def complete(
-        self,
-        total_bytes: int,
-        *,
-        receipts: Sequence[PartReceipt] = (),
-        existing: Existing = "refuse",
-    ) -> None:
-        """Complete the upload."""
-        self._play(
-            "complete",
-            lambda: self._inner.complete(total_bytes, receipts=receipts, existing=existing),
-        )
-
-    def abort(self) -> None:
-        """Abort the upload, or leave it."""
-        self._plain.abort()
-
-    def _play(
-        self, operation: str, call: Callable[[], T], half: Callable[[], T] | None = None
-    ) -> T:
-        return self._script.play(operation, self._path, call, error=_storage_error, half=half)
+        yield from self.script.play(name, path, whole, lambda: _half(whole()))

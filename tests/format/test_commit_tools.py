@@ -8,7 +8,7 @@ import pytest
 from commit_tools import BLIND, CAS, DictStore, Disk
 
 from ckpt_storage.store.base import Store
-from ckpt_storage.testing.store_suite import StoreSuite
+from ckpt_storage.testing._old_suite import StoreSuite
 
 
 class TestDictStore(StoreSuite):

@@ -16,7 +16,8 @@ from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidation import run as run_module
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store
-from ckpt_storage.testing.faults import FaultStore, Rule, SimulatedCrash
+from ckpt_storage.testing.fault_store import FaultStore
+from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 need("transformers")
 

@@ -47,7 +47,8 @@ from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import open_store
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.local import LocalStore
-from ckpt_storage.testing.faults import FaultStore, Rule
+from ckpt_storage.testing.fault_store import FaultStore
+from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.s3server import S3Server
 

@@ -33,7 +33,8 @@ from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.store import open_store
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.store.local import LocalStore
-from ckpt_storage.testing.faults import FaultStore, Rule, SimulatedCrash
+from ckpt_storage.testing.fault_store import FaultStore
+from ckpt_storage.testing.faults import Rule, SimulatedCrash
 from ckpt_storage.testing.s3server import S3Server
 
 

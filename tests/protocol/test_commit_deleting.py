@@ -27,7 +27,8 @@ from commit_tools import (
 
 from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.store.base import Capabilities
-from ckpt_storage.testing.faults import FaultStore, Rule, SimulatedCrash
+from ckpt_storage.testing.fault_store import FaultStore
+from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 
 @BOTH

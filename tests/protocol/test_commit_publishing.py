@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from ckpt_storage.commit import publishing, stockfooter
 from ckpt_storage.errors import IntegrityError, StorageError
-from ckpt_storage.testing.faults import FaultStore, Rule
+from ckpt_storage.testing.fault_store import FaultStore
+from ckpt_storage.testing.faults import Rule
 
 
 @BOTH

@@ -39,7 +39,8 @@ from ckpt_storage.export.consolidation.run import run_consolidate
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store
-from ckpt_storage.testing.faults import Action, Call, FaultStore, Rule, SimulatedCrash
+from ckpt_storage.testing.fault_store import FaultStore
+from ckpt_storage.testing.faults import Action, Call, Rule, SimulatedCrash
 
 END_S = 60.0
 KINDS = ["first", "replace"]

@@ -20,7 +20,8 @@ from ckpt_storage.store import Location
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.retry import RetryStore
-from ckpt_storage.testing.faults import FaultStore, Rule, SimulatedCrash
+from ckpt_storage.testing.fault_store import FaultStore
+from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 FORMATS: tuple[TargetFormat, ...] = ("dcp", "safetensors", "dcp_safetensors")
 FILE_COUNT = 4

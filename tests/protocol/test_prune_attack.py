@@ -21,7 +21,8 @@ from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, Keep
 from ckpt_storage.store import probe
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.testing.faults import Action, FaultStore, Rule, SimulatedCrash
+from ckpt_storage.testing.fault_store import FaultStore
+from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 
 KEEP = KeepLatest(2) | KeepBest("loss", "min")
 KEPT = {4, 5, 6}

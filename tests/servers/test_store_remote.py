@@ -12,8 +12,8 @@ from ckpt_storage.errors import CheckpointError
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.testing._old_suite import StoreSuite
 from ckpt_storage.testing.s3server import S3Server
-from ckpt_storage.testing.store_suite import StoreSuite
 
 REQUEST_TIMEOUT_S = 30.0
 

@@ -16,7 +16,8 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.retry import RetryStore
 from ckpt_storage.store.timed import AbandonedError
-from ckpt_storage.testing.faults import FaultStore, Rule
+from ckpt_storage.testing.fault_store import FaultStore
+from ckpt_storage.testing.faults import Rule
 from ckpt_storage.transfer.fetching import Fetch, run_fetches
 from ckpt_storage.transfer.pacing import Pacer
 

@@ -20,7 +20,8 @@ from ckpt_storage.store.location import Location
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.store.retry import RetryStore, abandoned_thread_count
 from ckpt_storage.store.retry_upload import RetryUpload
-from ckpt_storage.testing.faults import FaultStore, Rule
+from ckpt_storage.testing.fault_store import FaultStore
+from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 
 MIB = 1 << 20

@@ -18,10 +18,10 @@ from ckpt_storage.store.base import Store
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.problems import Call, explain
 from ckpt_storage.store.retry import RetryStore
+from ckpt_storage.testing._old_suite import StoreSuite
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.store_machine import StoreMachine
-from ckpt_storage.testing.store_suite import StoreSuite
 
 ODD_ROOT = "röot 100%25 +#[x]*{y}?~'\""
 

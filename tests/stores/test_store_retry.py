@@ -19,7 +19,8 @@ from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.retry import RetryStore, abandoned_thread_count
 from ckpt_storage.store.timed import AbandonedError, moved
-from ckpt_storage.testing.faults import Action, FaultStore, Rule
+from ckpt_storage.testing.fault_store import FaultStore
+from ckpt_storage.testing.faults import Action, Rule
 
 SHORT_S = 0.2
 AMPLE_S = 1.0

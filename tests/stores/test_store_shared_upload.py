@@ -24,7 +24,8 @@ from ckpt_storage.store.dialect_s3_requests import S3Requests
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.store.retry import RetryStore
-from ckpt_storage.testing.faults import FaultStore, Rule
+from ckpt_storage.testing.fault_store import FaultStore
+from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.power import PowerCutPosix
 from ckpt_storage.testing.s3server import FaultRule, S3Server

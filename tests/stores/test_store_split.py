@@ -19,7 +19,7 @@ from ckpt_storage import (
 )
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.split import SplitStore
-from ckpt_storage.testing.store_suite import StoreSuite
+from ckpt_storage.testing._old_suite import StoreSuite
 
 
 class TestSplitStore(StoreSuite):

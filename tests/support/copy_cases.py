@@ -23,7 +23,8 @@ from ckpt_storage.store.base import Store
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.store.retry import RetryStore
-from ckpt_storage.testing.faults import Action, Call, FaultStore, Rule, SimulatedCrash
+from ckpt_storage.testing.fault_store import FaultStore
+from ckpt_storage.testing.faults import Action, Call, Rule, SimulatedCrash
 
 QUICK = RetryPolicy(attempt_count=2, first_delay_s=0.0, max_delay_s=0.0)
 

@@ -1,0 +1,380 @@
+"""The facts of the store suite about uploads, alone and joined, and what they are checked with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import pytest
+from crc32c import crc32c
+
+from ckpt_storage.errors import (
+    CheckpointError,
+    IntegrityError,
+    InvalidInputError,
+    StorageError,
+    UnsupportedByStoreError,
+)
+from ckpt_storage.store.backend import Backend, Capabilities, CopySource, Part
+from ckpt_storage.store.store import Store
+from ckpt_storage.store.upload import Upload
+
+__all__ = ["UploadFacts", "fill", "kind_of", "paths_of", "pattern", "send", "together"]
+
+T = TypeVar("T")
+
+WAIT_S = 60.0
+"""Longest wait for another thread, in seconds; reached only when something hangs."""
+
+_PATH = "saves/a/x"
+_SOURCE = "saves/ab/source"
+
+
+def pattern(size_bytes: int, seed: int = 0) -> bytes:
+    """Return bytes that repeat nowhere, so that a shifted or swapped part is seen."""
+    return random.Random(seed).randbytes(size_bytes)  # noqa: S311  # test data
+
+
+def fill(known: Capabilities) -> int:
+    """Return the smallest legal size (bytes) of a part, but 64 KiB where any is legal."""
+    step = max(known.part_multiple_bytes, known.part_alignment_bytes)
+    return -(-max(known.min_part_bytes, 64 * 1024) // step) * step
+
+
+def send(upload: Upload, parts: Sequence[bytes], order: Iterable[int] | None = None) -> None:
+    """Write parts to an upload, in `order` if given, each as two buffers."""
+    starts = [sum(map(len, parts[:i])) for i in range(len(parts))]
+    for i in range(len(parts)) if order is None else order:
+        view = memoryview(parts[i])
+        middle = len(view) // 3
+        upload.write_part(i, starts[i], [view[:middle], view[middle:]], last=i == len(parts) - 1)
+
+
+def kind_of(call: Callable[..., object], *args: object, **more: object) -> str:
+    """Return the kind of the `StorageError` that a call raises."""
+    with pytest.raises(StorageError) as caught:
+        call(*args, **more)
+    return caught.value.kind
+
+
+def paths_of(store: Store, folder: str = "") -> list[str]:
+    """Return the sorted paths of all objects below a folder."""
+    return sorted(entry.path for entry in store.list(folder))
+
+
+def together(jobs: Sequence[Callable[[], T]]) -> list[T | CheckpointError]:
+    """Run jobs in threads that start at one moment; return what each returned or raised."""
+    barrier = threading.Barrier(len(jobs))
+
+    def run(job: Callable[[], T]) -> T | CheckpointError:
+        barrier.wait(WAIT_S)
+        try:
+            return job()
+        except CheckpointError as error:
+            return error
+
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        return list(threads.map(run, jobs))
+
+
+def _travelled(parts: Sequence[Part]) -> list[Part]:
+    """Return receipts as they arrive in another process, by way of JSON."""
+    return [Part.from_json(one) for one in json.loads(json.dumps([p.to_json() for p in parts]))]
+
+
+class UploadFacts:
+    """Facts about `begin_upload` and what follows; the fixtures are `StoreSuite`'s."""
+
+    @pytest.fixture
+    def size(self, backend: Backend) -> int:
+        """The size in bytes of a part of these facts."""
+        return fill(backend.capabilities)
+
+    @pytest.fixture
+    def shared_size(self, backend: Backend, size: int) -> int:
+        """The same, where uploads can be joined."""
+        if not backend.capabilities.tokens_travel:
+            pytest.skip("the backend declares no tokens that travel")
+        return size
+
+    @pytest.fixture
+    def copied_size(self, backend: Backend, size: int) -> int:
+        """The size in bytes of a part that the storage can copy."""
+        if backend.capabilities.copy_min_bytes is None:
+            pytest.skip("the backend declares no copies")
+        return max(backend.capabilities.copy_min_bytes, size)
+
+    @pytest.mark.parametrize("tail_bytes", [0, 1, 1000])
+    def test_an_upload_of_several_parts_arrives_whole(
+        self, store: Store, second: Store, size: int, tail_bytes: int
+    ) -> None:
+        """Parts are put together by their place, whatever the order; before, nobody sees any."""
+        parts = [pattern(size, 1), pattern(size, 2)]
+        parts += [pattern(tail_bytes, 3)] if tail_bytes else []
+        upload = store.start_upload(_PATH, part_bytes=size)
+        order = range(len(parts))
+        send(upload, parts, reversed(order) if store.capabilities.parallel_parts else order)
+        assert kind_of(second.stat, _PATH) == "not-found"
+        assert paths_of(second) == []
+        for _ in range(2):
+            upload.complete(2 * size + tail_bytes)
+        assert second.read(_PATH) == b"".join(parts)
+        assert paths_of(second) == [_PATH]
+        assert second.abort_uploads("") == 0
+
+    @pytest.mark.parametrize("size_bytes", [0, 1, 1000])
+    def test_an_upload_of_one_part_arrives_whole(
+        self, store: Store, second: Store, size: int, size_bytes: int
+    ) -> None:
+        """A single part may be smaller than any minimum, and even empty."""
+        upload = store.start_upload(_PATH, part_bytes=size)
+        send(upload, [pattern(size_bytes)])
+        upload.complete(size_bytes)
+        assert second.read(_PATH) == pattern(size_bytes)
+
+    def test_a_part_may_be_sent_again(self, store: Store, second: Store, size: int) -> None:
+        """The same part sent twice counts once, or is refused for good."""
+        parts = [pattern(size, 1), pattern(10, 2)]
+        upload = store.start_upload(_PATH, part_bytes=size)
+        send(upload, parts, [0])
+        refusals = []
+        try:
+            send(upload, parts, [0])
+        except StorageError as error:
+            refusals.append(error.retryable)
+        if refusals:
+            upload.abort()
+            assert (refusals, paths_of(second)) == ([False], [])
+            return
+        send(upload, parts, [1])
+        upload.complete(size + 10)
+        assert second.read(_PATH) == b"".join(parts)
+
+    def test_buffers_may_be_used_again(self, store: Store, second: Store, size: int) -> None:
+        """What is written into a buffer after its part was sent does not reach the object."""
+        buffer = bytearray(size)
+        upload = store.start_upload(_PATH, part_bytes=size)
+        for number in range(2):
+            buffer[:] = pattern(size, number)
+            upload.write_part(number, number * size, [memoryview(buffer)], last=number == 1)
+        buffer[:] = bytes(size)
+        upload.complete(2 * size)
+        assert second.read(_PATH) == pattern(size, 0) + pattern(size, 1)
+
+    @pytest.mark.parametrize("wrong_by", [-1, 1])
+    def test_an_upload_of_another_length_is_not_seen(
+        self, store: Store, second: Store, size: int, wrong_by: int
+    ) -> None:
+        """`complete` with a total that was not sent fails, and nothing bears the name."""
+        upload = store.start_upload(_PATH, part_bytes=size)
+        send(upload, [pattern(size, 1), pattern(10, 2)])
+        with pytest.raises(StorageError):
+            upload.complete(size + 10 + wrong_by)
+        upload.abort()
+        assert (paths_of(second), second.abort_uploads("")) == ([], 0)
+
+    def test_abort_leaves_nothing(self, store: Store, second: Store, size: int) -> None:
+        """After `abort`, any number of times, there is no object and no open upload."""
+        for parts in ([], [pattern(size)], [pattern(size), pattern(10)]):
+            upload = store.start_upload(_PATH, part_bytes=size)
+            send(upload, parts)
+            upload.abort()
+            upload.abort()
+            assert (paths_of(second), second.abort_uploads("")) == ([], 0)
+
+    def test_only_the_uploads_that_are_meant_are_aborted(
+        self, store: Store, second: Store, size: int
+    ) -> None:
+        """A second client finds what is open below a folder; a filter gets each whole path."""
+        names = ["saves/a/mine", "saves/a/theirs", "saves/a/b/mine", "saves/ab/mine"]
+        uploads = {name: store.start_upload(name, part_bytes=size) for name in names}
+        for upload in uploads.values():
+            send(upload, [pattern(size, 1), pattern(10, 2)])
+        asked: set[str] = set()
+
+        def is_meant(path: str) -> bool:
+            asked.add(path)
+            return path == names[0]
+
+        # Some storages show temporary files without promising that they show all.
+        assert second.abort_uploads("saves/a", only=is_meant) == bool(asked)
+        assert asked or not store.capabilities.lists_uploads
+        if asked:
+            assert asked == set(names[:3])
+            with pytest.raises(CheckpointError):
+                uploads[names[0]].complete(size + 10)
+        uploads[names[3]].complete(size + 10)
+        for upload in uploads.values():
+            upload.abort()
+        assert second.abort_uploads("") == 0
+        assert paths_of(second) == [names[3]]
+
+    def test_uploads_and_their_parts_run_in_parallel(
+        self, store: Store, second: Store, size: int
+    ) -> None:
+        """Uploads of four threads do not disturb each other, nor do parts where they may."""
+
+        def upload_one(i: int) -> bytes:
+            parts = [pattern(size, 3 * i), pattern(size, 3 * i + 1), pattern(9 + i)]
+            upload = (store, second)[i % 2].start_upload(f"saves/a/{i}", part_bytes=size)
+            jobs = [partial(send, upload, parts, [number]) for number in range(3)]
+            is_parallel = store.capabilities.parallel_parts
+            assert (together(jobs) if is_parallel else [job() for job in jobs]) == [None] * 3
+            upload.complete(2 * size + 9 + i)
+            return b"".join(parts)
+
+        for i, whole in enumerate(together([partial(upload_one, i) for i in range(4)])):
+            assert store.read(f"saves/a/{i}") == whole
+
+    @pytest.mark.parametrize("is_one_part", [False, True])
+    def test_what_exists_is_refused_or_replaced_as_asked(
+        self, store: Store, second: Store, size: int, *, is_one_part: bool
+    ) -> None:
+        """Completing keeps what has the name and says "exists", or replaces it if told to."""
+        parts = [b"end"] if is_one_part else [pattern(size), b"end"]
+        whole = b"".join(parts)
+        second.write(_PATH, b"old")
+        if store.capabilities.exclusive_create:
+            refused = store.start_upload(_PATH, part_bytes=size)
+            send(refused, parts)
+            assert kind_of(refused.complete, len(whole), existing="refuse") == "exists"
+            refused.abort()
+            assert (second.read(_PATH), second.abort_uploads("")) == (b"old", 0)
+        replacing = store.start_upload(_PATH, part_bytes=size)
+        send(replacing, parts)
+        replacing.complete(len(whole), existing="replace")
+        replacing.abort()
+        assert second.read(_PATH) == whole
+
+    def test_what_is_not_declared_is_refused(self, store: Store, second: Store, size: int) -> None:
+        """Joining where tokens do not travel, and copies where there are none."""
+        if not store.capabilities.tokens_travel:
+            for call in (store.start_shared_upload, partial(store.join_upload, ticket="{}")):
+                with pytest.raises(UnsupportedByStoreError):
+                    call(_PATH, part_bytes=size)
+        if store.capabilities.copy_min_bytes is None:
+            assert not store.can_copy_from(second)
+            upload = store.start_upload(_PATH, part_bytes=size)
+            source = CopySource(scope="", address=_SOURCE, path=_SOURCE)
+            with pytest.raises(UnsupportedByStoreError):
+                upload.copy_part(0, 0, source, 0, size, last=True)
+            upload.abort()
+        assert paths_of(store) == []
+
+    def test_members_write_one_object_in_parallel(
+        self, store: Store, second: Store, shared_size: int
+    ) -> None:
+        """The object holds what owner and members wrote; numbers may be left out."""
+        size, ends = shared_size, [pattern(shared_size, i) for i in range(4)] + [pattern(17, 4)]
+        owner = store.start_shared_upload(_PATH, part_bytes=size)
+        ticket = owner.ticket()
+
+        def write(i: int) -> list[Part]:
+            member = (store, second)[i % 2].join_upload(_PATH, ticket, part_bytes=size)
+            part = partial(member.write_part, 3 * i, i * size, [memoryview(ends[i])], last=i == 4)
+            part()
+            receipts = member.receipts()
+            assert _travelled(receipts) == member.receipts()
+            with pytest.raises(StorageError):
+                part()
+            return receipts
+
+        outcomes = together([partial(write, i) for i in range(1, 5)])
+        owner.write_part(0, 0, [memoryview(ends[0])], last=False)
+        assert paths_of(second) == []
+        receipts = [one for found in outcomes if isinstance(found, list) for one in found]
+        owner.complete(4 * size + 17, receipts=_travelled([*receipts, *owner.receipts()]))
+        assert second.read(_PATH) == b"".join(ends)
+        assert second.abort_uploads("") == 0
+
+    def test_nothing_is_completed_without_a_members_receipts(
+        self, store: Store, second: Store, shared_size: int
+    ) -> None:
+        """A part whose receipt did not come is a gap; a member completes and aborts nothing."""
+        size, parts = shared_size, [pattern(shared_size, 1), pattern(shared_size, 2), b"end"]
+        owner = store.start_shared_upload(_PATH, part_bytes=size)
+        member = second.join_upload(_PATH, owner.ticket(), part_bytes=size)
+        send(owner, parts, [0, 2])
+        send(member, parts, [1])
+        receipts = member.receipts()
+        with pytest.raises(InvalidInputError):
+            member.complete(2 * size + 3)
+        member.abort()
+        with pytest.raises(StorageError):
+            owner.complete(2 * size + 3)
+        owner.abort()
+        assert (paths_of(second), second.abort_uploads(""), len(receipts)) == ([], 0, 1)
+
+    @pytest.mark.parametrize("is_complete", [True, False])
+    def test_who_joins_late_changes_nothing(
+        self, store: Store, second: Store, shared_size: int, *, is_complete: bool
+    ) -> None:
+        """No object is changed or made by the ticket of an upload that ended, or of another."""
+        parts = [pattern(shared_size), b"end"]
+        owner = store.start_shared_upload(_PATH, part_bytes=shared_size)
+        ticket = owner.ticket()
+        for path, wrong in [(_SOURCE, ticket), (_PATH, "{}"), (_PATH, "no ticket")]:
+            with pytest.raises(InvalidInputError):
+                store.join_upload(path, wrong, part_bytes=shared_size)
+        send(owner, parts)
+        if is_complete:
+            owner.complete(shared_size + 3)
+        else:
+            owner.abort()
+        with contextlib.suppress(CheckpointError):
+            late = second.join_upload(_PATH, ticket, part_bytes=shared_size)
+            send(late, [pattern(shared_size, 9)])
+            late.receipts()
+        assert paths_of(store) == ([_PATH] if is_complete else [])
+        assert not is_complete or store.read(_PATH) == b"".join(parts)
+
+    @pytest.mark.parametrize(("start", "cut"), [(0, 0), (7, 5), (4096, 4096)])
+    def test_a_copied_part_holds_the_range(
+        self, store: Store, second: Store, copied_size: int, start: int, cut: int
+    ) -> None:
+        """The storage copies exactly the range, and a checksum that it tells is right."""
+        size, data = copied_size, pattern(start + copied_size + cut, 1)
+        second.write(_SOURCE, data)
+        assert store.can_copy_from(second)
+        upload = store.start_upload(_PATH, part_bytes=size)
+        told = _copy(upload, second, start, size, source_bytes=len(data), last=False)
+        assert told in {None, crc32c(data[start : start + size])}
+        upload.write_part(1, size, [memoryview(b"end")], last=True)
+        upload.complete(size + 3)
+        assert second.read(_PATH) == data[start : start + size] + b"end"
+        assert second.read(_SOURCE) == data
+
+    def test_a_copy_of_what_is_not_there_fails(
+        self, store: Store, second: Store, copied_size: int
+    ) -> None:
+        """A missing source is "not-found"; one of another length or too short is damage."""
+        size = copied_size
+        upload = store.start_upload(_PATH, part_bytes=size)
+        assert kind_of(_copy, upload, second, 0, size) == "not-found"
+        second.write(_SOURCE, pattern(size))
+        for start, source_bytes in [(0, size + 1), (1, size), (1, None), (size, None)]:
+            with pytest.raises(IntegrityError):
+                _copy(upload, second, start, size, source_bytes=source_bytes)
+        upload.abort()
+        assert (paths_of(second), second.abort_uploads("")) == ([_SOURCE], 0)
+
+
+def _copy(
+    upload: Upload,
+    store: Store,
+    start: int,
+    length: int,
+    *,
+    source_bytes: int | None = None,
+    last: bool = True,
+) -> int | None:
+    """Copy from the object that these facts copy."""
+    source = store.copy_source(_SOURCE)
+    assert source is not None
+    return upload.copy_part(0, 0, source, start, length, source_bytes=source_bytes, last=last)
