@@ -16,23 +16,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.format import layout
-from ckpt_storage.options import MIB, REMOTE_THREADS, RetryPolicy, Timeouts
+from ckpt_storage.options import DEFAULT_PART_BYTES, MIB, REMOTE_THREADS, RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Capabilities, Store
+from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.workers import Workers, bounded
 
-from .advice import Advice, advise
-
-Outcome = Literal["yes", "no", "skipped"]
-
-_SMALL_BYTES = 4096
-_SMALL_ROUNDS = 9
-_LARGE_ROUNDS = 3
-_LARGE_BYTES = 16 * MIB
 DEFAULT_TIMEOUT_S = 120.0
+
+_RIGHTS = {
+    "list": "list_checkpoints, retention and the cleaning up of dead saves need to list",
+    "delete": "superseded and dead saves stay, and the storage fills, without the right to delete",
+    "list uploads": "parts of uploads that died stay and are paid for; have a lifecycle rule "
+    "abort them",
+}
+_SMALL = os.urandom(4096)
+_CLOCK_S = 5 * 60.0
+_FAR_S = 0.05
+_SLOW_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,7 @@ class Probe:
     """One thing that was tried: whether it works, and what the storage said if it does not."""
 
     name: str
-    outcome: Outcome
+    outcome: Literal["yes", "no", "skipped"]
     detail: str = ""
 
 
@@ -62,6 +65,15 @@ class Measure:
     def bytes_per_s(self) -> float | None:
         """Throughput, None where nothing to speak of was moved."""
         return self.size_bytes / self.median_s if self.size_bytes and self.median_s else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One thing to set, or to see to where `option` is empty."""
+
+    option: str
+    value: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +107,7 @@ def diagnose(
     url: str | os.PathLike[str],
     *,
     storage_options: Mapping[str, Any] | None = None,
-    large_bytes: int = _LARGE_BYTES,
+    large_bytes: int = 16 * MIB,
     timeout: float | Timeouts | Any = DEFAULT_TIMEOUT_S,  # noqa: ANN401  # timedelta too
     retry: RetryPolicy | None = None,
 ) -> Diagnosis:
@@ -116,35 +128,12 @@ def diagnose(
     # Measured as it is, but one lost connection is no finding.
     policy = retry or RetryPolicy(attempt_count=2, first_delay_s=0.2, max_delay_s=1.0)
     store = bounded(open_store(location, timeouts=timeouts, retry=policy), deadline)
-    made = _missing_folders(location)
-    visit = _Visit(store, deadline, large_bytes)
+    visit = _Visit(store, location, deadline, large_bytes)
     try:
         visit.run()
     finally:
         visit.clean_up()
-        visit.leftovers += _remove_folders(made)
-    return visit.diagnosis(location.url)
-
-
-def _missing_folders(location: Location) -> list[Path]:
-    """Return the folders of a local path that are not there yet, outermost first."""
-    if not location.is_local:
-        return []
-    path = Path(location.target)
-    return [folder for folder in (*reversed(path.parents), path) if not folder.exists()]
-
-
-def _remove_folders(folders: Sequence[Path]) -> list[str]:
-    """Remove folders that this call made, if they are empty; return those that stay."""
-    left = []
-    for folder in reversed(folders):
-        try:
-            folder.rmdir()
-        except FileNotFoundError:
-            continue
-        except OSError:
-            left.append(f"file://{folder}")
-    return left
+    return visit.diagnosis()
 
 
 @dataclass(slots=True)
@@ -152,92 +141,87 @@ class _Visit:
     """One run: asks in an order in which each answer helps to judge the next."""
 
     store: Store
+    location: Location
     deadline: Deadline
     large_bytes: int
     probes: list[Probe] = field(default_factory=list)
     measures: list[Measure] = field(default_factory=list)
-    leftovers: list[str] = field(default_factory=list)
     clock: tuple[float, float] | None = None
     start_s: float = field(default_factory=time.monotonic)
     folder: str = field(default_factory=layout.probe_path)
-    _made: list[str] = field(default_factory=list)
+    objects: list[str] = field(default_factory=list)
+    folders: list[Path] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
 
     def run(self) -> None:
         """Ask everything; raises `StorageError` only if nobody answers."""
+        store, small, able = self.store, f"{self.folder}/small", self.store.capabilities
         # Not the root, where millions of objects may lie.
-        self._try("list", lambda: self.store.list(self.folder, recursive=False), fatal=True)
-        if not self._try("write", self._write, fatal=True):
-            self._skip("nothing can be written", *_AFTER_WRITE)
-            return
-        self._try("read", self._read)
-        self._try("stat", lambda: self.store.stat(self._path("small")))
-        self._try("replace", lambda: self.store.replace(self._path("small"), b"replaced\n"))
-        self._try("exclusive create", self._create)
-        self._try("conditional replace", self._replace_if_match)
-        self._try("clock", self._clock)
-        self._try("upload", self._upload)
-        if self.store.capabilities.can_list_uploads:
-            self._try("list uploads", lambda: self.store.abort_uploads(self.folder))
-        else:
-            self._skip("this kind of storage has none", "list uploads")
-        self._measure()
-        # Last, because what follows has nothing to ask of any more.
-        self._try("delete", self._delete)
-
-    def _path(self, name: str) -> str:
-        return f"{self.folder}/{name}"
+        self._ask("list", lambda: store.list(self.folder, recursive=False), is_fatal=True)
+        if self.location.is_local:
+            path = Path(self.location.target)
+            self.folders = [one for one in (path, *path.parents) if not one.exists()]
+        can_write = self._ask("write", self._write, is_fatal=True)
+        step = able.part_multiple_bytes
+        part = os.urandom(-(-max(MIB, able.min_part_bytes) // step) * step)
+        asks: dict[str, Callable[[], object]] = {
+            "read": lambda: _unless(store.read(small) == b"small\n", "other bytes came back"),
+            "stat": lambda: store.stat(small),
+            "replace": lambda: store.replace(small, b"replaced\n"),
+            "exclusive create": self._create,
+            "conditional replace": self._replace_if_match,
+            "clock": self._ask_clock,
+            "upload": lambda: self._put(0, part) or self._get(part),
+            "list uploads": lambda: store.abort_uploads(self.folder),
+            "delete": lambda: self._delete(small),
+        }
+        for name, ask in asks.items():
+            why = "" if can_write else "nothing can be written"
+            if name == "list uploads" and not able.can_list_uploads:
+                why = "this kind of storage has none"
+            if why:
+                self.probes.append(Probe(name=name, outcome="skipped", detail=why))
+            elif self._ask(name, ask) and name == "upload":
+                self._time("large put", lambda at: self._put(at, part), self.large_bytes)
+                self._time("large get", lambda _: self._get(part), self.large_bytes)
+        if can_write:
+            # New names: some storages take one object only so often.
+            self._time("small put", lambda at: store.write(self._new(f"put-{at}"), _SMALL))
+            self._time("small get", lambda _: store.read(f"{self.folder}/put-0"))
+            self._time("list", lambda _: store.list(self.folder, recursive=False))
 
     def _new(self, name: str) -> str:
         """Return the path of something that is about to be made, and remember it."""
-        path = self._path(name)
-        if path not in self._made:
-            self._made.append(path)
-        return path
+        self.objects.append(f"{self.folder}/{name}")
+        return self.objects[-1]
 
-    def _try(self, name: str, ask: Callable[[], object], *, fatal: bool = False) -> bool:
-        """Ask one thing and note the answer. Raises only if `fatal` and nobody answers."""
+    def _ask(self, name: str, ask: Callable[[], object], *, is_fatal: bool = False) -> bool:
+        """Note whether one thing works: what is raised, or returned as a text, says why not."""
         try:
             answer = ask()
-        except StorageError as error:
-            if fatal and error.kind in {"connection", "credentials", "timeout"}:
-                raise
-            absent = name == "list" and error.kind == "not-found"
-            outcome: Outcome = "yes" if absent else "no"
-            detail = "nothing is there yet" if absent else str(error)
-            self.probes.append(Probe(name=name, outcome=outcome, detail=detail))
-            return absent
         except CheckpointError as error:
-            self.probes.append(Probe(name=name, outcome="no", detail=str(error)))
-            return False
+            kind = error.kind if isinstance(error, StorageError) else ""
+            if is_fatal and kind in {"connection", "credentials", "timeout"}:
+                raise
+            is_absent = name == "list" and kind == "not-found"
+            answer = "" if is_absent else str(error)
         refusal = answer if isinstance(answer, str) else ""
         self.probes.append(Probe(name=name, outcome="no" if refusal else "yes", detail=refusal))
         return not refusal
-
-    def _skip(self, why: str, *names: str) -> None:
-        self.probes += [Probe(name=name, outcome="skipped", detail=why) for name in names]
 
     def _write(self) -> None:
         self.store.prepare([self.folder])
         self.store.write(self._new("small"), b"small\n")
 
-    def _read(self) -> str:
-        found = self.store.read(self._path("small"))
-        return "" if found == b"small\n" else "other bytes came back than were written"
-
     def _create(self) -> str:
-        """Create a name twice; return why that cannot be relied on, "" if it can."""
         if not self.store.capabilities.exclusive_create:
             return "this kind of storage has no exclusive creation"
         path = self._new("created")
         self.store.create(path, b"first\n")
-        try:
-            self.store.create(path, b"second\n")
-        except StorageError as error:
-            if error.kind != "exists":
-                raise
-            kept = self.store.read(path) == b"first\n"
-            return "" if kept else "a second creation was refused, but done"
-        return "a name was created twice: the condition is ignored"
+        if not _is_refused("exists", lambda: self.store.create(path, b"second\n")):
+            return "a name was created twice: the condition is ignored"
+        is_kept = self.store.read(path) == b"first\n"
+        return _unless(is_kept, "a second creation was refused, but done")
 
     def _replace_if_match(self) -> str:
         if not self.store.capabilities.replace_if_match:
@@ -248,111 +232,72 @@ class _Visit:
         if old is None:
             return "objects have no version tokens"
         self.store.replace(path, b"two\n", if_match=old)
-        try:
-            self.store.replace(path, b"three\n", if_match=old)
-        except StorageError as error:
-            if error.kind != "precondition":
-                raise
-            return ""
-        return "an object was replaced although it had changed: the condition is ignored"
+        return _unless(
+            _is_refused("precondition", lambda: self.store.replace(path, b"3\n", if_match=old)),
+            "an object was replaced although it had changed: the condition is ignored",
+        )
 
-    def _clock(self) -> None:
-        before = time.time()
-        there = self.store.now_s(self._new("clock"))
-        after = time.time()
+    def _ask_clock(self) -> None:
+        before_s = time.time()
+        there_s = self.store.now_s(self._new("clock"))
+        doubt_s = (time.time() - before_s) / 2
         # Servers tell whole seconds.
         grain_s = 1.0 if self.store.capabilities.is_remote else 0.0
-        self.clock = there - (before + after) / 2, (after - before) / 2 + grain_s
+        self.clock = there_s - before_s - doubt_s, doubt_s + grain_s
 
-    def _upload(self) -> str:
-        """Send a file in parts and compare what came back."""
-        data = os.urandom(self._part_bytes())
-        self._put_large("large-0", data)
-        is_same = self._get_large("large-0", data)
-        return "" if is_same else "other bytes came back than were sent"
-
-    def _part_bytes(self) -> int:
-        capabilities = self.store.capabilities
-        size = max(MIB, capabilities.min_part_bytes)
-        multiple = capabilities.part_multiple_bytes
-        return -(-size // multiple) * multiple
-
-    def _put_large(self, name: str, part: bytes) -> None:
-        path, total = self._new(name), self.large_bytes
-        upload = self.store.start_upload(path, part_bytes=len(part))
+    def _put(self, number: int, part: bytes) -> None:
+        upload = self.store.start_upload(self._new(f"large-{number}"), part_bytes=len(part))
+        view, last = memoryview(part), (self.large_bytes - 1) // len(part)
         try:
-            starts = range(0, total, len(part))
-            jobs = [
-                partial(
-                    upload.write_part,
-                    number,
-                    start,
-                    [memoryview(part)[: min(len(part), total - start)]],
-                    last=start == starts[-1],
-                )
-                for number, start in enumerate(starts)
-            ]
-            self._all(jobs, parallel=self.store.capabilities.parallel_parts)
-            upload.complete(total)
+            self._each(
+                lambda at, start, size: upload.write_part(
+                    at, start, [view[:size]], last=at == last
+                ),
+                len(part),
+                is_parallel=self.store.capabilities.parallel_parts,
+            )
+            upload.complete(self.large_bytes)
         except BaseException:
             with contextlib.suppress(CheckpointError):
                 upload.abort()
             raise
 
-    def _get_large(self, name: str, part: bytes) -> bool:
-        """Read a file in parts; return whether each is `part`. Holds one part a thread."""
-        path, total = self._path(name), self.large_bytes
+    def _get(self, part: bytes) -> str:
+        """Read the first large object and compare it; holds one part a thread."""
         others: list[int] = []
 
-        def get(start: int) -> None:
-            buffer = bytearray(min(len(part), total - start))
-            self.store.read_into(path, start, memoryview(buffer), size_bytes=total)
+        def get(number: int, start: int, size: int) -> None:
+            buffer = bytearray(size)
+            target, path = memoryview(buffer), f"{self.folder}/large-0"
+            self.store.read_into(path, start, target, size_bytes=self.large_bytes)
             if not part.startswith(buffer):
-                others.append(start)
+                others.append(number)
 
-        self._all([partial(get, start) for start in range(0, total, len(part))])
-        return not others
+        self._each(get, len(part))
+        return _unless(not others, "other bytes came back than were sent")
 
-    def _all(self, jobs: Sequence[Callable[[], None]], *, parallel: bool = True) -> None:
-        is_remote = self.store.capabilities.is_remote
-        count = min(len(jobs), REMOTE_THREADS if is_remote and parallel else 1)
-        with Workers(count, name="doctor", deadline=self.deadline) as workers:
-            for job in jobs:
-                workers.submit(job)
+    def _each(
+        self, run: Callable[[int, int, int], None], part_bytes: int, *, is_parallel: bool = True
+    ) -> None:
+        """Run a job for number, offset and length of each part of a large object."""
+        is_far = self.store.capabilities.is_remote and is_parallel
+        with Workers(
+            REMOTE_THREADS if is_far else 1, name="doctor", deadline=self.deadline
+        ) as workers:
+            for number, start in enumerate(range(0, self.large_bytes, part_bytes)):
+                size = min(part_bytes, self.large_bytes - start)
+                workers.submit(partial(run, number, start, size))
             workers.drain()
 
-    def _measure(self) -> None:
-        """Time what a save and a load are made of."""
-        small = os.urandom(_SMALL_BYTES)
-        self._time(
-            "small put",
-            _SMALL_ROUNDS,
-            lambda round_: self.store.write(self._new(f"put-{round_}"), small),
-        )
-        self._time("small get", _SMALL_ROUNDS, lambda _: self.store.read(self._path("put-0")))
-        self._time("list", _SMALL_ROUNDS, lambda _: self.store.list(self.folder, recursive=False))
-        if any(probe.name == "upload" and probe.outcome == "yes" for probe in self.probes):
-            part = os.urandom(self._part_bytes())
-            size = self.large_bytes
-            self._time(
-                "large put",
-                _LARGE_ROUNDS,
-                lambda round_: self._put_large(f"large-{round_}", part),
-                size,
-            )
-            self._time("large get", _LARGE_ROUNDS, lambda _: self._get_large("large-0", part), size)
-
-    def _time(
-        self, name: str, count: int, run: Callable[[int], object], size_bytes: int = 0
-    ) -> None:
+    def _time(self, name: str, run: Callable[[int], object], size_bytes: int = 0) -> None:
         """Measure one operation; what fails was reported by its probe, or is now."""
         times: list[float] = []
         try:
-            for round_ in range(count):
+            for round_ in range(3 if size_bytes else 9):
                 self.deadline.check("Measuring")
-                begin = time.perf_counter()
+                begin_s = time.perf_counter()
                 run(round_)
-                times.append(time.perf_counter() - begin)
+                times.append(time.perf_counter() - begin_s)
         except CheckpointError as error:
             self.probes.append(Probe(name=f"measuring of {name}", outcome="no", detail=str(error)))
         if times:
@@ -367,72 +312,106 @@ class _Visit:
                 )
             )
 
-    def _delete(self) -> str:
-        self.store.delete([self._path("small")])
-        try:
-            self.store.stat(self._path("small"))
-        except StorageError as error:
-            if error.kind != "not-found":
-                raise
-            self._made.remove(self._path("small"))
-            return ""
-        return "an object is still there after its deletion"
+    def _delete(self, path: str) -> str:
+        self.store.delete([path])
+        is_gone = _is_refused("not-found", lambda: self.store.stat(path))
+        return _unless(is_gone, "an object is still there after its deletion")
 
     def clean_up(self) -> None:
         """Remove what was made; note what stays. Never raises."""
         store = getattr(self.store, "cleaning_up", lambda: self.store)()
-        with contextlib.suppress(CheckpointError, IntegrityError):
+        try:
             store.delete_folder(self.folder)
-            return
-        for path in self._made:
+        except CheckpointError:
+            for path in dict.fromkeys(self.objects):
+                try:
+                    store.delete([path])
+                except CheckpointError:
+                    self.leftovers.append(f"{self.store.url}/{path}")
+        for folder in self.folders:
             try:
-                store.delete([path])
-            except CheckpointError:
-                self.leftovers.append(f"{self.store.url}/{path}")
+                folder.rmdir()
+            except FileNotFoundError:
+                continue
+            except OSError:
+                self.leftovers.append(f"file://{folder}")
 
-    def diagnosis(self, url: str) -> Diagnosis:
+    def diagnosis(self) -> Diagnosis:
         """Return what was found."""
-        capabilities = self.store.capabilities
-        measures = {one.name: one for one in self.measures}
+        able = self.store.capabilities
         return Diagnosis(
-            url=url,
-            kind=capabilities.kind,
-            capabilities=_as_data(capabilities),
+            url=self.location.url,
+            kind=able.kind,
+            capabilities=dataclasses.asdict(able),
             probes=tuple(self.probes),
             measures=tuple(self.measures),
             clock_offset_s=self.clock[0] if self.clock else None,
             clock_doubt_s=self.clock[1] if self.clock else None,
-            advice=tuple(
-                advise(
-                    capabilities,
-                    working={probe.name: probe.outcome == "yes" for probe in self.probes},
-                    medians_s={name: one.median_s for name, one in measures.items()},
-                    large_bytes=self.large_bytes,
-                    clock_offset_s=self.clock[0] if self.clock else None,
-                )
-            ),
+            advice=tuple(self._advise()),
             leftovers=tuple(self.leftovers),
             seconds=time.monotonic() - self.start_s,
         )
 
+    def _advise(self) -> Iterator[Advice]:
+        """Yield what to set; nothing where the defaults suit."""
+        failed = {probe.name for probe in self.probes if probe.outcome == "no"}
+        can_write = "write" not in failed
+        seconds = {one.name: one.median_s for one in self.measures}
+        if can_write and "exclusive create" in failed:
+            yield Advice(
+                option="commit_url",
+                value="the native URL of the same place, if this is a mount of an object store",
+                why="names cannot be created exclusively: two jobs that save to one id at the same "
+                "time are not told apart, so let one job write",
+            )
+        for name, why in _RIGHTS.items():
+            if can_write and name in failed:
+                yield Advice(option="", value=f"grant the right to {name}", why=why)
+        if self.clock and abs(self.clock[0]) > _CLOCK_S:
+            side = "behind" if self.clock[0] > 0 else "ahead of"
+            yield Advice(
+                option="",
+                value="set this machine's clock",
+                why=f"it is {abs(self.clock[0]):.0f} s {side} the storage's; object stores refuse "
+                "requests signed so, and retention by age would be surprising",
+            )
+        is_remote = self.store.capabilities.is_remote
+        get_s, put_s = seconds.get("small get", 0.0), seconds.get("small put", 0.0)
+        part_s = seconds.get("large put", 0.0) * DEFAULT_PART_BYTES / self.large_bytes
+        if is_remote and get_s > _FAR_S:
+            yield Advice(
+                option="thread_count",
+                value=str((2 if get_s < 2 * _FAR_S else 4) * REMOTE_THREADS),
+                why=f"a request takes {get_s * 1000:.0f} ms before its first byte; the default is "
+                f"{REMOTE_THREADS} in flight",
+            )
+        if is_remote and part_s and put_s > _SLOW_SHARE * part_s:
+            yield Advice(
+                option="part_bytes",
+                value=str(64 * MIB),
+                why=f"a request costs {put_s * 1000:.0f} ms beside {part_s * 1000:.0f} ms for the "
+                f"bytes of a part of {DEFAULT_PART_BYTES // MIB} MiB; memory_limit_bytes must hold "
+                "two parts for each thread",
+            )
+        if part_s * REMOTE_THREADS > Timeouts().request / 4:
+            yield Advice(
+                option="timeout",
+                value=f"Timeouts(request={round(part_s * REMOTE_THREADS * 4)})",
+                why=f"a part takes {part_s:.1f} s alone, and a request is given up after "
+                f"{Timeouts().request:.0f} s",
+            )
 
-_AFTER_WRITE = (
-    "read",
-    "stat",
-    "replace",
-    "exclusive create",
-    "conditional replace",
-    "clock",
-    "upload",
-    "list uploads",
-    "delete",
-)
+
+def _unless(is_right: bool, refusal: str) -> str:  # noqa: FBT001  # reads as a sentence
+    return "" if is_right else refusal
 
 
-def _as_data(capabilities: Capabilities) -> dict[str, Any]:
-    return dict(_fields(capabilities))
-
-
-def _fields(capabilities: Capabilities) -> Iterator[tuple[str, Any]]:
-    for one in dataclasses.fields(capabilities):
-        yield one.name, getattr(capabilities, one.name)
+def _is_refused(kind: str, call: Callable[[], object]) -> bool:
+    """Return whether a call is refused with an error of that kind; raises any other."""
+    try:
+        call()
+    except StorageError as error:
+        if error.kind != kind:
+            raise
+        return True
+    return False
