@@ -121,7 +121,7 @@ def check_files(store: Store, manifest: Manifest) -> None:
 
     Asked only where a look costs no request: it finds ranks that wrote to a disk of their own.
     """
-    if not store.capabilities.cheap_stat:
+    if store.capabilities.is_remote:
         return
     for ref, rank in [*manifest.files, *zip(manifest.ranks, itertools.count(), strict=False)]:
         try:

@@ -61,7 +61,7 @@ def _free_commits(store: Store, head: SlotRecord, records: Sequence[SlotRecord])
     named = read_footer(store)
     is_shown = named is not None and named.slot >= head.slot
     # Once it is, every conditional replacement that was prepared before fails.
-    is_settled = (is_shown or publish(store)) and store.capabilities.replace_if_match
+    is_settled = (is_shown or publish(store)) and store.capabilities.if_match
     freed = []
     for record in records:
         save_id = record.save_id or ""

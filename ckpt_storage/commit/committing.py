@@ -142,7 +142,7 @@ def _clean_up(
         if grant.previous is not None:
             cleaning.free_superseded(store, known=record)
         # Looking for what crashed savers left takes a listing: free on a local disk only.
-        if grant.previous is not None or store.capabilities.cheap_stat:
+        if grant.previous is not None or not store.capabilities.is_remote:
             cleaning.free_leftovers(
                 store,
                 exclusive=grant.exclusive,

@@ -68,7 +68,7 @@ class _Publisher:
         self._store = store
         self._own = own
         self._own_stock = own_stock
-        self._conditional = store.capabilities.replace_if_match
+        self._conditional = store.capabilities.if_match
         # A compare-and-swap on the footer keeps the order by itself, whatever the head is by now.
         self._head = own if self._conditional else None
         self._put: HeadRef | None = None
@@ -214,7 +214,7 @@ class _Publisher:
             elif current is None:
                 self._store.create(layout.STOCK_METADATA, data)
             else:
-                self._store.replace(layout.STOCK_METADATA, data, if_match=current.token)
+                self._store.replace(layout.STOCK_METADATA, data, if_match=current.version)
         except StorageError as error:
             if error.kind in {"precondition", "exists", "not-found"}:
                 self._put = before

@@ -121,10 +121,9 @@ class FileCopier:
         capabilities = self._target.capabilities
         return (
             self._wanted != "never"
-            and capabilities.shared_uploads
-            and capabilities.copy_part_min_bytes is not None
-            and (self._wanted == "always" or capabilities.copies_pay)
-            and self._target.can_copy_from(self._source)
+            and capabilities.tokens_travel
+            and capabilities.copy_min_bytes is not None
+            and self._target.can_copy_from(self._source, at_any_price=self._wanted == "always")
         )
 
     def check(self, files: Iterable[FileToCopy]) -> list[FileToCopy]:

@@ -79,7 +79,7 @@ def copied_parts(file: FileToCopy, capabilities: Capabilities) -> list[FilePart]
         return []
     most = capabilities.max_part_count or _MOST_PARTS
     size = max(_COPY_BYTES, -(-total // min(most, _MOST_PARTS)))
-    least, limit = capabilities.copy_part_min_bytes or 1, capabilities.copy_part_max_bytes
+    least, limit = capabilities.copy_min_bytes or 1, capabilities.copy_max_bytes
     # A part that is moved to the edge of a block must not get too short.
     count = max(1, min(-(-total // size), total // (least + MIB)))
     cuts = [total * i // count for i in range(count + 1)]

@@ -177,7 +177,7 @@ class _Visit:
         }
         for name, ask in asks.items():
             why = "" if can_write else "nothing can be written"
-            if name == "list uploads" and not able.can_list_uploads:
+            if name == "list uploads" and not able.lists_uploads:
                 why = "this kind of storage has none"
             if why:
                 self.probes.append(Probe(name=name, outcome="skipped", detail=why))
@@ -224,11 +224,11 @@ class _Visit:
         return _unless(is_kept, "a second creation was refused, but done")
 
     def _replace_if_match(self) -> str:
-        if not self.store.capabilities.replace_if_match:
+        if not self.store.capabilities.if_match:
             return "this kind of storage has no conditional replacement"
         path = self._new("replaced")
         self.store.write(path, b"one\n")
-        old = self.store.read_version(path).token
+        old = self.store.read_version(path).version
         if old is None:
             return "objects have no version tokens"
         self.store.replace(path, b"two\n", if_match=old)

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import PageCache, RetryPolicy, Timeouts, check_page_cache
 
+from .backend import Settings
 from .location import Location, anchored
 
 if TYPE_CHECKING:
+    from .backend import Backend
     from .base import Store
 
 __all__ = ["Location", "anchored", "endpoint_of", "open_store"]
@@ -58,24 +60,40 @@ def open_store(  # all but the first are named
         location = Location.of(url, storage_options)
     check_page_cache(page_cache)
     request_timeout_s = (timeouts or Timeouts()).request
-    from .retry import RetryStore  # noqa: PLC0415  # stores load when one is opened
+    store: Store
+    backend = _backend(location, Settings(request_timeout_s=request_timeout_s))
+    if backend is not None:
+        from .store import Store as Facade  # noqa: PLC0415  # stores load when one is opened
 
-    store: Store = RetryStore(
-        _plain_store(
-            location,
-            sync_files=sync_files,
-            page_cache=page_cache,
+        store = Facade(backend, url=location.url, policy=retry, request_timeout_s=request_timeout_s)
+    else:
+        from .retry import RetryStore  # noqa: PLC0415  # stores load when one is opened
+
+        store = RetryStore(
+            _plain_store(
+                location,
+                sync_files=sync_files,
+                page_cache=page_cache,
+                request_timeout_s=request_timeout_s,
+            ),
+            policy=retry,
             request_timeout_s=request_timeout_s,
-        ),
-        policy=retry,
-        request_timeout_s=request_timeout_s,
-    )
+        )
     if commit_location is not None:
         from .split import SplitStore  # noqa: PLC0415  # few need it
 
         commits = open_store(commit_location, sync_files=sync_files, timeouts=timeouts, retry=retry)
         store = SplitStore(store, commits)
     return store
+
+
+def _backend(location: Location, settings: Settings) -> Backend | None:
+    """Return the backend of a location, None where there is none yet."""
+    if location.protocol == "memory":
+        from .backends.memory import MemoryBackend  # noqa: PLC0415  # loads fsspec
+
+        return MemoryBackend(location, settings)
+    return None
 
 
 def _plain_store(

@@ -10,90 +10,32 @@ Errors: every method raises only `CheckpointError`s, nearly always `StorageError
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+from .backend import Capabilities, Content, CopySource, ObjectInfo, Part
+
+__all__ = [
+    "Arrived",
+    "Capabilities",
+    "Copied",
+    "CopySource",
+    "Entry",
+    "Existing",
+    "PartReceipt",
+    "PathFilter",
+    "Reserving",
+    "SharedUpload",
+    "Stat",
+    "Store",
+    "Upload",
+    "Version",
+]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """What a store can do, declared as data; probes confirm what servers may ignore.
-
-    kind: family, for messages and tuning: "posix", "s3", "gcs", "azure", "memory", "generic".
-    exclusive_create: `create` is decided by the storage itself, in one step.
-    atomic_replace: during `replace` a reader sees the old or the new object, never neither.
-    replace_if_match: `replace(if_match=...)` is honoured (compare-and-swap).
-    parallel_parts: parts of an `Upload` may come in any order and from several threads.
-    min_part_bytes: least size of a part that is not the last.
-    max_part_count: most parts of one upload; None where there is no limit.
-    max_part_bytes: largest part of an upload; None where there is no limit.
-    max_put_bytes: largest object that `write`, `create` and `replace` take; None where there is no
-        limit worth telling.
-    part_multiple_bytes: every part but the last must be a multiple of this.
-    reads_total_size: `read_into` learns the object's size without another request.
-    cheap_stat: `stat` costs no network request of its own.
-    shared: other processes see what this one writes (False for `memory://`).
-    is_remote: a request costs a network round trip.
-    can_list_uploads: open multipart uploads below a prefix can be found and aborted.
-    shared_uploads: `start_shared_upload` and `join_upload` work: several processes (threads
-        only, where `shared` is False) may write parts of one object.
-    shared_align_bytes: where the parts of two members meet, the offset in the object must be
-        a multiple of this.
-    copy_part_min_bytes: least size of a part that `SharedUpload.copy_part` copies and that is
-        not the last; None where it cannot copy.
-    copy_part_max_bytes: largest such part; None where there is no limit.
-    copies_pay: copying a part spares more than it costs, were its bytes read for checking too.
-    streams_parts: an `Upload` sends a part from where it lies, without a copy of it.
-    copy_align_bytes: it pays only where the offsets in source and object are alike modulo this.
-    """
-
-    kind: Literal["posix", "s3", "gcs", "azure", "memory", "generic"]
-    exclusive_create: bool
-    atomic_replace: bool
-    replace_if_match: bool
-    parallel_parts: bool
-    min_part_bytes: int = 1
-    max_part_count: int | None = None
-    max_part_bytes: int | None = None
-    max_put_bytes: int | None = None
-    part_multiple_bytes: int = 1
-    reads_total_size: bool = False
-    cheap_stat: bool = False
-    shared: bool = True
-    is_remote: bool = True
-    can_list_uploads: bool = False
-    shared_uploads: bool = False
-    shared_align_bytes: int = 1
-    copy_part_min_bytes: int | None = None
-    copy_part_max_bytes: int | None = None
-    copies_pay: bool = False
-    streams_parts: bool = False
-    copy_align_bytes: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stat:
-    """Size in bytes and, where the storage tells, its own time of last change (Unix seconds)."""
-
-    size_bytes: int
-    modified_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One object found by a listing; `path` is relative to the store's root."""
-
-    path: str
-    size_bytes: int
-    modified_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
-    """Content of an object and an opaque token for `replace(if_match=...)`; None: no token."""
-
-    data: bytes
-    token: str | None
-
+Stat: TypeAlias = ObjectInfo
+Entry: TypeAlias = ObjectInfo
+Version: TypeAlias = Content
+PartReceipt: TypeAlias = Part
 
 PathFilter = Callable[[str], bool]
 """Says of a path, relative to the root, whether it is meant."""
@@ -101,53 +43,6 @@ PathFilter = Callable[[str], bool]
 
 Existing = Literal["refuse", "replace"]
 """What completing an upload does where something bears the name already."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartReceipt:
-    """One part that a storage has taken from one member of a shared upload.
-
-    `number` and `offset` (bytes) are as it was written with. `token` is what the storage wants
-    to see again; `crc32c` is the storage's own checksum of the part, None if it told none.
-    """
-
-    number: int
-    offset: int
-    size_bytes: int
-    token: str = ""
-    crc32c: int | None = None
-
-    def to_json(self) -> list[int | str | None]:
-        """Return the receipt as values that JSON has."""
-        return [self.number, self.offset, self.size_bytes, self.token, self.crc32c]
-
-    @classmethod
-    def from_json(cls, values: Sequence[int | str | None]) -> PartReceipt:
-        """Return the receipt that `to_json` spelt. Raises `ValueError` for anything else."""
-        number, offset, size_bytes, token, crc32c = values
-        whole = [value for value in (number, offset, size_bytes) if isinstance(value, int)]
-        is_crc = crc32c is None or isinstance(crc32c, int)
-        if len(whole) != 3 or not isinstance(token, str) or not is_crc:  # noqa: PLR2004
-            raise ValueError(f"{values!r} is no receipt")
-        return cls(
-            number=whole[0],
-            offset=whole[1],
-            size_bytes=whole[2],
-            token=token,
-            crc32c=crc32c if isinstance(crc32c, int) else None,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopySource:
-    """An object as a storage can copy from it: `scope` says within which storage, `address` where.
-
-    `path` is for messages. Holds no credentials.
-    """
-
-    scope: str
-    address: str
-    path: str
 
 
 Arrived = Callable[[int], None]
@@ -250,6 +145,13 @@ class SharedUpload(Upload, Protocol):
         """Discard everything sent; for a member: stop, and leave discarding to the owner."""
 
 
+class Copied(Protocol):
+    """A store that is copied from."""
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Return `path` as something that uploads of its storage can copy from, if they can."""
+
+
 class Store(Protocol):
     """One root on one storage.
 
@@ -334,7 +236,7 @@ class Store(Protocol):
     def start_shared_upload(self, path: str, *, part_bytes: int) -> SharedUpload:
         """Begin a write-once object that other processes may join, as its owner.
 
-        Raises `UnsupportedByStoreError` unless `capabilities.shared_uploads`.
+        Raises `UnsupportedByStoreError` unless `capabilities.tokens_travel`.
         """
 
     def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> SharedUpload:
@@ -347,8 +249,11 @@ class Store(Protocol):
     def copy_source(self, path: str) -> CopySource | None:
         """Return `path` as something that uploads of this storage can copy from, if they can."""
 
-    def can_copy_from(self, other: Store) -> bool:
-        """Return whether `copy_part` here takes the sources of `other`: one bucket, one disk."""
+    def can_copy_from(self, other: Copied, *, at_any_price: bool = True) -> bool:
+        """Return whether `copy_part` here takes the sources of `other`: one bucket, one disk.
+
+        Unless `at_any_price`, only where a copy spares more than it costs.
+        """
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
         """Return the objects below a folder, fresh from the storage; [] if there are none.

@@ -23,14 +23,13 @@ CAPABILITIES = Capabilities(
     kind="azure",
     exclusive_create=True,
     atomic_replace=True,
-    replace_if_match=True,
+    if_match=True,
     parallel_parts=True,
     # 50,000 blocks, less a margin that costs nothing.
     max_part_count=45_000,
     max_part_bytes=4000 << 20,
     max_put_bytes=5000 << 20,
-    reads_total_size=True,
-    shared_uploads=True,
+    tokens_travel=True,
     # Put Block From URL wants a signed URL of the source, and Azurite answers 501 to it.
 )
 
@@ -60,7 +59,7 @@ class AzureDialect:
             blob = self._requests.blob(fs, path)
             stream = await blob.download_blob(**self._requests.settings)
             check_bound(stream.size, most_bytes)
-            return Version(data=await stream.readall(), token=stream.properties.etag)
+            return Version(data=await stream.readall(), version=stream.properties.etag)
 
         return self._client.run(fetch)
 
@@ -90,7 +89,9 @@ class AzureDialect:
             )
             if _is_folder(found):
                 raise FileNotFoundError(path)
-            return Stat(size_bytes=found.size, modified_s=found.last_modified.timestamp())
+            return Stat(
+                path=path, size_bytes=found.size, modified_s=found.last_modified.timestamp()
+            )
 
         return self._client.run(ask)
 

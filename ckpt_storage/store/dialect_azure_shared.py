@@ -53,7 +53,7 @@ class AzureSharedUpload:
         block_id = block_id_of(self._write_id, number)
         self._client.run(lambda fs: stage_block(self._requests, fs, self._path, block_id, data))
         self._parts.add(
-            PartReceipt(number=number, offset=offset, size_bytes=len(data), token=block_id)
+            PartReceipt(number=number, offset=offset, size_bytes=len(data), receipt=block_id)
         )
 
     def copy_part(
@@ -118,7 +118,7 @@ class AzureSharedUpload:
         conditions = {"match_condition": MatchConditions.IfMissing} if existing == "refuse" else {}
 
         async def commit(fs: ForeignFs) -> None:
-            blocks = [BlobBlock(block_id=part.token) for part in parts]
+            blocks = [BlobBlock(block_id=part.receipt) for part in parts]
             try:
                 await self._requests.blob(fs, self._path).commit_block_list(
                     blocks,

@@ -24,10 +24,9 @@ CAPABILITIES = Capabilities(
     kind="gcs",
     exclusive_create=True,
     atomic_replace=True,
-    replace_if_match=True,
+    if_match=True,
     parallel_parts=False,
     part_multiple_bytes=256 * KIB,
-    reads_total_size=True,
 )
 
 _PAGE_COUNT = 1000
@@ -63,7 +62,7 @@ class GcsDialect:
         )
         if "X-Goog-Generation" not in reply.headers:
             raise ForeignAnswer("X-Goog-Generation")
-        return Version(data=reply.body, token=reply.headers["X-Goog-Generation"])
+        return Version(data=reply.body, version=reply.headers["X-Goog-Generation"])
 
     def read_range(self, path: str, start: int, view: memoryview) -> tuple[int, int | None]:
         """Objects: get with alt=media and Range, the body copied piece by piece."""
@@ -76,7 +75,9 @@ class GcsDialect:
         found = self._client.run(
             lambda fs: self._requests.send(fs, "GET", self._requests.object(path))
         ).document()
-        return Stat(size_bytes=int(found["size"]), modified_s=_seconds(found.get("updated")))
+        return Stat(
+            path=path, size_bytes=int(found["size"]), modified_s=_seconds(found.get("updated"))
+        )
 
     def put(self, path: str, data: bytes) -> None:
         """Objects: insert, in one request."""

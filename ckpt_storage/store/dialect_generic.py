@@ -26,7 +26,7 @@ CAPABILITIES = Capabilities(
     kind="generic",
     exclusive_create=False,
     atomic_replace=False,
-    replace_if_match=False,
+    if_match=False,
     parallel_parts=False,
 )
 
@@ -56,7 +56,7 @@ class GenericDialect:
     def get(self, path: str, *, most_bytes: int | None = None) -> Version:
         """Read the file whole; there is no token."""
         check_bound(self._check_is_file(path), most_bytes)
-        return Version(data=self.fs.cat_file(self.full(path)), token=None)
+        return Version(data=self.fs.cat_file(self.full(path)), version=None)
 
     def read_range(self, path: str, start: int, view: memoryview) -> tuple[int, int | None]:
         """Read a range of the file; how long the file is comes with another call."""
@@ -73,7 +73,7 @@ class GenericDialect:
         info = self._info(path)
         if info["type"] != "file":
             raise FileNotFoundError(path)
-        return Stat(size_bytes=int(info["size"]), modified_s=_modified_s(info))
+        return Stat(path=path, size_bytes=int(info["size"]), modified_s=_modified_s(info))
 
     def put(self, path: str, data: bytes) -> None:
         """Write a temporary file and move it to its name, in place of what is there."""

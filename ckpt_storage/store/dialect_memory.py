@@ -30,15 +30,12 @@ CAPABILITIES = Capabilities(
     kind="memory",
     exclusive_create=True,
     atomic_replace=True,
-    replace_if_match=True,
+    if_match=True,
     parallel_parts=True,
-    reads_total_size=True,
-    cheap_stat=True,
     shared=False,
     is_remote=False,
-    shared_uploads=True,
-    copy_part_min_bytes=1,
-    copies_pay=True,
+    tokens_travel=True,
+    copy_min_bytes=1,
 )
 
 # All memory:// file systems of a process share one dict, so they share one lock.
@@ -78,7 +75,7 @@ class MemoryDialect:
             finally:
                 content.release()
             data = self._client.fs.cat_file(self._full(path))
-        return Version(data=data, token=_token(data))
+        return Version(data=data, version=_token(data))
 
     def read_range(self, path: str, start: int, view: memoryview) -> tuple[int, int | None]:
         """Copy from the object's own buffer."""
@@ -95,7 +92,9 @@ class MemoryDialect:
         """Look at the object's buffer."""
         with _LOCK:
             file = self._file(self._client.fs, path)
-            return Stat(size_bytes=file.getbuffer().nbytes, modified_s=file.modified.timestamp())
+            return Stat(
+                path=path, size_bytes=file.getbuffer().nbytes, modified_s=file.modified.timestamp()
+            )
 
     def put(self, path: str, data: bytes) -> None:
         """Store the object whole."""
@@ -362,7 +361,7 @@ class MemorySharedUpload:
         token = f"{id(self):x}"
         self._parts.add(
             PartReceipt(
-                number=number, offset=offset, size_bytes=len(data), token=token, crc32c=crc32c
+                number=number, offset=offset, size_bytes=len(data), receipt=token, crc32c=crc32c
             )
         )
         return crc32c

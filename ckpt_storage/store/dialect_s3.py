@@ -25,18 +25,16 @@ CAPABILITIES = Capabilities(
     kind="s3",
     exclusive_create=True,
     atomic_replace=True,
-    replace_if_match=True,
+    if_match=True,
     parallel_parts=True,
     min_part_bytes=5 * MIB,
     max_part_count=10_000,
     max_part_bytes=5 << 30,
     max_put_bytes=5 << 30,
-    reads_total_size=True,
-    can_list_uploads=True,
-    shared_uploads=True,
-    copy_part_min_bytes=5 * MIB,
-    copy_part_max_bytes=5 * 1024 * MIB,
-    copies_pay=True,
+    lists_uploads=True,
+    tokens_travel=True,
+    copy_min_bytes=5 * MIB,
+    copy_max_bytes=5 * 1024 * MIB,
     streams_parts=True,
 )
 
@@ -123,7 +121,7 @@ class S3Dialect:
             answer = await self._requests.request(fs, "get_object", Key=key)
             async with answer["Body"] as body:
                 data = await taken_whole(body.read, answer.get("ContentLength"), most_bytes)
-            return Version(data=data, token=answer.get("ETag"))
+            return Version(data=data, version=answer.get("ETag"))
 
         return self._client.run(fetch)
 

@@ -87,7 +87,7 @@ class S3SharedUpload:
                 number=number,
                 offset=offset,
                 size_bytes=len(data),
-                token=str(answer["ETag"]),
+                receipt=str(answer["ETag"]),
                 crc32c=crc32c,
             )
         )
@@ -133,7 +133,7 @@ class S3SharedUpload:
                 number=number,
                 offset=offset,
                 size_bytes=length,
-                token=str(told["ETag"]),
+                receipt=str(told["ETag"]),
                 crc32c=crc32c,
             )
         )
@@ -248,7 +248,7 @@ class S3SharedUpload:
     def _join_parts(
         self, parts: Sequence[PartReceipt], total_bytes: int, existing: Existing
     ) -> None:
-        named = [{"PartNumber": part.number + 1, "ETag": part.token} for part in parts]
+        named = [{"PartNumber": part.number + 1, "ETag": part.receipt} for part in parts]
         extra: dict[str, object] = {"IfNoneMatch": "*"} if existing == "refuse" else {}
         crcs = [part.crc32c for part in parts if part.crc32c is not None]
         if self._has_checksums and len(crcs) == len(parts):

@@ -7,7 +7,6 @@ Files come into being through `draft`, folders through `local_folders`, system c
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import os
 import stat as stat_modes
@@ -20,7 +19,7 @@ from ckpt_storage.options import PageCache
 
 from .backends.drafts import Draft, is_draft_name
 from .backends.posix import BLOCK_BYTES, Posix, is_unsupported
-from .base import Arrived, Capabilities, CopySource, Entry, PathFilter, Stat, Store, Version
+from .base import Arrived, Capabilities, Copied, CopySource, Entry, PathFilter, Stat, Version
 from .local_folders import ABSENT, LocalFolders
 from .local_shared import COPY_SCOPE, TICKET_FIELD, TICKET_KIND, LocalSharedUpload
 from .local_upload import LocalUpload
@@ -63,17 +62,15 @@ _CAPABILITIES = Capabilities(
     kind="posix",
     exclusive_create=True,
     atomic_replace=True,
-    replace_if_match=False,
+    if_match=False,
     parallel_parts=True,
-    reads_total_size=True,
-    cheap_stat=True,
     is_remote=False,
-    can_list_uploads=True,
-    shared_uploads=True,
+    lists_uploads=True,
+    tokens_travel=True,
     # A client of a network mount writes back whole pages, also the rest of one that it did not
     # change; the largest pages of common kernels.
-    shared_align_bytes=64 * 1024,
-    copy_part_min_bytes=1,
+    part_alignment_bytes=64 * 1024,
+    copy_min_bytes=1,
     copy_align_bytes=BLOCK_BYTES,
 )
 
@@ -101,7 +98,6 @@ class LocalStore:
         self._folders = LocalFolders(self._posix, self._root, sync=sync_files)
         self._sync = sync_files
         self._page_cache = page_cache
-        self._copies_pay: bool | None = None
 
     def __repr__(self) -> str:
         return f"LocalStore({self._root.folder!r})"
@@ -113,17 +109,7 @@ class LocalStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What POSIX promises; `create` still refuses where a mount does not keep it.
-
-        Copies pay where blocks can be shared: elsewhere a read, a check and a write are as fast.
-        """
-        if self._copies_pay is None:
-            folder = Path(self._root.folder)
-            while not folder.exists() and folder != folder.parent:
-                folder = folder.parent
-            self._copies_pay = self._posix.shares_blocks(str(folder))
-        if self._copies_pay:
-            return dataclasses.replace(_CAPABILITIES, copies_pay=True)
+        """What POSIX promises; `create` still refuses where a mount does not keep it."""
         return _CAPABILITIES
 
     def prepare(self, folders: Sequence[str]) -> None:
@@ -150,7 +136,7 @@ class LocalStore:
 
     def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
         """Return a whole file; POSIX has no version that a replace could be made to match."""
-        return Version(data=self.read(path, most_bytes=most_bytes), token=None)
+        return Version(data=self.read(path, most_bytes=most_bytes), version=None)
 
     def read_into(
         self,
@@ -214,7 +200,7 @@ class LocalStore:
         with self._root.border("stat", path):
             found = self._root.revalidated(full, lambda: self._posix.stat(full))
             check_is_file(found, full)
-        return Stat(size_bytes=found.st_size, modified_s=found.st_mtime)
+        return Stat(path=path, size_bytes=found.st_size, modified_s=found.st_mtime)
 
     def write(self, path: str, data: bytes) -> None:
         """Write a temporary file beside the target, sync it, rename it, sync the folder."""
@@ -279,8 +265,11 @@ class LocalStore:
             scope=COPY_SCOPE, address=self._root.full(path), path=self._root.shown(path)
         )
 
-    def can_copy_from(self, other: Store) -> bool:
-        """Return whether both roots lie on one file system of this host."""
+    def can_copy_from(self, other: Copied, *, at_any_price: bool = True) -> bool:
+        """Return whether both roots lie on one file system of this host.
+
+        Copies pay where blocks can be shared: elsewhere a read, a check and a write are as fast.
+        """
         source = other.copy_source("")
         if source is None or source.scope != COPY_SCOPE:
             return False
@@ -290,7 +279,13 @@ class LocalStore:
             }
         except OSError:
             return False
-        return len(devices) == 1
+        return len(devices) == 1 and (at_any_price or self._copies_pay())
+
+    def _copies_pay(self) -> bool:
+        folder = Path(self._root.folder)
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        return self._posix.shares_blocks(str(folder))
 
     def _shared(
         self, draft: Draft, path: str, *, role: Literal["owner", "member"]

@@ -156,7 +156,7 @@ class LocalSharedUpload:
 
     def _add(self, number: int, offset: int, size_bytes: int) -> None:
         self._parts.add(
-            PartReceipt(number=number, offset=offset, size_bytes=size_bytes, token=self._member)
+            PartReceipt(number=number, offset=offset, size_bytes=size_bytes, receipt=self._member)
         )
 
     def _publish(self, existing: Existing) -> None:

@@ -18,12 +18,12 @@ from .backends.clients import Client, Instance
 from .base import (
     Arrived,
     Capabilities,
+    Copied,
     CopySource,
     Entry,
     PathFilter,
     SharedUpload,
     Stat,
-    Store,
     Upload,
     Version,
 )
@@ -154,7 +154,7 @@ class RemoteStore:
         if if_match is None:
             self._run("replace", path, lambda: self._dialect.put(path, data))
             return
-        if not self.capabilities.replace_if_match:
+        if not self.capabilities.if_match:
             raise UnsupportedByStoreError(
                 f"{self.url} cannot replace an object only if it is of a given version.",
                 kind="unsupported",
@@ -197,16 +197,17 @@ class RemoteStore:
             return None
         return CopySource(scope=place[0], address=place[1], path=self._shown(path))
 
-    def can_copy_from(self, other: Store) -> bool:
+    def can_copy_from(self, other: Copied, *, at_any_price: bool = True) -> bool:
         """Return whether both are one bucket at one endpoint; rights are not asked for."""
+        del at_any_price
         mine, theirs = self.copy_source(""), other.copy_source("")
-        if self.capabilities.copy_part_min_bytes is None or mine is None or theirs is None:
+        if self.capabilities.copy_min_bytes is None or mine is None or theirs is None:
             return False
         return mine.scope == theirs.scope
 
     def _shared_dialect(self, path: str) -> SharedDialect:
         dialect = self._dialect
-        if not self.capabilities.shared_uploads or not isinstance(dialect, SharedDialect):
+        if not self.capabilities.tokens_travel or not isinstance(dialect, SharedDialect):
             raise UnsupportedByStoreError(
                 f"{self.url} has no uploads that several processes can share.",
                 kind="unsupported",

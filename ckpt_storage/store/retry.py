@@ -22,6 +22,7 @@ from ckpt_storage.options import RetryPolicy
 from .base import (
     Arrived,
     Capabilities,
+    Copied,
     CopySource,
     Entry,
     PathFilter,
@@ -276,9 +277,13 @@ class RetryStore:
         """Return what the inner store says; nothing is asked of a storage."""
         return self._inner.copy_source(path)
 
-    def can_copy_from(self, other: Store) -> bool:
+    def can_copy_from(self, other: Copied, *, at_any_price: bool = True) -> bool:
         """Return what the inner store says; at most a local disk is asked, by the deadline."""
-        return self.run("look at the storage", "", lambda: self._inner.can_copy_from(other))
+        return self.run(
+            "look at the storage",
+            "",
+            lambda: self._inner.can_copy_from(other, at_any_price=at_any_price),
+        )
 
     def _shared(
         self, operation: str, path: str, call: Callable[[], SharedUpload]

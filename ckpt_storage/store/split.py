@@ -14,6 +14,7 @@ from ckpt_storage.format import layout
 from .base import (
     Arrived,
     Capabilities,
+    Copied,
     CopySource,
     Entry,
     PathFilter,
@@ -58,7 +59,7 @@ class SplitStore:
             kind=commits.kind,
             exclusive_create=commits.exclusive_create,
             atomic_replace=commits.atomic_replace,
-            replace_if_match=commits.replace_if_match,
+            if_match=commits.if_match,
         )
 
     def with_deadline(
@@ -136,9 +137,9 @@ class SplitStore:
         """Copy from the root that holds `path`."""
         return self._of(path).copy_source(path)
 
-    def can_copy_from(self, other: Store) -> bool:
+    def can_copy_from(self, other: Copied, *, at_any_price: bool = True) -> bool:
         """Ask the data root: nothing is copied among commit objects."""
-        return self._data.can_copy_from(other)
+        return self._data.can_copy_from(other, at_any_price=at_any_price)
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
         """List the data root, and the commit root for what lies there."""

@@ -26,18 +26,13 @@ from .backend import (
     Range,
     ShortReadError,
 )
+from .base import Arrived, Copied, PathFilter
 from .calls import Caller, Repeat, system_random
 from .problems import Call, explain
 from .timed import moved
 from .upload import Upload
 
 T = TypeVar("T")
-
-PathFilter = Callable[[str], bool]
-"""Says of a path, relative to the root, whether it is meant."""
-
-Arrived = Callable[[int], None]
-"""Takes the number of bytes that an attempt to read has filled so far; 0 begins an attempt."""
 
 _PIECE_BYTES = 1 << 20
 """Read and checked before it leaves a processor's second-level cache."""
@@ -323,12 +318,17 @@ class Store:
         """Return the object as uploads of this storage can copy it; None where they cannot."""
         return self.run("look at the storage", path, lambda backend: backend.copy_source(path))
 
-    def can_copy_from(self, other: Store) -> bool:
-        """Return whether `copy_part` here takes the sources of `other`: one bucket, one disk."""
+    def can_copy_from(self, other: Copied, *, at_any_price: bool = True) -> bool:
+        """Return whether `copy_part` here takes the sources of `other`: one bucket, one disk.
+
+        Unless `at_any_price`, only where a copy spares more than it costs.
+        """
         if self.capabilities.copy_min_bytes is None:
             return False
         mine, theirs = self.copy_source(""), other.copy_source("")
-        return mine is not None and theirs is not None and mine.scope == theirs.scope
+        if mine is None or theirs is None or mine.scope != theirs.scope:
+            return False
+        return at_any_price or theirs.pays
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[ObjectInfo]:
         """Return the objects below a folder, fresh from the storage; [] if there are none.

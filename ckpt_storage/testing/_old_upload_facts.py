@@ -117,7 +117,7 @@ class UploadFacts:
         uploads = [store.start_upload(f"saves/{name}/x", part_bytes=size) for name in ("a", "ab")]
         for upload in uploads:
             send(upload, [pattern(size, 1), pattern(10, 2)])
-        if not store.capabilities.can_list_uploads:
+        if not store.capabilities.lists_uploads:
             assert other.abort_uploads("saves/a") == 0
             for upload in uploads:
                 upload.abort()
@@ -145,7 +145,7 @@ class UploadFacts:
 
         count = other.abort_uploads("saves/a", only=is_meant)
         # Some storages show temporary files without promising that they show all.
-        assert asked or not store.capabilities.can_list_uploads
+        assert asked or not store.capabilities.lists_uploads
         assert count == bool(asked)
         if asked:
             assert sorted(asked) == sorted(names[:3])

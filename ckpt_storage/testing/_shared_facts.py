@@ -30,7 +30,7 @@ class SharedUploadFacts:
 
     def test_shared_uploads_are_refused_where_there_are_none(self, store: Store) -> None:
         """A store that does not declare them raises before anything is sent."""
-        if store.capabilities.shared_uploads:
+        if store.capabilities.tokens_travel:
             pytest.skip("the store declares shared uploads")
         with pytest.raises(UnsupportedByStoreError):
             store.start_shared_upload(_PATH, part_bytes=fill(store.capabilities))
@@ -251,7 +251,7 @@ class SharedUploadFacts:
     ) -> None:
         """Without the capability no store can be copied from, and nothing is sent."""
         size = _size(store)
-        if store.capabilities.copy_part_min_bytes is not None:
+        if store.capabilities.copy_min_bytes is not None:
             pytest.skip("the store declares that it copies parts")
         assert not store.can_copy_from(other)
         upload = store.start_shared_upload(_PATH, part_bytes=size)
@@ -264,16 +264,16 @@ class SharedUploadFacts:
 
 def _size(store: Store) -> int:
     """Return the size (bytes) of a part, or skip where nothing can be shared."""
-    if not store.capabilities.shared_uploads:
+    if not store.capabilities.tokens_travel:
         pytest.skip("the store declares no shared uploads")
     return fill(store.capabilities)
 
 
 def _copied_size(store: Store) -> int:
     """Return the size (bytes) of a copied part, or skip where nothing can be copied."""
-    if store.capabilities.copy_part_min_bytes is None:
+    if store.capabilities.copy_min_bytes is None:
         pytest.skip("the store declares that it copies no parts")
-    return max(store.capabilities.copy_part_min_bytes, fill(store.capabilities))
+    return max(store.capabilities.copy_min_bytes, fill(store.capabilities))
 
 
 def _source(store: Store) -> CopySource:

@@ -8,6 +8,7 @@ from typing import TypeVar
 from ckpt_storage.store.base import (
     Arrived,
     Capabilities,
+    Copied,
     CopySource,
     Entry,
     Existing,
@@ -83,7 +84,7 @@ class FaultStore:
 
         def half() -> Version:
             found = whole()
-            return Version(data=found.data[: len(found.data) // 2], token=found.token)
+            return Version(data=found.data[: len(found.data) // 2], version=found.version)
 
         return self._play("read_version", path, whole, half)
 
@@ -113,7 +114,7 @@ class FaultStore:
 
         def half() -> Stat:
             found = self._inner.stat(path)
-            return Stat(size_bytes=found.size_bytes // 2, modified_s=found.modified_s)
+            return Stat(path=path, size_bytes=found.size_bytes // 2, modified_s=found.modified_s)
 
         return self._play("stat", path, lambda: self._inner.stat(path), half)
 
@@ -173,9 +174,9 @@ class FaultStore:
         """Return the inner store's; nothing is asked of a storage."""
         return self._inner.copy_source(path)
 
-    def can_copy_from(self, other: Store) -> bool:
+    def can_copy_from(self, other: Copied, *, at_any_price: bool = True) -> bool:
         """Return what the inner store says."""
-        return self._inner.can_copy_from(other)
+        return self._inner.can_copy_from(other, at_any_price=at_any_price)
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
         """Return a listing; short: its first half."""

@@ -364,7 +364,7 @@ class _Remote:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.capabilities = dataclasses.replace(store.capabilities, cheap_stat=False)
+        self.capabilities = dataclasses.replace(store.capabilities, is_remote=True)
 
     def __getattr__(self, name: str) -> Any:  # whatever the store has
         return getattr(self._store, name)

@@ -153,7 +153,7 @@ def test_what_was_put_over_a_late_copy_is_taken_back_with_it() -> None:
 def test_a_publisher_that_meets_a_deletion_takes_its_copy_back(store: DictStore) -> None:
     """The checkpoint was deleted while `.metadata` was being put: it does not stay."""
     attempt, record = just_committed(store)
-    operation = "create" if store.capabilities.replace_if_match else "replace"
+    operation = "create" if store.capabilities.if_match else "replace"
     interrupt(
         store, operation, ".metadata", lambda: deleted(DictStore(store.disk, store.capabilities))
     )

@@ -65,7 +65,7 @@ def test_a_publisher_that_was_overtaken_puts_the_newer_one_back(
         saved(store)
     slow, slow_record = just_committed(store)
     latest: list[str] = []
-    operation = "create" if store.capabilities.replace_if_match else "replace"
+    operation = "create" if store.capabilities.if_match else "replace"
     operation = "replace" if before == "an older one" else operation
     other = DictStore(store.disk, store.capabilities)
     interrupt(store, operation, ".metadata", lambda: latest.append(saved(other)))

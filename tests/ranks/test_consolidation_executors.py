@@ -345,8 +345,8 @@ class Sequential(LocalStore):
         return dataclasses.replace(
             super().capabilities,
             parallel_parts=False,
-            shared_uploads=False,
-            copy_part_min_bytes=None,
+            tokens_travel=False,
+            copy_min_bytes=None,
             is_remote=True,
         )
 
@@ -460,12 +460,12 @@ def test_every_cut_of_a_region_is_legal(
         kind="s3",
         exclusive_create=True,
         atomic_replace=True,
-        replace_if_match=True,
+        if_match=True,
         parallel_parts=True,
         min_part_bytes=least,
         max_part_count=count,
-        copy_part_min_bytes=least,
-        copy_part_max_bytes=5 * 1024 * MIB,
+        copy_min_bytes=least,
+        copy_max_bytes=5 * 1024 * MIB,
     )
     part = 8 * MIB
     start = before_count * part

@@ -95,7 +95,7 @@ def test_s3_can_do_everything_and_stays_as_it_was(server: S3Server) -> None:
     assert found.clock_offset_s is not None
     assert found.clock_doubt_s is not None
     assert abs(found.clock_offset_s) <= found.clock_doubt_s
-    assert found.capabilities["replace_if_match"] is True
+    assert found.capabilities["if_match"] is True
 
 
 def test_google_and_azure_can_do_everything(gcs_root: Running, azure_root: Running) -> None:

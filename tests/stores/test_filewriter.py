@@ -27,7 +27,7 @@ FAR = Capabilities(
     kind="s3",
     exclusive_create=True,
     atomic_replace=True,
-    replace_if_match=True,
+    if_match=True,
     parallel_parts=True,
 )
 

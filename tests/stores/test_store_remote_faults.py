@@ -234,7 +234,7 @@ def test_every_condition_is_sent_in_one_request(server: S3Server) -> None:
     store = plain(server)
     store.create("commits/1", bytes(12 * 1024 * 1024))
     store.replace(".metadata", b"a")
-    token = store.read_version(".metadata").token
+    token = store.read_version(".metadata").version
     store.replace(".metadata", b"b", if_match=token)
     assert ops(server) == {"put": 3, "get": 1}
 

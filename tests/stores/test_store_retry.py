@@ -14,7 +14,7 @@ import pytest
 
 from ckpt_storage.errors import IntegrityError, StorageError
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.base import Capabilities, Entry, Store
+from ckpt_storage.store.base import Capabilities, Copied, Entry, Store
 from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.retry import RetryStore, abandoned_thread_count
@@ -377,9 +377,9 @@ def test_a_hanging_disk_is_not_waited_for_by_what_is_asked_of_a_store(bench: Ben
             ended.wait(60)
             return super().capabilities
 
-        def can_copy_from(self, other: Store) -> bool:
+        def can_copy_from(self, other: Copied, *, at_any_price: bool = True) -> bool:
             ended.wait(60)
-            return super().can_copy_from(other)
+            return super().can_copy_from(other, at_any_price=at_any_price)
 
     store = RetryStore(
         Hanging(str(bench.folder)), request_timeout_s=0.2, policy=RetryPolicy(attempt_count=1)

@@ -357,19 +357,19 @@ def test_gaps_and_overlaps_of_receipts_are_found(tmp_path: Path) -> None:
     """Only receipts that are the object exactly, in the order of their numbers, complete it."""
     store = local(tmp_path)
     good = [
-        PartReceipt(number=0, offset=0, size_bytes=4, token="a"),
-        PartReceipt(number=1, offset=4, size_bytes=4, token="b"),
+        PartReceipt(number=0, offset=0, size_bytes=4, receipt="a"),
+        PartReceipt(number=1, offset=4, size_bytes=4, receipt="b"),
     ]
     bad = [
         good[:1],
         good[1:],
-        [good[0], PartReceipt(number=1, offset=3, size_bytes=5, token="b")],
-        [*good, PartReceipt(number=2, offset=8, size_bytes=1, token="c")],
+        [good[0], PartReceipt(number=1, offset=3, size_bytes=5, receipt="b")],
+        [*good, PartReceipt(number=2, offset=8, size_bytes=1, receipt="c")],
         [
             PartReceipt(number=1, offset=0, size_bytes=4),
             PartReceipt(number=0, offset=4, size_bytes=4),
         ],
-        [*good, PartReceipt(number=1, offset=4, size_bytes=4, token="c")],
+        [*good, PartReceipt(number=1, offset=4, size_bytes=4, receipt="c")],
     ]
     for receipts in bad:
         for order in itertools.islice(itertools.permutations(receipts), 3):

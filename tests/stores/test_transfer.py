@@ -190,7 +190,7 @@ def test_a_memory_limit_below_the_storages_least_part_is_refused() -> None:
         kind="s3",
         exclusive_create=True,
         atomic_replace=True,
-        replace_if_match=True,
+        if_match=True,
         parallel_parts=True,
         min_part_bytes=5 << 20,
     )

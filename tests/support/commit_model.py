@@ -62,7 +62,7 @@ class Watch:
     """The invariants, checked against what was there one operation before."""
 
     def __init__(self, disk: Disk, capabilities: Capabilities, *, deletes: bool = False) -> None:
-        self._ordered = capabilities.replace_if_match and not deletes
+        self._ordered = capabilities.if_match and not deletes
         self._deletes = deletes
         self._before = seen(disk.files)
         self._changes = disk.changes

@@ -23,7 +23,7 @@ from ckpt_storage.errors import UnsupportedByStoreError as Unsupported
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.base import Capabilities, Entry, PathFilter, Stat, Store, Version
+from ckpt_storage.store.base import Capabilities, Copied, Entry, PathFilter, Stat, Store, Version
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.parts import TooLongError, too_long
 from ckpt_storage.transfer import workers
@@ -32,11 +32,10 @@ CAS = Capabilities(
     kind="s3",
     exclusive_create=True,
     atomic_replace=True,
-    replace_if_match=True,
+    if_match=True,
     parallel_parts=True,
-    reads_total_size=True,
 )
-BLIND = replace(CAS, kind="posix", replace_if_match=False)
+BLIND = replace(CAS, kind="posix", if_match=False)
 """As on a POSIX file system: replacing is atomic, but knows no condition."""
 
 BOTH = pytest.mark.parametrize("capabilities", [CAS, BLIND], ids=["conditions", "blind"])
@@ -123,7 +122,7 @@ class DictStore:
         data, token, _ = self._found(path)
         if most_bytes is not None and len(data) > most_bytes:
             raise too_long(TooLongError(len(data), most_bytes), path=path, shown=path)
-        return Version(data=data, token=token if self.capabilities.replace_if_match else None)
+        return Version(data=data, version=token if self.capabilities.if_match else None)
 
     def read_into(
         self,
@@ -147,7 +146,7 @@ class DictStore:
         """Return size and time."""
         self.gate("stat", path)
         data, _, modified_s = self._found(path)
-        return Stat(size_bytes=len(data), modified_s=modified_s)
+        return Stat(path=path, size_bytes=len(data), modified_s=modified_s)
 
     def write(self, path: str, data: bytes) -> None:
         """Put an object."""
@@ -165,7 +164,7 @@ class DictStore:
 
     def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
         """Put an object, on a condition if one is given."""
-        if if_match is not None and not self.capabilities.replace_if_match:
+        if if_match is not None and not self.capabilities.if_match:
             raise Unsupported("No conditions here.", kind="unsupported", path=path)
         self.gate("replace", path)
         if if_match is not None:
@@ -194,9 +193,9 @@ class DictStore:
         """Return that nothing can be copied."""
         del path
 
-    def can_copy_from(self, other: Store) -> bool:
+    def can_copy_from(self, other: Copied, *, at_any_price: bool = True) -> bool:
         """Return that nothing can be copied."""
-        del other
+        del other, at_any_price
         return False
 
     def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:

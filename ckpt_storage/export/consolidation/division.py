@@ -51,11 +51,11 @@ class WriteRules:
     def of(cls, capabilities: Capabilities, *, part_bytes: int = DEFAULT_PART_BYTES) -> WriteRules:
         """Return the rules of a store; `part_bytes` is what the caller would like."""
         return cls(
-            can_share_file=capabilities.shared_uploads,
+            can_share_file=capabilities.tokens_travel,
             min_part_bytes=capabilities.min_part_bytes,
             max_part_count=capabilities.max_part_count,
             part_multiple_bytes=math.lcm(
-                capabilities.part_multiple_bytes, capabilities.shared_align_bytes
+                capabilities.part_multiple_bytes, capabilities.part_alignment_bytes
             ),
             part_bytes=part_bytes,
         )

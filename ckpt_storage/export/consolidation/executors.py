@@ -112,16 +112,15 @@ class RegionWriter:
         )
         self._copies = (
             copies != "never"
-            and capabilities.copy_part_min_bytes is not None
-            and (copies == "always" or capabilities.copies_pay)
-            and target_store.can_copy_from(source_store)
+            and capabilities.copy_min_bytes is not None
+            and target_store.can_copy_from(source_store, at_any_price=copies == "always")
         )
         self._copy_align_bytes = capabilities.copy_align_bytes if copies == "auto" else 1
 
     def write(self, region: Region, upload: Upload) -> Portion:
         """Write all parts of `region` to `upload`, which stays open; return what was written.
 
-        A `SharedUpload`, own or joined, is cut anew: part numbers then count in units of
+        Where uploads can be shared, a region is cut anew: part numbers then count in units of
         `storagecopy.number_unit_bytes`, alike on all ranks. Any other takes the region's own
         parts, in order where the storage wants that. Raises what the stores raise, naming tensor
         and rank; `IntegrityError` for damage of the source.
@@ -129,12 +128,12 @@ class RegionWriter:
         reader = self._means.reader
         reader.require(region)
         try:
-            return _Job(self._means, region, upload, self._cut(region, upload)).run()
+            return _Job(self._means, region, upload, self._cut(region)).run()
         finally:
             reader.forget()
 
-    def _cut(self, region: Region, upload: Upload) -> Sequence[StreamPart | CopyPart]:
-        if not isinstance(upload, SharedUpload):
+    def _cut(self, region: Region) -> Sequence[StreamPart | CopyPart]:
+        if not self._means.capabilities.tokens_travel:
             return [
                 StreamPart(
                     number=part.number, start=part.start, stop=part.stop, is_last=part.is_last

@@ -288,14 +288,14 @@ class ExportFolder:
     def _put_index(self, index: bytes) -> None:
         """Put the index in place of the version that was there when the folder was taken."""
         store, before = self._store, self._index
-        conditional = store.capabilities.replace_if_match
+        conditional = store.capabilities.if_match
         try:
             if before is None and conditional:
                 store.create(INDEX_NAME, index)
             elif before is None or not conditional:
                 store.replace(INDEX_NAME, index)
             else:
-                store.replace(INDEX_NAME, index, if_match=before.token)
+                store.replace(INDEX_NAME, index, if_match=before.version)
         except StorageError as error:
             # An answer may have been lost; what lies there counts.
             now = read_if_there(store, INDEX_NAME)

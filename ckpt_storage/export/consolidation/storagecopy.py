@@ -112,7 +112,7 @@ def copy_runs(
     pieces: Iterable[Piece], place_of: Callable[[Piece], Place], capabilities: Capabilities
 ) -> list[CopyRun]:
     """Return the runs of a region that the storage can copy, ascending."""
-    least = capabilities.copy_part_min_bytes
+    least = capabilities.copy_min_bytes
     if least is None:
         return []
     runs = []
@@ -143,7 +143,7 @@ def cut_region(
     most twice the larger of both.
     """
     unit = number_unit_bytes(capabilities, region.file_bytes)
-    least_copy = max(unit, capabilities.copy_part_min_bytes or 0, _MIN_COPY_BYTES)
+    least_copy = max(unit, capabilities.copy_min_bytes or 0, _MIN_COPY_BYTES)
     parts: list[StreamPart | CopyPart] = []
     at = region.start
     for run in _fitted(region, runs, unit=unit, least=least_copy):
@@ -199,7 +199,7 @@ def _copied(
     place = run.place
     block = _edge_bytes(place)
     most = max(_COPY_BYTES, 2 * unit)
-    most = min(most, capabilities.copy_part_max_bytes or most)
+    most = min(most, capabilities.copy_max_bytes or most)
     count = -(-run.size_bytes // most)
     cuts = [run.size_bytes * i // count for i in range(1, count)]
     source_stop = run.source_start + run.size_bytes

@@ -171,7 +171,7 @@ class RankWork:
         name = self._plan.files[region.file].name
         begin = (
             self._store.start_shared_upload
-            if self._store.capabilities.shared_uploads
+            if self._store.capabilities.tokens_travel
             else self._store.start_upload
         )
         upload = begin(name, part_bytes=region.part_bytes)
