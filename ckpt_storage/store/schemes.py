@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.util
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoints
+    from importlib.metadata import EntryPoint
 
 ENTRY_POINTS = "ckpt_storage.backends"
 """The group in which a package's metadata name backends, by scheme."""
@@ -38,12 +39,20 @@ def kept(scheme: str) -> str:
     return _SPELT_ALIKE.get(scheme.lower(), scheme.lower())
 
 
+def is_scheme(text: str) -> bool:
+    """Return whether a text may stand before "://"."""
+    return re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", text) is not None
+
+
 @functools.cache
-def installed() -> EntryPoints:
+def installed() -> Mapping[str, Sequence[EntryPoint]]:
     """Return the backends that installed packages bring, by scheme."""
     from importlib.metadata import entry_points  # noqa: PLC0415  # local users need none
 
-    return entry_points(group=ENTRY_POINTS)
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=ENTRY_POINTS):
+        found.setdefault(kept(entry.name), []).append(entry)
+    return found
 
 
 def known() -> dict[str, str]:
@@ -54,7 +63,7 @@ def known() -> dict[str, str]:
     )
 
     found = {protocol: str(entry["class"]) for protocol, entry in known_implementations.items()}
-    return {**found, **dict.fromkeys([*registry, *installed().names, *SERVED], "")}
+    return {**found, **dict.fromkeys([*registry, *installed(), *SERVED], "")}
 
 
 def check(protocol: str, given: str, shown: str) -> None:
@@ -62,7 +71,7 @@ def check(protocol: str, given: str, shown: str) -> None:
 
     `given` is how it was spelt, `shown` the URL without credentials. Raises `InvalidInputError`.
     """
-    if protocol in SERVED or protocol in installed().names:
+    if protocol in SERVED or protocol in installed():
         return
     if protocol in _READ_ONLY:
         raise InvalidInputError(

@@ -1,0 +1,195 @@
+"""Which backend serves a URL, and the one function that opens a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.options import PageCache, RetryPolicy, Timeouts, check_page_cache
+
+from . import schemes
+from .backend import Backend, Settings
+from .base import Store as AnyStore
+from .location import Location
+from .redaction import Scrubber
+
+Opener: TypeAlias = Callable[[Location, Settings], Backend]
+"""Makes the backend of a root, as every backend's class does; asks nothing of the storage."""
+
+_REGISTERED: dict[str, Opener] = {}
+_BUILT_IN = schemes.BUCKETS | {"file", "memory"}
+
+
+def register_backend(scheme: str, opener: Opener, *, replace: bool = False) -> None:
+    """Have `opener(location, settings)` make the backend of every root at `scheme://...`.
+
+    It is called by the first call of a store, under that call's deadline. Holds for this process:
+    other processes call it too, or find the backend in a package's metadata, in the group
+    `ckpt_storage.backends`. Raises `InvalidInputError` if there is a backend for the scheme
+    already, unless `replace` is set.
+    """
+    name = schemes.kept(scheme)
+    if not schemes.is_scheme(scheme):
+        raise InvalidInputError(
+            f"{scheme!r} is no scheme of URLs.",
+            next_step="Give what stands before '://', such as 'mystore'.",
+        )
+    if not replace and (name in _REGISTERED or name in _BUILT_IN or name in schemes.installed()):
+        raise InvalidInputError(
+            f"{scheme}:// has a backend already.",
+            next_step="Pass replace=True if this one is to take its place.",
+        )
+    _REGISTERED[name] = opener
+    schemes.SERVED.add(name)
+
+
+def open_store(  # all but the first are named
+    url: str | os.PathLike[str] | Location,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    commit_location: Location | None = None,
+    sync_files: bool = True,
+    page_cache: PageCache = "keep",
+    timeouts: Timeouts | None = None,
+    retry: RetryPolicy | None = None,
+) -> AnyStore:
+    """Return the store at a path or URL, with deadlines and retries around it.
+
+    Nothing is asked of the storage yet, and no backend is made. Commit objects go to
+    `commit_location` if it is given (see `split`). `sync_files=False` leaves out fsync on local
+    paths, `page_cache="drop"` has uploads there leave nothing in the kernel's cache.
+    With a `Location`, `storage_options` must not be given again. Raises
+    `InvalidInputError`.
+    """
+    if isinstance(url, Location):
+        if storage_options is not None:
+            raise InvalidInputError(
+                "storage_options were given twice.",
+                next_step="Leave them out where a Location is passed: it carries them.",
+            )
+        location = url
+    else:
+        location = Location.of(url, storage_options)
+    check_page_cache(page_cache)
+    settings = Settings(
+        request_timeout_s=(timeouts or Timeouts()).request,
+        sync_files=sync_files,
+        page_cache=page_cache,
+    )
+    store = _store(location, settings, retry)
+    if commit_location is not None:
+        from .split import SplitStore  # noqa: PLC0415  # few need it
+
+        commits = open_store(commit_location, sync_files=sync_files, timeouts=timeouts, retry=retry)
+        store = SplitStore(store, commits)
+    return store
+
+
+# What is not on the seam of backends yet is served as before.
+_PORTED = frozenset({"memory"})
+
+
+def _store(location: Location, settings: Settings, retry: RetryPolicy | None) -> AnyStore:
+    if not _is_users(location.protocol) and _family(location) not in _PORTED:
+        return _old_store(location, settings, retry)
+    from .store import Store  # noqa: PLC0415  # loads when a store is opened
+
+    return Store(
+        lambda: backend_of(location, settings),
+        url=location.url,
+        scrub=Scrubber(location.storage_options, location.target),
+        policy=retry,
+        request_timeout_s=settings.request_timeout_s,
+    )
+
+
+def _is_users(scheme: str) -> bool:
+    return scheme in _REGISTERED or scheme in schemes.installed()
+
+
+def _old_store(location: Location, settings: Settings, retry: RetryPolicy | None) -> AnyStore:
+    from .local import LocalStore  # noqa: PLC0415  # as above
+    from .remote import RemoteStore  # noqa: PLC0415  # as above
+    from .retry import RetryStore  # noqa: PLC0415  # as above
+
+    timeout_s = settings.request_timeout_s
+    inner: AnyStore = RemoteStore(location, request_timeout_s=timeout_s)
+    if location.is_local:
+        inner = LocalStore(
+            location.target, sync_files=settings.sync_files, page_cache=settings.page_cache
+        )
+    return RetryStore(inner, policy=retry, request_timeout_s=timeout_s)
+
+
+def backend_of(location: Location, settings: Settings) -> Backend:
+    """Return a new backend for a root: registered, of a package, built in, or over fsspec.
+
+    Raises `InvalidInputError` if what it needs is not installed.
+    """
+    opener = _REGISTERED.get(location.protocol) or _installed(location.protocol)
+    return (opener or _built_in(_family(location)))(location, settings)
+
+
+def _installed(scheme: str) -> Opener | None:
+    """Return the opener that a package names for a scheme."""
+    found = {entry.value: entry for entry in schemes.installed().get(scheme, ())}
+    if len(found) > 1:
+        raise InvalidInputError(
+            f"Several packages bring a backend for {scheme}://: {', '.join(sorted(found))}.",
+            next_step="Uninstall all but one, or choose one by register_backend.",
+        )
+    for value, entry in found.items():
+        try:
+            opener: Opener = entry.load()
+        except (AttributeError, ImportError) as error:
+            raise InvalidInputError(
+                f"The backend of {scheme}://, {value}, cannot be loaded: {error}.",
+                next_step="Repair or uninstall the package that brings it.",
+            ) from error
+        return opener
+    return None
+
+
+_FAMILIES = {
+    "adlfs.AzureBlobFileSystem": "azure",
+    "gcsfs.GCSFileSystem": "gcs",
+    "s3fs.S3FileSystem": "s3",
+}
+
+
+def _family(location: Location) -> str:
+    """Return which backend serves a file system: for fsspec's, by what its class descends from."""
+    if location.is_local:
+        return "local"
+    import fsspec  # noqa: PLC0415  # local users need none
+
+    try:
+        kinds = fsspec.get_filesystem_class(location.protocol).__mro__
+    except ImportError as error:
+        # fsspec raises its own from the one that names the package.
+        package = getattr(error.__cause__, "name", None) or error.name or str(error)
+        raise schemes.missing_backend(location.protocol, package) from None
+    names = [f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in kinds]
+    if names[0] == "fsspec.MemoryFileSystem":
+        return "memory"
+    return next((_FAMILIES[name] for name in names if name in _FAMILIES), "generic")
+
+
+def _built_in(family: str) -> Opener:
+    if family == "memory":
+        from .backends.memory import MemoryBackend  # noqa: PLC0415  # one backend is loaded
+
+        return MemoryBackend
+    if family == "s3":
+        from .backends.s3 import S3Backend  # noqa: PLC0415  # as above
+
+        return S3Backend
+    if family == "gcs":
+        from .backends.gcs import GcsBackend  # noqa: PLC0415  # as above
+
+        return GcsBackend
+    from .backends.azure import AzureBackend  # noqa: PLC0415  # as above
+
+    return AzureBackend
