@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     )
     from .options import ProgressEvent, RetryPolicy, Timeouts
     from .saves.saving import save
+    from .store.registry import register_backend
 
 __all__ = [
     "AsyncSaver",
@@ -126,6 +127,7 @@ __all__ = [
     "load",
     "open_checkpoint",
     "publish",
+    "register_backend",
     "save",
     "save_async",
     "verify",
@@ -189,6 +191,7 @@ _DEFINED_IN = {
     "diff": "inspect.checkpoint",
     "list_checkpoints": "commit.catalog",
     "publish": "commit.catalog",
+    "register_backend": "store.registry",
     "load": "loads.loading",
     "open_checkpoint": "inspect.checkpoint",
     "save": "saves.saving",

@@ -79,6 +79,7 @@ PUBLIC = [
     "load",
     "open_checkpoint",
     "publish",
+    "register_backend",
     "save",
     "save_async",
     "verify",
