@@ -1,35 +1,35 @@
-"""The store that the tests of the protocol stand on keeps every promise of a store."""
+"""The backend that the tests of the protocol stand on keeps every promise of a backend."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
-from commit_tools import BLIND, CAS, DictStore, Disk
+from commit_tools import BLIND, CAS, DictBackend, Disk
 
-from ckpt_storage.store.base import Store
-from ckpt_storage.testing._old_suite import StoreSuite
+from ckpt_storage.store.backend import Backend
+from ckpt_storage.testing.store_suite import StoreSuite
 
 
-class TestDictStore(StoreSuite):
-    """The store that stands in for storages in these tests keeps every promise of a store."""
+class TestDictBackend(StoreSuite):
+    """The backend that stands in for storages in these tests."""
 
     capabilities = CAS
 
     @pytest.fixture
-    def store(self) -> Store:
-        """A store on a disk of its own."""
+    def backend(self) -> DictBackend:
+        """A backend on a disk of its own."""
         disk = Disk()
         disk.clock_s = time.time()
-        return DictStore(disk, self.capabilities)
+        return DictBackend(disk, self.capabilities)
 
     @pytest.fixture
-    def other(self, store: DictStore) -> Store:
-        """Another store on that disk."""
-        return DictStore(store.disk, self.capabilities)
+    def other(self, backend: DictBackend) -> Backend:
+        """Another one on that disk."""
+        return DictBackend(backend.disk, self.capabilities)
 
 
-class TestBlindDictStore(TestDictStore):
+class TestBlindDictBackend(TestDictBackend):
     """The same without conditional replacement."""
 
     capabilities = BLIND

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 from commit_tools import (
     CAS,
     QUICK,
     Attempt,
+    DictBackend,
     DictStore,
     Disk,
     attempted,
@@ -45,9 +47,9 @@ from ckpt_storage.format import layout
 from ckpt_storage.format.slots import HeadRef
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import open_store
+from ckpt_storage.store.backend import Buffers
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.local import LocalStore
-from ckpt_storage.testing.fault_store import FaultStore
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.s3server import S3Server
@@ -126,7 +128,7 @@ def test_no_slot_costs_one_read(store: DictStore) -> None:
     store.gate = lambda operation, path: calls.append((operation, path))
     found = slotlog.read_log(store)
     assert (found.last_slot, found.last, found.head) == (0, None, None)
-    assert calls == [("read", SLOT_1)]
+    assert calls == [("get", SLOT_1)]
 
 
 @pytest.mark.parametrize("type_of_target", ["fence", "commit of another save", "nothing"])
@@ -260,16 +262,16 @@ def test_of_many_savers_one_wins_and_the_others_are_told(arena: Arena) -> None:
 
 def test_a_lost_answer_is_a_success_exactly_once(store: DictStore) -> None:
     """The slot was created and the answer lost: the save is committed, in one slot."""
-    faulty = FaultStore(store, [Rule(action="lost_answer", operation="create")])
+    faulty = store.failing(Rule(action="lost_answer", operation="put_absent"))
     attempt = attempted(store)
     assert committed(faulty, attempt).save_id == attempt.save_id
     assert seen(store.disk.files).committed == [attempt.save_id]
-    assert [call.operation for call in faulty.script.calls] == ["create", "read"]
+    assert [call.operation for call in faulty.script.calls] == ["put_absent", "get"]
 
 
 def test_an_error_before_anything_was_done_is_repeated(store: DictStore) -> None:
     """The create failed and the slot is free: it is tried again, under the same write id."""
-    faulty = FaultStore(store, [Rule(action="error", operation="create", hit_count=3)])
+    faulty = store.failing(Rule(action="error", operation="put_absent", hit_count=3))
     attempt = attempted(store)
     record = committed(faulty, attempt)
     assert seen(store.disk.files).committed == [attempt.save_id]
@@ -280,7 +282,7 @@ def test_a_lost_answer_with_another_in_the_slot_is_a_conflict(store: DictStore) 
     """Whatever error the create ends with, a slot that another holds is lost to it."""
     mine, theirs = attempted(store), attempted(store)
     committed(store, theirs)
-    faulty = FaultStore(store, [Rule(action="error", operation="create")])
+    faulty = store.failing(Rule(action="error", operation="put_absent"))
     with pytest.raises(CommitConflictError) as caught:
         committed(faulty, mine)
     assert caught.value.winner["save_id"] == theirs.save_id
@@ -290,12 +292,9 @@ def test_a_lost_answer_with_another_in_the_slot_is_a_conflict(store: DictStore) 
 @pytest.mark.parametrize("action", ["error", "lost_answer"])
 def test_a_slot_that_cannot_be_read_back_is_unknown(store: DictStore, action: str) -> None:
     """Neither created for sure nor readable: unknown, whether or not it was created."""
-    faulty = FaultStore(
-        store,
-        [
-            Rule(action="error", operation="read", hit_count=None),
-            Rule(action=action, operation="create", hit_count=None),  # type: ignore[arg-type]
-        ],
+    faulty = store.failing(
+        Rule(action="error", operation="get", hit_count=None),
+        Rule(action=action, operation="put_absent", hit_count=None),  # type: ignore[arg-type]
     )
     attempt = attempted(store)
     with pytest.raises(CommitUnknownError) as caught:
@@ -307,7 +306,7 @@ def test_a_slot_that_cannot_be_read_back_is_unknown(store: DictStore, action: st
 
 def test_a_torn_slot_is_unknown_not_failed(store: DictStore) -> None:
     """A storage that tore the record apart leaves a slot that says nothing about the winner."""
-    faulty = FaultStore(store, [Rule(action="short", operation="create")])
+    faulty = store.failing(Rule(action="short", operation="put_absent"))
     attempt = attempted(store)
     assert committed(faulty, attempt).slot == 1  # it reported success, which is its own fault
     with pytest.raises(IntegrityError):
@@ -319,55 +318,54 @@ def test_a_torn_slot_is_unknown_not_failed(store: DictStore) -> None:
 @pytest.mark.parametrize("kind", ["permission", "credentials", "no-space", "unsupported"])
 def test_a_refusal_for_good_is_a_failure(store: DictStore, kind: str) -> None:
     """The storage said no and the slot is free: not committed, and not tried again."""
-    rule = Rule(action="error", operation="create", kind=kind, retryable=False, hit_count=None)
-    faulty = FaultStore(store, [rule])
+    rule = Rule(action="error", operation="put_absent", kind=kind, retryable=False, hit_count=None)
+    faulty = store.failing(rule)
     with pytest.raises(StorageError) as caught:
         committed(faulty, attempted(store))
     assert caught.value.kind == kind
-    assert [call.operation for call in faulty.script.calls] == ["create", "read"]
+    assert [call.operation for call in faulty.script.calls] == ["put_absent", "get"]
     assert seen(store.disk.files).slots == []
 
 
 def test_a_refusal_after_a_lost_answer_is_unknown(store: DictStore) -> None:
     """The first request may still arrive, so the refusal of the second proves nothing."""
     rules = [
-        Rule(action="error", operation="create", kind="timeout"),
-        Rule(action="error", operation="create", kind="permission", hit_count=None),
+        Rule(action="error", operation="put_absent", kind="timeout"),
+        Rule(action="error", operation="put_absent", kind="permission", hit_count=None),
     ]
     attempt = attempted(store)
     with pytest.raises(CommitUnknownError):
-        committed(FaultStore(store, rules), attempt)
+        committed(store.failing(*rules), attempt)
 
 
-class LateStore(DictStore):
-    """The first create is reported as timed out, and arrives just before the second."""
+class Late(DictBackend):
+    """The first creation is reported as timed out, and arrives just before the second."""
 
-    late: tuple[str, bytes] | None = None
-    calls = 0
+    late: tuple[str, Buffers] | None = None
+    is_first = True
 
-    def create(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: Buffers, **conditions: Any) -> None:
         """Create, late."""
-        self.calls += 1
-        if self.calls == 1:
-            self.late = (path, data)
-            raise StorageError("Timed out.", kind="timeout", path=path)
+        if self.is_first:
+            self.is_first, self.late = False, (path, data)
+            raise TimeoutError
         if self.late is not None:
             late, self.late = self.late, None
-            super().create(*late)
-        super().create(path, data)
+            super().put(*late, if_absent=True)
+        super().put(path, data, **conditions)
 
 
 def test_a_request_that_arrives_late_is_recognised(disk: Disk) -> None:
     """The repeated create finds the slot taken, by its own earlier request: committed."""
     attempt = attempted(DictStore(disk))
-    assert committed(LateStore(disk), attempt).save_id == attempt.save_id
+    assert committed(DictStore(disk, backend=Late), attempt).save_id == attempt.save_id
     assert seen(disk.files).committed == [attempt.save_id]
 
 
 def test_an_expired_deadline_fails_before_anything_is_sent(store: DictStore) -> None:
     """With no time left nothing is created, so that is no unknown outcome but a timeout."""
     attempt = attempted(store)
-    faulty = FaultStore(store)
+    faulty = store.failing()
     with pytest.raises(PhaseTimeoutError):
         commit.commit(
             faulty,
@@ -382,12 +380,12 @@ def test_an_expired_deadline_fails_before_anything_is_sent(store: DictStore) -> 
 
 def test_attempts_to_create_end(store: DictStore) -> None:
     """A storage that never answers is asked `attempt_count` times; then the outcome is unknown."""
-    rule = Rule(action="error", operation="create", hit_count=None)
-    faulty = FaultStore(store, [rule])
+    rule = Rule(action="error", operation="put_absent", hit_count=None)
+    faulty = store.failing(rule)
     retry = RetryPolicy(attempt_count=5, first_delay_s=0.0, max_delay_s=0.0)
     with pytest.raises(CommitUnknownError):
         committed(faulty, attempted(store), retry=retry)
-    assert sum(call.operation == "create" for call in faulty.script.calls) == 5
+    assert sum(call.operation == "put_absent" for call in faulty.script.calls) == 5
 
 
 @pytest.mark.parametrize("operation", ["link", "fsync_folder"])
@@ -459,7 +457,7 @@ def test_a_fence_is_repeated_until_it_has_a_slot(store: DictStore) -> None:
     attempt = attempted(store)
 
     def overtake(operation: str, path: str) -> None:
-        if (operation, path) == ("create", SLOT_1):
+        if (operation, path) == ("put_absent", SLOT_1):
             committed(DictStore(store.disk), attempt)
 
     found = fenced(DictStore(store.disk, CAS, overtake), attempt.save_id)

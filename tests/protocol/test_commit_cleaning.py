@@ -33,7 +33,6 @@ from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.store import open_store
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.store.local import LocalStore
-from ckpt_storage.testing.fault_store import FaultStore
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 from ckpt_storage.testing.s3server import S3Server
 
@@ -95,7 +94,7 @@ def test_a_paused_publisher_cannot_bring_back_what_was_freed() -> None:
         just_committed(DictStore(disk))
         assert slow.save_id in cleaning.free_superseded(DictStore(disk), keep_previous=0)
 
-    interrupt(store, "replace", ".metadata", meanwhile)
+    interrupt(store, "put_match", ".metadata", meanwhile)
     publishing.publish(store, own=slow_record, own_stock=slow.stock_bytes)
     now = seen(disk.files)
     assert now.stock == now.head
@@ -172,7 +171,7 @@ def test_an_opener_that_publishes_keeps_the_files_it_publishes() -> None:
             cleaned(store)
         whole.append(is_whole(disk.files, dead.save_id))
 
-    interrupt(opener, "replace", ".metadata", meanwhile)
+    interrupt(opener, "put", ".metadata", meanwhile)
     assert publishing.roll_forward(opener, dead.save_id)
     assert whole == [True]
     now = seen(disk.files)
@@ -184,9 +183,9 @@ def test_an_opener_that_dies_leaves_its_note_for_a_day() -> None:
     """Nobody can tell that it is dead, so what it was publishing stays until its day is over."""
     disk = Disk()
     slow, slow_record = just_committed(DictStore(disk, BLIND))
-    rule = Rule(action="crash_before", operation="replace", path="metadata")
+    rule = Rule(action="crash_before", operation="put", path="metadata")
     with pytest.raises(SimulatedCrash):
-        publishing.roll_forward(FaultStore(DictStore(disk, BLIND), [rule]), slow.save_id)
+        publishing.roll_forward(DictStore(disk, BLIND, rules=[rule]), slow.save_id)
     store = DictStore(disk, BLIND)
     published(store, slow, slow_record)
     for _ in range(3):
@@ -210,7 +209,7 @@ def test_freeing_may_be_cut_anywhere_and_run_again(capabilities: Capabilities) -
                 operation="delete|delete_folder" if action == "torn" else "",
                 skip_count=skip,
             )
-            faulty = FaultStore(store, [rule])
+            faulty = store.failing(rule)
             try:
                 cleaning.free_superseded(faulty)
             except SimulatedCrash:
@@ -281,7 +280,7 @@ def test_one_that_commits_while_being_fenced_is_kept(store: DictStore) -> None:
     """The commit overtakes the fence: the fence comes behind it, and nothing is deleted."""
     slow = attempted(store)
     other = DictStore(store.disk, store.capabilities)
-    interrupt(store, "create", "00000001.json", lambda: committed(other, slow))
+    interrupt(store, "put_absent", "00000001.json", lambda: committed(other, slow))
     assert cleaned(store) == []
     assert is_whole(store.disk.files, slow.save_id)
     assert seen(store.disk.files).head == slow.save_id

@@ -27,7 +27,6 @@ from commit_tools import (
 
 from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.store.base import Capabilities
-from ckpt_storage.testing.fault_store import FaultStore
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 
@@ -77,7 +76,7 @@ def test_deleting_again_does_not_harm_who_began_since(store: DictStore, with_fen
 @BOTH
 def test_a_save_during_the_deletion_keeps_its_metadata(store: DictStore) -> None:
     """Whoever saves anew while the old checkpoint is being deleted ends up published."""
-    for operation in ("stat", "read", "delete"):
+    for operation in ("stat", "get", "delete"):
         saved(store)
         other = DictStore(store.disk, store.capabilities)
         latest: list[str] = []
@@ -107,7 +106,7 @@ def test_a_saver_that_the_tombstone_does_not_name_fails_too(store: DictStore) ->
     saved(store)
     other = DictStore(store.disk, store.capabilities)
     late: list[Attempt] = []
-    interrupt(store, "create", "00000002.json", lambda: late.append(attempted(other)))
+    interrupt(store, "put_absent", "00000002.json", lambda: late.append(attempted(other)))
     deleted(store)
     assert late[0].save_id not in str(seen(store.disk.files).slots[-1]["fenced"])
     with pytest.raises(CommitConflictError):
@@ -119,7 +118,7 @@ def test_a_save_that_the_deleter_did_not_list_is_deleted_all_the_same(store: Dic
     """It began and committed between listing and record, so it is part of what is deleted."""
     saved(store)
     other = DictStore(store.disk, store.capabilities)
-    interrupt(store, "read", "00000001.json", lambda: saved(other))
+    interrupt(store, "get", "00000001.json", lambda: saved(other))
     deleted(store)
     assert set(store.disk.files) == {f"commits/{slot:08d}.json" for slot in (1, 2, 3)}
 
@@ -136,11 +135,11 @@ def test_what_was_put_over_a_late_copy_is_taken_back_with_it() -> None:
         published(later, fast, fast_record)
 
     def gate(operation: str, path: str) -> None:
-        if (operation, path) == ("create", ".metadata"):
+        if (operation, path) == ("put_absent", ".metadata"):
             deleted(DictStore(disk))
             late.gate = lambda name, at: (
                 between_creation_and_second_look()
-                if (name, at) == ("read", "commits/00000002.json")
+                if (name, at) == ("get", "commits/00000002.json")
                 else None
             )
 
@@ -153,7 +152,7 @@ def test_what_was_put_over_a_late_copy_is_taken_back_with_it() -> None:
 def test_a_publisher_that_meets_a_deletion_takes_its_copy_back(store: DictStore) -> None:
     """The checkpoint was deleted while `.metadata` was being put: it does not stay."""
     attempt, record = just_committed(store)
-    operation = "create" if store.capabilities.if_match else "replace"
+    operation = "put_absent" if store.capabilities.if_match else "put"
     interrupt(
         store, operation, ".metadata", lambda: deleted(DictStore(store.disk, store.capabilities))
     )
@@ -170,7 +169,7 @@ def test_deleting_may_be_cut_anywhere_and_run_again(capabilities: Capabilities) 
             store = DictStore(Disk(), capabilities)
             saved(store)
             save_id = saved(store)
-            faulty = FaultStore(store, [Rule(action=action, skip_count=skip)])
+            faulty = store.failing(Rule(action=action, skip_count=skip))
             try:
                 deleted(faulty)
             except SimulatedCrash:
@@ -216,7 +215,7 @@ def test_a_deleted_checkpoint_that_crashed_half_way_is_cleared_by_later_saves(
     """What a dead deleter left is freed as a leftover once the id is used again."""
     old = saved(store)
     with pytest.raises(SimulatedCrash):
-        deleted(FaultStore(store, [Rule(action="crash_after", operation="create")]))
+        deleted(store.failing(Rule(action="crash_after", operation="put_absent")))
     assert is_whole(store.disk.files, old)
     new = written(store, begun(store, overwrite=False))
     published(store, new, committed(store, new))

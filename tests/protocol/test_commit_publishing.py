@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from ckpt_storage.commit import publishing, stockfooter
 from ckpt_storage.errors import IntegrityError, StorageError
-from ckpt_storage.testing.fault_store import FaultStore
 from ckpt_storage.testing.faults import Rule
 
 
@@ -65,8 +64,8 @@ def test_a_publisher_that_was_overtaken_puts_the_newer_one_back(
         saved(store)
     slow, slow_record = just_committed(store)
     latest: list[str] = []
-    operation = "create" if store.capabilities.if_match else "replace"
-    operation = "replace" if before == "an older one" else operation
+    operation = "put_absent" if before == "nothing" else "put_match"
+    operation = operation if store.capabilities.if_match else "put"
     other = DictStore(store.disk, store.capabilities)
     interrupt(store, operation, ".metadata", lambda: latest.append(saved(other)))
     published(store, slow, slow_record)
@@ -84,8 +83,8 @@ def test_a_failed_answer_while_publishing_is_looked_into(
     if before == "an older one":
         saved(store)
     attempt, record = just_committed(store)
-    rule = Rule(action=action, operation="create|replace", path="metadata")  # type: ignore[arg-type]
-    assert published(FaultStore(store, [rule]), attempt, record)
+    rule = Rule(action=action, operation="put.*", path="metadata")  # type: ignore[arg-type]
+    assert published(store.failing(rule), attempt, record)
     files = store.disk.files
     assert seen(files).stock == attempt.save_id
     assert f"saves/{attempt.save_id}/published.json" in files
@@ -97,13 +96,13 @@ def test_publishing_that_fails_for_good_says_so(store: DictStore) -> None:
     attempt, record = just_committed(store)
     rule = Rule(
         action="error",
-        operation="create|replace",
+        operation="put.*",
         kind="permission",
         retryable=False,
         hit_count=None,
     )
     with pytest.raises(StorageError):
-        published(FaultStore(store, [rule]), attempt, record)
+        published(store.failing(rule), attempt, record)
     assert seen(store.disk.files).head == attempt.save_id
     assert publishing.roll_forward(store, attempt.save_id)
     assert seen(store.disk.files).stock == attempt.save_id

@@ -21,7 +21,6 @@ from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, Keep
 from ckpt_storage.store import probe
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.testing.fault_store import FaultStore
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 
 KEEP = KeepLatest(2) | KeepBest("loss", "min")
@@ -93,7 +92,7 @@ def test_a_prune_cut_at_any_step_loses_nothing_and_is_gone_on_with(
     """Every operation is cut or failed once: afterwards all is whole, and the next one ends it."""
     origin = scene(capabilities)
     before = rest(origin.files, KEPT | {7})
-    dry = FaultStore(DictStore(origin.copy(), capabilities))
+    dry = DictStore(origin.copy(), capabilities)
     prune(dry, KEEP, origin)
     calls = list(dry.script.calls)
     ends: Counter[str] = Counter()
@@ -104,7 +103,7 @@ def test_a_prune_cut_at_any_step_loses_nothing_and_is_gone_on_with(
             continue
         rule = Rule(action=action, skip_count=number, kind="timeout", retryable=False)
         probe._RESULTS.clear()  # noqa: SLF001  # as in a new process
-        store = FaultStore(DictStore(disk, capabilities), [rule])
+        store = DictStore(disk, capabilities, rules=[rule])
         try:
             report = prune(store, KEEP, disk)
             ends["ended"] += 1
@@ -228,9 +227,9 @@ def test_what_cannot_be_deleted_does_not_keep_the_others() -> None:
     """A step that the storage refuses to delete is reported; the others go."""
     disk = scene(CAS)
     rule = Rule(
-        action="error", operation="create", path=name_of(2), hit_count=None, kind="permission"
+        action="error", operation="put_absent", path=name_of(2), hit_count=None, kind="permission"
     )
-    store = FaultStore(DictStore(disk, CAS), [rule])
+    store = DictStore(disk, CAS, rules=[rule])
     report = prune(store, KEEP, disk)
     assert report.deleted == (name_of(1), name_of(3))
     assert list(report.failed) == [name_of(2)]
@@ -240,7 +239,7 @@ def test_what_cannot_be_deleted_does_not_keep_the_others() -> None:
 def test_a_census_that_is_told_nothing_new_asks_nothing_new() -> None:
     """In one process a second prune reads the newest again, and no other checkpoint."""
     disk = scene(CAS)
-    store = FaultStore(DictStore(disk, CAS))
+    store = DictStore(disk, CAS)
     one = Pruner(DiskCensus(store), KeepLatest(2) | KeepEvery(1), retry=QUICK)
     one.prune(Deadline("commit", 600))
     seen_first = len(store.script.calls)
@@ -317,7 +316,7 @@ def test_an_export_that_begins_while_one_is_removed_stays(path: str) -> None:
     def gate(operation: str, at_path: str) -> None:
         if operation == "delete" and at_path.endswith(path):
             pytest.fail(f"{at_path} was deleted under a consolidation that works there")
-        if operation == "read" and at_path.endswith("holder.json") and turn():
+        if operation == "get" and at_path.endswith("holder.json") and turn():
             holder = Holder(run_id="c" * 32, fingerprint="d" * 64)
             disk.put(f"{name_of(3)}/hf/exports/holder.json", holder.encode())
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+from dataclasses import replace
 
 import crc32c
 import pytest
-from commit_tools import CAS, DictStore, Disk
+from commit_tools import CAS, DictBackend, Disk
 
-from ckpt_storage.errors import StorageError
 from ckpt_storage.inspect.shardspots import ArrivedSpans, Span
 from ckpt_storage.options import RetryPolicy, TransferOptions
 from ckpt_storage.source.model import Place
-from ckpt_storage.store.base import Arrived
+from ckpt_storage.store.backend import Range
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.retry import RetryStore
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.fetching import Fetch, run_fetches
 
 BLOCK = 64
@@ -82,36 +83,29 @@ def test_each_damaged_block_is_found_once_wherever_the_pieces_end(seed: int) -> 
     assert all(span.start <= (error.offset or 0) < span.stop for span, error in arrived.damaged)
 
 
-class BreakingStore(DictStore):
+class Breaking(DictBackend):
     """Its first read brings damage and breaks off; the second is sound."""
 
     attempt_count = 0
 
-    def read_into(
-        self,
-        path: str,
-        start: int,
-        target: memoryview,
-        *,
-        size_bytes: int | None = None,
-        arrived: Arrived | None = None,
-    ) -> None:
-        """Fill, and report all but the last bytes before breaking off."""
-        super().read_into(path, start, target, size_bytes=size_bytes)
+    def read(self, path: str, ranges: Iterable[Range]) -> int:
+        """Fill all, and break off when that was looked at."""
         self.attempt_count += 1
-        assert arrived is not None
+        for start, view in ranges:
+            view[:] = self.disk.files[path][start : start + len(view)]
+            view[0] ^= self.attempt_count == 1
         if self.attempt_count == 1:
-            target[0] ^= 1
-            arrived(len(target) - 1)
-            raise StorageError("Broken off.", kind="connection", retryable=True)
-        arrived(len(target))
+            raise ConnectionResetError
+        return len(self.disk.files[path])
 
 
 def test_what_an_attempt_that_broke_off_brought_is_no_damage() -> None:
     """Damage counts only if the attempt that brought it was the last one."""
     spans, data = laid_out(1)
-    store = BreakingStore(Disk(), CAS)
-    store.write("f", bytes(BASE) + data)
+    disk = Disk()
+    disk.put("f", bytes(BASE) + data)
+    backend = Breaking(disk, replace(CAS, is_remote=False))
+    store = Store(backend, url="dict://root", policy=RetryPolicy(first_delay_s=0.0))
     arrived = ArrivedSpans(spans)
     left: list[object] = [None]
     fetch = Fetch(
@@ -122,10 +116,8 @@ def test_what_an_attempt_that_broke_off_brought_is_no_damage() -> None:
         check=arrived.check,
         edge_before=arrived.edge_before,
     )
-    retrying = RetryStore(store, policy=RetryPolicy(first_delay_s=0.0))
-    run_fetches(
-        retrying, [fetch], options=TransferOptions(thread_count=1), deadline=Deadline("load", 60)
-    )
-    retrying.close()
-    assert store.attempt_count == 2
+    options = TransferOptions(thread_count=1)
+    run_fetches(store, [fetch], options=options, deadline=Deadline("load", 60))
+    store.close()
+    assert backend.attempt_count == 2
     assert left == []

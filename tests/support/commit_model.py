@@ -108,11 +108,12 @@ def check_end(disk: Disk, capabilities: Capabilities, actors: Sequence[Actor]) -
         assert set(now.committed) >= {actor.result for actor in winners}
         assert now.stock == now.head, "all have ended, and .metadata is behind"
     store = DictStore(disk, capabilities)
-    open_it(store)
+    store.in_one_thread(lambda _: open_it(store))
     now = seen(disk.files)
     if now.head is not None:
         assert now.stock == now.head, "an opener did not bring .metadata up to date"
-    latest = save(store)
+    latest = store.in_one_thread(lambda _: save(store))
+    store.close()
     now = seen(disk.files)
     assert now.head == now.stock == latest
     assert is_whole(disk.files, latest)

@@ -31,9 +31,9 @@ def is_private(disk: Disk, operation: str, path: str) -> bool:
     Files of an attempt that nothing names yet: their order among themselves is the writer's. And
     slots that are there: they never change.
     """
-    if operation == "write" and path.startswith("saves/"):
+    if operation == "put" and path.startswith("saves/"):
         return not path.rpartition("/")[2].startswith(MARKERS)
-    return operation == "read" and path.startswith("commits/") and path in disk.objects
+    return operation == "get" and path.startswith("commits/") and path in disk.objects
 
 
 class Actor:
@@ -71,13 +71,15 @@ class Actor:
         self._go.acquire()
         try:
             if not self._dead:
-                self.result = job(store)
+                # One thread for all its operations, in place of one hand-over each.
+                self.result = store.in_one_thread(lambda _: job(store))
         except CheckpointError as error:
             self.error = error
         except EndedError:
             pass
         except BaseException as error:  # noqa: BLE001  # raised again where the test runs
             self._failure = error
+        store.close()
         self.done = True
         self._rests.release()
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import crc32c
 import pytest
@@ -18,14 +18,23 @@ import pytest
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit import cleaning, publishing, slotlog, stockfooter
 from ckpt_storage.commit.attempt import Grant
-from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.errors import UnsupportedByStoreError as Unsupported
+from ckpt_storage.errors import StorageError
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.base import Capabilities, Copied, Entry, PathFilter, Stat, Store, Version
+from ckpt_storage.store.backend import (
+    Backend,
+    Buffers,
+    Capabilities,
+    Content,
+    ObjectInfo,
+    Part,
+    Range,
+    ShortReadError,
+)
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.parts import TooLongError, too_long
+from ckpt_storage.store.store import Store
+from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.transfer import workers
 
 CAS = Capabilities(
@@ -95,123 +104,71 @@ class Disk:
         return Disk(dict(self.objects), itertools.count(10**9), self.clock_s)
 
 
-class DictStore:
-    """A `Store` on a `Disk`; every operation first passes `gate`, and then is one atomic step."""
+class DictBackend(Backend):
+    """A backend on a `Disk`; every operation first passes `gate`, and then is one atomic step.
+
+    Operations bear the names that `FaultBackend` gives them.
+    """
 
     def __init__(self, disk: Disk, capabilities: Capabilities = CAS, gate: Gate = ungated) -> None:
         self.disk = disk
         self.capabilities = capabilities
         self.gate = gate
+        self._uploads: dict[str, dict[int, bytes]] = {}
 
-    @property
-    def url(self) -> str:
-        """The root, for messages."""
-        return "dict://root"
-
-    def prepare(self, folders: Sequence[str]) -> None:
-        """Do nothing: there are no folders."""
-        del folders
-
-    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
-        """Return an object."""
-        return self.read_version(path, most_bytes=most_bytes).data
-
-    def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
-        """Return an object and its token."""
-        self.gate("read", path)
-        data, token, _ = self._found(path)
-        if most_bytes is not None and len(data) > most_bytes:
-            raise too_long(TooLongError(len(data), most_bytes), path=path, shown=path)
-        return Version(data=data, version=token if self.capabilities.if_match else None)
-
-    def read_into(
-        self,
-        path: str,
-        start: int,
-        target: memoryview,
-        *,
-        size_bytes: int | None = None,
-        arrived: Callable[[int], None] | None = None,
-    ) -> None:
-        """Fill `target`."""
-        del arrived
-        self.gate("read", path)
-        data = self._found(path)[0]
-        stop = start + len(target)
-        if stop > len(data) or size_bytes not in {None, len(data)}:
-            raise IntegrityError(f"{path} has {len(data)} bytes.", path=path, offset=len(data))
-        target[:] = data[start:stop]
-
-    def stat(self, path: str) -> Stat:
+    def stat(self, path: str) -> ObjectInfo:
         """Return size and time."""
         self.gate("stat", path)
-        data, _, modified_s = self._found(path)
-        return Stat(path=path, size_bytes=len(data), modified_s=modified_s)
+        return self._info(path)
 
-    def write(self, path: str, data: bytes) -> None:
-        """Put an object."""
-        self.gate("write", path)
-        self.disk.put(path, data)
+    def get(self, path: str, *, max_bytes: int | None) -> Content:
+        """Return an object and its token."""
+        del max_bytes
+        self.gate("get", path)
+        data, version, _ = self._found(path)
+        return Content(data=data, version=version if self.capabilities.if_match else None)
 
-    def create(self, path: str, data: bytes) -> None:
-        """Put an object if nothing is there."""
-        if not self.capabilities.exclusive_create:
-            raise Unsupported(f"{path} cannot be created.", kind="unsupported", path=path)
-        self.gate("create", path)
-        if path in self.disk.objects:
-            raise StorageError(f"{path} is there.", kind="exists", path=path)
-        self.disk.put(path, data)
+    def read(self, path: str, ranges: Iterable[Range]) -> int:
+        """Fill memory."""
+        self.gate("read", path)
+        data = self._found(path)[0]
+        for start, target in ranges:
+            piece = data[start : start + len(target)]
+            target[: len(piece)] = piece
+            if len(piece) < len(target):
+                raise ShortReadError(start + len(piece))
+        return len(data)
 
-    def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
+    def put(
+        self,
+        path: str,
+        data: Buffers,
+        *,
+        write_id: str | None = None,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
         """Put an object, on a condition if one is given."""
-        if if_match is not None and not self.capabilities.if_match:
-            raise Unsupported("No conditions here.", kind="unsupported", path=path)
-        self.gate("replace", path)
-        if if_match is not None:
-            if path not in self.disk.objects:
-                raise StorageError(f"{path} is gone.", kind="not-found", path=path)
-            if self.disk.objects[path][1] != if_match:
-                raise StorageError(f"{path} has changed.", kind="precondition", path=path)
-        self.disk.put(path, data)
+        del write_id
+        self.gate("put_absent" if if_absent else "put_match" if if_match else "put", path)
+        if if_absent and path in self.disk.objects:
+            raise FileExistsError(path)
+        if if_match and self._found(path)[1] != if_match:
+            raise StorageError(f"{path} has changed.", kind="precondition", path=path)
+        self.disk.put(path, b"".join(data))
 
-    def start_upload(self, path: str, *, part_bytes: int) -> DictUpload:
-        """Begin an upload in memory."""
-        del part_bytes
-        return DictUpload(self, path)
-
-    def start_shared_upload(self, path: str, *, part_bytes: int) -> NoReturn:
-        """Refuse: commits share no uploads."""
-        del part_bytes
-        raise Unsupported(f"{path} cannot be shared.", kind="unsupported", path=path)
-
-    def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> NoReturn:
-        """Refuse, like its beginning."""
-        del ticket
-        self.start_shared_upload(path, part_bytes=part_bytes)
-
-    def copy_source(self, path: str) -> None:
-        """Return that nothing can be copied."""
-        del path
-
-    def can_copy_from(self, other: Copied, *, at_any_price: bool = True) -> bool:
-        """Return that nothing can be copied."""
-        del other, at_any_price
-        return False
-
-    def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
-        """Return the objects below a folder."""
+    def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
+        """Yield the objects below a folder."""
         self.gate("list", prefix)
-        folder = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        found: dict[str, Entry] = {}
-        for path, (data, _, modified_s) in sorted(self.disk.objects.items()):
-            if not path.startswith(folder):
-                continue
+        folder = f"{prefix}/" if prefix else ""
+        found: dict[str, ObjectInfo] = {}
+        for path in [path for path in self.disk.objects if path.startswith(folder)]:
             head, slash, _ = path[len(folder) :].partition("/")
             if slash and not recursive:
-                found[head] = Entry(path=f"{folder}{head}/", size_bytes=0)
+                found[head] = ObjectInfo(path=f"{folder}{head}/", size_bytes=0)
             else:
-                found[path] = Entry(path=path, size_bytes=len(data), modified_s=modified_s)
-        return list(found.values())
+                found[path] = self._info(path)
+        return iter(found.values())
 
     def delete(self, paths: Sequence[str]) -> None:
         """Delete objects one by one, each a step of its own."""
@@ -219,66 +176,87 @@ class DictStore:
             self.gate("delete", path)
             self.disk.drop(path)
 
-    def delete_folder(self, path: str) -> None:
+    def delete_folder(self, path: str) -> bool:
         """Delete all below a folder in one step."""
-        folder = path.strip("/")
-        if not folder:
-            raise InvalidInputError("The root is not deleted.")
         self.gate("delete_folder", path)
         for known in list(self.disk.objects):
-            if known.startswith(f"{folder}/"):
+            if known.startswith(f"{path}/"):
                 self.disk.drop(known)
+        return True
 
-    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
-        """Return 0: open uploads are in the memory of their owner."""
-        del prefix, only
-        return 0
+    def begin_upload(self, path: str, **_: object) -> str:
+        """Begin an upload in memory."""
+        del path
+        token = str(next(self.disk.numbers))
+        self._uploads[token] = {}
+        return token
 
-    def now_s(self, probe_path: str) -> float:
+    def put_part(
+        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
+    ) -> str:
+        """Keep a copy of a part."""
+        del path, offset, last
+        self._uploads[token][number] = b"".join(data)
+        return ""
+
+    def complete_upload(
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
+    ) -> None:
+        """Put the object."""
+        pieces = self._uploads.pop(token)
+        whole = [memoryview(pieces[part.number]) for part in parts]
+        self.put(path, whole, write_id=write_id, if_absent=if_absent)
+
+    def abort_upload(self, path: str, token: str) -> None:
+        """Forget the parts."""
+        del path
+        self._uploads.pop(token, None)
+
+    def server_time(self, probe_path: str) -> float:
         """Return the disk's clock."""
         del probe_path
         return self.disk.clock_s
 
-    def close(self) -> None:
-        """Do nothing."""
-
     def _found(self, path: str) -> tuple[bytes, str, float]:
         if path not in self.disk.objects:
-            raise StorageError(f"{path} is not there.", kind="not-found", path=path)
+            raise FileNotFoundError(path)
         return self.disk.objects[path]
 
+    def _info(self, path: str) -> ObjectInfo:
+        data, _, modified_s = self._found(path)
+        return ObjectInfo(path=path, size_bytes=len(data), modified_s=modified_s)
 
-class DictUpload:
-    """An upload kept in memory until it is complete."""
 
-    def __init__(self, store: DictStore, path: str) -> None:
-        self._store = store
-        self._path = path
-        self._parts: dict[int, bytes] = {}
-        self._state = "open"
+class DictStore(Store):
+    """A store on a `Disk` that repeats nothing, and whose operations play rules."""
 
-    def write_part(
-        self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
+    def __init__(
+        self,
+        disk: Disk,
+        capabilities: Capabilities = CAS,
+        gate: Gate = ungated,
+        *,
+        rules: Sequence[Rule] = (),
+        backend: type[DictBackend] = DictBackend,
     ) -> None:
-        """Keep a copy of a part."""
-        del offset, last
-        self._parts[number] = b"".join(buffers)
+        self.disk = disk
+        self.inner = backend(disk, capabilities, gate)
+        faults = FaultBackend(self.inner, rules)
+        self.script = faults.script
+        super().__init__(faults, url="dict://root", policy=RetryPolicy(attempt_count=1))
 
-    def complete(self, total_bytes: int) -> None:
-        """Put the object."""
-        if self._state == "complete":
-            return
-        data = b"".join(self._parts[number] for number in sorted(self._parts))
-        if self._state != "open" or len(data) != total_bytes:
-            raise StorageError(f"{self._path} is {self._state}, {len(data)} bytes.")
-        self._store.write(self._path, data)
-        self._state = "complete"
+    def failing(self, *rules: Rule) -> DictStore:
+        """Return another store on this disk that plays rules."""
+        return DictStore(self.disk, self.capabilities, rules=rules)
 
-    def abort(self) -> None:
-        """Forget the parts."""
-        if self._state == "open":
-            self._state = "aborted"
-        self._parts.clear()
+    @property
+    def gate(self) -> Gate:
+        """What every operation passes."""
+        return self.inner.gate
+
+    @gate.setter
+    def gate(self, gate: Gate) -> None:
+        self.inner.gate = gate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
