@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,6 +54,10 @@ def _until_told(handle: SaveHandle) -> None:
     until(lambda: handle.save_id, "a beat that knows the save id")
 
 
+def _is_listed(folder: str, step: int) -> bool:
+    return f"step-{step}" in {info.name for info in list_checkpoints(folder)}
+
+
 def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> list[dict[str, Any]]:
     """End workers in each cell, on one saver; return how the saves went."""
     seen = []
@@ -69,6 +74,8 @@ def _deaths(rank: int, folder: str, number: int, cells: tuple[Cell, ...]) -> lis
                 assert pid == saver.worker_pid
                 if where != "local plan":
                     _until_told(handle)
+                if where == "outcome":
+                    until(partial(_is_listed, folder, step), "the commit")
                 (marks / "time").write_text(str(time.monotonic()))
                 os.kill(pid, number)
             error = handle.exception(END_S)
