@@ -116,7 +116,7 @@ class Store:
         return self._view(self._caller.cleaning_up())
 
     def _view(self, caller: Caller) -> Store:
-        view = object.__new__(Store)
+        view = object.__new__(type(self))
         view.__dict__.update(self.__dict__)
         view._caller = caller  # the same class
         view._is_view = True  # the same class
@@ -430,7 +430,7 @@ class Store:
         """Return what `call` makes of the backend; see `Caller.run`. For uploads of this store."""
         return self._caller.run(
             f"{operation} of {self.shown(path)}",
-            lambda: self._bordered(operation, path, call),
+            lambda: self.bordered(operation, path, call),
             repeat=repeat,
             extra_s=extra_s,
             late=None if late is None else lambda value: late(self._backend(), value),
@@ -445,9 +445,9 @@ class Store:
         return known
 
     def _refresh(self) -> None:
-        self._bordered("refresh of the credentials", "", lambda backend: backend.refresh())
+        self.bordered("refresh of the credentials", "", lambda backend: backend.refresh())
 
-    def _bordered(self, operation: str, path: str, call: Callable[[Backend], T]) -> T:
+    def bordered(self, operation: str, path: str, call: Callable[[Backend], T]) -> T:
         """Return what `call` returns; every foreign exception leaves as a `StorageError`."""
         try:
             return call(self._backend())
