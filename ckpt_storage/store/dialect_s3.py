@@ -178,7 +178,9 @@ class S3Dialect:
             self.read_range(path, 0, memoryview(bytearray(1)))
             raise
         return Stat(
-            size_bytes=answer["ContentLength"], modified_s=answer["LastModified"].timestamp()
+            path=path,
+            size_bytes=answer["ContentLength"],
+            modified_s=answer["LastModified"].timestamp(),
         )
 
     def put(self, path: str, data: bytes) -> None:

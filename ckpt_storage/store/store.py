@@ -464,10 +464,9 @@ class Store:
     def explain(self, error: Exception, operation: str, path: str) -> CheckpointError:
         """Return what an exception of the backend means, without credentials."""
         known = self._opened.get("")
-        told = None
+        told: Exception = error
         if known is not None and not isinstance(error, CheckpointError):
-            told = known.explain(error)
-        told = told or error
+            told = known.explain(error) or error
         if isinstance(told, CheckpointError) and not isinstance(told, StorageError):
             return told
         about = Call(

@@ -9,7 +9,6 @@ from commit_tools import CAS, DictStore, Disk, saved
 
 from ckpt_storage.commit import slotlog
 from ckpt_storage.errors import StorageError
-from ckpt_storage.store.base import Store
 
 SLOT_1, SLOT_2 = "commits/00000001.json", "commits/00000002.json"
 
@@ -46,7 +45,7 @@ def test_the_second_slot_is_asked_for_before_the_first_has_answered() -> None:
 def test_a_slot_that_cannot_be_read_is_no_absent_slot(broken: str) -> None:
     """A failed read of either slot is raised: a newer commit may lie behind it."""
     disk = Disk()
-    store: Store = DictStore(disk, CAS)
+    store = DictStore(disk, CAS)
     saved(store)
 
     def gate(_: str, path: str) -> None:
