@@ -101,10 +101,6 @@ def dialect_for(client: Client) -> Dialect:
         from .dialect_azure import AzureDialect  # noqa: PLC0415  # one dialect is loaded
 
         return AzureDialect(client)
-    if "fsspec.MemoryFileSystem" in families:
-        from .dialect_memory import MemoryDialect  # noqa: PLC0415  # one dialect is loaded
-
-        return MemoryDialect(client)
     from .dialect_generic import GenericDialect  # noqa: PLC0415  # one dialect is loaded
 
     return GenericDialect(client)

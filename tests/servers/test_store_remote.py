@@ -50,15 +50,6 @@ class RemoteSuite(StoreSuite):
         return opened(root, request_timeout_s=REQUEST_TIMEOUT_S + 1)
 
 
-class TestMemory(RemoteSuite):
-    """memory://."""
-
-    @pytest.fixture
-    def root(self) -> Running:
-        """A prefix that no other test uses."""
-        return Running(url=f"memory://{uuid.uuid4().hex}/run")
-
-
 class TestMoto(RemoteSuite):
     """S3 as moto has it."""
 

@@ -16,11 +16,8 @@ from ckpt_storage.errors import StorageError
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.base import Reserving, Upload
 from ckpt_storage.store.local import LocalStore
-from ckpt_storage.store.location import Location
-from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.store.retry import RetryStore, abandoned_thread_count
 from ckpt_storage.store.retry_upload import RetryUpload
-from ckpt_storage.testing.fault_store import FaultStore
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 
@@ -170,23 +167,3 @@ def test_a_file_is_complete_while_one_still_hangs(root: Path, *, sync_files: boo
     assert posix.open_count == 0
     found = (root / "x").stat()
     assert (found.st_size, found.st_blocks) == blocks_of(root)
-
-
-def test_a_store_of_faults_offers_what_the_inner_one_offers(root: Path) -> None:
-    """Reservations and refreshes reach the inner store, play the script, and are missing else."""
-    full = Rule(action="error", operation="reserve", kind="no-space", retryable=False)
-    local = FaultStore(LocalStore(str(root)), [full])
-    upload = RetryStore(local, request_timeout_s=WAIT_S).start_upload("x", part_bytes=MIB)
-    assert isinstance(upload, Reserving)
-    with pytest.raises(StorageError) as caught:
-        upload.reserve(MIB)
-    assert caught.value.kind == "no-space"
-    upload.abort()
-    assert not hasattr(local, "refresh")
-    remote = FaultStore(
-        RemoteStore(Location.of("memory://faults"), request_timeout_s=WAIT_S),
-        [Rule(action="error", operation="read", kind="credentials")],
-    )
-    remote.write("x", b"data")
-    assert RetryStore(remote, request_timeout_s=WAIT_S).read("x") == b"data"
-    assert [call.operation for call in remote.script.calls] == ["write", "read", "refresh", "read"]
