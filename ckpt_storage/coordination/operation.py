@@ -239,6 +239,9 @@ class Operation(Steps):
             terms={"the operation": " ".join(self.what.split()[:2]), **terms},
         )
         operation_id = self._meeting.come(hello)
+        # A question of the last operation bears the name of an answer that may not be read yet.
+        debris, own = self._group.debris, set(self._meeting.keys)
+        debris[:] = [key for key in debris if key not in own]
         with self._lock:
             self.id = operation_id
             wish = self._wish
