@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Concatenate, Literal, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
 
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
 from ckpt_storage.store.backend import Backend, Content, CopySource, ObjectInfo, OpenUpload
@@ -184,12 +184,13 @@ def _played(
     """Return a method that plays the script; `half` does half of it with the inner backend."""
     operation = method.__name__
 
-    def play(self: FaultBackend, *args: P.args, **more: P.kwargs) -> T:
-        path = next(iter((*args, *more.values())), "")
+    def play(self: FaultBackend, /, *args: P.args, **more: P.kwargs) -> T:
+        path: Any = next(iter((*args, *more.values())), "")
+        call: Callable[P, T] = getattr(self.inner, operation)
         return self.script.play(
             operation + (_condition(**more) if operation == "put" else ""),
-            path if isinstance(path, str) else " ".join(path),  # type: ignore[call-overload]
-            lambda: getattr(self.inner, operation)(*args, **more),
+            path if isinstance(path, str) else " ".join(path),
+            lambda: call(*args, **more),
             half and (lambda: half(self.inner, *args, **more)),
         )
 

@@ -33,11 +33,12 @@ def _played(
     """Return a method that plays the script; argument `target` is the path or descriptor."""
     operation = method.__name__
 
-    def play(self: FaultPosix, *args: P.args, **more: P.kwargs) -> T:
+    def play(self: FaultPosix, /, *args: P.args, **more: P.kwargs) -> T:
+        call: Callable[P, T] = getattr(self.inner, operation)
         return self.script.play(
             operation,
             self.path_of(args[target]),
-            lambda: getattr(self.inner, operation)(*args, **more),
+            lambda: call(*args, **more),
             half and (lambda: half(self.inner, *args, **more)),
         )
 

@@ -48,7 +48,7 @@ class Uncached(FaultPosix):
     def pwritev_uncached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Write once."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self._inner, UNCACHED, self._inner.pwritev)
+            patch.setattr(self.inner, UNCACHED, self.inner.pwritev)
             return super().pwritev_uncached(fd, buffers, offset)
 
 

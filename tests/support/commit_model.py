@@ -108,12 +108,11 @@ def check_end(disk: Disk, capabilities: Capabilities, actors: Sequence[Actor]) -
         assert set(now.committed) >= {actor.result for actor in winners}
         assert now.stock == now.head, "all have ended, and .metadata is behind"
     store = DictStore(disk, capabilities)
-    store.in_one_thread(lambda _: open_it(store))
+    open_it(store)
     now = seen(disk.files)
     if now.head is not None:
         assert now.stock == now.head, "an opener did not bring .metadata up to date"
-    latest = store.in_one_thread(lambda _: save(store))
-    store.close()
+    latest = save(store)
     now = seen(disk.files)
     assert now.head == now.stock == latest
     assert is_whole(disk.files, latest)

@@ -71,15 +71,13 @@ class Actor:
         self._go.acquire()
         try:
             if not self._dead:
-                # One thread for all its operations, in place of one hand-over each.
-                self.result = store.in_one_thread(lambda _: job(store))
+                self.result = job(store)
         except CheckpointError as error:
             self.error = error
         except EndedError:
             pass
         except BaseException as error:  # noqa: BLE001  # raised again where the test runs
             self._failure = error
-        store.close()
         self.done = True
         self._rests.release()
 
