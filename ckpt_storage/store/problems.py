@@ -120,7 +120,7 @@ _MEANINGS = (
     ),
     _Meaning(
         "permission",
-        "Check owner, mode and attributes of the folder for the user this process runs as.",
+        "Check owner and mode of the folder for the user this process runs as, and its attributes.",
         "EACCES EPERM",
     ),
     _Meaning(
@@ -215,7 +215,9 @@ _MEANINGS = (
         "Check endpoint_url: is it the storage's API, and not its console or a proxy?",
         "azure.DeserializationError ckpt_storage.ForeignAnswer json.JSONDecodeError",
     ),
-    _Meaning("other", "Give a path whose parents are folders; one is a file.", "ENOTDIR"),
+    _Meaning(
+        "other", "Part of the path is a file; give a path whose parents are folders.", "ENOTDIR"
+    ),
     _Meaning("other", "A folder bears that name; give a file's path or remove it.", "EISDIR"),
     _Meaning("other", "Choose a shorter path; most take 255 bytes per name.", "ENAMETOOLONG"),
     _Meaning("other", "Symbolic links on the path lead in a circle; mend them.", "ELOOP"),
