@@ -93,14 +93,6 @@ def dialect_for(client: Client) -> Dialect:
         from .dialect_s3 import S3Dialect  # noqa: PLC0415  # one dialect is loaded
 
         return S3Dialect(client)
-    if "gcsfs.GCSFileSystem" in families:
-        from .dialect_gcs import GcsDialect  # noqa: PLC0415  # one dialect is loaded
-
-        return GcsDialect(client)
-    if "adlfs.AzureBlobFileSystem" in families:
-        from .dialect_azure import AzureDialect  # noqa: PLC0415  # one dialect is loaded
-
-        return AzureDialect(client)
     from .dialect_generic import GenericDialect  # noqa: PLC0415  # one dialect is loaded
 
     return GenericDialect(client)

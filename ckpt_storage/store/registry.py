@@ -88,7 +88,7 @@ def open_store(  # all but the first are named
 
 
 # What is not on the seam of backends yet is served as before.
-_PORTED = frozenset({"memory"})
+_PORTED = frozenset({"azure", "gcs", "memory"})
 
 
 def _store(location: Location, settings: Settings, retry: RetryPolicy | None) -> AnyStore:

@@ -163,12 +163,18 @@ class Store:
         The next range is asked for when the last one is filled. `size_bytes` is the length that the
         object must have. Raises `IntegrityError` if it is another, or the object ends early.
         """
-        self.run(
+        failure = self.run(
             "read",
             path,
             lambda backend: self._fill(backend, path, ranges, size_bytes),
             repeat="unless-abandoned",
         )
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            # The traceback leads to this frame, and the frame must not lead back.
+            del failure
 
     def read_into(
         self,
@@ -203,29 +209,33 @@ class Store:
 
     def _fill(
         self, backend: Backend, path: str, ranges: Iterable[Range], size_bytes: int | None
-    ) -> None:
-        """Have ranges filled, and tell apart why the answer ended early or was refused."""
+    ) -> Exception | None:
+        """Have ranges filled, and tell apart why the answer ended early or was refused.
+
+        Return what `ranges` raised, which is none of the storage's errors.
+        """
         watch = _Watch(ranges)
         try:
             found_bytes = backend.read(path, watch)
         except ShortReadError as error:
             position = error.position
-        except IntegrityError:
-            # A file of another length is told as such, not by the first block that differs.
-            if size_bytes is not None:
-                self._check_length(path, size_bytes, backend.stat(path).size_bytes)
-            raise
         except Exception as error:
+            failure = watch.failure
+            if failure is not None:
+                if isinstance(failure, IntegrityError) and size_bytes is not None:
+                    # A file of another length is told as such, not by the first wrong block.
+                    self._check_length(path, size_bytes, backend.stat(path).size_bytes)
+                return failure
             told = self.explain(error, "read", path)
             if not isinstance(told, StorageError) or told.kind != "range":
                 raise
             position = watch.start
         else:
             self._check_length(path, size_bytes, found_bytes)
-            return
+            return None
         total_bytes = backend.stat(path).size_bytes
         self._check_length(path, size_bytes, total_bytes)
-        self._raise_short(path, watch, position, total_bytes)
+        raise self._short(path, watch, position, total_bytes)
 
     def write(self, path: str, data: bytes) -> None:
         """Put a whole object at a write-once name, visible only complete, durable on return.
@@ -509,9 +519,9 @@ class Store:
             next_step="The file is damaged or not the one that was saved.",
         )
 
-    def _raise_short(self, path: str, watch: _Watch, position: int, total_bytes: int) -> NoReturn:
+    def _short(self, path: str, watch: _Watch, position: int, total_bytes: int) -> CheckpointError:
         if total_bytes >= watch.stop:
-            raise StorageError(
+            return StorageError(
                 f"The read of {self.shown(path)} ended after {position - watch.start} of "
                 f"{watch.stop - watch.start} bytes.",
                 kind="connection",
@@ -519,7 +529,7 @@ class Store:
                 path=self.shown(path),
                 next_step="Try again; if it comes back, look for a proxy that cuts answers.",
             )
-        raise IntegrityError(
+        return IntegrityError(
             f"{self.shown(path)} ends at byte {total_bytes}, within the range "
             f"[{watch.start}, {watch.stop}) that was asked for.",
             path=path,
@@ -548,17 +558,29 @@ class _Watch:
     def __init__(self, ranges: Iterable[Range]) -> None:
         self._ranges = ranges
         self.start = self.stop = 0
+        self.failure: Exception | None = None
 
     def __iter__(self) -> Iterator[Range]:
-        for start, view in self._ranges:
+        ranges = iter(self._ranges)
+        while True:
+            try:
+                start, view = next(ranges)
+            except StopIteration:
+                return
+            except Exception as error:
+                self.failure = error
+                raise
             self.start, self.stop = start, start + view.nbytes
             lent = memoryview(view)
+            # Each range has the time of a request.
+            moved()
             try:
                 yield start, lent
             finally:
                 # A system call that has it now keeps it.
                 with contextlib.suppress(BufferError):
                     lent.release()
+            moved()
 
 
 def _delete(backend: Backend, paths: Iterable[str]) -> None:

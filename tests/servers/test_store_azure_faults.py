@@ -13,8 +13,9 @@ from servers import Running
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.backend import Settings
+from ckpt_storage.store.backends.azure import AzureBackend
 from ckpt_storage.store.base import Store
-from ckpt_storage.store.remote import RemoteStore
 
 POLICY = RetryPolicy(attempt_count=4, first_delay_s=0.01, max_delay_s=0.05)
 PART_BYTES = 64 * 1024
@@ -137,15 +138,29 @@ def test_a_lost_answer_is_made_good(
 def test_an_abort_takes_back_what_a_lost_answer_showed(
     relayed: tuple[Relay, Running], parts: list[bytes], words: bytes
 ) -> None:
-    """Where completing failed for the caller, nothing of it stays, though it had worked."""
+    """Where nobody could tell whether completing had worked, nothing of it stays."""
     relay, root = relayed
-    location = Location.of(root.url, root.storage_options)
-    store = RemoteStore(location, request_timeout_s=20)
+    options = root.storage_options
+    store = open_store(root.url, storage_options=options, retry=RetryPolicy(attempt_count=1))
     store.write("saves/a/other", b"stays")
     # aiohttp sends a request that cannot be answered once more by itself.
-    relay.lose = [words] * 2
+    relay.lose = [words, words, b"HEAD", b"HEAD"]
     with pytest.raises(StorageError) as caught:
         put(store, parts)
     assert caught.value.kind == "connection"
-    assert relay.lost == 2
+    assert relay.lost == 4
     assert [entry.path for entry in store.list("")] == ["saves/a/other"]
+
+
+def test_a_version_is_deleted_only_while_it_is_there(azure_root: Running) -> None:
+    """What took its place meanwhile stays."""
+    location = Location.of(azure_root.url, azure_root.storage_options)
+    backend = AzureBackend(location, Settings())
+    backend.put("x", [memoryview(b"ours")])
+    version = backend.stat("x").version
+    backend.put("x", [memoryview(b"another's")])
+    backend.delete_version("x", version)
+    assert backend.get("x", max_bytes=None).data == b"another's"
+    backend.delete_version("x", backend.stat("x").version)
+    backend.delete_version("x", version)
+    assert list(backend.list("", recursive=True)) == []

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -293,13 +294,16 @@ def test_a_folder_on_azure_is_deleted_page_by_page(registered: list[str]) -> Non
     async def delete_blob(name: str, **_: Any) -> None:
         log.append(name)
 
-    container = SimpleNamespace(
-        list_blobs=lambda **_: SimpleNamespace(by_page=pages), delete_blob=delete_blob
+    container = SimpleNamespace(list_blobs=lambda **_: SimpleNamespace(by_page=pages))
+    service = SimpleNamespace(
+        get_container_client=lambda _: container,
+        get_blob_client=lambda _, name: SimpleNamespace(delete_blob=partial(delete_blob, name)),
+        close=pages,
     )
 
     def begin(self: Any, *_: Any, **__: Any) -> None:
         AsyncFileSystem.__init__(self)
-        self.service_client = SimpleNamespace(get_container_client=lambda _: container, close=pages)
+        self.service_client = service
 
     paged = type("Paged", (family,), {"__init__": begin})
     registered.append("az")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from gcs_server import MULTIPLE, GcsState, Stored, gcs_served
@@ -11,12 +12,14 @@ from gcs_server import MULTIPLE, GcsState, Stored, gcs_served
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.backend import Settings
+from ckpt_storage.store.backends.gcs import GcsBackend
 from ckpt_storage.store.base import Store
-from ckpt_storage.store.remote import RemoteStore
 
 PARTS = [b"a" * (2 * MULTIPLE), b"b" * (2 * MULTIPLE), b"c" * (MULTIPLE + 17)]
 WHOLE = b"".join(PARTS)
 POLICY = RetryPolicy(attempt_count=4, first_delay_s=0.01, max_delay_s=0.05)
+ONCE = RetryPolicy(attempt_count=1)
 
 
 @pytest.fixture
@@ -26,9 +29,9 @@ def running() -> Iterator[tuple[GcsState, dict[str, str]]]:
         yield state, {"endpoint_url": address, "token": "anon"}
 
 
-def plain(options: dict[str, str]) -> Store:
-    """Return a store without retries."""
-    return RemoteStore(Location.of("gs://bucket/run", options), request_timeout_s=20)
+def opened(options: dict[str, str], policy: RetryPolicy = ONCE) -> Store:
+    """Return a store, without retries unless told."""
+    return open_store("gs://bucket/run", storage_options=options, retry=policy)
 
 
 def upload_through(store: Store) -> None:
@@ -43,7 +46,7 @@ def upload_through(store: Store) -> None:
 
 FIRST = f"put 0-{2 * MULTIPLE - 1}/*"
 SECOND = f"put {2 * MULTIPLE}-"
-LAST = f"put {5 * MULTIPLE}-{5 * MULTIPLE + 16}/{5 * MULTIPLE + 17}"
+LAST = f"put {4 * MULTIPLE}-{5 * MULTIPLE + 16}/{5 * MULTIPLE + 17}"
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,7 @@ LAST = f"put {5 * MULTIPLE}-{5 * MULTIPLE + 16}/{5 * MULTIPLE + 17}"
         [(FIRST, "half"), (SECOND, "503")],
         [(SECOND, "half"), ("put 786432-", "lost")],
         [(LAST, "503")],
+        [(LAST, "half")],
         [(LAST, "lost")],
         [(LAST, "lost"), ("put */", "lost"), ("put */", "503")],
     ],
@@ -69,7 +73,7 @@ def test_an_upload_arrives_whole_through_faults(
     """Whatever the session kept, the rest follows, and nothing is sent twice or left out."""
     state, options = running
     state.faults = list(faults)
-    upload_through(open_store("gs://bucket/run", storage_options=options, retry=POLICY))
+    upload_through(opened(options, POLICY))
     assert state.faults == []
     assert {name: found.data for name, found in state.objects.items()} == {"run/saves/a/x": WHOLE}
 
@@ -78,7 +82,7 @@ def test_the_object_is_invisible_until_complete(running: tuple[GcsState, dict[st
     """Of the last part at least a byte is held back, as the last byte shows the object."""
     state, options = running
     for last in (b"c" * MULTIPLE, b"c", b"c" * (2 * MULTIPLE)):
-        upload = plain(options).start_upload("saves/a/x", part_bytes=MULTIPLE)
+        upload = opened(options).start_upload("saves/a/x", part_bytes=MULTIPLE)
         upload.write_part(0, 0, [memoryview(b"a" * MULTIPLE)], last=False)
         upload.write_part(1, MULTIPLE, [memoryview(last)], last=True)
         assert state.objects == {}
@@ -91,7 +95,7 @@ def test_a_session_that_is_gone_without_its_object_is_an_error(
 ) -> None:
     """An upload that the server dropped is no success, whatever others put there."""
     state, options = running
-    upload = plain(options).start_upload("saves/a/x", part_bytes=2 * MULTIPLE)
+    upload = opened(options).start_upload("saves/a/x", part_bytes=2 * MULTIPLE)
     upload.write_part(0, 0, [memoryview(PARTS[0])], last=False)
     upload.write_part(1, len(PARTS[0]), [memoryview(b"end")], last=True)
     state.sessions.clear()
@@ -103,11 +107,11 @@ def test_a_session_that_is_gone_without_its_object_is_an_error(
 def test_an_abort_takes_back_what_a_lost_answer_showed(
     running: tuple[GcsState, dict[str, str]],
 ) -> None:
-    """Neither session nor object stays when completing was given up."""
+    """Neither session nor object stays when nobody could tell whether completing had worked."""
     state, options = running
-    for parts in ([b"small"], [PARTS[0], b"end"]):
-        state.faults = [("insert", "lost")] * 3 + [("put 524288-524290/", "lost")] * 3
-        upload = plain(options).start_upload("saves/a/x", part_bytes=2 * MULTIPLE)
+    for parts, last in (([b"small"], "insert"), ([PARTS[0], b"end"], "put 524288-524290/")):
+        state.faults = [(last, "lost"), ("look", "503")]
+        upload = opened(options).start_upload("saves/a/x", part_bytes=2 * MULTIPLE)
         offset = 0
         for number, part in enumerate(parts):
             upload.write_part(number, offset, [memoryview(part)], last=number == len(parts) - 1)
@@ -126,14 +130,31 @@ def test_an_abort_does_not_delete_what_another_put_meanwhile(
 ) -> None:
     """The deletion holds for the generation that was looked at, and for no later one."""
     state, options = running
-    state.faults = [("insert", "lost")] * 3 + [("delete", "replaced")]
-    upload = plain(options).start_upload("saves/a/x", part_bytes=MULTIPLE)
+    state.faults = [("insert", "lost"), ("look", "503"), ("delete", "replaced")]
+    upload = opened(options).start_upload("saves/a/x", part_bytes=MULTIPLE)
     upload.write_part(0, 0, [memoryview(b"small")], last=True)
     with pytest.raises(StorageError):
         upload.complete(5)
-    state.faults = [fault for fault in state.faults if fault[0] == "delete"]
     upload.abort()
     assert state.faults == []
     assert {name: found.data for name, found in state.objects.items()} == {
         "run/saves/a/x": b"another's"
     }
+
+
+def test_a_session_refuses_a_name_that_was_taken_meanwhile(
+    running: tuple[GcsState, dict[str, str]],
+) -> None:
+    """That nothing is there holds when the session ends, not only when it begins."""
+    state, options = running
+    backend = GcsBackend(Location.of("gs://bucket/run", options), Settings())
+    begin = partial(
+        backend.begin_upload, "x", write_id="mine", if_absent=True, size_hint=None, copies=False
+    )
+    token = begin()
+    backend.put("x", [memoryview(b"another's")])
+    with pytest.raises(FileExistsError):
+        backend.put_part("x", token, 0, 0, [memoryview(b"end")], last=True)
+    with pytest.raises(FileExistsError):
+        begin()
+    assert state.objects["run/x"].data == b"another's"

@@ -79,24 +79,6 @@ class TestS3ServerBehindRetries(TestS3Server):
         return open_store(root.url, storage_options=root.storage_options)
 
 
-class TestGcs(RemoteSuite):
-    """Google Cloud Storage as fake-gcs-server has it."""
-
-    @pytest.fixture
-    def root(self, gcs_root: Running) -> Running:
-        """A bucket of its own."""
-        return gcs_root
-
-
-class TestAzure(RemoteSuite):
-    """Azure Blob Storage as Azurite has it."""
-
-    @pytest.fixture
-    def root(self, azure_root: Running) -> Running:
-        """A container of its own."""
-        return azure_root
-
-
 class TestWebdav(RemoteSuite):
     """A backend that nobody special-cased."""
 

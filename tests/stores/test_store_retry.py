@@ -1,4 +1,4 @@
-"""Retries, deadlines, abandoned threads and the probe, over a local store that fails to order."""
+"""The facade: deadlines, repeats, abandoned threads, lost replies, uploads; and the probe."""
 
 from __future__ import annotations
 
@@ -7,20 +7,30 @@ import multiprocessing
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 
 from ckpt_storage.errors import IntegrityError, StorageError
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.base import Capabilities, Copied, Entry, Store
-from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store import Location
+from ckpt_storage.store.backend import (
+    Backend,
+    Buffers,
+    Content,
+    CopySource,
+    ObjectInfo,
+    OpenUpload,
+    Part,
+    Range,
+)
+from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.probe import probe_exclusive_create
-from ckpt_storage.store.retry import RetryStore, abandoned_thread_count
-from ckpt_storage.store.timed import AbandonedError, moved
-from ckpt_storage.testing.fault_store import FaultStore
-from ckpt_storage.testing.faults import Action, Rule
+from ckpt_storage.store.store import Store
+from ckpt_storage.store.timed import AbandonedError, abandoned_thread_count
+from ckpt_storage.store.upload import Upload
+from ckpt_storage.testing.faults import Action, FaultBackend, Rule
 
 SHORT_S = 0.2
 AMPLE_S = 1.0
@@ -28,22 +38,71 @@ AMPLE_S = 1.0
 
 WAIT_S = 30.0
 
-REPEATED: dict[str, Callable[[RetryStore], object]] = {
-    "prepare": lambda store: store.prepare(["saves"]),
-    "read": lambda store: store.read("x"),
-    "read_version": lambda store: store.read_version("x"),
-    "read_into": lambda store: store.read_into("x", 0, memoryview(bytearray(4))),
-    "stat": lambda store: store.stat("x"),
-    "write": lambda store: store.write("x", b"data"),
-    "replace": lambda store: store.replace("x", b"data"),
-    "start_upload": lambda store: store.start_upload("y", part_bytes=1),
-    "list": lambda store: store.list(""),
-    "delete": lambda store: store.delete(["x"]),
-    "delete_folder": lambda store: store.delete_folder("saves"),
-    "abort_uploads": lambda store: store.abort_uploads(""),
-    "now_s": lambda store: store.now_s(".probe"),
+REPEATED: dict[str, tuple[str, Callable[[Store], object]]] = {
+    "prepare": ("make_folders", lambda store: store.prepare(["saves"])),
+    "read": ("get", lambda store: store.read("x")),
+    "read_into": ("read", lambda store: store.read_into("x", 0, memoryview(bytearray(4)))),
+    "stat": ("stat", lambda store: store.stat("x")),
+    "write": ("put", lambda store: store.write("x", b"data")),
+    "replace": ("put", lambda store: store.replace("x", b"data")),
+    "ticket": ("begin_upload", lambda store: begun(store).ticket()),
+    "list": ("list", lambda store: store.list("")),
+    "delete": ("delete", lambda store: store.delete(["x"])),
+    "delete_folder": ("delete_folder", lambda store: store.delete_folder("saves")),
+    "abort_uploads": ("list_uploads", lambda store: store.abort_uploads("")),
+    "now_s": ("server_time", lambda store: store.now_s(".probe")),
 }
-EACH_OPERATION = pytest.mark.parametrize("operation", sorted(REPEATED))
+EACH_OPERATION = pytest.mark.parametrize("name", sorted(REPEATED))
+
+
+class Remote(MemoryBackend):
+    """Memory that behaves as a storage behind a network, and shows its open uploads."""
+
+    capabilities = dataclasses.replace(
+        MemoryBackend.capabilities, is_remote=True, lists_uploads=True
+    )
+
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
+        self.open: dict[str, str] = {}
+
+    def begin_upload(
+        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
+    ) -> str:
+        """Begin, and remember the path."""
+        token = super().begin_upload(
+            path, write_id=write_id, if_absent=if_absent, size_hint=size_hint, copies=copies
+        )
+        self.open[token] = path
+        return token
+
+    def complete_upload(
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
+    ) -> None:
+        """Complete, and forget the path."""
+        super().complete_upload(path, token, parts, write_id=write_id, if_absent=if_absent)
+        del self.open[token]
+
+    def abort_upload(self, path: str, token: str) -> None:
+        """Abort, and forget the path."""
+        super().abort_upload(path, token)
+        self.open.pop(token, None)
+
+    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Yield what is open below a folder, or at this very path."""
+        return iter(
+            [
+                OpenUpload(path=path, token=token)
+                for token, path in list(self.open.items())
+                if not prefix or path == prefix or path.startswith(f"{prefix}/")
+            ]
+        )
+
+
+class Publishing(Remote):
+    """Takes the last part only together with the completion."""
+
+    capabilities = dataclasses.replace(Remote.capabilities, last_part_publishes=True)
 
 
 class Time:
@@ -64,27 +123,29 @@ class Time:
 
 
 class Bench:
-    """A local store with one object, a fault wrapper around it, and a clock."""
+    """A backend with one object, faults around it, and a clock."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.local = LocalStore(str(folder), sync_files=False)
-        self.local.prepare(["saves", "commits"])
-        self.local.write("x", b"data")
+    def __init__(self, kind: type[Remote] = Remote) -> None:
+        self.location = Location.of(f"memory://{uuid.uuid4().hex}/run")
+        self.inner = kind(self.location)
+        self.plain = Store(self.inner, url="plain://root")
+        self.plain.write("x", b"data")
         self.time = Time()
-        self.opened: list[tuple[RetryStore, FaultStore]] = []
+        self.opened: list[tuple[Store, FaultBackend]] = []
 
     def store(
         self,
         *rules: Rule,
+        backend: Backend | None = None,
         policy: RetryPolicy | None = None,
         request_timeout_s: float = WAIT_S,
         random: Callable[[], float] = lambda: 0.5,
-    ) -> RetryStore:
-        """Return a retrying store over faults; `faults` and `calls` then speak of it."""
-        self.faults = FaultStore(self.local, rules)
-        store = RetryStore(
+    ) -> Store:
+        """Return a store over faults; `faults` and `calls` then speak of it."""
+        self.faults = FaultBackend(backend or self.inner, rules)
+        store = Store(
             self.faults,
+            url="test://root",
             policy=policy or RetryPolicy(attempt_count=4, first_delay_s=1.0, max_delay_s=3.0),
             request_timeout_s=request_timeout_s,
             clock=self.time.clock,
@@ -117,10 +178,10 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench() -> Iterator[Bench]:
     """A fresh bench, closed at the end."""
     wait_until(lambda: abandoned_thread_count() == 0)  # those of other files' tests
-    bench = Bench(tmp_path)
+    bench = Bench()
     yield bench
     bench.close()
 
@@ -137,30 +198,36 @@ def fault(operation: str, **how: object) -> Rule:
     return dataclasses.replace(Rule(action="error", operation=operation), **how)  # type: ignore[arg-type]
 
 
+def begun(store: Store) -> Upload:
+    """Return an upload that others could join."""
+    return store.start_shared_upload("saves/u", part_bytes=2)
+
+
 @EACH_OPERATION
-def test_idempotent_operations_are_repeated(bench: Bench, operation: str) -> None:
+def test_idempotent_operations_are_repeated(bench: Bench, name: str) -> None:
     """Three retryable failures in a row are survived, whether or not the work was done."""
+    operation, call = REPEATED[name]
     for action in ("error", "lost_answer"):
-        store = bench.store(fault(operation, action=action, hit_count=3))
-        REPEATED[operation](store)
+        call(bench.store(fault(operation, action=action, hit_count=3)))
         assert bench.calls.count(operation) == 4
 
 
 @EACH_OPERATION
-def test_what_cannot_succeed_is_not_repeated(bench: Bench, operation: str) -> None:
+def test_what_cannot_succeed_is_not_repeated(bench: Bench, name: str) -> None:
     """Errors that are not retryable come back after one attempt."""
+    operation, call = REPEATED[name]
     for kind in ("permission", "no-space", "not-found", "exists", "precondition"):
         store = bench.store(fault(operation, kind=kind, retryable=False))
-        assert error_of(lambda: REPEATED[operation](store)).kind == kind  # noqa: B023
+        assert error_of(lambda: call(store)).kind == kind  # noqa: B023
         assert bench.calls.count(operation) == 1
 
 
 @pytest.mark.parametrize("kind", ["exists", "precondition", "not-found", "unsupported"])
 def test_answers_are_never_repeated(bench: Bench, kind: str) -> None:
     """An answer of the storage is one, even if it is wrongly marked as retryable."""
-    store = bench.store(fault("read", kind=kind, retryable=True))
+    store = bench.store(fault("get", kind=kind, retryable=True))
     assert error_of(lambda: store.read("x")).kind == kind
-    assert bench.calls == ["read"]
+    assert bench.calls == ["get"]
 
 
 def test_damage_is_never_repeated(bench: Bench) -> None:
@@ -168,15 +235,15 @@ def test_damage_is_never_repeated(bench: Bench) -> None:
     store = bench.store()
     with pytest.raises(IntegrityError):
         store.read_into("x", 0, memoryview(bytearray(9)))
-    assert bench.calls == ["read_into"]
+    assert bench.calls.count("read") == 1
 
 
 def test_the_last_failure_is_raised_with_the_count(bench: Bench) -> None:
     """When attempts run out, the storage's own error comes back, noting the attempts."""
-    store = bench.store(fault("read", hit_count=None))
+    store = bench.store(fault("get", hit_count=None))
     error = error_of(lambda: store.read("x"))
     assert error.kind == "connection"
-    assert bench.calls.count("read") == 4
+    assert bench.calls.count("get") == 4
     assert "4 times" in error.__notes__[0]
     copy: StorageError = pickle.loads(pickle.dumps(error))
     assert copy.__notes__ == error.__notes__
@@ -186,7 +253,7 @@ def test_delays_grow_with_full_jitter(bench: Bench) -> None:
     """Each delay is the random fraction of a ceiling that doubles up to the maximum."""
     fractions = iter([0.5, 0.25, 1.0, 0.0, 0.5])
     store = bench.store(
-        fault("read", hit_count=5),
+        fault("get", hit_count=5),
         policy=RetryPolicy(attempt_count=6, first_delay_s=1.0, max_delay_s=5.0),
         random=lambda: next(fractions),
     )
@@ -197,19 +264,19 @@ def test_delays_grow_with_full_jitter(bench: Bench) -> None:
 def test_no_attempt_begins_after_the_deadline(bench: Bench) -> None:
     """A delay that would pass the deadline is not slept; the failure comes back at once."""
     store = bench.store(
-        fault("read", hit_count=None),
+        fault("get", hit_count=None),
         policy=RetryPolicy(attempt_count=100, first_delay_s=1.0, max_delay_s=1.0),
     ).with_deadline(bench.time.now_s + 2.25)
     error = error_of(lambda: store.read("x"))
     assert error.kind == "connection"
     assert bench.time.slept == [0.5] * 4
-    assert bench.calls.count("read") == 5
+    assert bench.calls.count("get") == 5
 
 
 @pytest.mark.parametrize(
     ("kind", "attempt_count"), [("throttled", 2), ("connection", 1), ("timeout", 1), ("other", 1)]
 )
-@pytest.mark.parametrize("operation", ["create", "replace"])
+@pytest.mark.parametrize("operation", ["put_absent", "put_match"])
 def test_exclusive_operations_are_repeated_only_if_nothing_was_done(
     bench: Bench, operation: str, kind: str, attempt_count: int
 ) -> None:
@@ -217,14 +284,14 @@ def test_exclusive_operations_are_repeated_only_if_nothing_was_done(
     store = bench.store(fault(operation, kind=kind))
 
     def call() -> None:
-        if operation == "create":
+        if operation == "put_absent":
             store.create("commits/1", b"one")
         else:
             store.replace("x", b"one", if_match="token")
 
-    if operation == "create" and attempt_count > 1:
+    if operation == "put_absent" and attempt_count > 1:
         call()
-        assert bench.local.read("commits/1") == b"one"
+        assert bench.plain.read("commits/1") == b"one"
     else:
         error_of(call)
     assert bench.calls.count(operation) == attempt_count
@@ -234,15 +301,15 @@ def test_exclusive_operations_are_repeated_only_if_nothing_was_done(
 def test_a_refused_connection_proves_that_nothing_was_done(bench: Bench, linked: str) -> None:
     """Refused by the cause itself: repeated. Refused some time earlier: proves nothing."""
 
-    class Refusing(LocalStore):
+    class Refusing(Remote):
         """Refuses the first create."""
 
         attempt_count = 0
 
-        def create(self, path: str, data: bytes) -> None:
+        def put(self, path: str, data: Buffers, **how: object) -> None:
             self.attempt_count += 1
             if self.attempt_count > 1:
-                super().create(path, data)
+                super().put(path, data, **how)  # type: ignore[arg-type]
                 return
             error = StorageError("No answer.", kind="connection", retryable=True)
             if linked == "cause":
@@ -250,22 +317,21 @@ def test_a_refused_connection_proves_that_nothing_was_done(bench: Bench, linked:
             error.__context__ = ConnectionRefusedError()
             raise error
 
-    inner = Refusing(str(bench.folder))
-    store = RetryStore(inner, sleep=bench.time.sleep)
+    inner = Refusing(bench.location)
+    store = bench.store(backend=inner)
     if linked == "cause":
         store.create("commits/1", b"one")
         assert inner.attempt_count == 2
     else:
         error_of(lambda: store.create("commits/1", b"one"))
         assert inner.attempt_count == 1
-    store.close()
 
 
-class Expiring(LocalStore):
-    """A store whose token is refused until `cured_by` refreshes; negative: for good."""
+class Expiring(Remote):
+    """A backend whose token is refused until `cured_by` refreshes; negative: for good."""
 
-    def __init__(self, root: str, *, cured_by: int) -> None:
-        super().__init__(root)
+    def __init__(self, location: Location, *, cured_by: int) -> None:
+        super().__init__(location)
         self.cured_by = cured_by
         self.refresh_count = 0
         self.barrier: threading.Barrier | None = None
@@ -274,7 +340,7 @@ class Expiring(LocalStore):
         """Fetch another token."""
         self.refresh_count += 1
 
-    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
+    def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Read with the token there is."""
         if not 0 <= self.cured_by <= self.refresh_count:
             if self.barrier is not None:
@@ -282,28 +348,27 @@ class Expiring(LocalStore):
             raise StorageError(
                 "The token is no good.", kind="credentials", retryable=self.cured_by > 0
             )
-        return super().read(path, most_bytes=most_bytes)
+        return super().get(path, max_bytes=max_bytes)
 
 
 def test_expired_credentials_are_refreshed_once(bench: Bench) -> None:
     """One refresh is tried without waiting; if it does not or cannot help, the error comes back."""
     for cured_by, refresh_count in ((1, 1), (2, 1), (-1, 0)):
-        inner = Expiring(str(bench.folder), cured_by=cured_by)
-        store = RetryStore(inner, sleep=bench.time.sleep)
+        inner = Expiring(bench.location, cured_by=cured_by)
+        store = bench.store(backend=inner)
         if cured_by == 1:
             assert store.read("x") == b"data"
         else:
             assert error_of(lambda: store.read("x")).kind == "credentials"  # noqa: B023
         assert inner.refresh_count == refresh_count
-        store.close()
     assert bench.time.slept == []
 
 
 def test_threads_that_meet_one_expiry_refresh_once(bench: Bench) -> None:
     """Credentials that another thread has renewed meanwhile are not renewed again."""
-    inner = Expiring(str(bench.folder), cured_by=1)
+    inner = Expiring(bench.location, cured_by=1)
     inner.barrier = threading.Barrier(4)
-    store = RetryStore(inner)
+    store = bench.store(backend=inner)
     results: list[bytes] = []
     threads = [threading.Thread(target=lambda: results.append(store.read("x"))) for _ in range(4)]
     for thread in threads:
@@ -312,13 +377,12 @@ def test_threads_that_meet_one_expiry_refresh_once(bench: Bench) -> None:
         thread.join(WAIT_S)
     assert results == [b"data"] * 4
     assert inner.refresh_count == 1
-    store.close()
 
 
 def test_a_hanging_operation_is_given_up_and_named(bench: Bench) -> None:
     """At the deadline the caller gets an error; the thread is counted until it ends."""
     store = bench.store(
-        fault("read", action="hang"), policy=RetryPolicy(attempt_count=1), request_timeout_s=SHORT_S
+        fault("get", action="hang"), policy=RetryPolicy(attempt_count=1), request_timeout_s=SHORT_S
     )
     error = error_of(lambda: store.read("saves/what"))
     assert isinstance(error, AbandonedError)
@@ -337,27 +401,27 @@ def test_a_hanging_operation_is_given_up_and_named(bench: Bench) -> None:
 
 def test_a_hanging_read_is_repeated_in_another_thread(bench: Bench) -> None:
     """What returns fresh values may be asked for again while the first still hangs."""
-    store = bench.store(fault("read", action="hang"), request_timeout_s=AMPLE_S)
+    store = bench.store(fault("get", action="hang"), request_timeout_s=AMPLE_S)
     assert store.read("x") == b"data"
-    assert bench.calls == ["read", "read"]
+    assert bench.calls == ["get", "get"]
     assert abandoned_thread_count() == 1
 
 
 def test_the_deadline_of_a_view_gives_up_a_hanging_operation(bench: Bench) -> None:
     """The nearer of request deadline and phase deadline counts."""
-    store = bench.store(fault("read", action="hang")).with_deadline(bench.time.now_s + SHORT_S)
+    store = bench.store(fault("get", action="hang")).with_deadline(bench.time.now_s + SHORT_S)
     assert isinstance(error_of(lambda: store.read("x")), AbandonedError)
 
 
-@pytest.mark.parametrize("operation", ["read_into", "replace", "create"])
+@pytest.mark.parametrize("operation", ["read", "put", "put_absent"])
 def test_what_may_take_effect_late_is_not_repeated(bench: Bench, operation: str) -> None:
     """A late read fills memory, a late replace overtakes, a late create wins: none is repeated."""
     store = bench.store(fault(operation, action="hang"), request_timeout_s=SHORT_S)
     error = error_of(
         {
-            "read_into": lambda: store.read_into("x", 0, memoryview(bytearray(4))),
-            "replace": lambda: store.replace("x", b"new"),
-            "create": lambda: store.create("commits/1", b"one"),
+            "read": lambda: store.read_into("x", 0, memoryview(bytearray(4))),
+            "put": lambda: store.replace("x", b"new"),
+            "put_absent": lambda: store.create("commits/1", b"one"),
         }[operation]
     )
     assert isinstance(error, AbandonedError)
@@ -365,54 +429,88 @@ def test_what_may_take_effect_late_is_not_repeated(bench: Bench, operation: str)
     assert bench.calls == [operation]
 
 
-def test_a_hanging_disk_is_not_waited_for_by_what_is_asked_of_a_store(bench: Bench) -> None:
-    """What a store can do, and whether it can copy, is told by the deadline like all else."""
+def test_memory_is_not_filled_once_a_read_has_ended(bench: Bench) -> None:
+    """What a backend was lent is taken back: a client that lags behind writes nowhere."""
+    lent: list[memoryview] = []
+
+    class Keeping(Remote):
+        """Remembers the memory it was given."""
+
+        def read(self, path: str, ranges: Iterable[Range]) -> int | None:
+            def noted() -> Iterator[Range]:
+                for start, view in ranges:
+                    lent.append(view)
+                    yield start, view
+
+            return super().read(path, noted())
+
+    target = bytearray(4)
+    bench.store(backend=Keeping(bench.location)).read_into("x", 0, memoryview(target))
+    with pytest.raises(ValueError, match="released"):
+        lent[0][:] = b"late"
+    assert target == b"data"
+
+
+def test_what_the_reader_raises_comes_back_as_it_is(bench: Bench) -> None:
+    """An error of who takes the bytes is none of the storage's: neither renamed nor repeated."""
+
+    def ranges() -> Iterator[Range]:
+        yield 0, memoryview(bytearray(4))
+        raise TimeoutError("mine")
+
+    store = bench.store()
+    with pytest.raises(TimeoutError, match="mine"):
+        store.read_ranges("x", ranges())
+    assert bench.calls == ["read"]
+
+
+def test_a_hanging_storage_is_not_waited_for_by_what_is_asked_of_a_store(bench: Bench) -> None:
+    """Making the backend, and where it can be copied from, end by the deadline like all else."""
     ended = threading.Event()
 
-    class Hanging(LocalStore):
+    class Hanging(Remote):
         """Lies on a mount whose server is gone."""
 
-        @property
-        def capabilities(self) -> Capabilities:
+        def copy_source(self, path: str) -> CopySource | None:
             ended.wait(60)
-            return super().capabilities
+            return super().copy_source(path)
 
-        def can_copy_from(self, other: Copied, *, at_any_price: bool = True) -> bool:
-            ended.wait(60)
-            return super().can_copy_from(other, at_any_price=at_any_price)
+    def late() -> Backend:
+        ended.wait(60)
+        return bench.inner
 
-    store = RetryStore(
-        Hanging(str(bench.folder)), request_timeout_s=0.2, policy=RetryPolicy(attempt_count=1)
-    )
+    once = RetryPolicy(attempt_count=1)
+    hung = Store(Hanging(bench.location), url="a", request_timeout_s=SHORT_S, policy=once)
+    unmade = Store(late, url="b", request_timeout_s=SHORT_S, policy=once)
     try:
-        for call in (lambda: store.capabilities, lambda: store.can_copy_from(store)):
+        for call in (lambda: hung.can_copy_from(hung), lambda: unmade.capabilities):
             assert isinstance(error_of(call), AbandonedError)
     finally:
         ended.set()
-    store.close()
+    for store in (hung, unmade):
+        store.close()
 
 
 def test_a_call_that_comes_further_has_its_time_anew(bench: Bench) -> None:
     """Each page of a listing has the time of a request; the phase's deadline bounds them all."""
 
-    class Paged(LocalStore):
-        """Takes a request for each page."""
+    class Paged(Remote):
+        """Takes a request for each entry."""
 
-        def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
-            for _ in range(8):
+        def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
+            for number in range(8):
                 time.sleep(0.2)
-                moved()
-            return super().list(prefix, recursive=recursive)
+                yield ObjectInfo(path=f"{prefix}{number}", size_bytes=int(recursive))
 
     once = RetryPolicy(attempt_count=1)
-    store = RetryStore(Paged(str(bench.folder)), request_timeout_s=1.0, policy=once)
-    assert [entry.path for entry in store.list("")] == ["x"]
+    store = Store(Paged(bench.location), url="paged", request_timeout_s=1.0, policy=once)
+    assert len(store.list("")) == 8
     near = store.with_deadline(time.monotonic() + 0.5)
     assert isinstance(error_of(lambda: near.list("")), AbandonedError)
     store.close()
 
 
-def upload_of(store: RetryStore, *, complete: bool = True) -> None:
+def upload_of(store: Store, *, complete: bool = True) -> None:
     """Upload two parts, and complete or abort."""
     upload = store.start_upload("saves/u", part_bytes=2)
     upload.write_part(0, 0, [memoryview(b"ab")], last=False)
@@ -423,110 +521,185 @@ def upload_of(store: RetryStore, *, complete: bool = True) -> None:
         upload.abort()
 
 
+@pytest.mark.parametrize("kind", [Remote, Publishing])
 @pytest.mark.parametrize("action", ["error", "lost_answer"])
-@pytest.mark.parametrize("operation", ["write_part", "complete"])
-def test_uploads_are_carried_on(bench: Bench, operation: str, action: Action) -> None:
-    """Parts and completion are repeated, also when only their answer was lost."""
+@pytest.mark.parametrize("operation", ["begin_upload", "put_part", "complete_upload"])
+def test_uploads_are_carried_on(operation: str, action: Action, kind: type[Remote]) -> None:
+    """Begin, parts and completion are repeated; if only the answer was lost, it is settled.
+
+    Nothing stays open, also where nobody got to know that an upload was begun.
+    """
+    bench = Bench(kind)
     upload_of(bench.store(fault(operation, action=action, hit_count=3)))
-    assert bench.local.read("saves/u") == b"abcd"
+    assert bench.plain.read("saves/u") == b"abcd"
+    assert bench.inner.open == {}
+    bench.close()
+
+
+@pytest.mark.parametrize("action", ["error", "lost_answer"])
+def test_an_object_of_one_part_is_one_request(bench: Bench, action: Action) -> None:
+    """It is kept until the completion, which is repeated and settled like any other."""
+    store = bench.store(fault("put_absent", action=action))
+    upload = begun(store)
+    buffer = bytearray(b"ab")
+    upload.write_part(0, 0, [memoryview(buffer)], last=True)
+    buffer[:] = b"??"
+    assert bench.calls == []
+    upload.complete(2)
+    assert bench.plain.read("saves/u") == b"ab"
+    assert set(bench.calls) <= {"put_absent", "stat"}
+
+
+@pytest.mark.parametrize("part_count", [1, 2])
+def test_a_lost_completion_over_another_object_is_no_success(bench: Bench, part_count: int) -> None:
+    """Of equal length, but with another's mark: the upload failed, and the other one stays."""
+    store = bench.store()
+    upload = begun(store)
+    if part_count > 1:
+        upload.ticket()
+    upload.write_part(0, 0, [memoryview(b"abcd")], last=True)
+    bench.plain.write("saves/u", b"else")
+    assert error_of(lambda: upload.complete(4)).kind == "exists"
+    upload.abort()
+    assert bench.plain.read("saves/u") == b"else"
+    assert bench.inner.open == {}
+
+
+def test_an_upload_that_is_gone_says_so(bench: Bench) -> None:
+    """Somebody aborted it: the completion fails and tells what lies under the name."""
+    store = bench.store()
+    upload = begun(store)
+    upload.ticket()
+    upload.write_part(0, 0, [memoryview(b"abcd")], last=True)
+    assert bench.plain.abort_uploads("saves") == 1
+    assert "is gone, and nothing of ours lies" in str(error_of(lambda: upload.complete(4)))
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_an_abort_takes_back_a_completion_that_may_have_worked(
+    bench: Bench,
+    is_ours: bool,  # noqa: FBT001  # a parameter of pytest
+) -> None:
+    """The object goes only if it bears our mark."""
+    answers = [fault("complete_upload", action="lost_answer", hit_count=None)]
+    unseen = [fault("stat", hit_count=1, kind="permission", retryable=False)]
+    store = bench.store(*answers, *unseen, policy=RetryPolicy(attempt_count=1))
+    upload = begun(store)
+    upload.ticket()
+    upload.write_part(0, 0, [memoryview(b"abcd")], last=True)
+    error_of(lambda: upload.complete(4))
+    if not is_ours:
+        bench.plain.write("saves/u", b"else")
+    upload.abort()
+    left = [entry.path for entry in bench.plain.list("saves")]
+    assert left == ([] if is_ours else ["saves/u"])
 
 
 def test_aborts_are_repeated(bench: Bench) -> None:
     """An abort that fails for a moment still leaves nothing."""
-    upload_of(bench.store(fault("abort", hit_count=2)), complete=False)
-    assert bench.local.abort_uploads("") == 0
-
-
-def test_parts_that_cannot_be_sent_again_are_not(bench: Bench) -> None:
-    """An upload that says its parts are not repeatable gets each once."""
-    store = bench.store(fault("write_part"))
-    start = bench.faults.start_upload
-
-    def start_appending(path: str, *, part_bytes: int) -> object:
-        upload = start(path, part_bytes=part_bytes)
-        upload.repeatable = False
-        return upload
-
-    bench.faults.start_upload = start_appending  # type: ignore[method-assign, assignment]
-    upload = store.start_upload("saves/u", part_bytes=2)
-    error_of(lambda: upload.write_part(0, 0, [memoryview(b"ab")], last=True))
-    assert bench.calls.count("write_part") == 1
-    upload.abort()
+    upload_of(bench.store(fault("abort_upload", hit_count=2)), complete=False)
+    assert bench.inner.open == {}
 
 
 def test_an_upload_with_a_part_under_way_cannot_complete(bench: Bench) -> None:
     """A part that was given up may be sent later, from memory that has changed by then."""
-    store = bench.store(fault("write_part", action="hang"), request_timeout_s=SHORT_S)
-    upload = store.start_upload("saves/u", part_bytes=2)
+    store = bench.store(fault("put_part", action="hang"), request_timeout_s=SHORT_S)
+    upload = begun(store)
     buffer = bytearray(b"ab")
-    error = error_of(lambda: upload.write_part(0, 0, [memoryview(buffer)], last=True))
+    error = error_of(lambda: upload.write_part(0, 0, [memoryview(buffer)], last=False))
     assert not error.retryable
-    buffer[:] = b"??"
-    bench.faults.script.release()
-    wait_until(lambda: abandoned_thread_count() == 0)
     for call in (
         lambda: upload.complete(2),
         lambda: upload.write_part(0, 0, [memoryview(b"ab")], last=True),
+        upload.receipts,
     ):
         assert "part 0 did not end in time" in str(error_of(call))
     upload.abort()
-    assert bench.local.list("saves") == []
-    assert bench.local.abort_uploads("") == 0
-
-
-def test_an_abort_beside_a_hanging_part_leaves_nothing(bench: Bench) -> None:
-    """The file goes at once; its descriptor stays open for the thread that may still write."""
-    store = bench.store(fault("write_part", action="hang"), request_timeout_s=SHORT_S)
-    upload = store.start_upload("saves/u", part_bytes=2)
-    error_of(lambda: upload.write_part(0, 0, [memoryview(b"ab")], last=True))
-    upload.abort()
-    assert list((bench.folder / "saves").iterdir()) == []
+    buffer[:] = b"??"
     bench.faults.script.release()
     wait_until(lambda: abandoned_thread_count() == 0)
-    assert list((bench.folder / "saves").iterdir()) == []
+    assert bench.plain.list("saves") == []
+    assert bench.inner.open == {}
 
 
 def test_an_upload_that_starts_after_it_was_given_up_is_aborted(bench: Bench) -> None:
     """Nobody owns it, so nobody else could remove what it leaves."""
     store = bench.store(
-        fault("start_upload", action="hang"),
+        fault("begin_upload", action="hang"),
         policy=RetryPolicy(attempt_count=1),
         request_timeout_s=SHORT_S,
     )
-    error_of(lambda: store.start_upload("saves/u", part_bytes=2))
+    error_of(lambda: begun(store).ticket())
     bench.faults.script.release()
     wait_until(lambda: abandoned_thread_count() == 0)
-    assert list((bench.folder / "saves").iterdir()) == []
+    assert bench.inner.open == {}
+
+
+@pytest.mark.parametrize("kind", ["no-space", "connection"])
+def test_an_upload_goes_on_without_a_reservation(bench: Bench, kind: str) -> None:
+    """Only that there is no space ends it; a reservation is tried once."""
+    store = bench.store(fault("begin_upload", kind=kind, retryable=kind != "no-space"))
+    upload = store.start_upload("saves/u", part_bytes=2)
+    upload.reserve(4)
+
+    def send() -> None:
+        upload.write_part(0, 0, [memoryview(b"ab")], last=False)
+
+    if kind == "no-space":
+        assert error_of(send).kind == kind
+    else:
+        send()
+        assert bench.time.slept == []
+    upload.abort()
 
 
 def test_a_hanging_operation_ends_all_in_its_thread(bench: Bench) -> None:
     """The caller gets its error in time; what was to come after it is not done, even late."""
-    store = bench.store(fault("read_into", action="hang"), request_timeout_s=SHORT_S)
+    store = bench.store(fault("read", action="hang"), request_timeout_s=SHORT_S)
     done: list[str] = []
 
-    def read_and_go_on(same: Store) -> None:
-        same.read_into("x", 0, memoryview(bytearray(4)))
+    def ranges() -> Iterator[Range]:
+        yield 0, memoryview(bytearray(4))
         done.append("went on")
+        yield 0, memoryview(bytearray(4))
 
-    error = error_of(lambda: store.in_one_thread(read_and_go_on))
-    assert isinstance(error, AbandonedError)
-    assert not error.retryable
-    assert f"read of {store.url}/x did not end within 0.2 s" in str(error)
+    assert isinstance(error_of(lambda: store.read_ranges("x", ranges())), AbandonedError)
     assert abandoned_thread_count() == 1
     bench.faults.script.release()
     wait_until(lambda: abandoned_thread_count() == 0)
     assert done == []
-    assert bench.calls == ["read_into"]
 
 
-def _read_in_child(store: RetryStore, out: multiprocessing.Queue[object]) -> None:
+def test_errors_hold_no_credentials(bench: Bench) -> None:
+    """What a backend says, in its own words or ours, is scrubbed."""
+
+    class Telling(Remote):
+        """Puts its secret into every text."""
+
+        def stat(self, path: str) -> ObjectInfo:
+            raise StorageError(f"the key hush is wrong for {path}")
+
+        def get(self, path: str, *, max_bytes: int | None) -> Content:
+            raise ValueError(f"hush {path} {max_bytes}")
+
+    store = Store(
+        Telling(bench.location), url="told", scrub=lambda text: text.replace("hush", "***")
+    )
+    for call in (lambda: store.stat("x"), lambda: store.read("x")):
+        error = error_of(call)
+        assert "***" in str(error)
+        assert "hush" not in f"{error}{error.args}{error.__context__}{error.__cause__}"
+    store.close()
+
+
+def _read_in_child(store: Store, out: multiprocessing.Queue[object]) -> None:
     out.put((store.read("x"), abandoned_thread_count()))
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_store_works_in_a_forked_child(bench: Bench) -> None:
     """A child has none of its parent's threads, not even the abandoned ones, and starts its own."""
-    store = bench.store(fault("read", action="hang"), request_timeout_s=AMPLE_S)
+    store = bench.store(fault("get", action="hang"), request_timeout_s=AMPLE_S)
     store.read("x")
     assert abandoned_thread_count() == 1
     fork = multiprocessing.get_context("fork")
@@ -538,33 +711,33 @@ def test_a_store_works_in_a_forked_child(bench: Bench) -> None:
     assert child.exitcode == 0
 
 
-class Careless(LocalStore):
+class Careless(Remote):
     """Takes a create for a write, as a server does that ignores the condition."""
 
-    def create(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: Buffers, **how: object) -> None:
         """Overwrite what is there."""
-        self.write(path, data)
+        super().put(path, data, **{**how, "if_absent": False})  # type: ignore[arg-type]
 
 
-class Untrue(LocalStore):
+class Untrue(Careless):
     """Overwrites, and then says that something was there."""
 
-    def create(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: Buffers, **how: object) -> None:
         """Overwrite what is there and refuse."""
-        there = [entry.path for entry in self.list("")]
-        self.write(path, data)
-        if path in there:
-            raise StorageError("It is there.", kind="exists")
+        there = [info.path for info in self.list("", recursive=True)]
+        super().put(path, data, **how)
+        if path in there and how.get("if_absent"):
+            raise FileExistsError(path)
 
 
 @pytest.mark.parametrize(
-    ("kind", "exclusive"), [(LocalStore, True), (Careless, False), (Untrue, False)]
+    ("kind", "exclusive"), [(Remote, True), (Careless, False), (Untrue, False)]
 )
 def test_the_probe_tells_who_keeps_the_promise(
-    bench: Bench, kind: type[LocalStore], *, exclusive: bool
+    bench: Bench, kind: type[Remote], *, exclusive: bool
 ) -> None:
     """Only a storage that refuses and keeps the first content is exclusive; no trace stays."""
-    store = kind(str(bench.folder))
+    store = bench.store(backend=kind(bench.location))
     result = probe_exclusive_create(store, key=(bench, kind.__name__))
     assert result.exclusive is exclusive
     assert result.reason
@@ -572,26 +745,27 @@ def test_the_probe_tells_who_keeps_the_promise(
 
 
 @pytest.mark.parametrize("skip_count", [0, 1])
-@pytest.mark.parametrize("kind", ["connection", "exists"])
-def test_lost_answers_do_not_mislead_the_probe(bench: Bench, skip_count: int, kind: str) -> None:
+@pytest.mark.parametrize("error", ["connection", "exists"])
+@pytest.mark.parametrize(("kind", "exclusive"), [(Remote, True), (Careless, False)])
+def test_lost_answers_do_not_mislead_the_probe(
+    bench: Bench, kind: type[Remote], error: str, skip_count: int, *, exclusive: bool
+) -> None:
     """What became of a create is read back, be it the first or the second."""
-    rules = [fault("create", action="lost_answer", kind=kind, skip_count=skip_count)]
-    for store, exclusive in ((bench.local, True), (Careless(str(bench.folder)), False)):
-        result = probe_exclusive_create(FaultStore(store, rules), key=(bench, store))
-        assert result.exclusive is exclusive
+    rule = fault("put_absent", action="lost_answer", kind=error, skip_count=skip_count)
+    store = bench.store(rule, backend=kind(bench.location))
+    assert probe_exclusive_create(store, key=bench).exclusive is exclusive
 
 
 def test_the_probe_has_no_answer_from_a_dead_storage(bench: Bench) -> None:
     """When no create arrives, the error is raised and nothing is kept."""
     for skip_count in (0, 1):
-        rules = [fault("create", hit_count=None, skip_count=skip_count)]
-        faults = FaultStore(bench.local, rules)
-        assert error_of(lambda: probe_exclusive_create(faults, key=bench)).kind == "connection"  # noqa: B023
-    assert probe_exclusive_create(bench.local, key=bench).exclusive
+        store = bench.store(fault("put_absent", hit_count=None, skip_count=skip_count))
+        assert error_of(lambda: probe_exclusive_create(store, key=bench)).kind == "connection"  # noqa: B023
+    assert probe_exclusive_create(bench.plain, key=bench).exclusive
 
 
 def test_the_probe_needs_no_right_to_delete(bench: Bench) -> None:
     """Where deleting is forbidden the answer is the same, and a small object stays."""
-    faults = FaultStore(bench.local, [fault("delete", kind="permission", retryable=False)])
-    assert probe_exclusive_create(faults, key=bench).exclusive
-    assert len(bench.local.list("")) == 2
+    store = bench.store(fault("delete", kind="permission", retryable=False))
+    assert probe_exclusive_create(store, key=bench).exclusive
+    assert len(bench.plain.list("")) == 2

@@ -43,6 +43,7 @@ class Session:
 
     name: str
     metadata: dict[str, str]
+    condition: str | None = None
     data: bytearray = field(default_factory=bytearray)
     ended: bool = False
 
@@ -51,7 +52,8 @@ class Session:
 class GcsState:
     """What the server holds, and the faults it has in store, by the first words of a request.
 
-    seen: what was asked for, in order: "begin", "insert", "put SPAN" of a session, "media NAME".
+    seen: what was asked for, in order: "begin", "insert", "put SPAN" of a session, "look NAME",
+    "media NAME".
     """
 
     objects: dict[str, Stored] = field(default_factory=dict)
@@ -162,8 +164,11 @@ class _Handler(BaseHTTPRequestHandler):
             if fault == "503":
                 return self._refuse(503, "backendError")
             key = f"session-{len(self.state.sessions)}-{time.monotonic_ns()}"
-            metadata = json.loads(body)["metadata"]
-            self.state.sessions[key] = Session(name=query["name"][0], metadata=metadata)
+            metadata, name = json.loads(body)["metadata"], query["name"][0]
+            condition = query.get("ifGenerationMatch", [None])[0]
+            if condition and name in self.state.objects:
+                return self._refuse(412, "conditionNotMet")
+            self.state.sessions[key] = Session(name, metadata, condition)
             if fault == "lost":
                 return self._lose()
             host = self.headers["Host"]
@@ -194,8 +199,10 @@ class _Handler(BaseHTTPRequestHandler):
             assert int(span.partition("-")[0]) == len(session.data), "a gap or an overlap"
             session.data += body[:MULTIPLE] if fault == "half" else body
         if not session.ended and total != "*" and len(session.data) == int(total):
+            data, described = bytes(session.data), session.metadata
+            if self.state.put(session.name, data, described, session.condition) is None:
+                return self._refuse(412, "conditionNotMet")
             session.ended = True
-            self.state.put(session.name, bytes(session.data), session.metadata, None)
         if fault == "lost":
             return self._lose()
         if session.ended:
@@ -216,6 +223,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/download/"):
             self.state.fault_of(f"media {name}")
             return self._media(found)
+        if self.state.fault_of(f"look {name}"):
+            return self._refuse(503, "backendError")
         return self._answer(200, described)
 
     def _media(self, found: Stored) -> None:

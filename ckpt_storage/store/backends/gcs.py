@@ -12,7 +12,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
-    Coroutine,
     Iterable,
     Iterator,
     Mapping,
@@ -51,6 +50,7 @@ _PIECE_BYTES = 256 * KIB
 _PAGE_COUNT = 1000
 _BOUNDARY = "ckpt-storage-part"
 _MEDIA = {"alt": "media"}
+_NONE: Mapping[str, str] = {}
 
 _OK = 200
 _GOES_ON = 308
@@ -101,7 +101,7 @@ class GcsBackend(Backend):
 
     def stat(self, path: str) -> ObjectInfo:
         """Objects: get."""
-        found = self._client.run(self._request(_document, "GET", self._address(path)))
+        found = self._client.run(partial(self._ask, _document, "GET", self._address(path)))
         return ObjectInfo(
             path=path,
             size_bytes=int(found["size"]),
@@ -125,19 +125,20 @@ class GcsBackend(Backend):
             return Content(data=bytes(data), version=version)
 
         address = f"/download{self._address(path)}"
-        return self._client.run(self._request(take, "GET", address, _MEDIA))
+        return self._client.run(partial(self._ask, take, "GET", address, query=_MEDIA))
 
     def read(self, path: str, ranges: Iterable[Range]) -> int | None:
         """Objects: get with alt=media and Range, the body copied piece by piece."""
         address, total_bytes = f"/download{self._address(path)}", None
         for start, view in ranges:
             count, total_bytes = self._client.run(
-                self._request(
+                partial(
+                    self._ask,
                     partial(_fill, start, view),
                     "GET",
                     address,
-                    _MEDIA,
-                    {"Range": f"bytes={start}-{start + len(view) - 1}"},
+                    query=_MEDIA,
+                    headers={"Range": f"bytes={start}-{start + len(view) - 1}"},
                     accepts={_NO_RANGE},
                 )
             )
@@ -163,12 +164,13 @@ class GcsBackend(Backend):
             f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{described}"
             f"\r\n--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\n"
         )
-        request = self._request(
+        request = partial(
+            self._ask,
             _document,
             "POST",
             f"/upload{self._objects}",
-            {"uploadType": "multipart", **_condition("0" if if_absent else if_match)},
-            {"Content-Type": f'multipart/related; boundary="{_BOUNDARY}"'},
+            query={"uploadType": "multipart", **_condition("0" if if_absent else if_match)},
+            headers={"Content-Type": f'multipart/related; boundary="{_BOUNDARY}"'},
             data=b"".join((head.encode(), *data, f"\r\n--{_BOUNDARY}--\r\n".encode())),
         )
         with _taken_for_existing(path, is_meant=if_absent):
@@ -191,18 +193,18 @@ class GcsBackend(Backend):
 
     def delete(self, paths: Sequence[str]) -> None:
         """Objects: delete, several at a time."""
-        self._client.run_all(
-            lambda fs, path: self._request(_nothing, "DELETE", self._address(path), accepts=_GONE)(
-                fs
-            ),
-            paths,
-        )
+
+        async def delete_one(fs: ForeignFs, path: str) -> None:
+            await self._ask(_nothing, "DELETE", self._address(path), fs, accepts=_GONE)
+
+        self._client.run_all(delete_one, paths)
 
     def delete_version(self, path: str, version: str | None) -> None:
         """Objects: delete with ifGenerationMatch."""
         query, accepts = _condition(version), {*_GONE, _CHANGED}
+        address = self._address(path)
         self._client.run(
-            self._request(_nothing, "DELETE", self._address(path), query, accepts=accepts)
+            partial(self._ask, _nothing, "DELETE", address, query=query, accepts=accepts)
         )
 
     def delete_folder(self, path: str) -> bool:
@@ -223,12 +225,13 @@ class GcsBackend(Backend):
             return address
 
         query = {"uploadType": "resumable", "name": self._name(path)}
-        request = self._request(
+        request = partial(
+            self._ask,
             take,
             "POST",
             f"/upload{self._objects}",
-            {**query, **_condition("0" if if_absent else None)},
-            {"Content-Type": "application/json; charset=UTF-8"},
+            query={**query, **_condition("0" if if_absent else None)},
+            headers={"Content-Type": "application/json; charset=UTF-8"},
             data=json.dumps(_metadata(write_id)).encode(),
         )
         with _taken_for_existing(path, is_meant=if_absent):
@@ -276,7 +279,7 @@ class GcsBackend(Backend):
         del path
         self._sessions.pop(token, None)
         accepts = {*_GONE, _CANCELLED}
-        self._client.run(self._request(_nothing, "DELETE", token, data=b"", accepts=accepts))
+        self._client.run(partial(self._ask, _nothing, "DELETE", token, data=b"", accepts=accepts))
 
     def _send(
         self, path: str, session: str, data: memoryview | bytes, span: str, total_bytes: int | None
@@ -292,7 +295,9 @@ class GcsBackend(Backend):
         total = "*" if total_bytes is None else total_bytes
         headers = {"Content-Range": f"bytes {span}/{total}"}
         with _taken_for_existing(path, is_meant=True):
-            return self._client.run(self._request(take, "PUT", session, None, headers, data=data))
+            return self._client.run(
+                partial(self._ask, take, "PUT", session, headers=headers, data=data)
+            )
 
     def _pages(self, prefix: str, *, recursive: bool) -> Iterator[Mapping[str, Any]]:
         query = {
@@ -303,7 +308,7 @@ class GcsBackend(Backend):
         }
         take = partial(_document, kind="objects")
         while True:
-            page = self._client.run(self._request(take, "GET", self._objects, query))
+            page = self._client.run(partial(self._ask, take, "GET", self._objects, query=query))
             yield page
             if not page.get("nextPageToken"):
                 return
@@ -317,56 +322,53 @@ class GcsBackend(Backend):
         """Return the address of what is known of an object, below the server's."""
         return f"{self._objects}/{quote(self._name(path), safe='')}"
 
-    def _request(
+    async def _ask(
         self,
         take: Callable[[Any], Awaitable[T]],
         method: str,
         address: str,
-        query: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
+        fs: ForeignFs,
         *,
+        query: Mapping[str, str] = _NONE,
+        headers: Mapping[str, str] = _NONE,
         data: memoryview | bytes | None = None,
         accepts: Collection[int] = (),
-    ) -> Callable[[ForeignFs], Coroutine[Any, Any, T]]:
-        """Return what sends one request and gives its answer to `take`.
+    ) -> T:
+        """Send one request and return what `take` makes of the answer; an address may be a URL.
 
-        `address` may be a whole URL. A status of 400 and above that is not in `accepts` is raised
-        as `HttpFailure`.
+        Raises `HttpFailure` for a status of 400 and above that is not in `accepts`.
         """
-        heads = {**(headers or {}), **({} if data is None else {"Content-Length": str(len(data))})}
+        import aiohttp  # noqa: PLC0415  # comes with gcsfs
+        import yarl  # noqa: PLC0415  # the same
+
         # A gzipped answer would be unpacked on the way, and no byte range could be checked.
-        heads["Accept-Encoding"] = "identity"
-
-        async def send(fs: ForeignFs) -> T:
-            import aiohttp  # noqa: PLC0415  # comes with gcsfs
-            import yarl  # noqa: PLC0415  # the same
-
-            # Looking for a token may ask another server, without regard to this loop.
-            await in_daemon_thread(lambda: fs.credentials.apply(heads))
-            await fs._set_session()  # noqa: SLF001  # the only way to its TLS client certificate
-            asked = dict(query or {})
-            if fs.requester_pays:
-                pays = fs.requester_pays
-                asked["userProject"] = pays if isinstance(pays, str) else fs.project
-            server = "" if "://" in address else str(fs.base).removesuffix("/storage/v1/")
-            mark = "&" if "?" in address else "?"
-            url = f"{server}{address}{mark if asked else ''}{urlencode(asked)}"
-            async with fs.session.request(
-                method,
-                yarl.URL(url, encoded=True),
-                headers=heads,
-                data=_pieces(memoryview(data)) if data else None,
-                allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(
-                    sock_connect=min(_CONNECT_TIMEOUT_S, self._read_timeout_s),
-                    sock_read=self._read_timeout_s,
-                ),
-            ) as answer:
-                if answer.status >= _FIRST_FAILURE and answer.status not in accepts:
-                    raise _failure(answer.status, await answer.read())
-                return await take(answer)
-
-        return send
+        heads = {"Accept-Encoding": "identity", **headers}
+        if data is not None:
+            heads["Content-Length"] = str(len(data))
+        # Looking for a token may ask another server, without regard to this loop.
+        await in_daemon_thread(lambda: fs.credentials.apply(heads))
+        await fs._set_session()  # noqa: SLF001  # the only way to its TLS client certificate
+        asked = dict(query)
+        if fs.requester_pays:
+            pays = fs.requester_pays
+            asked["userProject"] = pays if isinstance(pays, str) else fs.project
+        server = "" if "://" in address else str(fs.base).removesuffix("/storage/v1/")
+        mark = "&" if "?" in address else "?"
+        url = f"{server}{address}{mark if asked else ''}{urlencode(asked)}"
+        async with fs.session.request(
+            method,
+            yarl.URL(url, encoded=True),
+            headers=heads,
+            data=_pieces(memoryview(data)) if data else None,
+            allow_redirects=False,
+            timeout=aiohttp.ClientTimeout(
+                sock_connect=min(_CONNECT_TIMEOUT_S, self._read_timeout_s),
+                sock_read=self._read_timeout_s,
+            ),
+        ) as answer:
+            if answer.status >= _FIRST_FAILURE and answer.status not in accepts:
+                raise _failure(answer.status, await answer.read())
+            return await take(answer)
 
 
 async def _pieces(data: memoryview) -> AsyncIterator[memoryview]:

@@ -1,0 +1,57 @@
+"""Google Cloud Storage and Azure pass the suite of all backends, as their emulators have them."""
+
+from __future__ import annotations
+
+import pytest
+from servers import Running
+
+from ckpt_storage.store import Location
+from ckpt_storage.store.backend import Backend, Settings
+from ckpt_storage.store.backends.azure import AzureBackend
+from ckpt_storage.store.backends.gcs import GcsBackend
+from ckpt_storage.store.store import Store
+from ckpt_storage.testing.store_suite import StoreSuite
+
+
+def opened(kind: type[GcsBackend | AzureBackend], root: Running, timeout_s: float) -> Backend:
+    """Return a backend with a client of its own for each timeout."""
+    location = Location.of(root.url, root.storage_options)
+    return kind(location, Settings(request_timeout_s=timeout_s))
+
+
+class TestGcs(StoreSuite):
+    """Google Cloud Storage as fake-gcs-server has it."""
+
+    @pytest.fixture
+    def backend(self, gcs_root: Running) -> Backend:
+        """A bucket of its own."""
+        return opened(GcsBackend, gcs_root, 30.0)
+
+    @pytest.fixture
+    def other(self, gcs_root: Running) -> Backend:
+        """A second client."""
+        return opened(GcsBackend, gcs_root, 31.0)
+
+    # The server ignores the condition of an upload in parts; `test_store_gcs_faults` has one.
+    @pytest.mark.parametrize("is_one_part", [True])
+    def test_what_exists_is_refused_or_replaced_as_asked(
+        self, store: Store, second: Store, size: int, *, is_one_part: bool
+    ) -> None:
+        """An object of one part keeps what has the name, or replaces it if told to."""
+        super().test_what_exists_is_refused_or_replaced_as_asked(
+            store, second, size, is_one_part=is_one_part
+        )
+
+
+class TestAzure(StoreSuite):
+    """Azure Blob Storage as Azurite has it."""
+
+    @pytest.fixture
+    def backend(self, azure_root: Running) -> Backend:
+        """A container of its own."""
+        return opened(AzureBackend, azure_root, 30.0)
+
+    @pytest.fixture
+    def other(self, azure_root: Running) -> Backend:
+        """A second client."""
+        return opened(AzureBackend, azure_root, 31.0)
