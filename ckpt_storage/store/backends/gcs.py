@@ -5,7 +5,6 @@ Works on buckets of the usual kinds; zonal ones (Rapid Storage) take no such upl
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import (
     AsyncIterator,
@@ -49,6 +48,7 @@ _CHUNK_BYTES = MIB
 _PIECE_BYTES = 256 * KIB
 _PAGE_COUNT = 1000
 _BOUNDARY = "ckpt-storage-part"
+_IF_GENERATION = "ifGenerationMatch"
 _MEDIA = {"alt": "media"}
 _NONE: Mapping[str, str] = {}
 
@@ -164,17 +164,9 @@ class GcsBackend(Backend):
             f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{described}"
             f"\r\n--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\n"
         )
-        request = partial(
-            self._ask,
-            _document,
-            "POST",
-            f"/upload{self._objects}",
-            query={"uploadType": "multipart", **_condition("0" if if_absent else if_match)},
-            headers={"Content-Type": f'multipart/related; boundary="{_BOUNDARY}"'},
-            data=b"".join((head.encode(), *data, f"\r\n--{_BOUNDARY}--\r\n".encode())),
-        )
-        with _taken_for_existing(path, is_meant=if_absent):
-            self._client.run(request)
+        body = b"".join((head.encode(), *data, f"\r\n--{_BOUNDARY}--\r\n".encode()))
+        query = {"uploadType": "multipart", **_condition("0" if if_absent else if_match)}
+        self._post(_document, query, f'multipart/related; boundary="{_BOUNDARY}"', body)
 
     def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
         """Objects: list, with a delimiter for direct children only."""
@@ -225,17 +217,9 @@ class GcsBackend(Backend):
             return address
 
         query = {"uploadType": "resumable", "name": self._name(path)}
-        request = partial(
-            self._ask,
-            take,
-            "POST",
-            f"/upload{self._objects}",
-            query={**query, **_condition("0" if if_absent else None)},
-            headers={"Content-Type": "application/json; charset=UTF-8"},
-            data=json.dumps(_metadata(write_id)).encode(),
-        )
-        with _taken_for_existing(path, is_meant=if_absent):
-            session = self._client.run(request)
+        query |= _condition("0" if if_absent else None)
+        described = json.dumps(_metadata(write_id)).encode()
+        session = self._post(take, query, "application/json; charset=UTF-8", described)
         if not session:
             raise ForeignAnswer("address for the upload")
         self._sessions[session] = 0, False
@@ -250,13 +234,13 @@ class GcsBackend(Backend):
         end = offset + len(body)
         total_bytes = end if last else None
         known = self._sessions.pop(token, None)
-        kept, is_over = known or self._send(path, token, b"", "*", total_bytes)
+        kept, is_over = known or self._send(token, b"", "*", total_bytes)
         while kept < end or (last and not is_over):
             if kept < offset or is_over:
                 raise _stuck(path, f"holds {kept} bytes, and the part at {offset} cannot follow")
             start = kept
             span = f"{start}-{end - 1}" if start < end else "*"
-            kept, is_over = self._send(path, token, body[start - offset :], span, total_bytes)
+            kept, is_over = self._send(token, body[start - offset :], span, total_bytes)
             if kept <= start and not is_over:
                 raise _stuck(path, f"makes no progress at byte {start}", retryable=True)
         self._sessions[token] = kept, is_over
@@ -270,7 +254,7 @@ class GcsBackend(Backend):
         total_bytes = sum(part.size_bytes for part in parts)
         kept, is_over = self._sessions.pop(token, (0, False))
         if not is_over:
-            kept, is_over = self._send(path, token, b"", "*", total_bytes)
+            kept, is_over = self._send(token, b"", "*", total_bytes)
         if not is_over or kept != total_bytes:
             raise _stuck(path, f"holds {kept} of {total_bytes} bytes")
 
@@ -282,7 +266,7 @@ class GcsBackend(Backend):
         self._client.run(partial(self._ask, _nothing, "DELETE", token, data=b"", accepts=accepts))
 
     def _send(
-        self, path: str, session: str, data: memoryview | bytes, span: str, total_bytes: int | None
+        self, session: str, data: memoryview | bytes, span: str, total_bytes: int | None
     ) -> tuple[int, bool]:
         """Send bytes to a session, none with the span "*"; return how many it holds, and if all."""
 
@@ -294,10 +278,16 @@ class GcsBackend(Backend):
 
         total = "*" if total_bytes is None else total_bytes
         headers = {"Content-Range": f"bytes {span}/{total}"}
-        with _taken_for_existing(path, is_meant=True):
-            return self._client.run(
-                partial(self._ask, take, "PUT", session, headers=headers, data=data)
-            )
+        return self._client.run(
+            partial(self._ask, take, "PUT", session, headers=headers, data=data)
+        )
+
+    def _post(
+        self, take: Callable[[Any], Awaitable[T]], query: Mapping[str, str], kind: str, data: bytes
+    ) -> T:
+        """Put a whole object, or begin a session; `kind` is the type of the content."""
+        request = partial(self._ask, take, "POST", f"/upload{self._objects}", query=query)
+        return self._client.run(partial(request, headers={"Content-Type": kind}, data=data))
 
     def _pages(self, prefix: str, *, recursive: bool) -> Iterator[Mapping[str, Any]]:
         query = {
@@ -336,7 +326,8 @@ class GcsBackend(Backend):
     ) -> T:
         """Send one request and return what `take` makes of the answer; an address may be a URL.
 
-        Raises `HttpFailure` for a status of 400 and above that is not in `accepts`.
+        Raises `FileExistsError` where nothing should have been there, which is the only condition
+        that a session has, and `HttpFailure` for any other status from 400 on, but of `accepts`.
         """
         import aiohttp  # noqa: PLC0415  # comes with gcsfs
         import yarl  # noqa: PLC0415  # the same
@@ -366,6 +357,9 @@ class GcsBackend(Backend):
                 sock_read=self._read_timeout_s,
             ),
         ) as answer:
+            is_new = method == "PUT" or asked.get(_IF_GENERATION) == "0"
+            if answer.status == _CHANGED and is_new:
+                raise FileExistsError("something bears the name already")
             if answer.status >= _FIRST_FAILURE and answer.status not in accepts:
                 raise _failure(answer.status, await answer.read())
             return await take(answer)
@@ -421,20 +415,9 @@ async def _fill(start: int, view: memoryview, answer: Any) -> tuple[int, int | N
     return count, int(total) if total.isdigit() else None
 
 
-@contextlib.contextmanager
-def _taken_for_existing(path: str, *, is_meant: bool) -> Iterator[None]:
-    """Raise `FileExistsError` for a condition that failed, if it was that nothing is there."""
-    try:
-        yield
-    except HttpFailure as error:
-        if error.status != _CHANGED or not is_meant:
-            raise
-        raise FileExistsError(path) from None
-
-
-def _condition(generation: str | None) -> Mapping[str, str]:
+def _condition(generation: str | None) -> dict[str, str]:
     """Return the query that asks for a generation; "0" is for none, None asks for nothing."""
-    return {} if generation is None else {"ifGenerationMatch": generation}
+    return {} if generation is None else {_IF_GENERATION: generation}
 
 
 def _metadata(write_id: str | None) -> Mapping[str, Mapping[str, str]]:
