@@ -171,7 +171,7 @@ class _Visit:
             "exclusive create": self._create,
             "conditional replace": self._replace_if_match,
             "clock": self._ask_clock,
-            "upload": lambda: self._put(0, part) or self._get(part),
+            "upload": lambda: self._upload(part),
             "list uploads": lambda: store.abort_uploads(self.folder),
             "delete": lambda: self._delete(small),
         }
@@ -244,6 +244,10 @@ class _Visit:
         # Servers tell whole seconds.
         grain_s = 1.0 if self.store.capabilities.is_remote else 0.0
         self.clock = there_s - before_s - doubt_s, doubt_s + grain_s
+
+    def _upload(self, part: bytes) -> str:
+        self._put(0, part)
+        return self._get(part)
 
     def _put(self, number: int, part: bytes) -> None:
         upload = self.store.start_upload(self._new(f"large-{number}"), part_bytes=len(part))
