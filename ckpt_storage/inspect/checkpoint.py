@@ -309,8 +309,9 @@ class Checkpoint(Mapping[str, Any]):
             retry=settings.retry,
         )
         if report.save_id != self.save_id:
+            now = "deleted" if report.save_id is None else f"overwritten by save {report.save_id}"
             raise CheckpointGoneError(
-                f"Save {self.save_id} of {self.url} is gone: save {report.save_id} replaced it.",
+                f"Save {self.save_id} of {self.url} is gone: it was {now} since it was opened.",
                 path=self.url,
                 phase="load",
                 next_step="Open the checkpoint again to check what is there now.",

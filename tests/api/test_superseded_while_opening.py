@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from unittest.mock import patch
 
@@ -40,3 +41,12 @@ def test_a_reader_whose_save_was_freed_reads_the_new_head(
             with ckpt_storage.open_checkpoint(tmp_path) as checkpoint:
                 found = checkpoint["w"].torch()
     assert torch.equal(found, torch.full((4,), 2.0))
+
+
+def test_verify_of_what_was_opened_says_that_it_was_deleted(tmp_path: Path) -> None:
+    """A handle verifies the save that it was opened on, or says what became of it."""
+    ckpt_storage.save({"a": torch.ones(2)}, tmp_path / "c")
+    with ckpt_storage.open_checkpoint(tmp_path / "c") as opened:
+        shutil.rmtree(tmp_path / "c" / "commits")
+        with pytest.raises(ckpt_storage.CheckpointGoneError, match="was deleted since"):
+            opened.verify()
