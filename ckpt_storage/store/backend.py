@@ -188,6 +188,14 @@ class ShortReadError(Exception):
         self.position = position
 
 
+class TooLongError(Exception):
+    """An object has `size_bytes`, and less was to be read of it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(f"the object has {size_bytes} bytes")
+        self.size_bytes = size_bytes
+
+
 class Backend(abc.ABC):
     """One root on one storage.
 
@@ -210,8 +218,8 @@ class Backend(abc.ABC):
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Return a whole small object and its version, from one answer, never from a cache.
 
-        Of an object longer than `max_bytes` return any more than `max_bytes` bytes; the caller
-        refuses it. Do not read all of it.
+        Of an object longer than `max_bytes` do not read all. Raise `TooLongError` where its length
+        is told first; else return any more than `max_bytes` bytes, and the caller refuses it.
         """
 
     @abc.abstractmethod

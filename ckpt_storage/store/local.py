@@ -17,9 +17,9 @@ from typing import Literal, TypeVar
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.options import PageCache
 
-from .backends.drafts import Draft, is_draft_name
 from .backends.posix import BLOCK_BYTES, Posix, is_unsupported
 from .base import Arrived, Capabilities, Copied, CopySource, Entry, PathFilter, Stat, Version
+from .draft import Draft, is_draft_name
 from .local_folders import ABSENT, LocalFolders
 from .local_shared import COPY_SCOPE, TICKET_FIELD, TICKET_KIND, LocalSharedUpload
 from .local_upload import LocalUpload

@@ -12,9 +12,9 @@ import re
 import stat as stat_modes
 from collections.abc import Sequence
 
-from .backends.drafts import is_draft_name, is_meant, sync_folder
 from .backends.posix import Posix
 from .base import Entry, PathFilter
+from .draft import is_draft_name, is_meant, sync_folder
 from .os_errors import LocalRoot, folder_of
 
 # What an NFS client keeps of a removed file that a process still holds open.

@@ -15,8 +15,8 @@ from typing import Literal
 
 from ckpt_storage.errors import IntegrityError, StorageError
 
-from .backends.drafts import Draft
 from .base import CopySource, Existing, PartReceipt
+from .draft import Draft
 from .parts import SharedParts, encode_ticket, not_the_owner, whole_object
 
 COPY_SCOPE = "posix"

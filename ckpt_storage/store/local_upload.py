@@ -9,7 +9,7 @@ from typing import Literal
 
 from ckpt_storage.errors import StorageError
 
-from .backends.drafts import Draft
+from .draft import Draft
 
 
 class LocalUpload:

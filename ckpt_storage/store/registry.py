@@ -88,7 +88,7 @@ def open_store(  # all but the first are named
 
 
 # What is not on the seam of backends yet is served as before.
-_PORTED = frozenset({"azure", "gcs", "memory"})
+_PORTED = frozenset({"azure", "gcs", "local", "memory"})
 
 
 def _store(location: Location, settings: Settings, retry: RetryPolicy | None) -> AnyStore:
@@ -110,16 +110,11 @@ def _is_users(scheme: str) -> bool:
 
 
 def _old_store(location: Location, settings: Settings, retry: RetryPolicy | None) -> AnyStore:
-    from .local import LocalStore  # noqa: PLC0415  # as above
     from .remote import RemoteStore  # noqa: PLC0415  # as above
     from .retry import RetryStore  # noqa: PLC0415  # as above
 
     timeout_s = settings.request_timeout_s
-    inner: AnyStore = RemoteStore(location, request_timeout_s=timeout_s)
-    if location.is_local:
-        inner = LocalStore(
-            location.target, sync_files=settings.sync_files, page_cache=settings.page_cache
-        )
+    inner = RemoteStore(location, request_timeout_s=timeout_s)
     return RetryStore(inner, policy=retry, request_timeout_s=timeout_s)
 
 
@@ -178,8 +173,12 @@ def _family(location: Location) -> str:
 
 
 def _built_in(family: str) -> Opener:
+    if family == "local":
+        from .backends.local import LocalBackend  # noqa: PLC0415  # one backend is loaded
+
+        return lambda location, settings: LocalBackend(location.target, settings=settings)
     if family == "memory":
-        from .backends.memory import MemoryBackend  # noqa: PLC0415  # one backend is loaded
+        from .backends.memory import MemoryBackend  # noqa: PLC0415  # as above
 
         return MemoryBackend
     if family == "s3":

@@ -25,6 +25,7 @@ from .backend import (
     ObjectInfo,
     Range,
     ShortReadError,
+    TooLongError,
 )
 from .base import Arrived, Copied, PathFilter
 from .calls import Caller, Repeat, system_random
@@ -143,17 +144,26 @@ class Store:
 
     def read_version(self, path: str, *, most_bytes: int | None = None) -> Content:
         """Return a whole small object with its version, from one answer. As `read`."""
-        found = self.run("read", path, lambda backend: backend.get(path, max_bytes=most_bytes))
-        if most_bytes is not None and len(found.data) > most_bytes:
+
+        def get(backend: Backend) -> Content:
+            try:
+                found = backend.get(path, max_bytes=most_bytes)
+            except TooLongError as error:
+                size_bytes = error.size_bytes
+            else:
+                size_bytes = len(found.data)
+                if most_bytes is None or size_bytes <= most_bytes:
+                    return found
             raise IntegrityError(
-                f"{self.shown(path)} has {len(found.data)} bytes or more, and {most_bytes} at most "
+                f"{self.shown(path)} has {size_bytes} bytes or more, and {most_bytes} at most "
                 "were to be expected; it was not read.",
                 path=path,
                 # Nothing was looked at.
                 offset=0,
                 next_step="The file is damaged or not the one that was saved.",
             )
-        return found
+
+        return self.run("read", path, get)
 
     def read_ranges(
         self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None

@@ -106,6 +106,7 @@ class FaultPosix(Posix):
     truncate = _played(Posix.truncate)
     fstat = _played(Posix.fstat)
     fsync = _played(Posix.fsync)
+    write_out = _played(Posix.write_out)
     rename = _played(Posix.rename, target=1)
     rename_new = _played(Posix.rename_new, target=1)
     link = _played(Posix.link, target=1)

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import tracemalloc
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from dcp_cases import seeded
 from ckpt_storage import save
 from ckpt_storage.cli.options import parse_slice
 from ckpt_storage.inspect.holdings import Holdings
-from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.backend import Range
+from ckpt_storage.store.backends.local import LocalBackend
 
 STATE: dict[str, Any] = {
     "long": seeded(1, 5000, 3),
@@ -55,13 +57,19 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of all ranged reads from a disk."""
     found: list[int] = []
-    read_into = LocalStore.read_into
+    read = LocalBackend.read
 
-    def counted(self: LocalStore, path: str, start: int, view: memoryview, **options: Any) -> None:
-        found.append(len(view))
-        read_into(self, path, start, view, **options)
+    def counted(self: LocalBackend, path: str, ranges: Iterable[Range]) -> int:
+        found.append(0)
 
-    monkeypatch.setattr(LocalStore, "read_into", counted)
+        def noted() -> Iterator[Range]:
+            for start, view in ranges:
+                found[-1] += len(view)
+                yield start, view
+
+        return read(self, path, noted())
+
+    monkeypatch.setattr(LocalBackend, "read", counted)
     return found
 
 

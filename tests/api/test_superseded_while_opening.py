@@ -32,7 +32,7 @@ def test_a_reader_whose_save_was_freed_reads_the_new_head(
                 ckpt_storage.save({"w": left.pop(0)}, tmp_path, overwrite=True)
             return super().open_read(path)
 
-    with patch("ckpt_storage.store.local.Posix", Overwriting):
+    with patch("ckpt_storage.store.backends.local.Posix", Overwriting):
         if way == "load":
             state = {"w": torch.empty(4)}
             ckpt_storage.load(state, tmp_path)

@@ -15,9 +15,9 @@ from damage_cases import (
     check_other_values,
     save_uninlined,
 )
+from local_stores import local_store
 
 from ckpt_storage import verify
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.testing.ranks import RankPool
 
 
@@ -44,7 +44,7 @@ def test_every_byte_of_every_file_is_verified(
     """A flipped bit is found wherever it is; the n-th bytes of several files at once, too."""
     checkpoint = Saver(ranks, tmp_path / "saved").copy(tmp_path / "run", large=False)
     # Without retries and deadlines, which take most of the time of so small reads.
-    store = LocalStore(str(checkpoint.root))
+    store = local_store(str(checkpoint.root))
     monkeypatch.setattr("ckpt_storage.inspect.verification.open_store", lambda *_, **__: store)
     spans = checkpoint.spans()
     alone = [checkpoint.slot, checkpoint.manifest, checkpoint.stock]

@@ -31,6 +31,7 @@ from commit_tools import (
     seen,
     written,
 )
+from local_stores import local_store
 
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit import slotlog
@@ -49,7 +50,6 @@ from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Buffers
 from ckpt_storage.store.base import Store
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.s3server import S3Server
@@ -213,7 +213,7 @@ def arena(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Arena]:
         disk = Disk()
         yield lambda: DictStore(disk), 100
     elif request.param == "local":
-        yield lambda: LocalStore(str(tmp_path / "run"), sync_files=False), 25
+        yield lambda: local_store(str(tmp_path / "run"), sync_files=False), 25
     else:
         with S3Server() as server:
             server.create_bucket("bkt")
@@ -393,15 +393,15 @@ def test_a_link_with_a_lost_answer_counts_an_unsynced_one_does_not(
     tmp_path: Path, operation: str
 ) -> None:
     """POSIX: a link that is there is a commit; if its folder cannot be synced, who knows."""
-    attempt = attempted(LocalStore(str(tmp_path), sync_files=False))
+    attempt = attempted(local_store(str(tmp_path), sync_files=False))
     rule = Rule(action="lost_answer", operation=operation, path="commits")
-    faulty = LocalStore(str(tmp_path), posix=FaultPosix([rule]))
+    faulty = local_store(str(tmp_path), posix=FaultPosix([rule]))
     if operation == "link":
         assert committed(faulty, attempt).save_id == attempt.save_id
     else:
         with pytest.raises(CommitUnknownError, match="it is there, but"):
             committed(faulty, attempt)
-    files = files_in(LocalStore(str(tmp_path)))
+    files = files_in(local_store(str(tmp_path)))
     assert seen(files).head == attempt.save_id
     assert not [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
 

@@ -27,12 +27,12 @@ from commit_tools import (
     saved,
     seen,
 )
+from local_stores import local_store
 
 from ckpt_storage.commit import cleaning, publishing, stockfooter
 from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.store import open_store
 from ckpt_storage.store.base import Capabilities
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 from ckpt_storage.testing.s3server import S3Server
 
@@ -309,7 +309,7 @@ def test_age_is_told_by_the_storages_clock(
 ) -> None:
     """With the local clock off by a day, what is 23 hours old stays and what is 25 goes."""
     real = time.time
-    store = LocalStore(str(tmp_path), sync_files=False)
+    store = local_store(str(tmp_path), sync_files=False)
     saved(store)
     ages = {23.0: attempted(store), 25.0: attempted(store)}
     for hours, attempt in ages.items():
@@ -322,7 +322,7 @@ def test_age_is_told_by_the_storages_clock(
 
 def test_an_attempt_that_died_before_its_first_file_is_freed(tmp_path: Path) -> None:
     """A temporary file of gigabytes shows in no listing; the attempt is found all the same."""
-    store = LocalStore(str(tmp_path), sync_files=False)
+    store = local_store(str(tmp_path), sync_files=False)
     grant = begun(store)
     upload = store.start_upload(files_of(grant.save_id)[0], part_bytes=10)
     upload.write_part(0, 0, [memoryview(b"0123456789")], last=False)

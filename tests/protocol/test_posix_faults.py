@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from local_stores import local_store
 
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.store.backends.posix import Posix
-from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.store import Store
+from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.power import PowerCutPosix
@@ -29,22 +32,22 @@ LONG = bytes(range(256)) * (10 << 10)
 DRAFT = re.compile(r"\.x\.tmp-[0-9a-f]{16}")
 
 
-def write(store: LocalStore) -> None:
+def write(store: Store) -> None:
     """Write the new content."""
     store.write(NAME, NEW)
 
 
-def create(store: LocalStore) -> None:
+def create(store: Store) -> None:
     """Create the new content."""
     store.create(NAME, NEW)
 
 
-def replace(store: LocalStore) -> None:
+def replace(store: Store) -> None:
     """Replace what is there by the new content."""
     store.replace(NAME, NEW)
 
 
-def upload(store: LocalStore) -> None:
+def upload(store: Store) -> None:
     """Upload the new content in three parts, and abort if that fails, as callers do."""
     started = store.start_upload(NAME, part_bytes=40)
     try:
@@ -57,7 +60,7 @@ def upload(store: LocalStore) -> None:
         raise
 
 
-def long_upload(store: LocalStore) -> None:
+def long_upload(store: Store) -> None:
     """Upload long content in three parts into more space than it needs; abort if that fails."""
     started = store.start_upload(NAME, part_bytes=PART_BYTES)
     try:
@@ -71,12 +74,18 @@ def long_upload(store: LocalStore) -> None:
         raise
 
 
+def late_part(started: Upload) -> None:
+    """Write the new content as one part, which is refused if the upload has ended meanwhile."""
+    with contextlib.suppress(StorageError):
+        started.write_part(0, 0, [memoryview(NEW)], last=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """One way to write, what bears the name before, and what does after."""
 
     name: str
-    run: Callable[[LocalStore], None]
+    run: Callable[[Store], None]
     before: bytes | None
     after: bytes = NEW
 
@@ -132,7 +141,7 @@ def calls_of(roots: Iterator[Path], way: Way) -> list[str]:
     """Return the system calls of a run without faults."""
     posix = FaultPosix()
     root = prepared(roots, way)
-    way.run(LocalStore(str(root), posix=posix))
+    way.run(local_store(str(root), posix=posix))
     assert (root / NAME).read_bytes() == way.after
     return [call.operation for call in posix.script.calls]
 
@@ -145,7 +154,7 @@ def content(root: Path) -> bytes | None:
 
 def assert_clean_retry(root: Path, way: Way) -> None:
     """Check that a store without faults hides and sweeps leftovers and can write again."""
-    store = LocalStore(str(root))
+    store = local_store(str(root))
     visible = [entry.path for entry in store.list("")]
     assert visible == ([NAME] if content(root) is not None else [])
     store.abort_uploads("")
@@ -172,7 +181,7 @@ def test_a_crash_at_any_call_leaves_old_or_new(
         root = prepared(roots, way)
         posix = FaultPosix([Rule(action=action, skip_count=n)])
         with pytest.raises(SimulatedCrash):
-            way.run(LocalStore(str(root), posix=posix))
+            way.run(local_store(str(root), posix=posix))
         assert posix.open_count == 0
         assert content(root) in {way.before, way.after}, (n, operation)
         assert_clean_retry(root, way)
@@ -191,7 +200,7 @@ def test_a_failure_of_any_call_leaves_old_or_new(
         root = prepared(roots, way)
         posix = FaultPosix([Rule(action=action, skip_count=n, errno=number)])
         try:
-            way.run(LocalStore(str(root), posix=posix))
+            way.run(local_store(str(root), posix=posix))
         except CheckpointError:
             assert content(root) in {way.before, way.after}, (n, operation)
             if operation in {"pwritev", "fsync", "close", "fstat", *AHEAD}:
@@ -235,7 +244,7 @@ def test_a_file_system_without_the_calls_for_speed_is_written_to_without_them(
         for name in ("allocate", "start_write_back")
     ]
     posix = FaultPosix(rules)
-    long_upload(LocalStore(str(root), posix=posix))
+    long_upload(local_store(str(root), posix=posix))
     assert content(root) == LONG
     calls = [call.operation for call in posix.script.calls]
     assert calls.count("start_write_back") == calls.count("allocate") == 1
@@ -244,7 +253,7 @@ def test_a_file_system_without_the_calls_for_speed_is_written_to_without_them(
 def test_without_syncs_nothing_is_written_back_early(roots: Iterator[Path]) -> None:
     """`sync_files=False` leaves it to the kernel when to write."""
     posix = FaultPosix()
-    long_upload(LocalStore(str(next(roots)), sync_files=False, posix=posix))
+    long_upload(local_store(str(next(roots)), sync_files=False, posix=posix))
     assert "start_write_back" not in [call.operation for call in posix.script.calls]
 
 
@@ -254,7 +263,7 @@ def test_a_failed_fsync_is_never_tried_again(roots: Iterator[Path], way: Way) ->
     root = prepared(roots, way)
     posix = FaultPosix([Rule(action="error", operation="fsync", errno=errno.EIO)])
     with pytest.raises(StorageError):
-        way.run(LocalStore(str(root), posix=posix))
+        way.run(local_store(str(root), posix=posix))
     operations = [call.operation for call in posix.script.calls]
     assert operations.count("fsync") == 1
     assert not {"rename", "link"} & set(operations)
@@ -266,7 +275,7 @@ def test_a_failed_completion_is_final(roots: Iterator[Path], operation: str) -> 
     """An upload whose sync failed says so, cannot be completed again, and is not retried."""
     root = next(roots)
     posix = FaultPosix([Rule(action="error", operation=operation, errno=errno.EIO)])
-    store = LocalStore(str(root), posix=posix)
+    store = local_store(str(root), posix=posix)
     started = store.start_upload(NAME, part_bytes=100)
     started.write_part(0, 0, [memoryview(NEW)], last=True)
     for _ in range(2):
@@ -291,7 +300,7 @@ def test_a_write_that_was_not_carried_out_is_noticed(roots: Iterator[Path]) -> N
 
     for way in (write, create, upload):
         with pytest.raises(StorageError, match="bytes instead of"):
-            way(LocalStore(str(root), posix=Liar()))
+            way(local_store(str(root), posix=Liar()))
         assert list((root / "saves").iterdir()) == []
 
 
@@ -299,10 +308,8 @@ def test_a_descriptor_outlives_an_abort_while_a_thread_writes(roots: Iterator[Pa
     """Its number must not go to another file under the hands of a thread that hangs."""
     root = next(roots)
     posix = FaultPosix([Rule(action="hang", operation="pwritev")])
-    started = LocalStore(str(root), posix=posix).start_upload(NAME, part_bytes=100)
-    thread = threading.Thread(
-        target=lambda: started.write_part(0, 0, [memoryview(NEW)], last=True), daemon=True
-    )
+    started = local_store(str(root), posix=posix).start_upload(NAME, part_bytes=100)
+    thread = threading.Thread(target=late_part, args=(started,), daemon=True)
     thread.start()
     assert posix.script.wait_hung(30)
     started.abort()
@@ -317,11 +324,9 @@ def test_an_upload_with_a_writing_thread_does_not_complete(roots: Iterator[Path]
     """Completing beside a part that is still being written is refused."""
     root = next(roots)
     posix = FaultPosix([Rule(action="hang", operation="pwritev", skip_count=1)])
-    started = LocalStore(str(root), posix=posix).start_upload(NAME, part_bytes=100)
+    started = local_store(str(root), posix=posix).start_upload(NAME, part_bytes=100)
     started.write_part(0, 0, [memoryview(NEW)], last=True)
-    thread = threading.Thread(
-        target=lambda: started.write_part(0, 0, [memoryview(NEW)], last=True), daemon=True
-    )
+    thread = threading.Thread(target=late_part, args=(started,), daemon=True)
     thread.start()
     assert posix.script.wait_hung(30)
     with pytest.raises(StorageError, match="still being written"):
@@ -337,7 +342,7 @@ def test_a_failed_rename_may_be_tried_again(roots: Iterator[Path]) -> None:
     """A completion that stopped at the rename goes on there, without another fsync."""
     root = next(roots)
     posix = FaultPosix([Rule(action="error", operation="rename", errno=errno.EIO)])
-    store = LocalStore(str(root), posix=posix)
+    store = local_store(str(root), posix=posix)
     started = store.start_upload(NAME, part_bytes=100)
     started.write_part(0, 0, [memoryview(NEW)], last=True)
     with pytest.raises(StorageError) as caught:
@@ -353,7 +358,7 @@ def test_a_lost_answer_is_recognised_by_the_file_itself(roots: Iterator[Path], c
     """A link or rename that happened and was reported as failed is a success."""
     root = next(roots)
     posix = FaultPosix([Rule(action="lost_answer", operation=call, errno=errno.EIO)])
-    store = LocalStore(str(root), posix=posix)
+    store = local_store(str(root), posix=posix)
     (create if call == "link" else write)(store)
     assert content(root) == NEW
     assert [path.name for path in (root / "saves").iterdir()] == ["x"]
@@ -372,7 +377,7 @@ def test_a_lost_link_is_not_confused_with_a_backup(roots: Iterator[Path]) -> Non
             super().link(source, target)
 
     with pytest.raises(StorageError) as caught:
-        create(LocalStore(str(root), posix=Backup()))
+        create(local_store(str(root), posix=Backup()))
     assert caught.value.kind == "exists"
     assert content(root) == OLD
 
@@ -395,7 +400,7 @@ def test_a_power_cut_at_any_call_leaves_old_or_new(
         disk = PowerCutPosix(tmp_path / f"graveyard-{action}-{lost}-{n}")
         posix = FaultPosix([Rule(action=action, skip_count=n)], disk)
         with pytest.raises(SimulatedCrash):
-            way.run(LocalStore(str(root), posix=posix))
+            way.run(local_store(str(root), posix=posix))
         disk.power_cut(lost)
         assert content(root) in {way.before, way.after}, (n, operation)
         assert_clean_retry(root, way)
@@ -409,7 +414,7 @@ def test_what_was_reported_done_survives_a_power_cut(
     """Once the operation has returned, the new content is durable under its name."""
     root = prepared(roots, way)
     disk = PowerCutPosix(tmp_path / "graveyard")
-    way.run(LocalStore(str(root), posix=disk))
+    way.run(local_store(str(root), posix=disk))
     disk.power_cut(lost)
     assert content(root) == way.after
     assert [path.name for path in (root / "saves").iterdir()] == ["x"]
@@ -422,12 +427,12 @@ def test_without_syncs_a_power_cut_may_lose_it(
     """`sync_files=False` is as unsafe as it says, which shows that the disk above forgets."""
     root = prepared(roots, way)
     disk = PowerCutPosix(tmp_path / "graveyard")
-    way.run(LocalStore(str(root), sync_files=False, posix=disk))
+    way.run(local_store(str(root), sync_files=False, posix=disk))
     disk.power_cut("data and names")
     assert content(root) == way.before
     root = prepared(roots, way)
     disk = PowerCutPosix(tmp_path / "graveyard-2")
-    way.run(LocalStore(str(root), sync_files=False, posix=disk))
+    way.run(local_store(str(root), sync_files=False, posix=disk))
     disk.power_cut("data")
     assert content(root) == bytes(len(way.after))
 
@@ -435,7 +440,7 @@ def test_without_syncs_a_power_cut_may_lose_it(
 def test_prepared_folders_survive_a_power_cut(tmp_path: Path) -> None:
     """Every folder made by `prepare`, the root's missing parents too, has a durable name."""
     disk = PowerCutPosix(tmp_path / "graveyard")
-    store = LocalStore(str(tmp_path / "a" / "b" / "root"), posix=disk)
+    store = local_store(str(tmp_path / "a" / "b" / "root"), posix=disk)
     store.prepare(["saves/1/ranks", "commits"])
     store.write("saves/1/ranks/0", NEW)
     disk.power_cut("data and names")
@@ -450,7 +455,7 @@ def test_folders_of_a_dead_process_become_durable(tmp_path: Path) -> None:
     disk = PowerCutPosix(tmp_path / "graveyard")
     for folder in ("saves", "saves/1"):
         disk.mkdir(str(root / folder))
-    LocalStore(str(root), posix=disk).prepare(["saves/1"])
+    local_store(str(root), posix=disk).prepare(["saves/1"])
     disk.power_cut("data and names")
     assert (root / "saves" / "1").is_dir()
 
@@ -459,14 +464,14 @@ def test_folders_of_a_dead_process_become_durable(tmp_path: Path) -> None:
 def test_prepare_can_be_repeated_after_any_fault(tmp_path: Path, action: Action) -> None:
     """A fault at any call of `prepare` leaves nothing that hinders the next one."""
     dry = FaultPosix()
-    LocalStore(str(tmp_path / "dry" / "root"), posix=dry).prepare(["saves/1", "commits"])
+    local_store(str(tmp_path / "dry" / "root"), posix=dry).prepare(["saves/1", "commits"])
     for n in range(len(dry.script.calls)):
         root = tmp_path / str(n) / "root"
         posix = FaultPosix([Rule(action=action, skip_count=n)])
         try:
-            LocalStore(str(root), posix=posix).prepare(["saves/1", "commits"])
+            local_store(str(root), posix=posix).prepare(["saves/1", "commits"])
         except (CheckpointError, SimulatedCrash):
-            LocalStore(str(root)).prepare(["saves/1", "commits"])
+            local_store(str(root)).prepare(["saves/1", "commits"])
         assert (root / "saves" / "1").is_dir()
         assert (root / "commits").is_dir()
 
@@ -477,7 +482,7 @@ def test_a_delete_is_durable_when_it_returns(tmp_path: Path) -> None:
     (tmp_path / NAME).write_bytes(OLD)
     (tmp_path / "saves" / "y").write_bytes(OLD)
     disk = PowerCutPosix(tmp_path / "graveyard")
-    store = LocalStore(str(tmp_path), posix=disk)
+    store = local_store(str(tmp_path), posix=disk)
     store.delete([NAME])
     disk.power_cut("data and names")
     assert [path.name for path in (tmp_path / "saves").iterdir()] == ["y"]
@@ -498,12 +503,12 @@ def test_a_deletion_cut_anywhere_can_be_repeated(tmp_path: Path, action: Action)
         return root
 
     dry = FaultPosix()
-    LocalStore(str(filled("dry")), posix=dry).delete_folder("saves/1")
+    local_store(str(filled("dry")), posix=dry).delete_folder("saves/1")
     for n in range(len(dry.script.calls)):
         root = filled(str(n))
         posix = FaultPosix([Rule(action=action, skip_count=n)])
         try:
-            LocalStore(str(root), posix=posix).delete_folder("saves/1")
+            local_store(str(root), posix=posix).delete_folder("saves/1")
         except (CheckpointError, SimulatedCrash):
-            LocalStore(str(root)).delete_folder("saves/1")
+            local_store(str(root)).delete_folder("saves/1")
         assert [path.name for path in (root / "saves").iterdir()] == ["y"]

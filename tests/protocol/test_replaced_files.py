@@ -24,7 +24,7 @@ from ckpt_storage.errors import (
 from ckpt_storage.export.converting import TargetFormat, convert
 from ckpt_storage.export.copying import copy
 from ckpt_storage.format import stockmeta
-from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.transfer import fetching
 
 
@@ -231,5 +231,5 @@ def test_ours_costs_no_look_at_the_files(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse(*arguments: object, **options: object) -> None:
         raise CheckpointError(f"listed {arguments} {options}")
 
-    monkeypatch.setattr(LocalStore, "list", refuse)
+    monkeypatch.setattr(LocalBackend, "list", refuse)
     load(blank(), tmp_path / "run")

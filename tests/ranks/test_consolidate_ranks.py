@@ -27,7 +27,7 @@ from ckpt_storage.export.consolidation.run import run_consolidate
 from ckpt_storage.export.consolidation.work import RankWork
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location
-from ckpt_storage.store.local_shared import LocalSharedUpload
+from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.ranks import RankPool
 
 SILENCE_S = 2.0
@@ -35,9 +35,9 @@ PROMISED_S = SILENCE_S + 5.0
 
 PLACES: dict[str, tuple[type, str]] = {
     "before the work": (RankWork, "tickets"),
-    "at a part": (LocalSharedUpload, "write_part"),
-    "at the receipts": (LocalSharedUpload, "receipts"),
-    "at the completion": (LocalSharedUpload, "complete"),
+    "at a part": (Upload, "write_part"),
+    "at the receipts": (Upload, "receipts"),
+    "at the completion": (Upload, "complete"),
     "at the publication": (ExportFolder, "publish"),
     "at the clearing": (ExportFolder, "collect"),
 }

@@ -31,8 +31,8 @@ from ckpt_storage import (
     RankMismatchError,
     list_checkpoints,
 )
+from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.testing.ranks import RankPool
 
 
@@ -309,14 +309,14 @@ def test_storage_that_ranks_do_not_share_is_refused(ranks: RankPool) -> None:
 
 def save_to_own_disk(rank: int, path: Path, *, is_made: bool) -> None:
     """Save where the same path is another folder for rank 1, as on a disk of its own."""
-    original = LocalStore.__init__
+    original = LocalBackend.__init__
 
-    def init(store: LocalStore, root: str, **options: Any) -> None:
-        original(store, f"{root}-of-{rank}" if rank else root, **options)
+    def init(backend: LocalBackend, root: str, **options: Any) -> None:
+        original(backend, f"{root}-of-{rank}" if rank else root, **options)
 
     planner = FolderMakingPlanner(Path(f"{path}-of-1"), path) if is_made and rank == 1 else None
     state = state_of(0) | {f"own {rank}": seeded(rank, 5)}
-    with patch.object(LocalStore, "__init__", init):
+    with patch.object(LocalBackend, "__init__", init):
         dcp_cases.save(state, path, planner=planner)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import ckpt_storage
 from ckpt_storage import CheckpointStorageReader, ProgressEvent
-from ckpt_storage.store.local import LocalStore
+from ckpt_storage.store.store import Store
 from ckpt_storage.testing.ranks import RankPool
 
 BLOCK_BYTES = 65_536
@@ -74,16 +74,14 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def counted_reads() -> Iterator[list[int]]:
     """Give a list of the lengths in bytes of all reads of shard files inside the block."""
     lengths: list[int] = []
-    original = LocalStore.read_into
+    original = Store.read_into
 
-    def read_into(
-        store: LocalStore, path: str, start: int, target: memoryview, **more: Any
-    ) -> None:
+    def read_into(store: Store, path: str, start: int, target: memoryview, **more: Any) -> None:
         if path.endswith(".distcp"):
             lengths.append(target.nbytes)
         original(store, path, start, target, **more)
 
-    with patch.object(LocalStore, "read_into", read_into):
+    with patch.object(Store, "read_into", read_into):
         yield lengths
 
 

@@ -64,7 +64,7 @@ def load_overwritten(rank: int, now: Path, later: Path, way: str, name: str) -> 
             return found
 
     state = full(-1)
-    with patch("ckpt_storage.store.local.Posix", Overwriting):
+    with patch("ckpt_storage.store.backends.local.Posix", Overwriting):
         if way == "load":
             ckpt_storage.load(state, now / STEP)
         else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_stores import local_store
 
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.format.regions import Box, WindowCopy
@@ -18,7 +19,6 @@ from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import Place
 from ckpt_storage.source.readplan import Request
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.transfer.costs import LOCAL_COSTS
 
 MIB = 1 << 20
@@ -129,7 +129,7 @@ class Case:
         self.wire = Wire(messages_of(order))
         self.deadline = Deadline("load", 20, watch=self.operation)
         self.shared = SharedReads(order, {KEY: [request]}, self.wire, self.deadline)
-        self.store = LocalStore(str(folder))
+        self.store = local_store(str(folder))
 
     def run(self) -> None:
         """Read and receive."""

@@ -13,9 +13,9 @@ from servers import Running
 from ckpt_storage.errors import InvalidInputError, StorageError
 from ckpt_storage.inspect.doctor import Diagnosis, diagnose
 from ckpt_storage.options import MIB, RetryPolicy
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.store.store import Store
 from ckpt_storage.testing.s3server import FaultRule, S3Server
 
 ONCE = RetryPolicy(attempt_count=1)
@@ -64,14 +64,14 @@ def test_other_bytes_than_were_sent_are_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A storage that returns a wrong byte somewhere in a large file cannot be used."""
-    read_into = LocalStore.read_into
+    read_into = Store.read_into
 
-    def wrong(self: LocalStore, path: str, start: int, view: memoryview, **options: Any) -> None:
+    def wrong(self: Store, path: str, start: int, view: memoryview, **options: Any) -> None:
         read_into(self, path, start, view, **options)
         if start:
             view[-1] ^= 1
 
-    monkeypatch.setattr(LocalStore, "read_into", wrong)
+    monkeypatch.setattr(Store, "read_into", wrong)
     found = diagnose(tmp_path, large_bytes=3 * MIB)
     assert not found.ok
     (probe,) = [probe for probe in found.probes if probe.name == "upload"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_stores import local_store
 
 import ckpt_storage
 from ckpt_storage import (
@@ -28,7 +29,6 @@ from ckpt_storage.format import integrity, layout
 from ckpt_storage.format.ceilings import MOST_SLOT_BYTES
 from ckpt_storage.format.slots import HeadRef, SlotRecord
 from ckpt_storage.store import Location
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.testing.s3server import FaultRule, S3Server
 
@@ -179,7 +179,7 @@ def test_a_sparse_file_at_metadata_is_not_read_by_a_save(folder: Path) -> None:
     with little_memory(), pytest.raises(NotPublishedError, match=f"has {SPARSE_BYTES} bytes"):
         ckpt_storage.save(STATE, folder, overwrite=True)
     load(folder)
-    assert slotlog.read_log(LocalStore(str(folder))).last_slot == 2
+    assert slotlog.read_log(local_store(str(folder))).last_slot == 2
 
 
 def record_of(**more: Any) -> SlotRecord:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_stores import local_store
 from safetensors.torch import load_file
 
 import ckpt_storage
@@ -24,7 +25,6 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.export.consolidation.options import ConsolidateOptions
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backends.posix import Posix, is_unsupported
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 from ckpt_storage.testing.posix_faults import FaultPosix
 
@@ -37,9 +37,9 @@ WAIT_S = 30.0
 class Cached(FaultPosix):
     """A kernel or a file system that cannot write past its cache."""
 
-    def __init__(self, number: int = errno.EOPNOTSUPP, *more: Rule) -> None:
-        rule = Rule(action="error", operation=UNCACHED, errno=number, hit_count=None)
-        super().__init__([rule, *more])
+    def __init__(self, rules: Sequence[Rule] = (), number: int = errno.EOPNOTSUPP) -> None:
+        unknown = Rule(action="error", operation=UNCACHED, errno=number, hit_count=None)
+        super().__init__([*rules, unknown])
 
 
 class Uncached(FaultPosix):
@@ -54,7 +54,7 @@ class Uncached(FaultPosix):
 
 def upload(root: Path, posix: Posix, **options: Any) -> None:
     """Write a file in three parts."""
-    store = LocalStore(str(root), posix=posix, page_cache="drop", **options)
+    store = local_store(str(root), posix=posix, page_cache="drop", **options)
     under_way = store.start_upload("x", part_bytes=MIB)
     try:
         for number, start in enumerate(range(0, len(DATA), MIB)):
@@ -108,7 +108,7 @@ def test_what_was_written_is_cached_no_longer(tmp_path: Path) -> None:
     while cached_share(tmp_path / "x") > 0.1:
         assert time.monotonic() < end_s
         time.sleep(0.01)
-    plain = LocalStore(str(tmp_path)).start_upload("y", part_bytes=len(DATA))
+    plain = local_store(str(tmp_path)).start_upload("y", part_bytes=len(DATA))
     plain.write_part(0, 0, [memoryview(DATA)], last=True)
     plain.complete(len(DATA))
     assert cached_share(tmp_path / "y") > 0.9
@@ -131,7 +131,7 @@ def test_where_it_is_not_known_the_file_is_dropped_once_it_is_durable(
     tmp_path: Path, number: int
 ) -> None:
     """It is asked for once; the parts are written as ever, and dropped after the fsync."""
-    posix = Cached(number)
+    posix = Cached(number=number)
     upload(tmp_path, posix)
     calls = operations(posix)
     assert calls.count(UNCACHED) == 1
@@ -159,7 +159,7 @@ def test_the_flag_goes_to_linux_only(
 @pytest.mark.parametrize("action", ["crash_before", "crash_after", "torn", "error", "lost_answer"])
 @pytest.mark.parametrize("kind", [Uncached, Cached])
 def test_a_fault_at_any_call_leaves_old_or_new(
-    tmp_path: Path, action: Action, kind: Callable[[], FaultPosix]
+    tmp_path: Path, action: Action, kind: Callable[..., FaultPosix]
 ) -> None:
     """As with the cache; and a call that fails with EIO is an error of the save."""
     dry = kind()
@@ -172,10 +172,7 @@ def test_a_fault_at_any_call_leaves_old_or_new(
         root = tmp_path / str(n)
         root.mkdir()
         (root / "x").write_bytes(b"old")
-        posix = kind()
-        posix.script = type(posix.script)(
-            [Rule(action=action, skip_count=n, errno=errno.EIO), *posix.script._rules]  # noqa: SLF001  # before its own
-        )
+        posix = kind([Rule(action=action, skip_count=n, errno=errno.EIO)])
         if kind is Cached and operation == UNCACHED and action == "torn":
             continue
         try:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import errno
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_stores import local_store
 
 from ckpt_storage.errors import StorageError
 from ckpt_storage.store.backends.posix import Posix
-from ckpt_storage.store.base import Reserving, Upload
-from ckpt_storage.store.local import LocalStore
-from ckpt_storage.store.retry import RetryStore, abandoned_thread_count
-from ckpt_storage.store.retry_upload import RetryUpload
+from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 
@@ -36,14 +33,11 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 
 class Told(FaultPosix):
-    """Calls that fail to order, on a file system that is said to be full or to compress."""
+    """Calls that fail to order, on a file system that is said to be full, and not to compress."""
 
-    def __init__(
-        self, rules: Sequence[Rule] = (), *, free: int | None = None, compresses: bool = False
-    ) -> None:
+    def __init__(self, rules: Sequence[Rule] = (), *, free: int | None = None) -> None:
         super().__init__(rules)
         self._free = free
-        self._compresses = compresses
 
     def free_bytes(self, path: str) -> int:
         """Return what is said to be free."""
@@ -52,7 +46,7 @@ class Told(FaultPosix):
     def may_compress(self, path: str) -> bool:
         """Return what is said of the file system."""
         del path
-        return self._compresses
+        return False
 
     def count(self, operation: str) -> int:
         """Return how often an operation was asked for."""
@@ -66,12 +60,11 @@ def failing(number: int, **kw: Any) -> Told:
 
 def begun(root: Path, posix: Posix, name: str = "x") -> Upload:
     """Begin an upload to the local store."""
-    return LocalStore(str(root), posix=posix).start_upload(name, part_bytes=MIB)
+    return local_store(root, posix=posix).start_upload(name, part_bytes=MIB)
 
 
 def reserved(upload: Upload) -> Upload:
     """Ask for more space than it takes."""
-    assert isinstance(upload, Reserving)
     upload.reserve(MORE_BYTES)
     return upload
 
@@ -110,13 +103,13 @@ def test_one_that_was_too_large_takes_no_space_and_no_length(root: Path) -> None
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_told_before_a_byte_is_sent(root: Path, number: int) -> None:
-    """The reservation fails with kind "no-space" and says how much was wanted."""
+    """Beginning fails with kind "no-space", says how much was wanted, and leaves nothing."""
     posix = failing(number, free=100 if number == errno.ENOSPC else None)
-    upload = begun(root, posix)
-    with pytest.raises(StorageError, match=f"reservation of {MORE_BYTES} by") as caught:
-        reserved(upload)
+    upload = reserved(begun(root, posix))
+    with pytest.raises(StorageError, match=f"{MORE_BYTES} bytes are to be written") as caught:
+        written(upload)
     assert (caught.value.kind, caught.value.retryable) == ("no-space", False)
-    upload.abort()
+    assert posix.count("pwritev") == 0
     assert posix.open_count == 0
     assert list(root.iterdir()) == []
 
@@ -128,42 +121,16 @@ def test_no_other_failure_of_it_is_one_of_the_upload(root: Path, number: int) ->
     assert (root / "x").read_bytes() == DATA
 
 
-def test_one_that_does_not_end_in_time_is_left_behind(root: Path) -> None:
-    """The upload goes on, and no second one is begun beside the first."""
-    eventually(lambda: abandoned_thread_count() == 0)  # those of other files' tests
-    posix = Told([Rule(action="hang", operation="allocate")])
-    inner = LocalStore(str(root), posix=posix)
-    store = RetryStore(inner, request_timeout_s=0.2)
-    upload = inner.start_upload("x", part_bytes=MIB)
-    for _ in range(2):
-        reserved(RetryUpload(store, upload, "x"))
-    assert abandoned_thread_count() == 1
-    assert posix.count("allocate") == 1
-    written(upload)
-    posix.script.release()
-    eventually(lambda: abandoned_thread_count() == 0)
-    upload.complete(len(DATA))
-    found = (root / "x").stat()
-    assert (found.st_size, found.st_blocks) == blocks_of(root)
-    assert posix.open_count == 0
-    store.close()
-
-
 @pytest.mark.parametrize("sync_files", [True, False])
-def test_a_file_is_complete_while_one_still_hangs(root: Path, *, sync_files: bool) -> None:
-    """Completing neither waits for it nor refuses; its content is durable all the same."""
+def test_one_that_does_not_end_in_time_is_left_behind(root: Path, *, sync_files: bool) -> None:
+    """The upload goes on in a file without one; the late one removes its own."""
     posix = Told([Rule(action="hang", operation="allocate")])
-    store = LocalStore(str(root), posix=posix, sync_files=sync_files)
-    upload = store.start_upload("x", part_bytes=MIB)
-    thread = threading.Thread(target=reserved, args=(upload,), daemon=True)
-    thread.start()
-    assert posix.script.wait_hung(WAIT_S)
-    written(upload).complete(len(DATA))
+    store = local_store(root, posix=posix, sync_files=sync_files, request_timeout_s=0.5)
+    written(reserved(store.start_upload("x", part_bytes=MIB))).complete(len(DATA))
     assert (root / "x").read_bytes() == DATA
+    assert posix.count("allocate") == 1
     assert posix.open_count == 1
-    assert posix.count("fsync") == 1
     posix.script.release()
-    thread.join(WAIT_S)
-    assert posix.open_count == 0
-    found = (root / "x").stat()
-    assert (found.st_size, found.st_blocks) == blocks_of(root)
+    eventually(lambda: posix.open_count == 0)
+    eventually(lambda: [path.name for path in root.iterdir()] == ["x"])
+    store.close()

@@ -11,17 +11,19 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from local_stores import local_store
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.options import RetryPolicy
+from ckpt_storage.store.backend import Settings
+from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
-from ckpt_storage.store.base import Store
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.problems import Call, explain
-from ckpt_storage.store.retry import RetryStore
-from ckpt_storage.testing._old_suite import StoreSuite
+from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.store_machine import StoreMachine
+from ckpt_storage.testing.store_suite import StoreSuite
 
 ODD_ROOT = "röot 100%25 +#[x]*{y}?~'\""
 
@@ -32,21 +34,21 @@ def root(tmp_path: Path) -> str:
     return str(tmp_path / "run" / ODD_ROOT)
 
 
-class TestLocalStore(StoreSuite):
+class TestLocalBackend(StoreSuite):
     """The suite on a folder whose path is as odd as a path can be."""
 
     @pytest.fixture
-    def store(self, root: str) -> LocalStore:
-        """A store on a folder that is not there yet."""
-        return LocalStore(root)
+    def backend(self, root: str) -> LocalBackend:
+        """A client of a folder that is not there yet."""
+        return LocalBackend(root)
 
     @pytest.fixture
-    def other(self, root: str) -> LocalStore:
-        """A second store on the same folder."""
-        return LocalStore(root)
+    def other(self, root: str) -> LocalBackend:
+        """A second client of the same folder."""
+        return LocalBackend(root)
 
 
-class TestLocalStoreInMemory(StoreSuite):
+class TestLocalBackendInMemory(StoreSuite):
     """The suite on tmpfs, without syncs."""
 
     @pytest.fixture
@@ -59,32 +61,14 @@ class TestLocalStoreInMemory(StoreSuite):
             yield folder
 
     @pytest.fixture
-    def store(self, root: str) -> LocalStore:
-        """A store without syncs."""
-        return LocalStore(root, sync_files=False)
+    def backend(self, root: str) -> LocalBackend:
+        """A client without syncs."""
+        return LocalBackend(root, settings=Settings(sync_files=False))
 
     @pytest.fixture
-    def other(self, root: str) -> LocalStore:
-        """A second store on the same folder."""
-        return LocalStore(root, sync_files=False)
-
-
-class TestRetryStore(StoreSuite):
-    """The suite through deadlines and retries."""
-
-    @pytest.fixture
-    def store(self, root: str) -> Iterator[RetryStore]:
-        """A local store whose calls run in abandonable threads."""
-        store = RetryStore(LocalStore(root))
-        yield store
-        store.close()
-
-    @pytest.fixture
-    def other(self, root: str) -> Iterator[RetryStore]:
-        """A view of a second one, with a deadline."""
-        store = RetryStore(LocalStore(root))
-        yield store.with_deadline(1e12)
-        store.close()
+    def other(self, root: str) -> LocalBackend:
+        """A second client of the same folder."""
+        return LocalBackend(root, settings=Settings(sync_files=False))
 
 
 class LocalMachine(StoreMachine):
@@ -93,7 +77,7 @@ class LocalMachine(StoreMachine):
     def make_store(self) -> Store:
         """Return a store on a fresh temporary folder."""
         self.folder = tempfile.TemporaryDirectory()
-        return LocalStore(self.folder.name, sync_files=False)
+        return local_store(self.folder.name, sync_files=False)
 
     def teardown(self) -> None:
         """Remove the folder."""
@@ -111,9 +95,9 @@ TestLocalMachine = LocalMachine.TestCase
 
 
 @pytest.fixture
-def store(root: str) -> LocalStore:
+def store(root: str) -> Store:
     """A prepared store."""
-    store = LocalStore(root)
+    store = local_store(root)
     store.prepare(["saves/a", "commits"])
     return store
 
@@ -135,12 +119,12 @@ def error_of(call: Callable[[], object]) -> StorageError:
     return caught.value
 
 
-def test_a_missing_folder_is_not_made_by_a_write(store: LocalStore, root: str) -> None:
+def test_a_missing_folder_is_not_made_by_a_write(store: Store, root: str) -> None:
     """Only `prepare` makes folders; a write says who should have and asks about sharing."""
     for call in (
         lambda: store.write("nothing/x", b"x"),
         lambda: store.create("nothing/x", b"x"),
-        lambda: store.start_upload("nothing/x", part_bytes=1),
+        lambda: store.start_upload("nothing/x", part_bytes=1).ticket(),
     ):
         error = error_of(call)
         assert error.kind == "not-found"
@@ -155,7 +139,7 @@ def test_folders_and_files_have_default_modes(root: str) -> None:
     """The umask decides who may read, as for any program; nothing is private by accident."""
     old = os.umask(0o027)
     try:
-        store = LocalStore(root)
+        store = local_store(root)
         store.prepare(["saves"])
         store.write("saves/x", b"x")
         upload = store.start_upload("saves/y", part_bytes=1)
@@ -168,7 +152,7 @@ def test_folders_and_files_have_default_modes(root: str) -> None:
     assert mode_of(Path(root, "saves/y")) == 0o640
 
 
-def test_temporary_files_are_hidden_and_swept(store: LocalStore, root: str) -> None:
+def test_temporary_files_are_hidden_and_swept(store: Store, root: str) -> None:
     """Exactly the names a draft gives are hidden and removed; look-alikes are objects."""
     drafts = [".x.tmp-0123456789abcdef", "..metadata.tmp-00000000000000ff"]
     alike = [".x.tmp-0123456789ABCDEF", ".x.tmp-0123456789abcde", "x.tmp-0123456789abcdef", ".y"]
@@ -183,7 +167,7 @@ def test_temporary_files_are_hidden_and_swept(store: LocalStore, root: str) -> N
     assert store.abort_uploads("") == 1
 
 
-def test_a_long_name_leaves_room_for_the_temporary_one(store: LocalStore) -> None:
+def test_a_long_name_leaves_room_for_the_temporary_one(store: Store) -> None:
     """A name of 255 bytes can be written although the temporary name adds to it."""
     for name in ("n" * 255, "ü" * 127):
         store.write(f"saves/a/{name}", b"data")
@@ -193,7 +177,7 @@ def test_a_long_name_leaves_room_for_the_temporary_one(store: LocalStore) -> Non
     assert store.abort_uploads("") == 0
 
 
-def test_what_nfs_leaves_of_removed_files_is_no_object(store: LocalStore, root: str) -> None:
+def test_what_nfs_leaves_of_removed_files_is_no_object(store: Store, root: str) -> None:
     """Silly-renamed files are not listed, and a folder that holds only them may stay."""
 
     class Busy(Posix):
@@ -204,7 +188,7 @@ def test_what_nfs_leaves_of_removed_files_is_no_object(store: LocalStore, root: 
                 raise OSError(errno.EBUSY, "busy")
             super().unlink(path)
 
-    store = LocalStore(root, posix=Busy())
+    store = local_store(root, posix=Busy())
     store.write("saves/a/x", b"x")
     Path(root, "saves/a/.nfs000000000000abcd00000001").write_bytes(b"open")
     store.delete_folder("saves/a")
@@ -212,7 +196,7 @@ def test_what_nfs_leaves_of_removed_files_is_no_object(store: LocalStore, root: 
     assert names_in(Path(root, "saves/a")) == [".nfs000000000000abcd00000001"]
 
 
-def test_delete_folder_follows_no_link(store: LocalStore, root: str, tmp_path: Path) -> None:
+def test_delete_folder_follows_no_link(store: Store, root: str, tmp_path: Path) -> None:
     """What a symbolic link leads to survives the deletion of the folder that holds the link."""
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -229,7 +213,7 @@ def test_delete_folder_follows_no_link(store: LocalStore, root: str, tmp_path: P
     assert (outside / "precious").read_bytes() == b"data"
 
 
-def test_only_files_are_objects(store: LocalStore, root: str) -> None:
+def test_only_files_are_objects(store: Store, root: str) -> None:
     """Devices, pipes and links to nowhere are neither listed nor found."""
     os.mkfifo(f"{root}/saves/a/pipe")
     Path(root, "saves/a/broken").symlink_to("nowhere")
@@ -238,7 +222,7 @@ def test_only_files_are_objects(store: LocalStore, root: str) -> None:
     assert error_of(lambda: store.stat("saves/a/broken")).kind == "not-found"
 
 
-def test_a_part_that_was_never_sent_is_noticed(store: LocalStore, root: str) -> None:
+def test_a_part_that_was_never_sent_is_noticed(store: Store, root: str) -> None:
     """A hole in the file has the right length, and is found all the same."""
     upload = store.start_upload("saves/a/x", part_bytes=10)
     upload.write_part(0, 0, [memoryview(b"a" * 10)], last=False)
@@ -290,7 +274,7 @@ def test_a_really_full_disk_is_reported(tmp_path: Path) -> None:
             Path(path).write_bytes(b"")
             return os.open("/dev/full", os.O_WRONLY)
 
-    store = LocalStore(str(tmp_path), posix=Full())
+    store = local_store(str(tmp_path), posix=Full())
     error = error_of(lambda: store.write("x", b"data"))
     assert error.kind == "no-space"
     assert names_in(tmp_path) == []
@@ -299,14 +283,15 @@ def test_a_really_full_disk_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("operation", ["open_read", "fstat", "preadv"])
 def test_a_stale_file_is_opened_once_more(root: str, operation: str) -> None:
     """ESTALE once is mended by opening the file again; twice it is an error to retry later."""
-    LocalStore(root).prepare(["saves"])
-    LocalStore(root).write("saves/x", b"data")
+    local_store(root).prepare(["saves"])
+    local_store(root).write("saves/x", b"data")
     once = FaultPosix([Rule(action="error", operation=operation, errno=errno.ESTALE)])
-    assert LocalStore(root, posix=once).read("saves/x") == b"data"
+    quick = RetryPolicy(attempt_count=2, first_delay_s=0.001)
+    assert local_store(root, posix=once, policy=quick).read("saves/x") == b"data"
     assert once.open_count == 0
     twice = FaultPosix([Rule(action="error", operation=operation, errno=errno.ESTALE, hit_count=2)])
     target = memoryview(bytearray(4))
-    error = error_of(lambda: LocalStore(root, posix=twice).read_into("saves/x", 0, target))
+    error = error_of(lambda: local_store(root, posix=twice).read_into("saves/x", 0, target))
     assert error.retryable
     assert twice.open_count == 0
 
@@ -314,10 +299,10 @@ def test_a_stale_file_is_opened_once_more(root: str, operation: str) -> None:
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS])
 def test_without_hard_links_create_renames_exclusively(root: str, number: int) -> None:
     """A file system without links still decides a create by itself, through renameat2."""
-    LocalStore(root).prepare(["commits"])
+    local_store(root).prepare(["commits"])
     for data, kind in ((b"one", None), (b"two", "exists")):
         posix = FaultPosix([Rule(action="error", operation="link", errno=number)])
-        store = LocalStore(root, posix=posix)
+        store = local_store(root, posix=posix)
         if kind is None:
             store.create("commits/1", data)
         else:
@@ -330,12 +315,12 @@ def test_without_hard_links_create_renames_exclusively(root: str, number: int) -
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
 def test_without_any_exclusive_call_create_is_unsupported(root: str, number: int) -> None:
     """With neither links nor exclusive renames nothing is created, and the error says so."""
-    LocalStore(root).prepare(["commits"])
+    local_store(root).prepare(["commits"])
     rules = [
         Rule(action="error", operation="link", errno=errno.EPERM),
         Rule(action="error", operation="rename_new", errno=number),
     ]
-    store = LocalStore(root, posix=FaultPosix(rules))
+    store = local_store(root, posix=FaultPosix(rules))
     with pytest.raises(UnsupportedByStoreError, match="commit_url="):
         store.create("commits/1", b"one")
     assert names_in(Path(root, "commits")) == []
@@ -346,7 +331,7 @@ def test_folders_that_cannot_be_synced_are_no_failure(root: str) -> None:
     posix = FaultPosix(
         [Rule(action="error", operation="fsync_folder", errno=errno.EINVAL, hit_count=None)]
     )
-    store = LocalStore(root, posix=posix)
+    store = local_store(root, posix=posix)
     store.prepare(["saves"])
     store.write("saves/x", b"data")
     store.create("saves/y", b"data")
@@ -358,7 +343,7 @@ def test_sync_files_false_leaves_out_only_syncs(root: str) -> None:
 
     def calls(*, sync_files: bool) -> list[str]:
         posix = FaultPosix()
-        store = LocalStore(f"{root}-{sync_files}", sync_files=sync_files, posix=posix)
+        store = local_store(f"{root}-{sync_files}", sync_files=sync_files, posix=posix)
         store.prepare(["saves"])
         store.write("saves/x", b"data")
         store.create("saves/y", b"data")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import multiprocessing
 import os
 import threading
@@ -14,18 +15,18 @@ from typing import Any
 
 import pytest
 from crc32c import crc32c
+from local_stores import ONCE, local_store
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.store.base import PartReceipt
 from ckpt_storage.store.dialect_s3_requests import S3Requests
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.remote import RemoteStore
-from ckpt_storage.store.retry import RetryStore
-from ckpt_storage.testing.fault_store import FaultStore
-from ckpt_storage.testing.faults import Rule
+from ckpt_storage.store.store import Store
+from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.power import PowerCutPosix
 from ckpt_storage.testing.s3server import FaultRule, S3Server
@@ -114,18 +115,17 @@ def test_processes_write_one_object(kind: str, tmp_path: Path, server: S3Server)
 )
 def test_what_is_no_receipt_is_refused(values: list[Any]) -> None:
     """Values of another length or type do not become a receipt."""
-    with pytest.raises(ValueError, match=r"receipt|unpack"):
+    with pytest.raises(ValueError, match=r"no part|unpack"):
         PartReceipt.from_json(values)
 
 
 # On POSIX.
 
 
-def local(tmp_path: Path, posix: Posix | None = None) -> LocalStore:
+def local(tmp_path: Path, posix: Posix | None = None, policy: RetryPolicy = ONCE) -> Store:
     """Return a store with the folder for weight files."""
-    store = LocalStore(str(tmp_path / "run"))
-    store.prepare(["hf"])
-    return LocalStore(str(tmp_path / "run"), posix=posix)
+    local_store(tmp_path / "run").prepare(["hf"])
+    return local_store(tmp_path / "run", posix=posix, policy=policy)
 
 
 def test_a_failed_sync_of_a_member_is_final(tmp_path: Path) -> None:
@@ -133,9 +133,7 @@ def test_a_failed_sync_of_a_member_is_final(tmp_path: Path) -> None:
     posix = FaultPosix([Rule(action="error", operation="fsync", errno=errno.EIO)])
     store = local(tmp_path)
     owner = store.start_shared_upload(PATH, part_bytes=1)
-    member = RetryStore(local(tmp_path, posix), policy=POLICY).join_upload(
-        PATH, owner.ticket(), part_bytes=1
-    )
+    member = local(tmp_path, posix, POLICY).join_upload(PATH, owner.ticket(), part_bytes=1)
     member.write_part(0, 0, view(b"data"), last=True)
     for _ in range(2):
         with pytest.raises(StorageError):
@@ -152,9 +150,7 @@ def test_a_failed_sync_of_the_owner_is_final(tmp_path: Path) -> None:
     """After the owner's own fsync failed, it cannot complete: the kernel may have lost pages."""
     posix = FaultPosix([Rule(action="error", operation="fsync", errno=errno.EIO)])
     local(tmp_path)
-    owner = RetryStore(local(tmp_path, posix), policy=POLICY).start_shared_upload(
-        PATH, part_bytes=1
-    )
+    owner = local(tmp_path, posix, POLICY).start_shared_upload(PATH, part_bytes=1)
     owner.write_part(0, 0, view(b"data"), last=True)
     for step in (owner.receipts, owner.receipts, lambda: owner.complete(4)):
         with pytest.raises(StorageError):
@@ -182,33 +178,40 @@ def test_what_a_member_gave_receipts_for_survives_a_power_cut(tmp_path: Path) ->
 
 
 def test_a_member_closes_the_file_when_it_gives_its_receipts(tmp_path: Path) -> None:
-    """Then no descriptor is left through which a late thread could write."""
+    """Or leaves: then no descriptor is left through which a late thread could write."""
     posix = FaultPosix()
-    store = local(tmp_path)
-    owner = store.start_shared_upload(PATH, part_bytes=1)
+    owner = local(tmp_path).start_shared_upload(PATH, part_bytes=1)
     members = [
         local(tmp_path, posix).join_upload(PATH, owner.ticket(), part_bytes=1) for _ in range(2)
     ]
+    for number, member in enumerate(members):
+        member.write_part(number, number, view(b"x"), last=False)
     assert posix.open_count == 2
     members[0].receipts()
+    assert posix.open_count == 1
     members[1].abort()
     assert posix.open_count == 0
     owner.abort()
+    assert list((tmp_path / "run" / "hf").iterdir()) == []
 
 
-def test_a_ticket_names_no_file_elsewhere(tmp_path: Path) -> None:
-    """A forged ticket cannot make a member write to any other file."""
+def test_a_token_names_no_file_elsewhere(tmp_path: Path) -> None:
+    """A forged one cannot make a member write to any other file, nor remove one."""
     store = local(tmp_path)
-    for name in ("../x", "model.safetensors", "/etc/passwd", ".x.tmp-0123456789abcdef/../../y"):
-        ticket = f'{{"kind":"posix","path":"{PATH}","name":"{name}"}}'
-        with pytest.raises(InvalidInputError):
-            store.join_upload(PATH, ticket, part_bytes=1)
-    link = tmp_path / "run" / "hf" / ".x.tmp-0123456789abcdef"
+    draft = ".x.tmp-0123456789abcdef"
+    link = tmp_path / "run" / "hf" / draft
     link.symlink_to(tmp_path / "victim")
     (tmp_path / "victim").write_bytes(b"safe")
-    ticket = f'{{"kind":"posix","path":"{PATH}","name":"{link.name}"}}'
-    with pytest.raises(StorageError):
-        store.join_upload(PATH, ticket, part_bytes=1)
+    elsewhere = ["../x", PATH, "/etc/passwd", draft, f"hf/{draft}/../../y", f"hf/../{draft}"]
+    for token in [*elsewhere, f"hf/{draft}"]:
+        ticket = json.dumps({"kind": "posix", "path": PATH, "token": token})
+        member = store.join_upload(PATH, ticket, part_bytes=1)
+        with pytest.raises(InvalidInputError if token in elsewhere else StorageError):
+            member.write_part(0, 0, view(b"data"), last=True)
+        member.abort()
+    for token in ["../x", f"../{draft}", f"/{draft}"]:
+        with pytest.raises(InvalidInputError):
+            LocalBackend(str(tmp_path / "run")).abort_upload("", token)
     assert (tmp_path / "victim").read_bytes() == b"safe"
 
 
@@ -216,7 +219,7 @@ def test_a_ticket_names_no_file_elsewhere(tmp_path: Path) -> None:
 def test_copies_within_the_kernel_go_on_after_faults(tmp_path: Path, action: Any) -> None:
     """A copy that was cut short is finished, one that failed is repeated."""
     posix = FaultPosix([Rule(action=action, operation="copy_file_range", errno=errno.EIO)])
-    store = RetryStore(local(tmp_path, posix), policy=POLICY)
+    store = local(tmp_path, posix, POLICY)
     data = os.urandom(100_000)
     store.write("source", data)
     upload = store.start_shared_upload(PATH, part_bytes=1)
@@ -231,31 +234,42 @@ def test_copies_within_the_kernel_go_on_after_faults(tmp_path: Path, action: Any
 # Behind deadlines.
 
 
+def faulty(tmp_path: Path, rule: Rule, **bounds: Any) -> tuple[FaultBackend, Store]:
+    """Return a backend that follows a rule, and a store on it that repeats."""
+    local(tmp_path)
+    backend = FaultBackend(LocalBackend(str(tmp_path / "run")), [rule])
+    return backend, Store(backend, url="file:///run", policy=POLICY, **bounds)
+
+
 def test_an_upload_with_a_part_under_way_gives_no_receipts(tmp_path: Path) -> None:
     """A part that was given up may still be changing: its member can only be left."""
-    rule = Rule(action="hang", operation="write_part")
-    faults = FaultStore(local(tmp_path), [rule])
-    store = RetryStore(faults, policy=POLICY, request_timeout_s=1.0)
-    owner = RetryStore(local(tmp_path)).start_shared_upload(PATH, part_bytes=1)
+    rule = Rule(action="hang", operation="put_part")
+    backend, store = faulty(tmp_path, rule, request_timeout_s=1.0)
+    owner = local(tmp_path).start_shared_upload(PATH, part_bytes=1)
     member = store.join_upload(PATH, owner.ticket(), part_bytes=1)
     with pytest.raises(StorageError) as caught:
         member.write_part(0, 0, view(b"data"), last=True)
     assert caught.value.kind == "timeout"
     with pytest.raises(StorageError, match="did not end in time"):
         member.receipts()
-    faults.script.release()
+    backend.script.release()
     member.abort()
     owner.abort()
 
 
-@pytest.mark.parametrize("operation", ["ticket", "write_part", "copy_part", "complete", "abort"])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        *("begin_upload", "put_part", "copy_part", "flush_parts", "complete_upload"),
+        "abort_upload",
+    ],
+)
 @pytest.mark.parametrize("action", ["error", "lost_answer"])
 def test_every_step_is_repeated_after_a_passing_fault(
     tmp_path: Path, operation: str, action: Any
 ) -> None:
     """One error, or one lost answer, of any step of a shared upload changes nothing."""
-    faults = FaultStore(local(tmp_path), [Rule(action=action, operation=operation)])
-    store = RetryStore(faults, policy=POLICY)
+    _, store = faulty(tmp_path, Rule(action=action, operation=operation))
     store.write("source", b"source")
     source = store.copy_source("source")
     assert source is not None
@@ -266,8 +280,10 @@ def test_every_step_is_repeated_after_a_passing_fault(
     upload.complete(10, receipts=member.receipts())
     assert store.read(PATH) == b"datasource"
     other = store.start_shared_upload("hf/other", part_bytes=1)
+    other.ticket()
     other.abort()
     assert [entry.path for entry in store.list("hf")] == [PATH]
+    assert store.abort_uploads("") == 0
 
 
 # On S3.

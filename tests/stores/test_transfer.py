@@ -26,6 +26,7 @@ from ckpt_storage.coordination.agreement import Hello, check_agreement
 from ckpt_storage.errors import RankMismatchError
 from ckpt_storage.options import MIB, TransferOptions, default_memory_limit_bytes
 from ckpt_storage.store import Location, endpoint_of
+from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.dialect_s3 import CAPABILITIES as S3_CAPABILITIES
@@ -94,20 +95,14 @@ def test_a_write_that_passes_its_deadline_leaves_nothing_and_says_which_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is `PhaseTimeoutError` with rank and phase; the temporary file is removed."""
-    real = LocalStore.start_upload
+    real = LocalBackend.put_part
 
-    def slow(self: LocalStore, path: str, *, part_bytes: int) -> Any:
-        upload = real(self, path, part_bytes=part_bytes)
-        write_part = upload.write_part
+    def slow(*args: Any, **kw: Any) -> str:
+        receipt = real(*args, **kw)
+        time.sleep(0.6)  # the storage is slower than the phase allows
+        return receipt
 
-        def late(*args: Any, **kw: Any) -> None:
-            write_part(*args, **kw)
-            time.sleep(0.6)  # the storage is slower than the phase allows
-
-        upload.write_part = late  # type: ignore[method-assign]
-        return upload
-
-    monkeypatch.setattr(LocalStore, "start_upload", slow)
+    monkeypatch.setattr(LocalBackend, "put_part", slow)
     writer = CheckpointStorageWriter(tmp_path / "c", timeout=Timeouts(write=0.3))
     cause = _cause(lambda: dcp.save(_state(), storage_writer=writer, no_dist=True))
     assert isinstance(cause, PhaseTimeoutError)

@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commit_tools import IN_TURN, take_in_turn
+from local_stores import local_store
 from s3clients import ask
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -37,9 +38,7 @@ from ckpt_storage.errors import (
     NotPublishedError,
 )
 from ckpt_storage.store import Location, dialect_s3, probe
-from ckpt_storage.store.base import Store
-from ckpt_storage.store.local import LocalStore
-from ckpt_storage.store.retry import RetryStore
+from ckpt_storage.store.store import Store
 from ckpt_storage.testing._s3faults import CrashWhen
 from ckpt_storage.testing.faults import Action, Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
@@ -229,7 +228,7 @@ class Disks:
         self._folder = folder
         self._number = 0
         self._posix: FaultPosix | None = None
-        self._stores: list[RetryStore] = []
+        self._stores: list[Store] = []
         self._before = folder / "run-000000" / "id"
         # Two, so that the next one has something to free.
         save(0, self._before, overwrite=False)
@@ -238,8 +237,9 @@ class Disks:
         monkeypatch.setattr(ckpt_storage.saves.session, "open_store", self._open)
 
     def _open(self, location: Location, **options: Any) -> Store:
-        local = LocalStore(location.target, posix=self._posix, sync_files=options["sync_files"])
-        store = RetryStore(local, policy=QUICK)
+        store = local_store(
+            location.target, posix=self._posix, policy=QUICK, sync_files=options["sync_files"]
+        )
         self._stores.append(store)
         return store
 

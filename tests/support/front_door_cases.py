@@ -216,7 +216,7 @@ def faulty_disk(rules: Sequence[Rule]) -> Iterator[list[FaultPosix]]:
         made.append(FaultPosix(rules))
         return made[-1]
 
-    with patch("ckpt_storage.store.local.Posix", make):
+    with patch("ckpt_storage.store.backends.local.Posix", make):
         yield made
 
 

@@ -1,4 +1,4 @@
-"""One file on its way to its name: written under a temporary one, sealed, then published."""
+"""One file on its way to its name: written under a temporary one, synced, then named."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
 from ckpt_storage.options import PageCache
+from ckpt_storage.store.problems import Call, explain
 
+from .folders import sync_folder
 from .posix import BLOCK_BYTES, Posix, is_unsupported
 
-_DRAFT_NAME = re.compile(r"\..+\.tmp-[0-9a-f]{16}", re.DOTALL)
+_DRAFT_NAME = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)
 
 # What is written in one go and is shorter is left to the kernel: a call costs more than it brings.
 _WRITE_BACK_BYTES = 1 << 20
@@ -26,7 +29,6 @@ _UNTOLD = "~"
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 _NO_EXCLUSIVE_RENAME = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
-_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 
 _STAT_BLOCK_BYTES = 512
 
@@ -41,35 +43,41 @@ def draft_name(target_name: str) -> str:
     return f".{target_name[:_KEPT_NAME_CHARS] or _UNTOLD}.tmp-{os.urandom(8).hex()}"
 
 
+def target_path(path: str) -> str | None:
+    """Return what path the temporary file at `path` is to get; None where its name was cut."""
+    folder, name = os.path.split(path)
+    found = _DRAFT_NAME.fullmatch(name)
+    if found is None or len(found[1]) >= _KEPT_NAME_CHARS or found[1] == _UNTOLD:
+        return None
+    return f"{folder}/{found[1]}" if folder else found[1]
+
+
 def is_meant(folder: str, name: str, only: Callable[[str], bool] | None) -> bool:
     """Return whether the temporary file `name` is one of those that `only` means.
 
     `only` is asked for the path that the file is to get; where its name was cut, nobody knows it.
     """
-    if only is None:
-        return True
-    target_name = name[1 : -len(".tmp-") - 16]
-    if len(target_name) >= _KEPT_NAME_CHARS or target_name == _UNTOLD:
-        return False
-    return only(f"{folder}/{target_name}" if folder else target_name)
+    path = target_path(f"{folder}/{name}" if folder else name)
+    return only is None or (path is not None and only(path))
 
 
-def sync_folder(posix: Posix, path: str) -> None:
-    """Make the names in a folder durable, where the file system lets a folder be synced."""
+@contextlib.contextmanager
+def noting_space(posix: Posix, folder: str) -> Iterator[None]:
+    """Add to an error of a full disk how much is free there."""
     try:
-        posix.fsync_folder(path)
+        yield
     except OSError as error:
-        # Some FUSE and SMB mounts know no fsync of a folder; there is nothing better to call.
-        if error.errno not in _NO_FOLDER_SYNC:
-            raise
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            with contextlib.suppress(OSError):
+                error.add_note(f"{posix.free_bytes(folder)} bytes are free there")
+        raise
 
 
 class Draft:
-    """An open temporary file beside its target.
+    """An open temporary file beside its target, which may be written to by several threads.
 
-    The owner may `reserve`, calls `write` and `copy` any number of times (from several threads),
-    `seal` once, one of `publish` and `publish_new`, and `discard` if anything failed. A process
-    that joined another's file by its `name` calls `write` and `copy`, then `hand_over` or `leave`.
+    Who made it ends it with `complete`, or with `seal` and `publish`, or with `discard`; who
+    joined it by its `name` with `flush` and `leave`. Methods raise `OSError`, and what they say.
     """
 
     def __init__(
@@ -78,29 +86,31 @@ class Draft:
         target: str,
         *,
         sync: bool,
-        name: str | None = None,
         page_cache: PageCache = "keep",
+        name: str | None = None,
     ) -> None:
         """Create the temporary file, or open the one called `name` that another process made.
 
         With `page_cache="drop"` the kernel is to keep no copy of what is on the disk.
-        The target's folder must exist. Raises `OSError`.
+        The target's folder must exist.
         """
         self._posix = posix
         self._target = target
         self._sync = sync
         self._folder, target_name = os.path.split(target)
+        self.is_own = name is None
         self.name = name or draft_name(target_name)
         self._path = f"{self._folder}/{self.name}"
+        # Of the descriptor; the last of its users closes it once the file has ended.
         self._lock = threading.Lock()
-        # Of the descriptor; the last of them closes it once the file has ended.
         self._user_count = 0
-        self._writer_count = 0
-        self._is_reserving = False
-        self._ended = False
+        self._use_count = 0
+        self._has_ended = False
+        # One ending at a time: a repeated one waits for the one before it.
+        self._ending = threading.Lock()
+        self._state: Literal["open", "failed", "sealed", "complete"] = "open"
         self._identity: tuple[int, int] | None = None
         self._reserved_bytes = 0
-        self._sealed_bytes: int | None = None
         self._writes_back = sync
         self._is_uncached = page_cache == "drop"
         # Of what the kernel caches all the same: once it is on the disk.
@@ -116,12 +126,43 @@ class Draft:
                 posix.unlink(self._path)
             raise
 
+    def reserve(self, total_bytes: int) -> None:
+        """Take the blocks for `total_bytes` now, where the file system can.
+
+        A file of many extents that grow is slower to write, and one that does not fit is better
+        refused before hours than after. What is not used is given back by `seal`.
+
+        Raises `OSError` only if the bytes will not fit: with EDQUOT, or with ENOSPC where the file
+        system says the same of what is free.
+        """
+        # Blocks that are set aside would be more than compressed content takes.
+        if not total_bytes or self._posix.may_compress(self._folder):
+            return
+        with self._using() as fd:
+            self._reserved_bytes = total_bytes
+            try:
+                self._posix.allocate(fd, total_bytes)
+            except OSError as error:
+                is_full = error.errno == errno.ENOSPC and not self._fits(fd, total_bytes)
+                if error.errno == errno.EDQUOT or is_full:
+                    error.add_note(f"{total_bytes} bytes are to be written")
+                    raise
+
+    def _fits(self, fd: int, total_bytes: int) -> bool:
+        """Return whether a file of `total_bytes` may fit, with the blocks that it has."""
+        try:
+            own_bytes = self._posix.fstat(fd).st_blocks * _STAT_BLOCK_BYTES
+            return self._posix.free_bytes(self._folder) + own_bytes >= total_bytes
+        except OSError:
+            # Nobody knows; a write will tell.
+            return True
+
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Write buffers one after the other from `offset` (bytes) on, without copying them.
 
-        Raises `OSError`; what was written may then be written again.
+        After an error the same may be written again.
         """
-        with self._writing() as fd:
+        with self._using() as fd:
             if self._is_uncached and self._write_uncached(fd, buffers, offset):
                 return
             self._posix.pwritev_all(fd, buffers, offset)
@@ -138,59 +179,6 @@ class Draft:
             self._is_uncached, self._forgets = False, True
             return False
         return True
-
-    def reserve(self, total_bytes: int) -> None:
-        """Take the blocks for `total_bytes` now, where the file system can.
-
-        A file of many extents that grow is slower to write, and one that does not fit is better
-        refused before hours than after. What is not used is given back by `seal`, which does not
-        wait for a call that still runs; while one does, another changes nothing.
-
-        Raises `OSError` only if the bytes will not fit: with EDQUOT, or with ENOSPC where the file
-        system says the same of what is free.
-        """
-        # Blocks that are set aside would be more than compressed content takes.
-        if not total_bytes or self._posix.may_compress(self._folder):
-            return
-        with self._lock:
-            fd = self._open_fd()
-            if self._is_reserving:
-                return
-            self._is_reserving = True
-            self._user_count += 1
-            self._reserved_bytes = max(self._reserved_bytes, total_bytes)
-        try:
-            self._posix.allocate(fd, total_bytes)
-        except OSError as error:
-            if error.errno == errno.EDQUOT:
-                raise
-            if error.errno == errno.ENOSPC and not self._fits(fd, total_bytes):
-                raise
-        finally:
-            self._end_reserving(fd)
-
-    def _fits(self, fd: int, total_bytes: int) -> bool:
-        """Return whether a file of `total_bytes` may fit, with the blocks that it has."""
-        try:
-            own_bytes = self._posix.fstat(fd).st_blocks * _STAT_BLOCK_BYTES
-            return self._posix.free_bytes(self._folder) + own_bytes >= total_bytes
-        except OSError:
-            # Nobody knows; a write will tell.
-            return True
-
-    def _end_reserving(self, fd: int) -> None:
-        """Give back what came too late for `seal` to do so; such a file is only given its length.
-
-        Its length was checked by then, so that nothing is added to it.
-        """
-        sealed_bytes = self._sealed_bytes
-        with contextlib.suppress(OSError):
-            if sealed_bytes is not None and self._reserved_bytes > sealed_bytes:
-                self._posix.truncate(fd, sealed_bytes)
-        with self._lock:
-            self._is_reserving = False
-        with contextlib.suppress(OSError):
-            self._let_go()
 
     def _write_back(self, fd: int, start: int, end: int) -> None:
         """Begin to write a range to the disk, so that the `fsync` to come has less to wait for."""
@@ -216,12 +204,12 @@ class Draft:
         """Copy a range of another file to `offset` within the kernel; all in bytes.
 
         Return how many bytes were copied, fewer than `length` only at the source's end, and how
-        long the source is. Raises `OSError`; the same range may then be copied again.
+        long the source is. After an error the same range may be copied again.
         """
         source_fd = self._posix.open_read(source_path)
         try:
             found_bytes = self._posix.fstat(source_fd).st_size
-            with self._writing() as fd:
+            with self._using() as fd:
                 count = self._posix.copy_all(source_fd, source_start, fd, offset, length)
                 if self._is_uncached:
                     # Unless files share blocks, the kernel copies through its cache.
@@ -230,53 +218,71 @@ class Draft:
         finally:
             self._posix.close(source_fd)
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[int]:
-        """Count a writer in and out, and give it the descriptor."""
+    def flush(self) -> None:
+        """Make what this process wrote durable, and known to other hosts.
+
+        A joined file is closed then, and opened again if it is written to again. A failure is
+        final, and `StorageError`: nothing vouches for the content after it.
+        """
+        with self._ending:
+            self._check_state("open")
+            self._state = "failed"
+            with self._final("sync"):
+                with self._using() as fd:
+                    use_count, is_alone = self._use_count, self._user_count == 1
+                    if self._sync:
+                        self._sync_content(fd)
+                    else:
+                        self._posix.write_out(fd)
+                if is_alone and not self.is_own:
+                    self._close_unless_used(use_count)
+            self._state = "open"
+
+    def _close_unless_used(self, use_count: int) -> None:
         with self._lock:
-            fd = self._open_fd()
-            self._user_count += 1
-            self._writer_count += 1
-        try:
-            yield fd
-        finally:
-            with self._lock:
-                self._writer_count -= 1
-            with contextlib.suppress(OSError):
-                self._let_go()
-
-    def sync(self) -> None:
-        """Make what was written so far durable; the file stays open.
-
-        A failure is final, as that of `seal` is: the file must be discarded. Raises `OSError`.
-        """
-        with self._writing() as fd:
-            if self._sync:
-                self._posix.fsync(fd)
-
-    def hand_over(self) -> None:
-        """Make what this process wrote durable and close the file, which its owner seals.
-
-        After any error nothing vouches for the content: the owner must discard the file.
-        Raises `OSError`, and `StorageError` while parts are being written.
-        """
-        fd = self._end()
-        try:
-            self._sync_content(fd)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._let_go()
-            raise
-        self._let_go()
+            is_unused = not self._user_count and self._use_count == use_count
+            fd = self._take_fd() if is_unused else None
+        if fd is not None:
+            self._posix.close(fd)
 
     def leave(self) -> None:
-        """Write no more, and leave the file to its owner; idempotent."""
+        """Write no more, and leave the file to its owner; idempotent.
+
+        The descriptor stays open while a thread still writes (one may hang in the kernel),
+        because its number could otherwise be given to another file under that thread's hands;
+        the last writer closes it.
+        """
         with self._lock:
-            self._ended = True
+            self._has_ended = True
             fd = None if self._user_count else self._take_fd()
         if fd is not None:
             with contextlib.suppress(OSError):
                 self._posix.close(fd)
+
+    def discard(self) -> None:
+        """Remove the temporary file; idempotent; changes nothing once it is complete."""
+        self.leave()
+        if self._state != "complete":
+            self._state = "failed"
+            self._unlink()
+
+    def complete(self, total_bytes: int, *, if_absent: bool, by_several: bool) -> None:
+        """`seal` and `publish`; goes on at the naming if that failed, and does nothing twice.
+
+        A failure of anything else is final, and `StorageError`.
+        """
+        with self._ending:
+            if self._state == "open":
+                self._state = "failed"
+                with self._final("completion"):
+                    self.seal(total_bytes, by_several=by_several)
+                self._state = "sealed"
+            if self._state == "sealed":
+                self._name_it(if_absent=if_absent)
+                self._state = "failed"
+                self._sync_names()
+                self._state = "complete"
+            self._check_state("complete")
 
     def seal(self, total_bytes: int, *, by_several: bool = False) -> None:
         """Check the length, make the content durable and close the file.
@@ -288,35 +294,37 @@ class Draft:
         again, because the kernel may have dropped the pages it could not write
         (Rebello et al., "Can Applications Recover from fsync Failures?", ATC 2020), and
         network file systems report failed writes as late as close(2).
-        Raises `OSError`, and `StorageError` if the file has another length.
+        Raises `StorageError` if the file has another length or is still written to.
         """
-        fd = self._end()
         try:
-            try:
+            with self._using(ends=True, alone=True) as fd:
                 if by_several:
                     self._posix.close(self._posix.open_read(self._path))
                 self._check_length(fd, total_bytes)
-                # Before blocks are given back: a reservation that ends later does that itself.
-                self._sealed_bytes = total_bytes
                 if self._reserved_bytes > total_bytes:
                     self._posix.truncate(fd, total_bytes)
-                self._sync_content(fd)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    self._let_go()
-                raise
-            self._let_go()
+                if self._sync:
+                    self._sync_content(fd)
         except BaseException:
             with contextlib.suppress(OSError):
-                self.discard()
+                self._unlink()
             raise
 
-    def publish(self) -> None:
-        """Give the sealed file its name, in place of what bears it, and make that durable.
+    def publish(self, *, if_absent: bool) -> None:
+        """Give the sealed file its name, and make that durable.
 
-        Raises `OSError` if the file did not get its name, and may then be called again;
-        `StorageError` if it did and its folder could not be synced, which is final.
+        if_absent: only if nothing bears the name, decided by the file system. Raises `OSError`
+        with EEXIST if something does, and `UnsupportedByStoreError` if the file system can
+        decide that in no way. Raises `StorageError` if only the sync of the name failed.
         """
+        self._name_it(if_absent=if_absent)
+        self._sync_names()
+
+    def _name_it(self, *, if_absent: bool) -> None:
+        """Rename or link; may be called again after an error."""
+        if if_absent:
+            self._link()
+            return
         try:
             self._posix.rename(self._path, self._target)
         except OSError:
@@ -324,109 +332,20 @@ class Draft:
             # call then finds no source.
             if not self._bears_target():
                 raise
-        self._sync_names()
 
-    def publish_new(self) -> None:
-        """Give the sealed file its name if nothing bears it, decided by the file system.
-
-        Raises `OSError` with EEXIST if the name is taken, `UnsupportedByStoreError` if the
-        file system can decide that in no way, and `StorageError` as `publish` does.
-        """
+    def _link(self) -> None:
         try:
             self._posix.link(self._path, self._target)
         except OSError as error:
             # Only the inode under the target name proves that the link was made: a second
             # link of the temporary file may be a backup program's.
-            if self._bears_target():
-                pass
-            elif error.errno in _NO_LINKS:
+            if not self._bears_target():
+                if error.errno not in _NO_LINKS:
+                    raise
                 self._rename_new()
-            else:
-                raise
         # The name exists now, so a temporary name that stays is a leftover, not a failure.
         with contextlib.suppress(OSError):
             self._posix.unlink(self._path)
-        self._sync_names()
-
-    def discard(self) -> None:
-        """Remove the temporary file; idempotent.
-
-        The descriptor stays open while a thread still writes (one may hang in the
-        kernel), because its number could otherwise be given to another file under that
-        thread's hands; the last writer closes it. Raises `OSError`.
-        """
-        self.leave()
-        with contextlib.suppress(FileNotFoundError):
-            self._posix.unlink(self._path)
-
-    def _sync_content(self, fd: int) -> None:
-        # Whoever closes it later tells nobody of writes that only closing reports as failed.
-        if self._sync or self._user_count > 1:
-            self._posix.fsync(fd)
-            self._forget(fd)
-
-    def _forget(self, fd: int) -> None:
-        """Drop what the kernel keeps of the file, if it was to keep nothing and could not."""
-        if not self._forgets:
-            return
-        try:
-            self._posix.forget(fd)
-        except OSError as error:
-            if not is_unsupported(error):
-                raise
-
-    def _end(self) -> int:
-        """Take no more writers, and return the descriptor; the caller is the last but `_let_go`."""
-        with self._lock:
-            if self._writer_count:
-                raise StorageError(
-                    f"{self._target} cannot be completed: {self._writer_count} of its parts "
-                    "are still being written.",
-                    path=self._target,
-                    next_step="Abort it and save again.",
-                )
-            fd = self._open_fd()
-            self._user_count += 1
-            self._ended = True
-        return fd
-
-    def _let_go(self) -> None:
-        """Count a user of the descriptor out; the last one, once the file has ended, closes it."""
-        with self._lock:
-            self._user_count -= 1
-            fd = self._take_fd() if self._ended and not self._user_count else None
-        if fd is not None:
-            self._posix.close(fd)
-
-    def _open_fd(self) -> int:
-        """Return the descriptor. Raises `OSError` once the file has ended; under the lock."""
-        if self._ended or self._fd is None:
-            raise OSError(errno.EBADF, "the file is no longer open for writing")
-        return self._fd
-
-    def _take_fd(self) -> int | None:
-        fd, self._fd = self._fd, None
-        return fd
-
-    def _check_length(self, fd: int, total_bytes: int) -> None:
-        found = self._posix.fstat(fd)
-        self._identity = (found.st_dev, found.st_ino)
-        if found.st_size != total_bytes:
-            raise StorageError(
-                f"{self._target} holds {found.st_size} bytes instead of {total_bytes}; "
-                "it was not made visible.",
-                path=self._target,
-                next_step="Save again; if it comes back, check the file system.",
-            )
-
-    def _bears_target(self) -> bool:
-        """Return whether the target name provably leads to this very file."""
-        try:
-            self._posix.open_folder(self._folder)
-            found = self._posix.stat(self._target)
-        except OSError:
-            return False
-        return (found.st_dev, found.st_ino) == self._identity
 
     def _rename_new(self) -> None:
         try:
@@ -440,10 +359,18 @@ class Draft:
                 f"{self._target} cannot be created exclusively: this file system has neither "
                 "hard links nor renameat2 with RENAME_NOREPLACE.",
                 kind="unsupported",
-                path=self._target,
                 next_step="Let only one job save here at a time, or pass commit_url= of a "
                 "storage that has exclusive creation.",
             ) from error
+
+    def _bears_target(self) -> bool:
+        """Return whether the target name provably leads to this very file."""
+        try:
+            self._posix.open_folder(self._folder)
+            found = self._posix.stat(self._target)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self._identity
 
     def _sync_names(self) -> None:
         if not self._sync:
@@ -454,6 +381,90 @@ class Draft:
             raise StorageError(
                 f"{self._target} is complete and visible, but its name may not survive a power "
                 f"cut: the fsync of its folder failed ({error.strerror}).",
-                path=self._target,
                 next_step="Look into the kernel log and the mount, then save again.",
             ) from error
+
+    def _sync_content(self, fd: int) -> None:
+        self._posix.fsync(fd)
+        if not self._forgets:
+            return
+        try:
+            self._posix.forget(fd)
+        except OSError as error:
+            if not is_unsupported(error):
+                raise
+
+    def _check_length(self, fd: int, total_bytes: int) -> None:
+        found = self._posix.fstat(fd)
+        self._identity = (found.st_dev, found.st_ino)
+        if found.st_size != total_bytes:
+            raise StorageError(
+                f"{self._target} holds {found.st_size} bytes instead of {total_bytes}; "
+                "it was not made visible.",
+                next_step="Save again; if it comes back, check the file system.",
+            )
+
+    def _check_state(self, wanted: str) -> None:
+        if self._state != wanted:
+            raise StorageError(
+                f"The upload of {self._target} has failed before.", next_step="Start a new one."
+            )
+
+    def _unlink(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._posix.unlink(self._path)
+
+    @contextlib.contextmanager
+    def _final(self, name: str) -> Iterator[None]:
+        """Mark what fails inside as never to be tried again: a failed fsync must not be."""
+        try:
+            with noting_space(self._posix, self._folder):
+                yield
+        except StorageError as error:
+            error.retryable = False
+            raise
+        except OSError as error:
+            failure = explain(error, Call(name=name, path=f"file://{self._target}"))
+            failure.retryable = False
+            raise failure from error
+
+    @contextlib.contextmanager
+    def _using(self, *, ends: bool = False, alone: bool = False) -> Iterator[int]:
+        """Give the descriptor, which lives as long as anyone uses it.
+
+        With `ends` nobody else gets it any more; with `alone` it is refused while anyone has it.
+        """
+        with self._lock:
+            if alone and self._user_count:
+                raise StorageError(
+                    f"{self._target} cannot be completed: {self._user_count} of its parts "
+                    "are still being written.",
+                    next_step="Abort it and save again.",
+                )
+            if self._fd is None and not self._has_ended and not self.is_own:
+                self._fd = self._posix.open_write(self._path)
+            if self._has_ended or self._fd is None:
+                raise OSError(errno.EBADF, "the file is no longer open for writing")
+            fd = self._fd
+            self._user_count += 1
+            self._use_count += 1
+            self._has_ended = ends
+        try:
+            yield fd
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._let_go()
+            raise
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Count a user of the descriptor out; the last one, once the file has ended, closes it."""
+        with self._lock:
+            self._user_count -= 1
+            fd = self._take_fd() if self._has_ended and not self._user_count else None
+        if fd is not None:
+            self._posix.close(fd)
+
+    def _take_fd(self) -> int | None:
+        fd, self._fd = self._fd, None
+        return fd

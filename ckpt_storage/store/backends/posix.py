@@ -330,6 +330,10 @@ class Posix:
         """Make an open file's content and length durable."""
         _sync(fd)
 
+    def write_out(self, fd: int) -> None:
+        """Have a network file system send what was written, as closing does."""
+        os.close(os.dup(fd))
+
     def close(self, fd: int) -> None:
         """Release a descriptor; on Linux it is gone even after an error."""
         os.close(fd)

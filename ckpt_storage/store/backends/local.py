@@ -1,0 +1,445 @@
+"""A folder of a POSIX file system: local disks and network mounts."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat as stat_modes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ckpt_storage.errors import (
+    IntegrityError,
+    InvalidInputError,
+    StorageError,
+    UnsupportedByStoreError,
+)
+from ckpt_storage.options import PageCache
+from ckpt_storage.store.backend import (
+    Backend,
+    Buffers,
+    Capabilities,
+    Content,
+    CopySource,
+    ObjectInfo,
+    OpenUpload,
+    Part,
+    PartCopy,
+    Range,
+    Settings,
+    ShortReadError,
+    TooLongError,
+)
+
+from .drafts import Draft, is_draft_name, noting_space, target_path
+from .folders import ABSENT, folder_of, is_remains, make_folder, remove_folder, sync_folder
+from .posix import BLOCK_BYTES, Posix, is_unsupported
+
+T = TypeVar("T")
+
+# Reads of as much are told to the kernel, which then reads twice as far ahead; not by
+# POSIX_FADV_WILLNEED of what comes next, with which cold reads took longer.
+_READ_ON_BYTES = 1 << 20
+
+
+class LocalBackend(Backend):
+    """One folder; a descriptor is kept from call to call only for a file that is being written.
+
+    A network file system's client may have misled a call that says ENOENT or ESTALE; it is made
+    once more after all folders on the way were opened, which has the client look again.
+    """
+
+    capabilities = Capabilities(
+        kind="posix",
+        is_remote=False,
+        exclusive_create=True,
+        atomic_replace=True,
+        parallel_parts=True,
+        # A client of a network mount writes back whole pages, also the rest of one that it did
+        # not change; the largest pages of common kernels.
+        part_alignment_bytes=64 * 1024,
+        tokens_travel=True,
+        lists_uploads=True,
+        copy_min_bytes=1,
+        copy_align_bytes=BLOCK_BYTES,
+    )
+
+    def __init__(
+        self, root: str, *, settings: Settings | None = None, posix: Posix | None = None
+    ) -> None:
+        if not root or "\0" in root:
+            raise InvalidInputError(f"{root!r} names no folder.", next_step="Give a path.")
+        settings = settings or Settings()
+        # Made absolute now, because the process may change its working folder.
+        self.folder = str(Path(root).absolute())
+        self._posix = posix or Posix()
+        self._sync = settings.sync_files
+        self._page_cache = settings.page_cache
+        self._receipt = os.urandom(8).hex()
+        # Of uploads, by token; calls on a dict are atomic.
+        self._drafts: dict[str, Draft] = {}
+
+    def __repr__(self) -> str:
+        return f"LocalBackend({self.folder!r})"
+
+    def stat(self, path: str) -> ObjectInfo:
+        """Return size and time of a file; a folder is no object."""
+        full = self._full(path)
+        found = self._twice(full, lambda: self._posix.stat(full))
+        _check_is_file(found, full)
+        return ObjectInfo(path=path, size_bytes=found.st_size, modified_s=found.st_mtime)
+
+    def get(self, path: str, *, max_bytes: int | None) -> Content:
+        """Return a file, read through one descriptor, which tells its length first."""
+        with self._opened(path) as (fd, size_bytes):
+            if max_bytes is not None and size_bytes > max_bytes:
+                raise TooLongError(size_bytes)
+            content = memoryview(bytearray(size_bytes))
+            return Content(data=bytes(content[: self._posix.preadv_all(fd, [content], 0)]))
+
+    def read(self, path: str, ranges: Iterable[Range]) -> int:
+        """Fill the ranges through one descriptor; return the length that the file had first."""
+        with self._opened(path) as (fd, size_bytes):
+            is_told = False
+            for start, target in ranges:
+                if target.nbytes >= _READ_ON_BYTES and not is_told:
+                    self._read_on(fd)
+                    is_told = True
+                count = self._posix.preadv_all(fd, [target], start)
+                if count < target.nbytes:
+                    raise ShortReadError(start + count)
+        return size_bytes
+
+    def _read_on(self, fd: int) -> None:
+        try:
+            self._posix.read_on(fd)
+        except OSError as error:
+            if not is_unsupported(error):
+                raise
+
+    def put(
+        self,
+        path: str,
+        data: Buffers,
+        *,
+        write_id: str | None = None,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
+        """Write a temporary file beside the target, sync it, rename or link it, sync the folder."""
+        del write_id
+        if if_match is not None:
+            raise UnsupportedByStoreError(
+                f"{self._full(path)} cannot be replaced conditionally: POSIX has no such call.",
+                kind="unsupported",
+                next_step="Replace it without a condition.",
+            )
+        with self._begun(path) as draft:
+            draft.write(data, 0)
+            draft.seal(sum(view.nbytes for view in data))
+            draft.publish(if_absent=if_absent)
+
+    def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
+        """Yield the files below a folder, without temporary ones.
+
+        Symbolic links to files count as files; those to folders are shown but not
+        followed. What vanishes during the walk is left out.
+        """
+        pending = [prefix.strip("/")]
+        while pending:
+            for path, item in self._scan(pending.pop()):
+                if item.is_dir(follow_symlinks=not recursive):
+                    if recursive:
+                        pending.append(path)
+                    else:
+                        yield ObjectInfo(path=f"{path}/", size_bytes=0)
+                elif not (is_draft_name(item.name) or is_remains(item.name)):
+                    yield from self._info(path)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Unlink files and make that durable, so that a later delete cannot overtake it."""
+        folders: dict[str, None] = {}
+        for full in map(self._full, paths):
+            try:
+                self._posix.unlink(full)
+            except OSError as error:
+                # A folder bears no object of that name, so there is nothing to delete.
+                if error.errno not in ABSENT | {errno.EISDIR}:
+                    raise
+            else:
+                folders[folder_of(full)] = None
+        for folder in folders if self._sync else ():
+            sync_folder(self._posix, folder)
+
+    def begin_upload(
+        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
+    ) -> str:
+        """Create the temporary file and take space for it; the token is its path."""
+        del write_id, if_absent, copies
+        with self._begun(path, page_cache=self._page_cache) as draft:
+            draft.reserve(size_hint or 0)
+        token = _below(folder_of(path), draft.name)
+        self._drafts[token] = draft
+        return token
+
+    def put_part(
+        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
+    ) -> str:
+        """Write one part straight from the caller's buffers; the receipt names this backend."""
+        del number, last
+        with noting_space(self._posix, self.folder):
+            self._draft(path, token).write(data, offset)
+        return self._receipt
+
+    def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
+        """Copy within the kernel, which shares blocks where it can; no checksum is told."""
+        source, start, length = copy.source, copy.start, copy.length
+        with noting_space(self._posix, self.folder):
+            count, found_bytes = self._draft(path, token).copy(
+                source.address, start, length, copy.offset
+            )
+        if count < length or copy.source_bytes not in {None, found_bytes}:
+            wanted = "" if copy.source_bytes is None else f" instead of {copy.source_bytes}"
+            raise IntegrityError(
+                f"{source.path} has {found_bytes} bytes{wanted}; [{start}, {start + length}) was "
+                "to be copied.",
+                path=source.path,
+                offset=min(found_bytes, start + count),
+                next_step="The file is damaged or not the one that was saved.",
+            )
+        return Part(
+            number=copy.number, offset=copy.offset, size_bytes=length, receipt=self._receipt
+        )
+
+    def flush_parts(self, path: str, token: str) -> None:
+        """Sync the file, and close it if another process began it."""
+        draft = self._draft(path, token)
+        try:
+            draft.flush()
+        except BaseException:
+            # Known as failed from now on.
+            draft.leave()
+            raise
+
+    def complete_upload(
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
+    ) -> None:
+        """Check the length, sync, rename or link; goes on at the naming if that failed.
+
+        A failure of anything else is final.
+        """
+        del write_id
+        self._draft(path, token).complete(
+            sum(part.size_bytes for part in parts),
+            if_absent=if_absent,
+            by_several=any(part.receipt != self._receipt for part in parts),
+        )
+
+    def abort_upload(self, path: str, token: str) -> None:
+        """Remove the temporary file, whoever made it."""
+        full = self._draft_path(path, token)
+        draft = self._drafts.pop(token, None)
+        if draft is not None:
+            draft.discard()
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                self._posix.unlink(full)
+
+    def leave_upload(self, path: str, token: str) -> None:
+        """Close the temporary file of another process."""
+        del path
+        draft = self._drafts.get(token)
+        if draft is not None and not draft.is_own:
+            self._drafts.pop(token, None)
+            draft.leave()
+
+    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Yield the temporary files below a folder, and those of a file, whoever made them."""
+        prefix = prefix.strip("/")
+        if prefix:
+            for path, item in self._scan(folder_of(prefix)):
+                if _is_draft(item) and target_path(path) == prefix:
+                    yield OpenUpload(path=prefix, token=path)
+        pending = [prefix]
+        while pending:
+            for path, item in self._scan(pending.pop()):
+                if item.is_dir(follow_symlinks=False):
+                    pending.append(path)
+                elif _is_draft(item):
+                    yield OpenUpload(path=target_path(path), token=path)
+
+    def make_folders(self, folders: Sequence[str]) -> None:
+        """Make the root, its parents and these folders, and sync each name in the root or above.
+
+        Names that were there already are synced too: who made them may have died before
+        doing it.
+        """
+        made: set[str] = set()
+        with noting_space(self._posix, self.folder):
+            for folder in ("", *folders):
+                full = self._full(folder.strip("/"))
+                make_folder(self._posix, full, root=self.folder, made=made, sync=self._sync)
+
+    def delete_folder(self, path: str) -> bool:
+        """Remove a folder and all below it durably, following no symbolic link; idempotent.
+
+        What an NFS client still holds open stays behind as a hidden file, with its folder.
+        """
+        full = self._full(path)
+        if remove_folder(self._posix, full) and self._sync:
+            sync_folder(self._posix, folder_of(full))
+        return True
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Return the full path; copies pay where blocks can be shared.
+
+        Elsewhere a read, a check and a write are as fast.
+        """
+        try:
+            device = self._posix.stat(self.folder).st_dev
+        except FileNotFoundError:
+            return None
+        return CopySource(
+            scope=f"posix {device}",
+            address=self._full(path),
+            path=f"file://{self._full(path)}",
+            pays=self._posix.shares_blocks(self.folder),
+        )
+
+    def _full(self, path: str) -> str:
+        return f"{self.folder.rstrip('/')}/{path}" if path else self.folder
+
+    def _twice(self, full: str, attempt: Callable[[], T]) -> T:
+        """Run `attempt`, and once more if a network file system's caches may have misled it.
+
+        An NFS client remembers that a name was absent (a negative dentry) until it opens
+        the folder, and answers ESTALE for a file replaced or removed on the server.
+        """
+        try:
+            return attempt()
+        except OSError as error:
+            if error.errno not in {errno.ENOENT, errno.ESTALE}:
+                raise
+        below = os.path.relpath(folder_of(full), self.folder)
+        folder = self.folder
+        with contextlib.suppress(OSError):
+            self._posix.open_folder(folder_of(folder))
+            self._posix.open_folder(folder)
+            for part in below.split("/") if below != "." else ():
+                folder = f"{folder}/{part}"
+                self._posix.open_folder(folder)
+        return attempt()
+
+    @contextlib.contextmanager
+    def _opened(self, path: str) -> Iterator[tuple[int, int]]:
+        """Give descriptor and size in bytes of a file that is open to read."""
+        full = self._full(path)
+
+        def attempt() -> tuple[int, int]:
+            fd = self._posix.open_read(full)
+            try:
+                found = self._posix.fstat(fd)
+                _check_is_file(found, full)
+            except BaseException:
+                self._posix.close(fd)
+                raise
+            return fd, found.st_size
+
+        fd, size_bytes = self._twice(full, attempt)
+        try:
+            yield fd, size_bytes
+        finally:
+            self._posix.close(fd)
+
+    @contextlib.contextmanager
+    def _begun(self, path: str, *, page_cache: PageCache = "keep") -> Iterator[Draft]:
+        """Give a new temporary file, which is removed if the block raises."""
+        full = self._full(path)
+        with noting_space(self._posix, self.folder):
+            try:
+                draft = self._twice(
+                    full, lambda: Draft(self._posix, full, sync=self._sync, page_cache=page_cache)
+                )
+            except FileNotFoundError as error:
+                raise StorageError(
+                    f"The folder {folder_of(full)} is not visible on this host; the coordinator "
+                    "makes it before any rank writes.",
+                    kind="not-found",
+                    next_step="Is the path on a file system that all hosts share?",
+                ) from error
+            try:
+                yield draft
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    draft.discard()
+                raise
+
+    def _draft(self, path: str, token: str) -> Draft:
+        """Return the open file of an upload; one that another process began is joined."""
+        draft = self._drafts.get(token)
+        if draft is None:
+            full, name = self._full(path), os.path.split(self._draft_path(path, token))[1]
+            joined = self._twice(
+                full,
+                lambda: Draft(
+                    self._posix, full, sync=self._sync, page_cache=self._page_cache, name=name
+                ),
+            )
+            # Of two threads that open it at once, both go on with one.
+            draft = self._drafts.setdefault(token, joined)
+            if draft is not joined:
+                joined.leave()
+        return draft
+
+    def _draft_path(self, path: str, token: str) -> str:
+        """Return the full path of an upload's temporary file; `path` may be "", if unknown.
+
+        Raises `InvalidInputError` for a token that leads elsewhere.
+        """
+        folder, name = os.path.split(token)
+        is_near = folder == folder_of(path) if path else ".." not in folder.split("/")
+        if not is_near or folder.startswith("/") or not is_draft_name(name):
+            raise InvalidInputError(
+                f"The token of an upload of {path} names no temporary file.",
+                path=path,
+                next_step="Pass on what the upload's `ticket()` returned.",
+            )
+        return self._full(token)
+
+    def _scan(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Yield path and entry of what is in a folder, nothing if there is no such folder."""
+        try:
+            items = self._posix.scandir(self._full(folder))
+        except OSError as error:
+            if error.errno == errno.ENOENT or (folder and error.errno == errno.ENOTDIR):
+                return
+            raise
+        for item in items:
+            yield _below(folder, item.name), item
+
+    def _info(self, path: str) -> Iterator[ObjectInfo]:
+        """Yield what is known of a file; nothing if it is none, or vanished."""
+        try:
+            found = self._posix.stat(self._full(path))
+        except OSError as error:
+            if error.errno not in ABSENT | {errno.ESTALE}:
+                raise
+        else:
+            if stat_modes.S_ISREG(found.st_mode):
+                yield ObjectInfo(path=path, size_bytes=found.st_size, modified_s=found.st_mtime)
+
+
+def _below(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _is_draft(item: os.DirEntry[str]) -> bool:
+    return is_draft_name(item.name) and item.is_file(follow_symlinks=False)
+
+
+def _check_is_file(found: os.stat_result, full: str) -> None:
+    """Raise as for an absent file if a folder or device bears the name."""
+    if not stat_modes.S_ISREG(found.st_mode):
+        raise FileNotFoundError(errno.ENOENT, f"{full} is not a file")
