@@ -1,0 +1,248 @@
+"""Which backend serves a URL, and that nothing is asked of a storage before its first call."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+import ckpt_storage
+from ckpt_storage.errors import InvalidInputError, StorageError
+from ckpt_storage.options import RetryPolicy, Timeouts
+from ckpt_storage.store import (
+    Backend,
+    Location,
+    ObjectInfo,
+    Settings,
+    open_store,
+    register_backend,
+    registry,
+    schemes,
+)
+from ckpt_storage.store.backends.memory import MemoryBackend
+from ckpt_storage.store.store import Store
+from ckpt_storage.testing.faults import FaultBackend
+
+SLACK_S = 5.0
+"""What a machine under load may add to a promised deadline."""
+
+
+@pytest.fixture
+def scheme(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A scheme that is registered for the test alone."""
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))  # noqa: SLF001  # undone
+    monkeypatch.setattr(schemes, "SERVED", set(schemes.SERVED))
+    return f"x{uuid.uuid4().hex}"
+
+
+def in_memory(location: Location, settings: Settings) -> Backend:
+    """Return a backend in memory for any location."""
+    return MemoryBackend(
+        dataclasses.replace(location, protocol="memory", target=f"memory://{location.path}"),
+        settings,
+    )
+
+
+def test_a_registered_backend_is_made_by_the_first_call(scheme: str) -> None:
+    """Opening a store calls nothing; the opener is told location, options and settings."""
+    told: list[tuple[Location, Settings]] = []
+
+    def opener(location: Location, settings: Settings) -> Backend:
+        told.append((location, settings))
+        return in_memory(location, settings)
+
+    register_backend(scheme.upper(), opener)
+    store = open_store(f"{scheme}://a/b", storage_options={"x": 1}, timeouts=Timeouts(request=7.0))
+    assert told == []
+    store.write("x", b"data")
+    assert store.read("x") == b"data"
+    ((location, settings),) = told
+    assert location.url == store.url == f"{scheme}://a/b"
+    assert location.storage_options == {"x": 1}
+    assert settings.request_timeout_s == 7.0
+
+
+def test_an_opener_that_hangs_ends_with_the_first_call(scheme: str) -> None:
+    """Looking up credentials, say, is part of a call, and has its deadline."""
+    hang = threading.Event()
+
+    def opener(location: Location, settings: Settings) -> Backend:
+        hang.wait()
+        return in_memory(location, settings)
+
+    register_backend(scheme, opener)
+    begin_s = time.monotonic()
+    store = open_store(
+        f"{scheme}://a", timeouts=Timeouts(request=0.3), retry=RetryPolicy(attempt_count=1)
+    )
+    asks: tuple[Callable[[], object], ...] = (lambda: store.read("x"), lambda: store.capabilities)
+    for ask in asks:
+        with pytest.raises(StorageError) as caught:
+            ask()
+        assert caught.value.kind == "timeout"
+    assert time.monotonic() - begin_s < 0.6 + SLACK_S
+    hang.set()
+
+
+def test_a_scheme_has_one_backend_unless_it_is_replaced(scheme: str) -> None:
+    """What would be taken for another storage by accident is refused, as is what is no scheme."""
+    register_backend(scheme, in_memory)
+    for taken in (scheme, "s3", "s3a", "file", "GS", "memory"):
+        with pytest.raises(InvalidInputError, match="replace=True"):
+            register_backend(taken, in_memory)
+    for wrong in ("", "a b", "s3://", "1"):
+        with pytest.raises(InvalidInputError, match="no scheme"):
+            register_backend(wrong, in_memory)
+    register_backend("s3a", in_memory, replace=True)
+    open_store("s3://bucket/x").write("x", b"data")
+    with pytest.raises(InvalidInputError, match=f"Did you mean {scheme}"):
+        Location.of(f"{scheme}s://a")
+
+
+_PLUGGED_IN = """
+import ckpt_storage, sys
+from ckpt_storage.store import open_store
+store = open_store("plugged://a/b")
+assert "plug" not in sys.modules
+store.write("x", b"data")
+assert store.read("x") == b"data" and "plug" in sys.modules
+try:
+    open_store("torn://a").read("x")
+except ckpt_storage.InvalidInputError as error:
+    assert "plug:nothing, cannot be loaded" in str(error), error
+else:
+    raise AssertionError
+"""
+
+
+def test_a_package_brings_a_backend_by_its_metadata(tmp_path: Path) -> None:
+    """Every process of an environment finds it; it is loaded when it is used."""
+    folder = tmp_path / "plug-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: plug\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text(
+        "[ckpt_storage.backends]\nplugged = plug:opened\ntorn = plug:nothing\n"
+    )
+    (tmp_path / "plug.py").write_text(
+        "import dataclasses\n"
+        "from ckpt_storage.store.backends.memory import MemoryBackend\n"
+        "def opened(location, settings):\n"
+        "    target = 'memory://' + location.path\n"
+        "    return MemoryBackend(dataclasses.replace(location, target=target), settings)\n"
+    )
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}){_PLUGGED_IN}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+class Hanging(MemoryBackend):
+    """Every method that asks the storage hangs; listings do at their second name."""
+
+    def __init__(self, hang: threading.Event) -> None:
+        super().__init__(Location.of("memory://hanging"))
+        self._hang = hang
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return a method that hangs in place of each that asks."""
+        if name.startswith("_") or name in {"capabilities", "endpoint", "explain", "close", "list"}:
+            return super().__getattribute__(name)
+        return lambda *_, **__: self._hang.wait()
+
+    def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
+        """Hang between pages."""
+        del prefix, recursive
+        yield ObjectInfo(path="x", size_bytes=1)
+        self._hang.wait()
+
+
+CALLS: dict[str, Callable[[Store], object]] = {
+    "stat": lambda store: store.stat("x"),
+    "read": lambda store: store.read("x"),
+    "read_into": lambda store: store.read_into("x", 0, memoryview(bytearray(1))),
+    "write": lambda store: store.write("x", b"x"),
+    "create": lambda store: store.create("x", b"x"),
+    "replace": lambda store: store.replace("x", b"x"),
+    "list": lambda store: store.list(""),
+    "delete": lambda store: store.delete(["x"]),
+    "delete_folder": lambda store: store.delete_folder("x"),
+    "abort_uploads": lambda store: store.abort_uploads("x"),
+    "prepare": lambda store: store.prepare(["x"]),
+    "now_s": lambda store: store.now_s("x"),
+    "copy_source": lambda store: store.copy_source("x"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_of_every_backend_ends_by_its_deadline(name: str) -> None:
+    """Listings and deletions are no exception; what a storage can do is told without asking."""
+    hang = threading.Event()
+    store = Store(
+        Hanging(hang), url="x://y", policy=RetryPolicy(attempt_count=1), request_timeout_s=0.2
+    )
+    assert store.capabilities.kind == "memory"
+    begin_s = time.monotonic()
+    with pytest.raises(StorageError) as caught:
+        CALLS[name](store)
+    assert caught.value.kind == "timeout"
+    assert time.monotonic() - begin_s < 0.2 + SLACK_S
+    hang.set()
+
+
+def test_a_folder_is_deleted_while_it_is_listed() -> None:
+    """Names are deleted by the thousand, before the next ones are asked for."""
+    asked: list[int] = []
+
+    class Listed(MemoryBackend):
+        """A listing of names that notes how many there are when one is deleted."""
+
+        def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
+            del recursive
+            for number in range(2500):
+                asked.append(number)
+                yield ObjectInfo(path=f"{prefix}/{number}", size_bytes=0)
+
+        def delete(self, paths: Iterable[str]) -> None:
+            deleted.append((len(list(paths)), len(asked)))
+
+    deleted: list[tuple[int, int]] = []
+    store = Store(Listed(Location.of("memory://listed")), url="x://y")
+    store.delete_folder("saves")
+    assert deleted == [(1000, 1000), (1000, 2000), (500, 2500)]
+
+
+def test_a_wrapper_for_tests_passes_every_method_on() -> None:
+    """What a backend can do is not hidden by the faults that are played around it."""
+    methods = {name for name, value in vars(Backend).items() if inspect.isfunction(value)}
+    assert len(methods) > 15
+    assert methods <= set(vars(FaultBackend))
+
+
+class UnknownFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A file system of which nothing is known."""
+
+    protocol = "unknownfs"
+
+
+def test_an_unknown_file_system_is_for_a_single_writer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is tried out; a warning tells, and the checkpoint is whole all the same."""
+    fsspec.register_implementation("unknownfs", UnknownFileSystem, clobber=True)
+    with caplog.at_level(logging.WARNING):
+        ckpt_storage.save({"step": 1}, f"unknownfs://{tmp_path}/run")
+    assert "is single-writer: This storage has no exclusive creation" in caplog.text
+    state = {"step": 0}
+    ckpt_storage.load(state, f"unknownfs://{tmp_path}/run")
+    assert state == {"step": 1}
+    assert not [path for path in tmp_path.rglob("*") if "probe" in path.name]
