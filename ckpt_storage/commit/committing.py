@@ -116,14 +116,15 @@ def commit_save(
         publishing.publish(store, own=record, own_stock=stock_bytes)
     except Exception as error:
         if must_publish:
-            raise _not_published(store, record, error) from error
+            raise not_published(store, record, error) from error
         log.warning("save %s is committed; its note in .metadata is not: %s", grant.save_id, error)
     else:
         _clean_up(store, grant, record, deadline, retry)
     return record
 
 
-def _not_published(store: Store, record: SlotRecord, error: Exception) -> NotPublishedError:
+def not_published(store: Store, record: SlotRecord, error: Exception) -> NotPublishedError:
+    """Return the error that `record` is committed, but `error` kept it from being published."""
     return NotPublishedError(
         f"Save {record.save_id} to {store.url} is committed and ckpt_storage loads it, but torch's "
         f"own readers may not find it, because replacing .metadata failed: {error}",

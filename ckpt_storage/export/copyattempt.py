@@ -15,6 +15,7 @@ from functools import partial
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit import cleaning, publishing, slotlog
 from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.committing import not_published
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.errors import (
@@ -86,6 +87,8 @@ class CopyAttempt:
         self._manifest = manifest
         self._found = found
         self._save_id = save_id
+        self.unpublished: CheckpointError | None = None
+        """Why stock readers do not find the copy, once it is committed."""
 
     def run(self) -> SlotRecord:
         """Send, commit, publish; return the record of the commit."""
@@ -285,14 +288,18 @@ class CopyAttempt:
         return record
 
     def _after_commit(self, grant: Grant, record: SlotRecord, stock: bytes | None) -> None:
-        """Publish and clean up; what fails here is repeated by the next save or load."""
+        """Publish and clean up; what cannot be deleted is deleted by the next save."""
         try:
             if record.stock is not None:
                 publishing.publish(self._target, own=record, own_stock=stock)
+        except CheckpointError as error:
+            self.unpublished = not_published(self._target, record, error)
+            return
+        try:
             if grant.previous is not None:
                 cleaning.free_superseded(self._target, known=record)
         except CheckpointError as error:
-            log.warning("the copy is committed; what follows failed: %s", error)
+            log.warning("the copy is committed; what it replaced is not deleted: %s", error)
 
 
 def _reference(path: str, data: bytes) -> FileRef:

@@ -31,6 +31,7 @@ from functools import partial
 from typing import Any
 
 from ckpt_storage.commit import publishing, slotlog, stockfooter
+from ckpt_storage.commit.committing import not_published
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import (
     CheckpointError,
@@ -283,7 +284,7 @@ class _Copy:
         found = slotlog.read_log(self.target_store)
         save_id, was_there = self._name_at_target(manifest.save_id, found)
         total_bytes = sum(reference.size_bytes for reference, _ in manifest.files)
-        record = found.head
+        record, unpublished = found.head, None
         with self._reporting(total_bytes, save_id) as on_bytes:
             copier = self._copier(manifest.save_id, on_bytes)
             if not was_there:
@@ -297,12 +298,19 @@ class _Copy:
                     commit_timeout_s=self.timeouts.commit,
                     retry=self.retry,
                 )
-                record = CopyAttempt(means, copier, head, manifest, found, save_id).run()
+                attempt = CopyAttempt(means, copier, head, manifest, found, save_id)
+                record = attempt.run()
+                unpublished = attempt.unpublished
             elif record is not None:
-                self._published(save_id)
+                unpublished = self._publish(record)
             exports = copy_exports(
                 self.source_store, self.target_store, copier, manifest.save_id, as_save_id=save_id
             )
+        if unpublished is not None and record is not None:
+            if record.stock_entries != 0:
+                raise unpublished
+            # Stock readers would find a note that it is not for them.
+            log.warning("%s", unpublished)
         return self._report(
             copier.tally,
             format="ckpt_storage",
@@ -313,12 +321,13 @@ class _Copy:
             exports=exports,
         )
 
-    def _published(self, save_id: str) -> None:
-        """Repeat what follows a commit, for a copy that was cut there."""
+    def _publish(self, record: SlotRecord) -> CheckpointError | None:
+        """Repeat what follows a commit, for a copy that was cut there; return why that failed."""
         try:
-            publishing.roll_forward(self.target_store, save_id)
+            publishing.roll_forward(self.target_store, record.save_id or "")
         except CheckpointError as error:
-            log.warning("the copy is committed; publishing it failed: %s", error)
+            return not_published(self.target_store, record, error)
+        return None
 
     def _name_at_target(self, save_id: str, found: CommitLog) -> tuple[str, bool]:
         """Return the id that the copy has at the target, and whether it is the head there."""

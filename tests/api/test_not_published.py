@@ -104,3 +104,20 @@ def test_a_manager_counts_a_save_that_is_not_published(tmp_path: Path) -> None:
             manager.save(1, NEW, overwrite=True)
         assert manager.latest() is not None
         assert manager.save(2, NEW).slot == 1
+
+
+def test_a_copy_that_stock_readers_cannot_find_says_so(tmp_path: Path) -> None:
+    """It raises each time until it can publish; nothing is copied again."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    ckpt_storage.save(NEW, source)
+    ckpt_storage.save(OLD, target)
+    refuse(target)
+    for _ in range(2):
+        with pytest.raises(ckpt_storage.NotPublishedError, match=r"storage\.publish") as caught:
+            ckpt_storage.copy(source, target, overwrite=True)
+        assert (caught.value.phase, caught.value.info.slot) == ("commit", 2)
+    (target / ".metadata").rmdir()
+    assert ckpt_storage.copy(source, target, overwrite=True).was_there
+    found = {"w": torch.full((8,), 7.0)}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(target), no_dist=True)
+    assert torch.equal(found["w"], NEW["w"])
