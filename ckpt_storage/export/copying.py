@@ -156,8 +156,8 @@ def copy(  # the public surface, all keyword-only
             False), `IntegrityError` naming file, rank, tensor and offset, `CheckpointGoneError`
             (the source was replaced meanwhile), `CommitConflictError`, `CommitUnknownError`,
             `StorageError`, `PhaseTimeoutError`, `InvalidInputError` (`dst` is `src` under another
-            name, or one lies inside the other), and what opening `src` raises. Only after
-            `CommitUnknownError` may the copy be committed.
+            name, or one lies inside the other), and what opening `src` raises. After
+            `NotPublishedError` the copy is committed, after `CommitUnknownError` it may be.
 
     """
     source = Location.of(src, storage_options)
