@@ -259,7 +259,7 @@ class Driver:
 @contextlib.contextmanager
 def embedded_s3() -> Iterator[tuple[str, dict[str, Any]]]:
     """Run an in-memory S3 server; yield the URL of its bucket and the storage options."""
-    command = [sys.executable, "-m", "ckpt_storage.testing.s3server"]
+    command = [sys.executable, "-m", "ckpt_storage.testing.s3_server"]
     command += ["--port", "0", "--bucket", "example"]
     server = subprocess.Popen(  # noqa: S603  # the command is our own
         command, stdout=subprocess.PIPE, text=True, start_new_session=True

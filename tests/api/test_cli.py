@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from ckpt_storage.cli.app import _COMMANDS
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
 

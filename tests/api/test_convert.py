@@ -48,7 +48,7 @@ from ckpt_storage.format.tensorfile import DTYPES
 from ckpt_storage.options import MIB
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 Flat = dict[str, torch.Tensor]
 

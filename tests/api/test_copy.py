@@ -33,7 +33,7 @@ from ckpt_storage.format import integrity
 from ckpt_storage.options import MIB, ProgressEvent
 from ckpt_storage.store import open_store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 
 @pytest.fixture
@@ -550,7 +550,8 @@ def test_a_damaged_export_stays_where_a_copy_finds_its_own_source(
     consolidate(source)
     copy(source, "s3://one/x", destination_storage_options=one)
     path = next(key for key in s3.dump("one") if key.endswith("hf/model.safetensors"))
-    s3.corrupt("one", path, lambda data: data[:-1] + bytes([data[-1] ^ 1]))
+    data = s3.dump("one")[path]
+    s3.put("one", path, data[:-1] + bytes([data[-1] ^ 1]))
     before = s3.dump("one")
     with pytest.raises(InvalidInputError, match="same place"):
         copy("s3://one/x", "s3://one/x", storage_options=one, destination_storage_options=other)

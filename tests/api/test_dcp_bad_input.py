@@ -39,7 +39,7 @@ from ckpt_storage import (
     StorageError,
     UnsafeContentError,
 )
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 STATE = {"w": torch.ones(4), "step": 1}
 NOBODY = 65_534

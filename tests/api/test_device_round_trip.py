@@ -11,7 +11,7 @@ import torch
 from dcp_cases import same
 
 import ckpt_storage
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 DEVICES = [
     "cpu",

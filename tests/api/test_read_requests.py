@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 import ckpt_storage
 from ckpt_storage import CheckpointStorageReader
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 URL = "s3://bucket/run"
 

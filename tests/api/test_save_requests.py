@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commit_tools import IN_TURN, take_in_turn
-from remote_tools import options_of
+from remote_tools import ops, options_of
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_storage import CheckpointStorageWriter, RetryPolicy, verify
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store import open_store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.testing.s3server import FaultRule, S3Server
+from ckpt_storage.testing.s3_server import FaultRule, S3Server
 from ckpt_storage.transfer import filewriter
 from ckpt_storage.transfer.filewriter import ShardFileWriter
 from ckpt_storage.transfer.pacing import BUDGET, Pacer
@@ -106,7 +106,7 @@ def test_a_storage_that_asks_for_less_gets_fewer_requests_at_a_time(
     (pacer,) = pacers
     assert pacer.heard == 3
     assert any(after <= before // 2 for before, after in pacer.cuts)
-    assert server.stats().count["part"] == 11 + 3
+    assert ops(server)["part"] == 11 + 3
     assert is_sound(server)
 
 
@@ -147,7 +147,7 @@ def test_an_attempt_that_cannot_be_claimed_leaves_nothing(server: S3Server) -> N
     with pytest.raises(CheckpointException, match=r"begun\.json"):
         save(server, {"w": torch.ones(4 * PART_BYTES, dtype=torch.uint8)})
     assert server.dump() == before
-    assert server.stats().open_uploads == 0
+    assert server.open_upload_count == 0
 
 
 def test_documents_of_the_commit_and_what_follows_go_side_by_side(

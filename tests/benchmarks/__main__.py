@@ -89,7 +89,7 @@ def _storage(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], s
         yield f"{asked.url.rstrip('/')}/{folder}", options, None
         return
     server = subprocess.Popen(
-        [sys.executable, "-m", "ckpt_storage.testing.s3server", "--bucket", "bench"],
+        [sys.executable, "-m", "ckpt_storage.testing.s3_server", "--bucket", "bench"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -19,7 +19,7 @@ import pytest
 from cli_tools import make_run, process
 from safetensors.torch import load_file
 
-from ckpt_storage.testing.s3server import FaultRule, S3Server
+from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 
 @pytest.fixture(scope="module")

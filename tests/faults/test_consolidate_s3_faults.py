@@ -15,7 +15,7 @@ import ckpt_storage
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidating import consolidate
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.testing.s3server import FaultRule, S3Server
+from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 
 RETRY = RetryPolicy(attempt_count=3, first_delay_s=0.001, max_delay_s=0.002)
 RULES: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ class Bucket:
         assert self.export() is None, at
         assert self.version == 2, at
         assert len([k for k in self.server.dump("bkt") if k.startswith("out/model-")]) == 2, at
-        assert self.server.stats().open_uploads == 0, at
+        assert self.server.open_upload_count == 0, at
 
 
 @pytest.fixture(params=["first", "replace"])
@@ -115,8 +115,8 @@ def test_an_export_that_dies_leaves_old_or_new(bucket: Bucket, when: Any) -> Non
     for number, asked in enumerate(requests_of(bucket), 1):
         at = f"{when} {number} ({asked})"
         bucket.fresh()
-        bucket.server.crash_at(number, when)
+        bucket.server.faults(crash_rules(number, when))
         bucket.export()
-        bucket.server.recover()
+        bucket.server.faults([])
         assert bucket.version in {before, 2}, at
         bucket.check_whole(at)

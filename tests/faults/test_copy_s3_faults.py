@@ -13,7 +13,7 @@ from ckpt_storage.options import MIB
 from ckpt_storage.store import Location
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.testing.faults import Rule
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 
 def test_copies_within_s3_cut_anywhere_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 from saver_cases import SLACK_S, is_alive, loaded, state_of
 
 from ckpt_storage import list_checkpoints, load
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 SCRIPT = """
 import json, os, sys, threading, time

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 import ckpt_storage
-from ckpt_storage.testing._s3faults import FaultRule
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 PHASE_S = 4.0
 SLACK_S = 5.0
@@ -160,7 +159,7 @@ def test_a_server_that_never_answers_ends_at_the_deadline(
 def test_a_stopped_server_process_ends_at_the_deadline(tmp_path: Path) -> None:
     """A server stopped by SIGSTOP is given up on both ranks, and their processes exit."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "ckpt_storage.testing.s3server", "--bucket", "bucket"],
+        [sys.executable, "-m", "ckpt_storage.testing.s3_server", "--bucket", "bucket"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

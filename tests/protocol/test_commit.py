@@ -52,7 +52,7 @@ from ckpt_storage.store.backend import Buffers
 from ckpt_storage.store.base import Store
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 SLOT_1 = "commits/00000001.json"
 

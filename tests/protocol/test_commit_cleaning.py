@@ -34,7 +34,7 @@ from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.store import open_store
 from ckpt_storage.store.base import Capabilities
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 
 @BOTH
@@ -344,11 +344,11 @@ def test_open_uploads_of_a_dead_attempt_are_aborted() -> None:
             upload = store.start_upload(files_of(grant.save_id)[0], part_bytes=5 << 20)
             upload.write_part(0, 0, [memoryview(bytes(5 << 20))], last=False)
             uploads.append(upload)
-        assert server.stats().open_uploads == 2
+        assert server.open_upload_count == 2
         fenced(store, dead.save_id)
         cleaning.delete_attempt(store, dead.save_id)
-        assert server.stats().open_uploads == 1
+        assert server.open_upload_count == 1
         assert cleaned(store) == [alive.save_id]
-        assert server.stats().open_uploads == 0
+        assert server.open_upload_count == 0
         files = {key.removeprefix("run/"): data for key, data in server.dump().items()}
         assert is_whole(files, head)

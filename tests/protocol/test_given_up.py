@@ -12,7 +12,7 @@ from remote_tools import emptied, plain
 from ckpt_storage.export.filecopies import FileCopier
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 from ckpt_storage.transfer.workers import Workers
 
 

@@ -48,7 +48,7 @@ from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.testing.fault_store import FaultStore
 from ckpt_storage.testing.faults import Rule
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 OPTIONS = TransferOptions(thread_count=3, part_bytes=64 * 1024, memory_limit_bytes=8 * MIB)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, list_checkpoints, verify
 from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 ROOT = "s3://bucket/run"
 MODES: tuple[Mode, ...] = ("sync", "thread", "process")
@@ -72,7 +72,7 @@ def test_ranks_save_and_load_on_object_storage(ranks: RankPool, server: S3Server
     options = server.storage_options | {"secret": "very-secret"}
     shown = ranks.run(save_in_all_modes, options, world_size=2, timeout_s=120)
     assert shown == [f"CheckpointStorageWriter('{ROOT}')"] * 2
-    assert server.stats().open_uploads == 0
+    assert server.open_upload_count == 0
     infos = list_checkpoints(ROOT, storage_options=options)
     assert sorted(info.name for info in infos) == [f"step-{step}" for step in range(len(MODES))]
     ranks.run(load_turned, options, len(MODES), world_size=3)

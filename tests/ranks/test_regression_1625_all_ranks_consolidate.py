@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckpt_storage
 from ckpt_storage.export.consolidating import consolidate
 from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 MIB = 1 << 20
 

@@ -16,9 +16,8 @@ from dcp_cases import same, seeded
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_storage
-from ckpt_storage.testing._s3faults import FaultRule
 from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 GROUP_TIMEOUT_S = 2.0
 SLOW_S = 8.0

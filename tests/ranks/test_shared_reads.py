@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckpt_storage
 from ckpt_storage import RankFailedError, Timeouts
 from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 MIB = 1 << 20
 URL = "s3://bucket/model"

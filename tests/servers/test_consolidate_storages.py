@@ -18,7 +18,7 @@ import ckpt_storage
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidating import consolidate
 from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.testing.s3server import FaultRule, S3Server
+from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 DTYPES = ["bfloat16", "float8_e4m3fn", "bool", "int64"]
 MIB = 1 << 20
@@ -141,14 +141,14 @@ def test_s3_copies_within_itself(ranks: RankPool, s3: S3Server, world_size: int)
     check(files_at(f"{url}/hf", s3.storage_options), big_model())
     assert report.copied_bytes > 0.6 * report.total_bytes
     assert report.sent_bytes + report.copied_bytes == report.total_bytes
-    assert s3.stats().open_uploads == 0
+    assert s3.open_upload_count == 0
 
 
 def test_uploads_that_a_dead_run_left_open_are_aborted(s3: S3Server, s3_root: Running) -> None:
     """A run that dies with uploads open is cleared away by the next; nobody else's are touched."""
     given: dict[str, Any] = {"storage_options": s3_root.storage_options}
     ckpt_storage.save(big_model(), s3_root.url, **given)
-    before = s3.stats().open_uploads
+    before = s3.open_upload_count
     s3.faults(
         [
             FaultRule(op=op, action="status", status=403, code="AccessDenied", times=0)
@@ -158,7 +158,7 @@ def test_uploads_that_a_dead_run_left_open_are_aborted(s3: S3Server, s3_root: Ru
     with pytest.raises(CheckpointError):
         consolidate(s3_root.url, **given)
     s3.faults([])
-    assert s3.stats().open_uploads == before + 1
+    assert s3.open_upload_count == before + 1
     consolidate(s3_root.url, **given)
-    assert s3.stats().open_uploads == before
+    assert s3.open_upload_count == before
     check(files_at(f"{s3_root.url}/hf", dict(s3_root.storage_options)), big_model())

@@ -16,7 +16,7 @@ from ckpt_storage.options import MIB, RetryPolicy
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.s3server import FaultRule, S3Server
+from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 ONCE = RetryPolicy(attempt_count=1)
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"

@@ -19,7 +19,7 @@ from ckpt_storage.manager.retention import Keep, KeepBest, KeepEvery, KeepLatest
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 
 @pytest.fixture(scope="module")

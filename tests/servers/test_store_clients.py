@@ -30,7 +30,7 @@ import ckpt_storage
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import open_store
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.testing._old_suite import StoreSuite
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 REQUEST_TIMEOUT_S = 30.0
 

@@ -30,7 +30,7 @@ from ckpt_storage.format.ceilings import MOST_SLOT_BYTES
 from ckpt_storage.format.slots import HeadRef, SlotRecord
 from ckpt_storage.store import Location
 from ckpt_storage.store.remote import RemoteStore
-from ckpt_storage.testing.s3server import FaultRule, S3Server
+from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 SPARSE_BYTES = 4 << 40
 LITTLE_BYTES = 32 << 20

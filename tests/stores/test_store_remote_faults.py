@@ -11,7 +11,7 @@ import pytest
 from remote_tools import PART_BYTES, PARTS, emptied, ops, plain, retrying, send
 
 from ckpt_storage.errors import IntegrityError, StorageError, UnsupportedByStoreError
-from ckpt_storage.testing.s3server import FaultRule, S3Server
+from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def server(shared: S3Server) -> S3Server:
         FaultRule(op="put", times=2, action="status", status=503, code="SlowDown"),
         FaultRule(op="put", times=2, action="status", status=500, code="InternalError"),
         FaultRule(op="put", times=2, action="reset"),
-        FaultRule(op="put", times=2, action="reset_body", limit_bytes=10),
+        FaultRule(op="put", times=2, action="torn"),
         FaultRule(op="put", times=2, action="lost"),
     ],
     ids=lambda rule: f"{rule.action}-{rule.status}",
@@ -111,7 +111,7 @@ def test_an_upload_survives_passing_faults(server: S3Server, op: str, action: An
     upload = retrying(server).start_upload("saves/a/x", part_bytes=PART_BYTES)
     upload.complete(send(upload, PARTS))
     assert server.dump() == {"run/saves/a/x": b"".join(PARTS)}
-    assert server.stats().open_uploads == retrying(server).abort_uploads("saves/a") == 0
+    assert server.open_upload_count == retrying(server).abort_uploads("saves/a") == 0
 
 
 def test_a_failure_inside_a_success_is_retried(server: S3Server) -> None:
@@ -157,7 +157,7 @@ def test_an_upload_given_up_leaves_nothing(server: S3Server, op: str) -> None:
     server.faults([])
     upload.abort()
     assert server.dump() == {}
-    assert server.stats().open_uploads == 0
+    assert server.open_upload_count == 0
 
 
 def test_a_small_object_that_may_be_there_is_removed_by_abort(server: S3Server) -> None:
@@ -282,6 +282,6 @@ def test_listings_and_uploads_of_many_pages_are_whole() -> None:
         folders = [entry.path for entry in store.list("saves/a", recursive=False)]
         assert folders == [f"saves/a/{i}/" for i in range(10)]
         assert store.abort_uploads("saves") == 10
-        assert server.stats().open_uploads == 0
+        assert server.open_upload_count == 0
         store.delete_folder("saves/a")
         assert server.dump() == {}

@@ -29,7 +29,7 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.power import PowerCutPosix
-from ckpt_storage.testing.s3server import FaultRule, S3Server
+from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 PATH = "hf/model.safetensors"
 PART_BYTES = 5 * 1024 * 1024

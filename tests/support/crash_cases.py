@@ -39,10 +39,9 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.store import Location, dialect_s3, probe
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing._s3faults import CrashWhen
 from ckpt_storage.testing.faults import Action, Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
-from ckpt_storage.testing.s3server import FaultRule, S3Server
+from ckpt_storage.testing.s3_server import CrashWhen, FaultRule, S3Server, crash_rules
 
 QUICK = RetryPolicy(attempt_count=3, first_delay_s=0.0, max_delay_s=0.0)
 KINDS = ("fresh", "overwrite")
@@ -424,10 +423,9 @@ def check_every_request(
                 if name in S3_FAULTS:
                     server.faults([FaultRule(after=number - 1, times=1, **S3_FAULTS[name])])
                 else:
-                    server.crash_at(number, name)  # type: ignore[arg-type]
+                    server.faults(crash_rules(number, name))  # type: ignore[arg-type]
                 error = buckets.save(url, kind)
                 reached = len(server.requests) >= number
-                server.recover()
                 server.faults([])
                 assert reached, at
                 outcome = Outcome(error=error, crashed=name in S3_CRASHES)
@@ -435,8 +433,8 @@ def check_every_request(
                 if name == "lost_answer":
                     assert error is None, f"{at}: {error!r}"
                 if not outcome.crashed:
-                    assert server.stats().open_uploads == uploads_before, at
-                uploads_before = server.stats().open_uploads
+                    assert server.open_upload_count == uploads_before, at
+                uploads_before = server.open_upload_count
                 if not judged.is_new(server.dump(buckets.bucket), outcome):
                     continue
                 root = buckets.local()

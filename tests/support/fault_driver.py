@@ -26,7 +26,7 @@ from fault_cells import RETRY, TIMEOUTS
 from fault_ranks import Job, Where
 from servers import free_port
 
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 __all__ = [
     "BUCKET",

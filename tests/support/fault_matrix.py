@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -37,7 +37,7 @@ from fault_driver import (
     stock_version,
 )
 
-from ckpt_storage.testing.s3server import FaultRule, RequestRecord, S3Server
+from ckpt_storage.testing.s3_server import FaultRule, RequestRecord, S3Server
 
 __all__ = ["Cell", "Matrix", "Row"]
 
@@ -145,7 +145,7 @@ class Matrix:
         row.problems += [f"who overslept left {left}" for left in export_leftovers(server)]
         if (found := export_version(server)) != SECOND:
             row.problems.append(f"who overslept made the export version {found}")
-        if open_count := server.stats().open_uploads:
+        if open_count := server.open_upload_count:
             row.problems.append(f"who overslept left {open_count} uploads open")
 
     def _check_after(self, cell: Cell, server: S3Server, row: Row) -> None:
@@ -186,7 +186,7 @@ class Matrix:
         row.problems += [f"the export has {left}" for left in export_leftovers(server)]
         if (found := export_version(server)) != SECOND:
             row.problems.append(f"after the next consolidation the export is version {found}")
-        if open_count := server.stats().open_uploads:
+        if open_count := server.open_upload_count:
             row.problems.append(f"{open_count} uploads are left open")
         row.next_save = "failed" if bad else f"ok, {again.world_size} ranks"
 
@@ -275,12 +275,12 @@ class _Run:
         if not hold.key:
             return []
         if cell.fault == "error":
-            action = {"action": "status", "status": 403, "code": "AccessDenied", "times": 0}
+            rule = FaultRule(action="status", status=403, code="AccessDenied", times=0)
         elif cell.fault == "stop and go on" and cell.phase in {"commit", "index"}:
-            action = {"action": "delay", "delay_s": _LATE_S}
+            rule = FaultRule(action="delay", delay_s=_LATE_S)
         else:
-            action = {"action": "hang", "times": 0}
-        return FaultRule.from_json([{"op": hold.op, "key": cell.key, **action}])
+            rule = FaultRule(action="hang", times=0)
+        return [replace(rule, op=hold.op, key=cell.key)]
 
     def _reach(self) -> Event | None:
         """Wait until the victim is in the phase for certain; return its question, if it asks."""

@@ -10,7 +10,7 @@ from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.base import Store, Upload
 from ckpt_storage.store.remote import RemoteStore
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 KEY = "AKIAEXAMPLEKEYID"
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"

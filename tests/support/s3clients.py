@@ -16,7 +16,7 @@ import pytest
 from botocore.config import Config  # type: ignore[import-untyped]
 from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import S3Server
 
 BUCKET = "bkt"
 MIB = 1024 * 1024
@@ -47,14 +47,15 @@ def running(**options: Any) -> Iterator[tuple[S3Server, Any]]:
 
 
 def ask(
-    server: S3Server,
+    server: S3Server | str,
     method: str,
     target: str,
     body: bytes = b"",
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, dict[str, str], bytes]:
     """Send one request without any SDK; return status, headers in lower case and body."""
-    connection = http.client.HTTPConnection(server.endpoint_url.removeprefix("http://"), timeout=30)
+    url = server if isinstance(server, str) else server.endpoint_url
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
     try:
         named = dict(headers or {})
         if "Transfer-Encoding" not in named:

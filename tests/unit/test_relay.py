@@ -15,7 +15,7 @@ import ckpt_storage
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidating import consolidate
 from ckpt_storage.options import MIB, RetryPolicy
-from ckpt_storage.testing.s3server import FaultRule, S3Server
+from ckpt_storage.testing.s3_server import FaultRule, S3Server
 from ckpt_storage.transfer import relay
 from ckpt_storage.transfer.pacing import BUDGET, Pacer
 

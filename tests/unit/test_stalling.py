@@ -14,8 +14,7 @@ from ckpt_storage.errors import PhaseTimeoutError
 from ckpt_storage.export.converting import convert
 from ckpt_storage.export.copying import copy
 from ckpt_storage.options import ProgressEvent, Timeouts
-from ckpt_storage.testing._s3faults import FaultRule
-from ckpt_storage.testing.s3server import S3Server
+from ckpt_storage.testing.s3_server import FaultRule, S3Server
 from ckpt_storage.transfer.pacing import Stalling
 
 

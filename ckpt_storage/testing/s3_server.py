@@ -1,0 +1,259 @@
+"""A small S3 in memory that fails as told, for tests and examples: path style, any credentials.
+
+It is strict where checkpoints depend on it: conditions hold atomically, an upload is invisible
+until it is complete, digests are verified, and what is not implemented is refused with 501.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.server
+import json
+import logging
+import os
+import signal
+import socket
+import socketserver
+import stat
+import struct
+import sys
+import threading
+from collections import Counter
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, NoReturn, Self, cast
+from urllib.parse import parse_qsl, unquote
+
+from ckpt_storage.errors import InvalidInputError
+
+from .s3_faults import Action, CrashWhen, FaultRule, Journal, RequestRecord, crash_rules
+from .s3_objects import Answer, Request, S3Error, S3Objects, operation_of
+
+__all__ = ["Action", "CrashWhen", "FaultRule", "RequestRecord", "S3Server", "crash_rules", "main"]
+
+_LOG = logging.getLogger(__name__)
+_RESET = struct.pack("ii", 1, 0)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class S3Server(Journal, S3Objects):
+    """One server on this machine, run as a context manager; `port` 0 takes a free one.
+
+    The other settings are those of `S3Objects`, what it does wrong on purpose is in `Journal`.
+
+    Out of process, `POST /_fault` takes a JSON list of rules with the fields of `FaultRule`, and
+    `GET /_stats` counts the requests by operation.
+    """
+
+    port: int = 0
+    stopping: threading.Event = field(default_factory=threading.Event, init=False)
+    _listener: _Listener | None = field(default=None, init=False)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.stop()
+
+    @property
+    def endpoint_url(self) -> str:
+        """Address of the server; its port is the real one once it was started."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """Keyword arguments with which `s3fs.S3FileSystem` reaches the server."""
+        client = {"endpoint_url": self.endpoint_url, "region_name": "us-east-1"}
+        return {"key": "test", "secret": "test", "client_kwargs": client}
+
+    def start(self) -> None:
+        """Listen and serve in background threads; a server starts once."""
+        if self._listener is not None:
+            raise InvalidInputError("The server was started before.", next_step="Make another.")
+        self._listener = listener = _Listener(("127.0.0.1", self.port), _Connection)
+        acceptor = threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True)
+        listener.owner, listener.threads = self, {acceptor: listener.socket}
+        self.port = listener.server_address[1]
+        acceptor.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Close all sockets and end all threads; later calls do nothing."""
+        if self._listener is None or self.stopping.is_set():
+            return
+        self.stopping.set()
+        self._listener.shutdown()
+        self._listener.server_close()
+        for thread, sock in self._listener.threads.items():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            thread.join(timeout_s)
+            if thread.is_alive():
+                raise TimeoutError(f"{thread.name} of the server did not end in {timeout_s} s")
+
+
+class _Listener(socketserver.ThreadingTCPServer):
+    """Accepts connections, one thread each."""
+
+    allow_reuse_address = True
+    request_queue_size = 512
+    owner: S3Server
+    threads: dict[threading.Thread, socket.socket]
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
+        arguments = (request, client_address)
+        thread = threading.Thread(target=self.process_request_thread, args=arguments, daemon=True)
+        # Threads are not taken out when they end, but here: so `stop` joins every one.
+        self.threads = {known: its for known, its in self.threads.items() if known.is_alive()}
+        self.threads[thread] = request
+        thread.start()
+
+    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401
+        # Closed and no more, so that what shall be a reset is none but that.
+        request.close()
+
+    def handle_error(self, *_args: object) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            _LOG.exception("a request failed")
+
+
+class _Connection(http.server.BaseHTTPRequestHandler):
+    """One connection, used by one thread."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def log_message(self, *_args: object) -> None:
+        """Say nothing."""
+
+    def _serve(self) -> None:
+        owner = cast("_Listener", self.server).owner
+        path, _, query = self.path.partition("?")
+        bucket, _, key = unquote(path).removeprefix("/").partition("/")
+        headers = {name.lower(): text.strip() for name, text in self.headers.items()}
+        words = dict(parse_qsl(query, keep_blank_values=True))
+        if bucket in ("_fault", "_stats"):
+            self._send(self._control(owner, bucket, self._body(headers)))
+            return
+        op = operation_of(self.command, bucket, key, {*words, *headers})
+        record, rule = owner.begin(op, bucket, key)
+        fault = record.fault
+        if fault == "reset":
+            self._reset()
+        wait_s = {"delay": rule.delay_s, "hang": None}.get(fault, 0.0)
+        if owner.stopping.wait(wait_s):
+            raise ConnectionAbortedError
+        if fault == "ignore_range":
+            headers.pop("range", None)
+        body = self._body(headers, is_torn=fault == "torn")
+        owner.note(record, "bytes_in", sum(map(len, body)))
+        if fault == "torn":
+            self._reset()
+        if fault == "status":
+            answer = owner.refusal(S3Error(rule.status, rule.code, "injected by a fault rule"))
+        else:
+            request = Request(
+                op=op, bucket=bucket, key=key, query=words, headers=headers, body=body
+            )
+            answer = owner.answer(request)
+        if fault == "lost":
+            self._reset()
+        limit = rule.limit_bytes if fault == "truncate" else None
+        size = 0 if self.command == "HEAD" else sum(map(len, answer.body))
+        # Before it is sent, so that a client that has its answer finds it in the log.
+        owner.note(record, "bytes_out", size if limit is None else min(limit, size))
+        owner.note(record, "status", answer.status)
+        self._send(answer, limit)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = _serve  # noqa: N815 - so spelt by http.server
+
+    def _reset(self) -> NoReturn:
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        raise ConnectionAbortedError
+
+    def _body(
+        self, headers: MutableMapping[str, str], *, is_torn: bool = False
+    ) -> list[memoryview]:
+        """Read the body; trailers are added to the headers."""
+        size = int(headers.get("content-length", 0))
+        if is_torn or "x-amz-decoded-content-length" not in headers:
+            return [self._read(size // 2 if is_torn else size)]
+        # The framing that clients built on the AWS CRT send.
+        body: list[memoryview] = []
+        while count := int(self.rfile.readline().partition(b";")[0], 16):
+            body.append(self._read(count))
+            self.rfile.readline()
+        while line := self.rfile.readline().strip().decode():
+            name, _, text = line.partition(":")
+            headers[name.lower()] = text.strip()
+        return body
+
+    def _read(self, size: int) -> memoryview:
+        data = self.rfile.read(size)
+        if len(data) < size:
+            raise ConnectionAbortedError
+        return memoryview(data)
+
+    def _send(self, answer: Answer, limit_bytes: int | None = None) -> None:
+        self.send_response(answer.status)
+        for name, text in answer.headers.items():
+            self.send_header(name, text)
+        if answer.status != HTTPStatus.NO_CONTENT:
+            self.send_header("Content-Length", str(sum(map(len, answer.body))))
+        self.end_headers()
+        if limit_bytes is not None:
+            self.wfile.write(b"".join(answer.body)[:limit_bytes])
+            raise ConnectionAbortedError
+        for piece in [] if self.command == "HEAD" else answer.body:
+            self.wfile.write(piece)
+
+    def _control(self, owner: S3Server, what: str, body: list[memoryview]) -> Answer:
+        if what == "_stats":
+            told: object = {"count": Counter(request.op for request in owner.requests)}
+            return Answer(200, {}, [memoryview(json.dumps(told).encode())])
+        try:
+            # Of a list, which a copy makes sure of.
+            rules = list.copy(json.loads(b"".join(body)))
+            owner.faults([FaultRule(**fields) for fields in rules])
+        except (TypeError, ValueError) as error:
+            return Answer(400, {}, [memoryview(json.dumps({"error": str(error)}).encode())])
+        return Answer(200, {}, [])
+
+
+def _wait_for_end(ended: threading.Event) -> None:
+    # A pipe that closes means that the one who started the server is gone; a terminal, a file
+    # or /dev/null says nothing of the kind.
+    mode = os.fstat(0).st_mode
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+        while os.read(0, 4096):
+            pass
+        ended.set()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM, SIGINT or, where standard input is a pipe, its end.
+
+    Prints one JSON line with `endpoint_url` and `storage_options` once it listens.
+    """
+    parser = argparse.ArgumentParser(prog="python -m ckpt_storage.testing.s3_server")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
+    parser.add_argument("--bucket", action="append", default=[], help="create it; may be repeated")
+    options = parser.parse_args(arguments)
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    with S3Server(port=options.port) as server:
+        for name in options.bucket:
+            server.create_bucket(name)
+        ready = {"endpoint_url": server.endpoint_url, "storage_options": server.storage_options}
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
+        threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
+        ended.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
