@@ -166,7 +166,7 @@ def watched(
     fsspec.register_implementation("watched", _Watched)
     monkeypatch.setattr("ckpt_storage.store.backends.clients._IDLE_S", 0.3)
     # One that waits for what earlier tests left behind would come later.
-    monkeypatch.setattr("ckpt_storage.store.backends.clients._TIMERS", {})
+    monkeypatch.setattr("ckpt_storage.store.backends.clients._process._timer", None)
     _Watched.made.clear()
     yield f"watched://{tmp_path}"
     _Watched.made.clear()

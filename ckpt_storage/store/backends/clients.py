@@ -1,27 +1,29 @@
-"""fsspec file systems: built when first asked, once per process, address and options.
+"""fsspec file systems: built in the first call, one set for all stores of equal options.
 
-They are kept in a dict keyed by process id: a child of fork, or an object that was pickled, builds
-its own and never touches an inherited loop or socket. One that no open store uses is dropped, which
-closes its connections, a minute after its last use; eight such are kept at most.
-
-An asynchronous file system serves all threads. Of a synchronous one there are up to four
-instances, each of which serves one call at a time.
+An asynchronous file system has one instance, on an event loop of its own in a daemon thread. Of a
+synchronous one there are up to four, each of which serves one call at a time. What no open store
+uses is closed after a minute; eight such are kept at most. A child of fork builds its own and
+touches nothing that it inherited.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import difflib
 import inspect
+import math
 import os
+import selectors
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
@@ -31,6 +33,7 @@ from ckpt_storage.store.schemes import missing_backend
 from ckpt_storage.store.timed import moved
 
 A = TypeVar("A")
+P = ParamSpec("P")
 T = TypeVar("T")
 
 ForeignFs: TypeAlias = Any
@@ -38,6 +41,9 @@ ForeignFs: TypeAlias = Any
 
 _GRACE_S = 5.0
 """How long beyond the deadline a caller waits for a loop that is held up before it gives up."""
+
+_ANSWER_S = 0.5
+"""How long the end of the interpreter waits for a loop that may be held up."""
 
 _AT_ONCE = 16
 _INSTANCE_COUNT = 4
@@ -59,34 +65,107 @@ _ENDPOINT_NAMES = {
 """By scheme: the options that name an endpoint, and the variables of the environment."""
 
 
+class _DaemonThreads(ThreadPoolExecutor):
+    """Runs what a loop hands over, such as look-ups of names, in threads that hold up no exit."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Begin a call at once, in a thread of its own."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001  # raised where it is waited for
+                future.set_exception(error)
+
+        _start(threading.Thread(target=run, name="ckpt-storage lookup"))
+        return future
+
+
+def _start(thread: threading.Thread) -> None:
+    thread.daemon = True
+    thread.start()
+
+
+def _start_late(thread: threading.Thread) -> None:
+    with contextlib.suppress(RuntimeError):  # an interpreter that ends takes no new thread
+        _start(thread)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    # The list of sockets that epoll keeps would be shared with a child of fork.
+    loop = asyncio.SelectorEventLoop(selectors.PollSelector())
+    loop.set_default_executor(_DaemonThreads())
+
+    async def cancel_all() -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    def serve() -> None:
+        loop.run_forever()
+        loop.run_until_complete(cancel_all())
+        loop.close()
+
+    _start(threading.Thread(target=serve, name="ckpt-storage loop"))
+    return loop
+
+
+def _finalizers(fs: ForeignFs) -> list[weakref.finalize[..., Any]]:
+    """Return what a library has registered to close its connections, were the object collected."""
+    known = list(getattr(weakref.finalize, "_registry", ()))
+    return [one for one in known if (of := one.peek()) is not None and of[0] is fs]
+
+
 @dataclass(slots=True, eq=False)
 class Instance:
     """One instance of a file system: None until it is built. `since_s`: of the call that has it."""
 
     fs: ForeignFs = None
-    since_s: float | None = None
+    since_s: float = math.inf
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no call has it for itself."""
+        return self.since_s == math.inf
+
+    def end(self) -> None:
+        """Close its connections; may take long."""
+        calls: list[Callable[[], object]] = [*_finalizers(self.fs)]
+        if not getattr(self.fs, "async_impl", False):
+            client = getattr(self.fs, "client", None)  # of paramiko; webdav4's has one of httpx
+            calls.append(getattr(getattr(client, "http", client), "close", object))
+        for call in calls:
+            # What it says does not matter: nobody sends a request through it any more.
+            with contextlib.suppress(Exception):
+                call()
 
 
-class _Built:
-    """The instances of one file system, the options its key refers to, and who uses them."""
+class _Held:
+    """The instances of one file system, the options that its key refers to, and its clients."""
 
-    def __init__(self, options: Mapping[str, Any], call_s: float) -> None:
+    def __init__(self, options: Mapping[str, Any], *, is_async: bool, call_s: float) -> None:
         self.options = options
         self.users: weakref.WeakSet[Client] = weakref.WeakSet()
         self.used_s = time.monotonic()
+        self.loop = _new_loop() if is_async else None
         self._call_s = call_s
         self._instances: list[Instance] = []
         self._changed = threading.Condition()
 
-    def shared(self, build: Callable[[], ForeignFs]) -> ForeignFs:
+    def shared(self, build: Callable[[], ForeignFs]) -> Instance:
         """Return the one instance that all threads use."""
-        with self._changed:
-            known = self._instances
+        known = self._instances
         if not known:
             made = Instance(build())
             with self._changed:
                 known = self._instances = self._instances or [made]
-        return known[0].fs
+            if known[0] is not made:  # two threads built one at the same time
+                made.end()
+        return known[0]
 
     def take(self, wanted: Instance | None) -> Instance:
         """Wait for `wanted`, or for any instance if it is None or gone, and keep others off it."""
@@ -94,106 +173,113 @@ class _Built:
             while True:
                 now_s = time.monotonic()
                 # A call that has had its time was given up; its instance stays with it.
-                self._instances = [
-                    one
-                    for one in self._instances
-                    if one.since_s is None or now_s - one.since_s < self._call_s
-                ]
-                is_kept = wanted in self._instances
-                those = [one for one in self._instances if one is wanted or not is_kept]
-                found = next((one for one in those if one.since_s is None), None)
-                if found is None and not is_kept and len(those) < _INSTANCE_COUNT:
-                    found = Instance()
+                kept = [one for one in self._instances if now_s - one.since_s < self._call_s]
+                those = [wanted] if wanted in kept else kept
+                if wanted not in kept and len(kept) < _INSTANCE_COUNT:
+                    those = [*kept, Instance()]
+                found = next((one for one in those if one.is_free), None)
+                self._instances = kept if found is None or found in kept else [*kept, found]
                 if found is not None:
                     found.since_s = now_s
-                    # The one that was used last comes last.
-                    self._instances = [one for one in self._instances if one is not found]
-                    self._instances.append(found)
                     return found
-                first_s = min(one.since_s or now_s for one in those)
+                first_s = min(one.since_s for one in those)
                 self._changed.wait(max(0.001, first_s + self._call_s - now_s))
 
     def give_back(self, instance: Instance) -> None:
         """Let others use an instance, or end it if it is kept no more."""
         with self._changed:
-            instance.since_s = None
+            instance.since_s = math.inf
             is_kept = instance in self._instances
             self._changed.notify_all()
         if not is_kept:
-            _end([instance.fs])
+            instance.end()
 
-    def drop(self) -> list[ForeignFs]:
-        """Keep no instance any more; return those to end, which no call has."""
+    def drop(self, only: Instance | None = None) -> list[Instance]:
+        """Keep `only`, or no instance any more; return those that no call has taken."""
         with self._changed:
-            dropped, self._instances = self._instances, []
+            dropped = [one for one in self._instances if only in {None, one}]
+            self._instances = [one for one in self._instances if one not in dropped]
             self._changed.notify_all()
-        return [one.fs for one in dropped if one.since_s is None]
+        return [one for one in dropped if one.is_free]
+
+    def end(self) -> None:
+        """Close all connections and stop the loop, in a thread that nobody waits for."""
+        instances, loop = self.drop(), self.loop
+
+        def end() -> None:
+            for instance in instances:
+                instance.end()
+            if loop is not None:
+                loop.call_soon_threadsafe(loop.stop)
+
+        _start_late(threading.Thread(target=end, name="ckpt-storage closing"))
+
+    def leave(self) -> None:
+        """Have nothing closed, by anyone."""
+        for finalizer in [one for of in self._instances for one in _finalizers(of.fs)]:
+            finalizer.detach()
 
 
-# Entries of other process ids came by fork. They stay: dropping one would close sockets that
-# the parent uses, through a loop that does not run here.
-_BUILT: dict[tuple[int, Hashable], _Built] = {}
-_LOCKS: dict[int, threading.Lock] = {}
-_TIMERS: dict[int, threading.Timer] = {}
+class _Process:
+    """What this process has built."""
+
+    def __init__(self) -> None:
+        self._inherited: list[Mapping[Hashable, _Held]] = []
+        self._begin()
+        os.register_at_fork(after_in_child=self._after_fork)
+        # A first finalizer has all called at exit; what is registered after that comes before.
+        weakref.finalize(self, object)
+        atexit.register(self._before_exit)
+
+    def _begin(self) -> None:
+        # A lock that came by fork may be held by a thread that is gone.
+        self.lock = threading.Lock()
+        self.held: dict[Hashable, _Held] = {}
+        self._timer: threading.Timer | None = None
+
+    def _after_fork(self) -> None:
+        for held in self.held.values():
+            held.leave()
+        # They are kept: dropping one would close sockets that the parent uses.
+        self._inherited.append(self.held)
+        self._begin()
+
+    def _before_exit(self) -> None:
+        """Have no library wait for a loop that is held up."""
+        for held in list(self.held.values()):
+            answered = threading.Event()
+            if held.loop is not None:
+                held.loop.call_soon_threadsafe(answered.set)
+                if not answered.wait(_ANSWER_S):
+                    held.leave()
+
+    def end_idle(self) -> None:
+        """End what no client has used for long; what stays idle has a thread that comes again."""
+        with self.lock:
+            now_s = time.monotonic()
+            idle = [(one.used_s, key) for key, one in self.held.items() if not one.users]
+            idle.sort(key=lambda one: one[0])
+            late = [*idle[:-_IDLE_COUNT], *(one for one in idle if now_s - one[0] >= _IDLE_S)]
+            unused = [self.held.pop(key) for _, key in late if key in self.held]
+            if len(unused) < len(idle) and self._timer is None:
+                next_s = idle[len(unused)][0] + _IDLE_S
+                self._timer = threading.Timer(next_s - now_s, self._look_again)
+                _start_late(self._timer)
+        for held in unused:
+            held.end()
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self.end_idle()
+
+
+_process = _Process()
 _here = threading.local()
-
-
-def _lock() -> threading.Lock:
-    """Return this process's lock; one inherited by fork may be held by a thread that is gone."""
-    return _LOCKS.setdefault(os.getpid(), threading.Lock())
 
 
 def known_client_count() -> int:
     """Return how many file systems this process keeps."""
-    return sum(process_id == os.getpid() for process_id, _ in _BUILT)
-
-
-def _drop_idle() -> list[ForeignFs]:
-    """Return this process's file systems to end, kept no more; called with the lock held.
-
-    What stays idle has a thread that comes back for it, one for all.
-    """
-    now_s, process_id = time.monotonic(), os.getpid()
-    idle = [
-        (built.used_s, key)
-        for key, built in _BUILT.items()
-        if key[0] == process_id and not built.users
-    ]
-    idle.sort(key=lambda one: one[0], reverse=True)
-    late = [
-        key
-        for place, (used_s, key) in enumerate(idle)
-        if place >= _IDLE_COUNT or now_s - used_s >= _IDLE_S
-    ]
-    dropped = [fs for key in late for fs in _BUILT.pop(key).drop()]
-    if len(late) < len(idle) and process_id not in _TIMERS:
-        oldest_s = idle[len(idle) - len(late) - 1][0]
-        timer = threading.Timer(oldest_s + _IDLE_S - now_s, _look_again)
-        timer.name, timer.daemon = "ckpt-storage idle", True
-        _TIMERS[process_id] = timer
-        timer.start()
-    return dropped
-
-
-def _look_again() -> None:
-    with _lock():
-        _TIMERS.pop(os.getpid(), None)
-        unused = _drop_idle()
-    _end(unused)
-
-
-def _end(file_systems: Sequence[ForeignFs]) -> None:
-    """End the connections of file systems that nobody uses; s3fs and gcsfs do so by themselves."""
-    for fs in file_systems:
-        service = getattr(fs, "service_client", None)
-        client = getattr(fs, "client", None)
-        close = getattr(getattr(client, "http", client), "close", None)
-        # What it says does not matter: nobody sends a request through it any more.
-        with contextlib.suppress(Exception):
-            if service is not None:  # adlfs
-                asyncio.run_coroutine_threadsafe(service.close(), fs.loop)
-            elif close is not None:  # webdav4, and those of fsspec's own that have a client
-                close()
+    return len(_process.held)
 
 
 class Client:
@@ -217,55 +303,61 @@ class Client:
         place = "" if location.protocol in _ONE_FOR_ALL else authority
         self._key = (location.protocol, place, frozen(self._options))
         self.endpoint = endpoint_of(location, options)
-        self._is_shared = bool(getattr(self.family, "async_impl", False))
+        self._is_async = bool(getattr(self.family, "async_impl", False))
 
     def __repr__(self) -> str:
         return f"Client({self._location.url!r})"
 
     @property
     def fs(self) -> ForeignFs:
-        """The file system of this process, built on first use.
+        """The file system of this thread's `turn`, or the one that all threads share.
 
-        Raises `InvalidInputError` if the backend is missing or refuses the options.
+        Built on first use. Raises `InvalidInputError` if the backend is missing or refuses the
+        options.
         """
         mine: tuple[Client, ForeignFs] | None = getattr(_here, "mine", None)
         if mine is not None and mine[0] is self:
             return mine[1]
-        return self._entry().shared(self._build)
+        return self._shared(self._held()).fs
 
     @contextlib.contextmanager
-    def turn(self, wanted: Instance | None = None) -> Iterator[Instance | None]:
-        """Have an instance of a synchronous file system for this thread alone: `wanted`, or any.
+    def turn(self, wanted: Instance | None = None) -> Iterator[Instance]:
+        """Have an instance, of a synchronous file system for this thread alone.
 
-        Of an asynchronous one, None. Waiting does not count as time of the call.
+        It is `wanted` if that is still kept. Waiting does not count as time of the call.
         """
-        if self._is_shared:
-            yield None
+        held = self._held()
+        if self._is_async:
+            yield self._shared(held)
             return
-        built = self._entry()
-        instance = built.take(wanted)
+        instance = held.take(wanted)
         before = getattr(_here, "mine", None)
         try:
             moved()
             if instance.fs is None:
-                instance.fs = self._build()
+                instance.fs = self._build(None)
             _here.mine = self, instance.fs
             yield instance
         finally:
             _here.mine = before
-            built.give_back(instance)
+            held.give_back(instance)
 
-    def _entry(self) -> _Built:
-        key = (os.getpid(), self._key)
-        built, unused = _BUILT.get(key), []
-        if built is None or self not in built.users:
-            with _lock():
-                built = _BUILT.setdefault(key, _Built(self._options, self.request_timeout_s))
-                built.users.add(self)
-                unused = _drop_idle()
-            _end(unused)
-        built.used_s = time.monotonic()
-        return built
+    def _shared(self, held: _Held) -> Instance:
+        return held.shared(lambda: self._build(held.loop))
+
+    def _held(self) -> _Held:
+        held = _process.held.get(self._key)
+        if held is None or self not in held.users:
+            with _process.lock:
+                held = _process.held.get(self._key)
+                if held is None:
+                    held = _process.held[self._key] = _Held(
+                        self._options, is_async=self._is_async, call_s=self.request_timeout_s
+                    )
+                held.users.add(self)
+            _process.end_idle()
+        held.used_s = time.monotonic()
+        return held
 
     @property
     def family(self) -> type:
@@ -277,12 +369,10 @@ class Client:
 
     def close(self) -> None:
         """Use the file system no more, until it is asked for again."""
-        with _lock():
-            built = _BUILT.get((os.getpid(), self._key))
-            if built is not None:
-                built.users.discard(self)
-            unused = _drop_idle()
-        _end(unused)
+        held = _process.held.get(self._key)
+        if held is not None:
+            held.users.discard(self)
+        _process.end_idle()
 
     @property
     def root(self) -> str:
@@ -291,12 +381,17 @@ class Client:
 
         return str(fsspec.core.strip_protocol(self._location.target)).rstrip("/")
 
-    def refresh(self) -> None:
-        """Build the file system anew at its next use, so that credentials are looked up again."""
-        built = _BUILT.get((os.getpid(), self._key))
-        dropped = built.drop() if built is not None else []
-        if not self._is_shared:  # others may still use one that is shared
-            _end(dropped)
+    def refresh(self, only: Instance | None = None) -> None:
+        """Build the file system, or just that instance, anew at its next use.
+
+        Credentials are looked up again then, and connections made.
+        """
+        held = _process.held.get(self._key)
+        dropped = held.drop(only) if held is not None else []
+        # Others may still have calls under way on one that is shared.
+        wait_s = self.request_timeout_s + _GRACE_S if self._is_async else 0.0
+        for instance in dropped:
+            _start(threading.Timer(wait_s, instance.end))
 
     def run(self, operation: Callable[[ForeignFs], Coroutine[Any, Any, T]]) -> T:
         """Run one request of an asynchronous file system on its loop, until the deadline.
@@ -329,16 +424,20 @@ class Client:
             self.run(partial(run_some, some=items[start : start + _AT_ONCE]))
             moved()
 
-    def _build(self) -> ForeignFs:
-        import fsspec.core  # noqa: PLC0415  # costs time that a local checkpoint need not spend
-
+    def _build(self, loop: asyncio.AbstractEventLoop | None) -> ForeignFs:
         self._check_names()
-        fs, _ = self._checked(
-            lambda: fsspec.core.url_to_fs(
-                self._location.target, **self._options, skip_instance_cache=True
-            )
-        )
-        return fs
+        family, target = self.family, self._location.target
+        if loop is not None:
+            # Not every class takes a loop, or passes it on.
+            family = type(family)(family.__name__, (family,), {"loop": property(lambda _: loop)})
+
+        def build() -> ForeignFs:
+            told: Mapping[str, Any] = family._get_kwargs_from_urls(target)  # type: ignore[attr-defined]  # noqa: SLF001  # of every class of fsspec
+            # What is told twice must be the same.
+            told = {name: told[name] for name in told if told[name] != self._options.get(name)}
+            return family(**told, **self._options, skip_instance_cache=True)
+
+        return self._checked(build)
 
     def _check_names(self) -> None:
         """Refuse an option that looks like a misspelt one: many classes swallow what is unknown."""
@@ -379,32 +478,8 @@ class Client:
 
 
 async def in_daemon_thread(call: Callable[[], object]) -> None:
-    """Run a call that blocks the loop's thread in one of its own, which holds up no exit.
-
-    The threads of `asyncio.to_thread` are joined when the interpreter ends.
-    """
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-
-    def tell(error: BaseException | None) -> None:
-        if ended.done():
-            return
-        if error is None:
-            ended.set_result(None)
-        else:
-            ended.set_exception(error)
-
-    def run() -> None:
-        failure: BaseException | None = None
-        try:
-            call()
-        except BaseException as error:  # noqa: BLE001  # raised where it is waited for
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell, failure)
-
-    threading.Thread(target=run, name="ckpt-storage credentials", daemon=True).start()
-    await ended
+    """Run a call that blocks in a thread of its own, which holds up no exit."""
+    await asyncio.get_running_loop().run_in_executor(None, call)
 
 
 def endpoint_of(location: Location, options: Mapping[str, Any]) -> str:
