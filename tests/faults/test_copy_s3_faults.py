@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from copy_cases import Faulty, attempt, head_of, save, save_files
+from copy_cases import attempt, head_of, save, save_files
+from fault_tools import Faulty
 
 import ckpt_storage.export.copying
 from ckpt_storage.export import partcopies
 from ckpt_storage.export.copying import copy
 from ckpt_storage.options import MIB
-from ckpt_storage.store import Location
-from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.store import Location, open_store
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.s3_server import S3Server
 
@@ -28,7 +28,7 @@ def test_copies_within_s3_cut_anywhere_go_on(monkeypatch: pytest.MonkeyPatch) ->
             storage_options=options,
         )
         faulty = Faulty("s3://bkt/dst")
-        monkeypatch.setattr(ckpt_storage.export.copying, "open_store", faulty.open)
+        monkeypatch.setattr(ckpt_storage.export.copying, "open_store", faulty)
 
         def stored(prefix: str) -> dict[str, bytes]:
             return {
@@ -46,7 +46,7 @@ def test_copies_within_s3_cut_anywhere_go_on(monkeypatch: pytest.MonkeyPatch) ->
             root = f"dst-{number}"
             faulty.rules = [Rule(action="crash_after", skip_count=number)]
             attempt("s3://bkt/src", f"s3://bkt/{root}", storage_options=options)
-            faulty.rules = []
+            faulty.rules = ()
             found = stored(f"{root}/")
             at = f"{number} ({call.operation} {call.path})"
             if head_of(found) is not None:
@@ -54,7 +54,7 @@ def test_copies_within_s3_cut_anywhere_go_on(monkeypatch: pytest.MonkeyPatch) ->
             copy("s3://bkt/src", f"s3://bkt/{root}", storage_options=options)
             found = stored(f"{root}/")
             assert (head_of(found), save_files(found)) == (new_id, whole), at
-            plain = RemoteStore(Location.of(f"s3://bkt/{root}", options), request_timeout_s=20)
+            plain = open_store(Location.of(f"s3://bkt/{root}", options))
             assert plain.abort_uploads("") == 0, f"{at}: an upload stayed open"
             plain.delete_folder("saves")
             plain.close()

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors
 import torch
+from fault_tools import Faulty
 from integration_tools import need
 
 import ckpt_storage
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidation import run as run_module
-from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
-from ckpt_storage.testing.fault_store import FaultStore
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 need("transformers")
@@ -62,13 +59,10 @@ def test_no_library_loads_a_part_of_a_model(
     state = LlamaForCausalLM(config).state_dict()
     url, output = tmp_path / "run", tmp_path / "hf"
     ckpt_storage.save({"model": state}, url, sync_files=False)
-    rules = [Rule(action="crash_before", operation="complete", skip_count=2)]
-
-    def opened(location: Location, **options: Any) -> Store:
-        store = open_store(location, **options)
-        return FaultStore(store, rules) if location.path.endswith("hf") else store
-
-    monkeypatch.setattr(run_module, "open_store", opened)
+    faulty = Faulty(
+        output.as_uri(), Rule(action="crash_before", operation="complete_upload", skip_count=2)
+    )
+    monkeypatch.setattr(run_module, "open_store", faulty)
     with pytest.raises((SimulatedCrash, CheckpointError)):
         ckpt_storage.consolidate(url, output, max_file_bytes=30_000)
     config.save_pretrained(output)
@@ -79,7 +73,7 @@ def test_no_library_loads_a_part_of_a_model(
     with pytest.raises(FileNotFoundError, match="still-being-written"):
         by_index(output)
 
-    rules.clear()
+    faulty.rules = ()
     ckpt_storage.consolidate(url, output, max_file_bytes=30_000)
     assert vllm_files(output) == {path.name for path in output.glob("*.safetensors")}
     loaded = AutoModelForCausalLM.from_pretrained(output).state_dict()

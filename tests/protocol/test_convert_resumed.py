@@ -9,19 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from copy_cases import QUICK, files_below, load_stock, same, save
+from copy_cases import files_below, load_stock, same, save
 from dcp_cases import seeded
+from fault_tools import Faulty, Opener
 from safetensors.torch import load_file
 
 import ckpt_storage.export.converting
 from ckpt_storage.errors import CheckpointError, CheckpointExistsError
 from ckpt_storage.export.converting import ConvertReport, TargetFormat, convert
 from ckpt_storage.store import Location
-from ckpt_storage.store.base import Store
-from ckpt_storage.store.local import LocalStore
-from ckpt_storage.store.retry import RetryStore
-from ckpt_storage.testing.fault_store import FaultStore
-from ckpt_storage.testing.faults import Rule, SimulatedCrash
+from ckpt_storage.store.backend import Backend, Buffers
+from ckpt_storage.testing.faults import FaultBackend, Rule, SimulatedCrash
 
 FORMATS: tuple[TargetFormat, ...] = ("dcp", "safetensors", "dcp_safetensors")
 FILE_COUNT = 4
@@ -33,35 +31,11 @@ def state_of(seed: int) -> dict[str, torch.Tensor]:
     return {f"t{number}": seeded(seed + number, 50_000) for number in range(FILE_COUNT)}
 
 
-class Cut:
-    """Opens stores of which those at the target die at one operation."""
-
-    def __init__(self, target: Path) -> None:
-        self._target = target.as_uri()
-        self.rules: list[Rule] = []
-        self._opened: list[RetryStore] = []
-
-    def open(self, location: Location, **options: Any) -> Store:
-        """Stand in for `open_store`."""
-        del options
-        plain: Store = LocalStore(location.target, sync_files=False)
-        if location.url.startswith(self._target):
-            plain = FaultStore(plain, self.rules)
-        store = RetryStore(plain, policy=QUICK)
-        self._opened.append(store)
-        return store
-
-    def close(self) -> None:
-        """End the threads of all."""
-        for store in self._opened:
-            store.close()
-
-
 @pytest.fixture
-def cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cut]:
+def cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
     """Stores of the target `dst`."""
-    found = Cut(tmp_path / "dst")
-    monkeypatch.setattr(ckpt_storage.export.converting, "open_store", found.open)
+    found = Faulty((tmp_path / "dst").as_uri())
+    monkeypatch.setattr(ckpt_storage.export.converting, "open_store", found)
     yield found
     found.close()
 
@@ -71,12 +45,12 @@ def call(folder: Path, to: TargetFormat, **options: Any) -> ConvertReport:
     return convert(folder / "src", folder / "dst", to=to, max_file_bytes=200_000, **options)
 
 
-def die(cut: Cut, folder: Path, to: TargetFormat, *, completed: int) -> dict[str, int]:
+def die(cut: Faulty, folder: Path, to: TargetFormat, *, completed: int) -> dict[str, int]:
     """Convert, and die when so many files are complete; return their inodes."""
-    cut.rules = [Rule(action="crash_before", operation="complete", skip_count=completed)]
+    cut.rules = [Rule(action="crash_before", operation="complete_upload", skip_count=completed)]
     with pytest.raises((SimulatedCrash, CheckpointError)):
         call(folder, to)
-    cut.rules = []
+    cut.rules = ()
     return inodes(folder)
 
 
@@ -106,7 +80,7 @@ def check(folder: Path, to: TargetFormat, state: dict[str, torch.Tensor]) -> Non
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("completed", range(FILE_COUNT + 1))
 def test_complete_files_are_kept(
-    tmp_path: Path, cut: Cut, to: TargetFormat, completed: int
+    tmp_path: Path, cut: Faulty, to: TargetFormat, completed: int
 ) -> None:
     """After a death at each file, exactly those before it are not written again."""
     save(state_of(1), tmp_path / "src")
@@ -122,7 +96,7 @@ def test_complete_files_are_kept(
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "swap"])
 def test_what_is_damaged_is_written_again(
-    tmp_path: Path, cut: Cut, to: TargetFormat, damage: str
+    tmp_path: Path, cut: Faulty, to: TargetFormat, damage: str
 ) -> None:
     """A file that is not what its record says is not kept, whatever its length."""
     save(state_of(1), tmp_path / "src")
@@ -145,7 +119,7 @@ def test_what_is_damaged_is_written_again(
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("change", ["source", "option", "selection"])
 def test_another_conversion_keeps_nothing(
-    tmp_path: Path, cut: Cut, to: TargetFormat, change: str
+    tmp_path: Path, cut: Faulty, to: TargetFormat, change: str
 ) -> None:
     """Files of another save, of other sizes or of other names are none of this conversion's."""
     state = state_of(1)
@@ -164,14 +138,14 @@ def test_another_conversion_keeps_nothing(
     check(tmp_path, to, state)
 
 
-def test_a_torch_file_that_was_written_again_is_another_source(tmp_path: Path, cut: Cut) -> None:
+def test_a_torch_file_that_was_written_again_is_another_source(tmp_path: Path, cut: Faulty) -> None:
     """Its length may be the same: then its time tells."""
     source = tmp_path / "src.pt"
     torch.save(state_of(1), source)
-    cut.rules = [Rule(action="crash_before", operation="complete", skip_count=2)]
+    cut.rules = [Rule(action="crash_before", operation="complete_upload", skip_count=2)]
     with pytest.raises((SimulatedCrash, CheckpointError)):
         convert(source, tmp_path / "dst", to="safetensors", max_file_bytes=200_000)
-    cut.rules = []
+    cut.rules = ()
     size = source.stat().st_size
     torch.save(state_of(9), source)
     os.utime(source, (1e9, 1e9))
@@ -181,7 +155,7 @@ def test_a_torch_file_that_was_written_again_is_another_source(tmp_path: Path, c
     check(tmp_path, "safetensors", state_of(9))
 
 
-def test_what_is_whole_again_is_not_replaced_unasked(tmp_path: Path, cut: Cut) -> None:
+def test_what_is_whole_again_is_not_replaced_unasked(tmp_path: Path, cut: Faulty) -> None:
     """Called once more after it ended, a conversion finds its target taken."""
     save(state_of(1), tmp_path / "src")
     die(cut, tmp_path, "dcp", completed=2)
@@ -191,15 +165,15 @@ def test_what_is_whole_again_is_not_replaced_unasked(tmp_path: Path, cut: Cut) -
     assert call(tmp_path, "dcp", overwrite=True).kept_count == 0
 
 
-class Counting(FaultStore):
+class Counting(FaultBackend):
     """Counts the bytes of small objects that are written whole."""
 
     written_bytes = 0
 
-    def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
+    def put(self, path: str, data: Buffers, **how: Any) -> None:
         """Write, and count."""
-        self.written_bytes += len(data)
-        super().replace(path, data, if_match=if_match)
+        self.written_bytes += sum(map(len, data))
+        super().put(path, data, **how)
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -211,15 +185,14 @@ def test_what_is_noted_of_files_grows_with_their_number(
     for count in (10, 40):
         source, target = tmp_path / f"src{count}", tmp_path / f"{to}{count}"
         save({f"t{number:02}": seeded(number, 1000) for number in range(count)}, source)
-        stores: list[Counting] = []
+        made: list[Counting] = []
 
-        def opened(location: Location, stores: list[Counting] = stores, **options: Any) -> Store:
-            del options
-            stores.append(Counting(LocalStore(location.target, sync_files=False)))
-            return stores[-1]
+        def counting(_: Location, backend: Backend, made: list[Counting] = made) -> Backend:
+            made.append(Counting(backend))
+            return made[-1]
 
-        monkeypatch.setattr(ckpt_storage.export.converting, "open_store", opened)
+        monkeypatch.setattr(ckpt_storage.export.converting, "open_store", Opener(counting))
         convert(source, target, to=to, max_file_bytes=4000)
         assert len([path for path in target.iterdir() if path.name.endswith(MARKS)]) == count
-        written[count] = sum(store.written_bytes for store in stores)
+        written[count] = sum(backend.written_bytes for backend in made)
     assert written[40] < 6 * written[10], written

@@ -13,7 +13,6 @@ import pytest
 import torch
 from copy_cases import (
     ACTIONS,
-    Faulty,
     attempt,
     files_below,
     head_of,
@@ -22,6 +21,7 @@ from copy_cases import (
     saved_stock,
     state_of,
 )
+from fault_tools import Faulty
 from safetensors.torch import save_file
 
 import ckpt_storage.export.copying
@@ -47,7 +47,7 @@ def _logs_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
     """Stores of targets on this disk."""
     found = Faulty(f"file://{tmp_path / 'dst'}")
-    monkeypatch.setattr(ckpt_storage.export.copying, "open_store", found.open)
+    monkeypatch.setattr(ckpt_storage.export.copying, "open_store", found)
     yield found
     found.close()
 
@@ -89,7 +89,7 @@ def test_a_copy_cut_anywhere_is_old_or_new_and_goes_on(
         root = fresh()
         faulty.rules = [Rule(action=action, skip_count=number, retryable=False)]
         error = attempt(source, root, overwrite=True)
-        faulty.rules = []
+        faulty.rules = ()
         found = files_below(root)
         assert head_of(found) in {old_id, new_id}, at
         if head_of(found) == new_id:
@@ -100,7 +100,7 @@ def test_a_copy_cut_anywhere_is_old_or_new_and_goes_on(
             assert found[".metadata"] == files_below(before)[".metadata"], at
         complete = {path for path in found if path.endswith(".distcp") and path in whole}
         report = copy(source, root, overwrite=True)
-        resent = {one.path for one in faulty.calls() if one.operation == "complete"}
+        resent = {one.path for one in faulty.calls() if one.operation == "complete_upload"}
         assert not resent & complete, f"{at}: sent again {resent & complete}"
         kept_any += report.kept_count
         after = files_below(root)
@@ -115,16 +115,16 @@ def test_a_copy_cut_anywhere_is_old_or_new_and_goes_on(
 
 def test_half_written_files_are_sent_again(source: Path, tmp_path: Path, faulty: Faulty) -> None:
     """A file whose name is there but whose bytes are not right is not believed."""
-    faulty.rules = [Rule(action="crash_before", operation="create")]
+    faulty.rules = [Rule(action="crash_before", operation="put_absent")]
     assert isinstance(attempt(source, tmp_path / "dst" / "x"), SimulatedCrash)
-    faulty.rules = []
+    faulty.rules = ()
     first, second, *_ = sorted((tmp_path / "dst" / "x").rglob("*.distcp"))
     first.write_bytes(first.read_bytes()[:-1])
     data = bytearray(second.read_bytes())
     data[-1] ^= 1
     second.write_bytes(data)
     report = copy(source, tmp_path / "dst" / "x")
-    sent = {call.path for call in faulty.calls() if call.operation == "complete"}
+    sent = {call.path for call in faulty.calls() if call.operation == "complete_upload"}
     assert sent == {str(one.relative_to(tmp_path / "dst" / "x")) for one in (first, second)}
     assert report.kept_count >= 1
     assert verify(tmp_path / "dst" / "x").ok
@@ -136,14 +136,14 @@ def test_of_two_copies_of_one_save_both_succeed(
     """The one that comes second finds its own save committed by the other."""
     target = tmp_path / "dst" / "x"
     done: list[CopyReport] = []
-    faulty.rules = [Rule(action="hang", operation="create", path="commits")]
+    faulty.rules = [Rule(action="hang", operation="put_absent", path="commits")]
     slow = threading.Thread(target=lambda: done.append(copy(source, target)))
     slow.start()
     script = None
     while script is None:
-        script = next((store.script for store in faulty.stores), None)
+        script = next((backend.script for backend in faulty.made), None)
     assert script.wait_hung(20)
-    faulty.rules = []
+    faulty.rules = ()
     done.append(copy(source, target))
     script.release()
     slow.join(20)
@@ -197,7 +197,7 @@ def test_a_foreign_copy_cut_anywhere_looks_like_none_and_goes_on(
         root = tmp_path / "dst" / f"{action}-{number}"
         faulty.rules = [Rule(action=action, skip_count=number, retryable=False)]
         attempt(source, root)
-        faulty.rules = []
+        faulty.rules = ()
         found = files_below(root)
         if _is_a_checkpoint(root):
             assert found.items() >= whole.items(), f"{at}: {sorted(found)}"
@@ -215,9 +215,9 @@ def test_a_cut_file_of_a_foreign_copy_is_sent_again(tmp_path: Path, faulty: Faul
     source, target = tmp_path / "src", tmp_path / "dst" / "x"
     _foreign("safetensors", source)
     index = "model.safetensors.index.json"
-    faulty.rules = [Rule(action="crash_before", operation="replace", path=index, skip_count=1)]
+    faulty.rules = [Rule(action="crash_before", operation="put", path=index, skip_count=1)]
     assert isinstance(attempt(source, target), SimulatedCrash)
-    faulty.rules = []
+    faulty.rules = ()
     (target / "b.safetensors").write_bytes(b"cut")
     copy(source, target)
     assert files_below(target) == files_below(source)

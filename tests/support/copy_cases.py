@@ -18,15 +18,7 @@ from ckpt_storage import CheckpointStorageWriter
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.copying import copy
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store import Location
-from ckpt_storage.store.base import Store
-from ckpt_storage.store.local import LocalStore
-from ckpt_storage.store.remote import RemoteStore
-from ckpt_storage.store.retry import RetryStore
-from ckpt_storage.testing.fault_store import FaultStore
-from ckpt_storage.testing.faults import Action, Call, Rule, SimulatedCrash
-
-QUICK = RetryPolicy(attempt_count=2, first_delay_s=0.0, max_delay_s=0.0)
+from ckpt_storage.testing.faults import Action, SimulatedCrash
 
 SIZES = ((300, 128), (64, 7), (), (0, 3))
 
@@ -110,40 +102,7 @@ def head_of(files: Mapping[str, bytes]) -> str | None:
     return str(head["save_id"]) if head else None
 
 
-class Faulty:
-    """Opens stores for `copy`; those below the target fail as told."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-        self.rules: list[Rule] = []
-        self.stores: list[FaultStore] = []
-        self.opened: list[RetryStore] = []
-
-    def open(self, location: Location, **options: Any) -> Store:
-        """Stand in for `open_store`."""
-        del options
-        plain: Store = (
-            LocalStore(location.target, sync_files=False)
-            if location.is_local
-            else RemoteStore(location, request_timeout_s=20)
-        )
-        if location.url.rstrip("/").startswith(self._target):
-            plain = FaultStore(plain, self.rules)
-            self.stores.append(plain)
-        store = RetryStore(plain, policy=QUICK)
-        self.opened.append(store)
-        return store
-
-    def calls(self) -> list[Call]:
-        """Return what was asked of the target by the last copy."""
-        return self.stores[-1].script.calls
-
-    def close(self) -> None:
-        """End the threads of all stores."""
-        for store in self.opened:
-            store.close()
-        self.opened.clear()
-
+QUICK = RetryPolicy(attempt_count=2, first_delay_s=0.0, max_delay_s=0.0)
 
 ACTIONS: tuple[Action, ...] = ("crash_before", "crash_after", "error", "lost_answer")
 
