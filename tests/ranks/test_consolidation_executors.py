@@ -25,6 +25,7 @@ from export_tools import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from local_stores import store_on
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.export.consolidation.division import Region, WriteRules
@@ -42,12 +43,11 @@ from ckpt_storage.format import integrity
 from ckpt_storage.options import MIB, TransferOptions
 from ckpt_storage.source.model import Place
 from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.base import Capabilities, PartReceipt, Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.remote import RemoteStore
-from ckpt_storage.testing.fault_store import FaultStore
-from ckpt_storage.testing.faults import Rule
+from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.testing.s3_server import S3Server
 
 OPTIONS = TransferOptions(thread_count=3, part_bytes=64 * 1024, memory_limit_bytes=8 * MIB)
@@ -182,10 +182,9 @@ def big_rows() -> dict[str, Chunked]:
 
 def test_refused_copies_are_streamed(tmp_path: Path) -> None:
     """A storage that turns out not to copy costs one refusal a thread, no failure."""
-    faults = FaultStore(
-        LocalStore(str(tmp_path / "run")),
-        [Rule(action="error", operation="copy_part", kind="unsupported", hit_count=None)],
-    )
+    rule = Rule(action="error", operation="copy_part", kind="unsupported", hit_count=None)
+    backend = FaultBackend(LocalBackend(str(tmp_path / "run")), [rule])
+    faults = store_on(backend)
     state = big_rows()
     source = saved(faults, state)
     plan = plan_of(source, world_size=2)
@@ -336,24 +335,26 @@ class InOrder:
         """Do nothing."""
 
 
-class Sequential(LocalStore):
-    """A store that says that its parts come in order and cannot be shared."""
+class Sequential(LocalBackend):
+    """A folder that says that its parts come in order and cannot be shared."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """What a stream can do."""
-        return dataclasses.replace(
-            super().capabilities,
-            parallel_parts=False,
-            tokens_travel=False,
-            copy_min_bytes=None,
-            is_remote=True,
-        )
+    capabilities = dataclasses.replace(
+        LocalBackend.capabilities,
+        parallel_parts=False,
+        tokens_travel=False,
+        copy_min_bytes=None,
+        is_remote=True,
+    )
+
+
+def sequential(folder: Path) -> Store:
+    """Return a store on such a folder."""
+    return store_on(Sequential(str(folder)))
 
 
 def test_a_storage_that_wants_parts_in_order_gets_them_so(tmp_path: Path) -> None:
     """Several threads read ahead, and parts arrive in order with the plan's numbers."""
-    store = Sequential(str(tmp_path / "run"))
+    store = sequential(tmp_path / "run")
     state = mixed_state()
     source = saved(store, state)
     plan = plan_of(source, share=False)
@@ -368,7 +369,7 @@ def test_a_storage_that_wants_parts_in_order_gets_them_so(tmp_path: Path) -> Non
 
 def test_a_failure_ends_those_that_wait_for_their_turn(tmp_path: Path) -> None:
     """Where parts go in order, the failure of one is raised at once, not at the deadline."""
-    store = Sequential(str(tmp_path / "run"))
+    store = sequential(tmp_path / "run")
     source = saved(store, big_rows())
     place = source.known["columns", (0, 0)]
     flip(store, place, 10)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from crc32c import crc32c
-from local_stores import ONCE, local_store
+from local_stores import ONCE, local_store, store_on
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.options import RetryPolicy
@@ -238,7 +238,7 @@ def faulty(tmp_path: Path, rule: Rule, **bounds: Any) -> tuple[FaultBackend, Sto
     """Return a backend that follows a rule, and a store on it that repeats."""
     local(tmp_path)
     backend = FaultBackend(LocalBackend(str(tmp_path / "run")), [rule])
-    return backend, Store(backend, url="file:///run", policy=POLICY, **bounds)
+    return backend, store_on(backend, policy=POLICY, **bounds)
 
 
 def test_an_upload_with_a_part_under_way_gives_no_receipts(tmp_path: Path) -> None:

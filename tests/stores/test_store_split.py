@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from local_stores import local_store
 from safetensors.torch import load_file
 
 from ckpt_storage import (
@@ -17,7 +18,6 @@ from ckpt_storage import (
     save_async,
     verify,
 )
-from ckpt_storage.store.local import LocalStore
 from ckpt_storage.store.split import SplitStore
 from ckpt_storage.testing._old_suite import StoreSuite
 
@@ -33,17 +33,17 @@ class TestSplitStore(StoreSuite):
     @pytest.fixture
     def store(self, root: str) -> SplitStore:
         """A store whose two parts lie in the same place."""
-        return SplitStore(LocalStore(root), LocalStore(root))
+        return SplitStore(local_store(root), local_store(root))
 
     @pytest.fixture
     def other(self, root: str) -> SplitStore:
         """A second one."""
-        return SplitStore(LocalStore(root), LocalStore(root))
+        return SplitStore(local_store(root), local_store(root))
 
 
 def test_each_object_goes_to_its_root(tmp_path: Path) -> None:
     """Slots, `.metadata` and probes go to the commit root, all else to the data root."""
-    data, commits = LocalStore(str(tmp_path / "data")), LocalStore(str(tmp_path / "commits"))
+    data, commits = local_store(str(tmp_path / "data")), local_store(str(tmp_path / "commits"))
     store = SplitStore(data, commits)
     store.prepare(["commits", "saves/a/ranks"])
     for path in ("commits/00000001.json", ".metadata", ".ckpt-storage-probe-0"):
