@@ -21,7 +21,7 @@ from ckpt_storage.format.rankreport import RankReport
 from ckpt_storage.format.regions import Box
 from ckpt_storage.format.tensorlayout import compact, fits
 from ckpt_storage.format.tiling import Grid, covers_exactly, find_grid
-from ckpt_storage.store.base import Store
+from ckpt_storage.store.store import Store
 
 from .reporttable import Chunks, Planned, ReportTable, incomplete
 from .tiednames import agreed_ties

@@ -21,8 +21,8 @@ from ckpt_storage.format import integrity, layout
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.slots import HeadRef, SlotRecord
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
 from .slotlog import CommitLog, is_there, read_log, read_slot, stamp

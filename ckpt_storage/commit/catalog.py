@@ -12,9 +12,9 @@ from typing import Any
 from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.workers import Workers, bounded
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.workers import Workers
 
 from . import publishing, slotlog
 from .info import CheckpointInfo
@@ -51,7 +51,7 @@ def list_checkpoints(
     timeouts = Timeouts.of(timeout)
     deadline = Deadline("load", timeouts.load)
     retry = retry or RetryPolicy()
-    root = bounded(open_store(location, timeouts=timeouts, retry=retry), deadline)
+    root = open_store(location, timeouts=timeouts, retry=retry).bounded(deadline)
     try:
         entries = root.list("", recursive=False)
     except StorageError as error:
@@ -65,7 +65,7 @@ def list_checkpoints(
 
     def look(name: str) -> None:
         child = location.child(name)
-        store = bounded(open_store(child, timeouts=timeouts, retry=retry), deadline)
+        store = open_store(child, timeouts=timeouts, retry=retry).bounded(deadline)
         try:
             found[name] = _info(store, child, name)
         except CheckpointError as error:
@@ -107,7 +107,7 @@ def publish(
     location = Location.of(url, storage_options)
     timeouts = Timeouts.of(timeout)
     deadline = Deadline("commit", timeouts.commit)
-    store = bounded(open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()), deadline)
+    store = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy()).bounded(deadline)
     with deadline.governs(f"Publishing {location.url}"):
         if slotlog.read_log(store).head is None:
             raise CheckpointNotFoundError(

@@ -15,8 +15,8 @@ from ckpt_storage.format import integrity, layout
 from ckpt_storage.format.ceilings import MOST_SLOT_BYTES
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 
 from .attempt import take_slot
 from .publishing import publish

@@ -24,8 +24,8 @@ from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
 from . import attempt as commit

@@ -11,7 +11,8 @@ from ckpt_storage.format import integrity, layout
 from ckpt_storage.format.ceilings import MOST_STOCK_BYTES
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.slots import HeadRef, SlotRecord
-from ckpt_storage.store.base import Store, Version
+from ckpt_storage.store.backend import Content
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
 from .slotlog import CommitLog, check_document, read_log, read_referenced, read_stock, stamp
@@ -111,7 +112,7 @@ class _Publisher:
             return not self._is_marked
         return self._conditional or self._own is None or self._put is not None
 
-    def _confirm(self, current: Version | None, *, is_mine: bool) -> bool | None:
+    def _confirm(self, current: Content | None, *, is_mine: bool) -> bool | None:
         """Return whether `.metadata`, just put in place of `current`, stays; None: look again.
 
         Where what was read was the condition, nobody was overtaken. Where absence was, only a
@@ -205,7 +206,7 @@ class _Publisher:
         pickled, _ = split_footer(data)
         return with_footer(pickled, slot=head.slot, save_id=head.save_id)
 
-    def _replace(self, current: Version | None, data: bytes, head: SlotRecord) -> bool:
+    def _replace(self, current: Content | None, data: bytes, head: SlotRecord) -> bool:
         """Put `.metadata` in place of what was read; False: look at what is there now."""
         self._put, before = head.head, self._put
         try:

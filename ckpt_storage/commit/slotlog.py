@@ -16,7 +16,8 @@ from ckpt_storage.format import integrity, layout
 from ckpt_storage.format.ceilings import MOST_DOCUMENT_BYTES, MOST_SLOT_BYTES, MOST_STOCK_BYTES
 from ckpt_storage.format.documents import DAMAGED, FileRef
 from ckpt_storage.format.slots import SlotRecord
-from ckpt_storage.store.base import Store, Version
+from ckpt_storage.store.backend import Content
+from ckpt_storage.store.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ def _log_of(
 
 def read_if_there(
     store: Store, path: str, *, most_bytes: int = MOST_DOCUMENT_BYTES
-) -> Version | None:
+) -> Content | None:
     """Return a document with its version token, None if it is absent.
 
     Raises `IntegrityError` for one of more than `most_bytes`, which is not read.
@@ -131,7 +132,7 @@ def stamp() -> dict[str, Any]:
     return {"created_at": now, "host": socket.gethostname(), "pid": os.getpid()}
 
 
-def read_stock(store: Store) -> Version | None:
+def read_stock(store: Store) -> Content | None:
     """Return `.metadata` with its version token, None if it is absent. As `read_if_there`."""
     return read_if_there(store, layout.STOCK_METADATA, most_bytes=MOST_STOCK_BYTES)
 

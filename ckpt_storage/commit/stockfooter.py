@@ -8,7 +8,7 @@ import logging
 from ckpt_storage.errors import FormatError, IntegrityError, StorageError
 from ckpt_storage.format import layout
 from ckpt_storage.format.slots import HeadRef, SlotRecord
-from ckpt_storage.store.base import Store
+from ckpt_storage.store.store import Store
 
 from .slotlog import CommitLog, is_there, read_log
 

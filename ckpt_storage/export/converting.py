@@ -19,6 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_storage.commit.slotlog import is_there
+from ckpt_storage.coordination.stalling import stalling_deadline
 from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError, StorageError
 from ckpt_storage.format import layout
 from ckpt_storage.format.layout import INDEX_NAME, STOCK_METADATA
@@ -38,10 +39,8 @@ from ckpt_storage.source.filemarks import open_newest, told_from_damage, watch_f
 from ckpt_storage.source.model import CommittedSource, Source, TensorInfo
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.pacing import stalling_deadline
-from ckpt_storage.transfer.workers import bounded
+from ckpt_storage.store.store import Store
 
 from .consolidation.options import Selection, parse_bytes
 from .conversion.stream import TensorStream
@@ -231,7 +230,7 @@ class _Conversion:
     def _open(self, location: Location) -> Store:
         store = self._opened(location)
         self.stores.callback(store.close)
-        return bounded(store, self.deadline)
+        return store.bounded(self.deadline)
 
     def _options(self, store: Store) -> TransferOptions:
         """Return what one side may use: reads, windows and writes share the memory."""

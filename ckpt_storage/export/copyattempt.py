@@ -33,11 +33,11 @@ from ckpt_storage.format.shardspans import ShardSpans
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.source.model import read_document
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.pacing import Pacer
-from ckpt_storage.transfer.workers import Workers, bounded
+from ckpt_storage.transfer.workers import Workers
 
 from .filecopies import FileCopier
 from .partcopies import FileToCopy
@@ -76,11 +76,11 @@ class CopyAttempt:
     ) -> None:
         self._means = means
         self._paces = copier.paces
-        self._source = bounded(
-            means.source, means.deadline, throttled=self._paces.source.slowed_down
+        self._source = means.source.bounded(
+            means.deadline, throttled=self._paces.source.slowed_down
         )
-        self._target = bounded(
-            means.target, means.deadline, throttled=self._paces.target.slowed_down
+        self._target = means.target.bounded(
+            means.deadline, throttled=self._paces.target.slowed_down
         )
         self._copier = copier
         self._head = head
@@ -265,7 +265,7 @@ class CopyAttempt:
         deadline = Deadline("commit", self._means.commit_timeout_s)
         try:
             record = commit.commit(
-                bounded(self._target, deadline),
+                self._target.bounded(deadline),
                 grant,
                 manifest=manifest,
                 stock=stock,

@@ -33,6 +33,7 @@ from typing import Any
 from ckpt_storage.commit import publishing, slotlog, stockfooter
 from ckpt_storage.commit.committing import not_published
 from ckpt_storage.commit.slotlog import CommitLog
+from ckpt_storage.coordination.stalling import stalling_deadline
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -52,10 +53,9 @@ from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import open_marked
 from ckpt_storage.source.model import SourceFormat, gone, read_manifest
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.pacing import stalling_deadline
-from ckpt_storage.transfer.workers import Workers, bounded
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.workers import Workers
 
 from .copyattempt import CopyAttempt, CopyMeans
 from .exportcopy import CopiedExports, copy_exports
@@ -234,8 +234,8 @@ class _Copy:
         source, target = opened(self.source), opened(self.target, page_cache=self.page_cache)
         self.stores.callback(source.close)
         self.stores.callback(target.close)
-        self.source_store = bounded(source, self.deadline)
-        self.target_store = bounded(target, self.deadline)
+        self.source_store = source.bounded(self.deadline)
+        self.target_store = target.bounded(self.deadline)
         stores = source, target
         self.options = TransferOptions.for_storage(
             is_remote=any(store.capabilities.is_remote for store in stores),

@@ -27,7 +27,8 @@ from ckpt_storage.format.exports import (
 )
 from ckpt_storage.format.layout import BLOCKER, COMMITS, PROBE_PREFIX, SAVES, STOCK_METADATA
 from ckpt_storage.format.shardspans import WholeFile
-from ckpt_storage.store.base import Entry, Store
+from ckpt_storage.store.backend import ObjectInfo
+from ckpt_storage.store.store import Store
 
 from .filecopies import FileCopier
 from .partcopies import FileToCopy
@@ -91,7 +92,7 @@ def _failed(found: CopiedExports, path: str, error: CheckpointError) -> None:
     found.failed[path] = str(error)
 
 
-def _listed(store: Store, prefix: str) -> list[Entry]:
+def _listed(store: Store, prefix: str) -> list[ObjectInfo]:
     try:
         return store.list(prefix, recursive=False)
     except StorageError as error:
@@ -204,7 +205,7 @@ class _Export:
         )
         return False
 
-    def _is_weight(self, entry: Entry) -> bool:
+    def _is_weight(self, entry: ObjectInfo) -> bool:
         return is_weight_file(entry.path.rpartition("/")[2])
 
     def _file(self, file: FileRef) -> FileToCopy:

@@ -14,13 +14,12 @@ from functools import partial
 from typing import Literal
 
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
+from ckpt_storage.export.relay import Buffers, Paces, PartWorkers, timed
 from ckpt_storage.format.shardspans import SpanCheck
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.filewriter import part_bytes_for
-from ckpt_storage.transfer.relay import Buffers, Paces, PartWorkers, timed
-from ckpt_storage.transfer.workers import bounded
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.writing import part_bytes_for
 
 from .partcopies import (
     CopyRefusedError,
@@ -59,8 +58,8 @@ class FileCopier:
     ) -> None:
         self.tally = Tally()
         self.paces = Paces(options.thread_count)
-        self._source = bounded(source, deadline, throttled=self.paces.source.slowed_down)
-        self._target = bounded(target, deadline, throttled=self.paces.target.slowed_down)
+        self._source = source.bounded(deadline, throttled=self.paces.source.slowed_down)
+        self._target = target.bounded(deadline, throttled=self.paces.target.slowed_down)
         self._options = options
         self._deadline = deadline
         self._on_bytes = on_bytes

@@ -17,7 +17,8 @@ from ckpt_storage.source.filemarks import FileMarks, told_from_damage
 from ckpt_storage.source.foreign import StockSource
 from ckpt_storage.source.model import Source
 from ckpt_storage.source.sourcekeys import value_keys
-from ckpt_storage.store.base import Entry, Store
+from ckpt_storage.store.backend import ObjectInfo
+from ckpt_storage.store.store import Store
 
 from .filecopies import FileCopier
 from .foreignfolder import Content, ForeignFolder, is_of_the_work
@@ -67,7 +68,7 @@ def copy_foreign(
     return sum(sizes.values())
 
 
-def _is_content(entry: Entry) -> bool:
+def _is_content(entry: ObjectInfo) -> bool:
     name = entry.path.rpartition("/")[2]
     return not (
         entry.path.endswith("/")
@@ -76,7 +77,7 @@ def _is_content(entry: Entry) -> bool:
     )
 
 
-def _identity(source_url: str, entries: Sequence[Entry]) -> str:
+def _identity(source_url: str, entries: Sequence[ObjectInfo]) -> str:
     """Return what stands for the content: where it lies, and lengths and times of its files."""
     listed = sorted((entry.path, entry.size_bytes, entry.modified_s) for entry in entries)
     return hashlib.sha256(json.dumps([source_url, listed]).encode()).hexdigest()
@@ -94,7 +95,7 @@ def _read_whole(store: Store, path: str, size_bytes: int) -> bytes:
     return data
 
 
-def _check_whole(source: Source, entries: Sequence[Entry]) -> None:
+def _check_whole(source: Source, entries: Sequence[ObjectInfo]) -> None:
     """Refuse a checkpoint of which a file is missing, or shorter than what it must hold."""
     sizes = {entry.path: entry.size_bytes for entry in entries}
     if isinstance(source, StockSource):

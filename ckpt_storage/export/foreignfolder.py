@@ -27,7 +27,7 @@ from ckpt_storage.errors import (
 from ckpt_storage.format import integrity, layout
 from ckpt_storage.format.exports import is_weight_file
 from ckpt_storage.format.layout import INDEX_NAME
-from ckpt_storage.store.base import Store
+from ckpt_storage.store.store import Store
 
 NOTE = ".ckpt-storage-copy.json"
 """Lies in the folder while somebody fills it."""

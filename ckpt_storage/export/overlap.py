@@ -15,8 +15,8 @@ from typing import Any
 from ckpt_storage.commit import slotlog
 from ckpt_storage.errors import StorageError
 from ckpt_storage.format import layout
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.location import Location
+from ckpt_storage.store.store import Store
 
 _WHERE = (
     "endpoint_url",

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
+from ckpt_storage.export.relay import Buffers, Paces, timed
 from ckpt_storage.format.shardspans import SpanCheck, Spans
 from ckpt_storage.options import MIB, TransferOptions
-from ckpt_storage.store.base import Capabilities, SharedUpload, Store, Upload
+from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.filewriter import part_bytes_for
-from ckpt_storage.transfer.relay import Buffers, Paces, timed
+from ckpt_storage.store.store import Store
+from ckpt_storage.store.upload import Upload
+from ckpt_storage.transfer.writing import part_bytes_for
 
 _LEAST_COPY_BYTES = MIB
 """Below this a copy by the storage takes more requests than reading and writing."""
@@ -148,7 +150,7 @@ class OpenFile:
         """Make the file visible, every byte of it checked."""
         if self.check is not None:
             self.check.check_complete()
-        if isinstance(self.upload, SharedUpload):
+        if isinstance(self.upload, Upload):
             # The name stands for these very bytes, whoever put them there.
             self.upload.complete(self.file.size_bytes, existing="replace")
         else:
@@ -200,7 +202,7 @@ class PartCopier:
         """
         file, length = one.file, part.stop - part.start
         source = self._source.copy_source(file.path)
-        if source is None or not isinstance(one.upload, SharedUpload):
+        if source is None or not isinstance(one.upload, Upload):
             raise CopyRefusedError
         try:
             with timed(self._paces.target, length):

@@ -21,8 +21,8 @@ from ckpt_storage.format.tensorfile import DTYPES
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.source.model import Place, concerns
 from ckpt_storage.source.readplan import Request, bytes_request, plan_reads
-from ckpt_storage.store.base import Store
-from ckpt_storage.transfer.fetching import Fetch, run_fetches
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.ranges import Fetch, run_fetches
 
 from .indexing import clip, slabs, strided_copies, touched_spans
 from .session import Key, Session

@@ -20,9 +20,9 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.format import layout
 from ckpt_storage.options import DEFAULT_PART_BYTES, MIB, REMOTE_THREADS, RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.workers import Workers, bounded
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.workers import Workers
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -127,7 +127,7 @@ def diagnose(
     deadline = Deadline("write", timeouts.write)
     # Measured as it is, but one lost connection is no finding.
     policy = retry or RetryPolicy(attempt_count=2, first_delay_s=0.2, max_delay_s=1.0)
-    store = bounded(open_store(location, timeouts=timeouts, retry=policy), deadline)
+    store = open_store(location, timeouts=timeouts, retry=policy).bounded(deadline)
     visit = _Visit(store, location, deadline, large_bytes)
     try:
         visit.run()
@@ -323,7 +323,7 @@ class _Visit:
 
     def clean_up(self) -> None:
         """Remove what was made; note what stays. Never raises."""
-        store = getattr(self.store, "cleaning_up", lambda: self.store)()
+        store = self.store.cleaning_up()
         try:
             store.delete_folder(self.folder)
         except CheckpointError:

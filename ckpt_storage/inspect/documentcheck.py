@@ -15,7 +15,7 @@ from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.format.tiling import covers_exactly
 from ckpt_storage.source.model import CommittedSource, Place, Source
 from ckpt_storage.source.sourcekeys import value_keys
-from ckpt_storage.store.base import Store
+from ckpt_storage.store.store import Store
 
 
 def check_foreign(store: Store, source: Source, findings: Findings) -> None:

@@ -21,10 +21,10 @@ from ckpt_storage.format.exports import (
 )
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.foreign import in_progress
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.fetching import Fetch, run_fetches
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.ranges import Fetch, run_fetches
 
 log = logging.getLogger("ckpt_storage")
 

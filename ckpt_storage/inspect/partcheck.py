@@ -10,8 +10,8 @@ from __future__ import annotations
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.source.model import gone, read_manifest
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 
 from .shardspots import Part
 from .verification import verification_of

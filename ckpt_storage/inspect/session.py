@@ -20,15 +20,15 @@ from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.format.tensorfile import DTYPES
 from ckpt_storage.options import LOCAL_READ_BYTES, RetryPolicy, Timeouts, TransferOptions
+from ckpt_storage.source.costs import costs_for
 from ckpt_storage.source.filemarks import open_newest
 from ckpt_storage.source.foreign import StockSource
 from ckpt_storage.source.model import CommittedSource, Place, Source, SourceFormat, concerns
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.costs import costs_for
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.pacing import Pacer
-from ckpt_storage.transfer.workers import Workers, bounded
+from ckpt_storage.transfer.workers import Workers
 
 from .drawing import Sharding
 
@@ -170,7 +170,7 @@ class Session:
                 f"{self.url} was closed.", next_step="Open it again with open_checkpoint."
             )
         deadline = Deadline("load", self.settings.timeouts.load)
-        return bounded(self._whole, deadline), deadline
+        return self._whole.bounded(deadline), deadline
 
     def info(self) -> CheckpointInfo:
         """Return what is told of the checkpoint as a whole."""

@@ -7,10 +7,10 @@ from functools import partial
 
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.fetching import Fetch, run_fetches
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.ranges import Fetch, run_fetches
 from ckpt_storage.transfer.workers import Workers
 
 from .documentcheck import Findings

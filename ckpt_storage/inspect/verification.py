@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_storage.commit import slotlog
+from ckpt_storage.coordination.stalling import Stalling, stalling_deadline
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -36,10 +37,9 @@ from ckpt_storage.source.model import (
     read_rank_manifest,
 )
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.pacing import Pacer, Stalling, stalling_deadline
-from ckpt_storage.transfer.workers import bounded
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.pacing import Pacer
 
 from .documentcheck import (
     Findings,
@@ -112,7 +112,7 @@ def verify(  # the public surface, all keyword-only
     timeouts = Timeouts.of(timeout)
     deadline, watch = stalling_deadline("load", timeouts.load, f"Verifying {location.url}")
     opened = open_store(location, timeouts=timeouts, retry=retry or RetryPolicy())
-    store = bounded(opened, deadline)
+    store = opened.bounded(deadline)
 
     options = _options_for(store, thread_count, memory_limit_bytes)
     pacer = Pacer(options.thread_count)

@@ -16,10 +16,9 @@ from ckpt_storage.export.consolidation.removal import remove_exports
 from ckpt_storage.format import layout
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
-from ckpt_storage.transfer.workers import bounded
+from ckpt_storage.store.store import Store
 
 __all__ = ["remove"]
 
@@ -40,7 +39,7 @@ def remove(
         return
     retry = RetryPolicy()
     deadline = Deadline("commit", timeouts.commit)
-    store = bounded(open_store(location, timeouts=timeouts, retry=retry), deadline)
+    store = open_store(location, timeouts=timeouts, retry=retry).bounded(deadline)
     found = read_log(store)
     if is_foreign(store, found) or (found.last is None and not _has_attempts(store)):
         return

@@ -12,12 +12,11 @@ from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
 from ckpt_storage.options import Progress, TransferOptions
 from ckpt_storage.progress import reporting
+from ckpt_storage.source.costs import costs_for
 from ckpt_storage.source.readplan import plan_reads
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.costs import costs_for
-from ckpt_storage.transfer.fetching import Fetch, run_fetches
-from ckpt_storage.transfer.workers import bounded
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.ranges import Fetch, run_fetches
 
 from .sharedreads import SharedReads
 from .sharing import ShareOrder
@@ -128,7 +127,7 @@ class LoadReads:
         load, options = self.load, self.options
         is_remote = self.store.capabilities.is_remote
         costs = costs_for(is_remote=is_remote)
-        store = bounded(self.store, deadline)
+        store = self.store.bounded(deadline)
         # First what others wait for.
         fetches = [] if shared is None else shared.fetches(costs)
         fetches += plan_reads(

@@ -31,13 +31,12 @@ from ckpt_storage.options import (
     Timeouts,
     TransferOptions,
 )
+from ckpt_storage.source.costs import REMOTE_READ_BYTES
 from ckpt_storage.source.filemarks import FileMarks, open_marked, told_from_damage
 from ckpt_storage.source.model import Source
 from ckpt_storage.store import Location, endpoint_of, open_store
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.costs import REMOTE_READ_BYTES
-from ckpt_storage.transfer.workers import bounded
+from ckpt_storage.store.store import Store
 
 from .loadplanner import lazy_metadata_of, metadata_of
 from .loadreads import LoadReads, Sharing
@@ -185,7 +184,7 @@ class LoadSession:
             deadline = self._begin("load")
             self._store = store
             self._source, self._marks = open_marked(
-                bounded(store, deadline),
+                store.bounded(deadline),
                 deadline=deadline,
                 options=settings.transfer_options(is_remote=store.capabilities.is_remote),
             )
@@ -199,7 +198,7 @@ class LoadSession:
         if is_coordinator and source.save_id is not None and self._store is not None:
             # No step of the load: its phases and their time are left alone.
             store, limit_s = self._store, min(_PUBLISH_S, self._settings.timeouts.load / 2)
-            narrowed = bounded(store, Deadline("load", limit_s))
+            narrowed = store.bounded(Deadline("load", limit_s))
             catch_up = partial(self._roll_forward, narrowed, source.save_id)
             if store.capabilities.is_remote:
                 # Two round trips at least, which no byte of the load has to wait for.
@@ -279,7 +278,7 @@ class LoadSession:
         if opened is None:  # pragma: no cover  # opened() sets it
             raise InvalidInputError("The checkpoint is not open.")
         deadline = self._begin("load")
-        store = bounded(opened, deadline)
+        store = opened.bounded(deadline)
         with (
             deadline.governs(f"Loading from {store.url}", rank=self._rank),
             self._unchanged(store) as paths,

@@ -19,12 +19,12 @@ from typing import Protocol
 
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import TransferOptions
+from ckpt_storage.source.costs import ReadCosts
 from ckpt_storage.source.model import Place
 from ckpt_storage.source.readplan import Request, Span, deliver, plan_spans
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.costs import ReadCosts
-from ckpt_storage.transfer.fetching import Fetch, run_fetches
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.ranges import Fetch, run_fetches
 
 from .sharing import Key, ShareOrder, Unit
 

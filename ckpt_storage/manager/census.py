@@ -23,9 +23,9 @@ from ckpt_storage.format import layout
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.workers import Workers, bounded
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.workers import Workers
 
 from .stepnames import StepNames
 
@@ -90,7 +90,7 @@ class Census:
         return self._open(self.location.child(name), deadline)
 
     def _open(self, location: Location, deadline: Deadline) -> Store:
-        return bounded(open_store(location, timeouts=self._timeouts, retry=self._retry), deadline)
+        return open_store(location, timeouts=self._timeouts, retry=self._retry).bounded(deadline)
 
     def folders(self, deadline: Deadline) -> list[str]:
         """Return the names of all folders below the root, by one listing; [] without a root."""

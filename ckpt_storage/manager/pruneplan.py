@@ -23,8 +23,8 @@ from ckpt_storage.format.columns import Columns, pack_column
 from ckpt_storage.format.documents import Getter
 from ckpt_storage.inspect.partcheck import check_part
 from ckpt_storage.inspect.shardspots import Part
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 
 from .census import Census, Sight
 from .claims import Claims

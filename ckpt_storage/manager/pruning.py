@@ -25,9 +25,9 @@ from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.export.consolidation.removal import remove_exports
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
+from ckpt_storage.store.store import Store
 
 from .census import Census
 from .claims import Claims

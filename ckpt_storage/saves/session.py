@@ -48,11 +48,11 @@ from ckpt_storage.options import (
     UnsafeValues,
 )
 from ckpt_storage.store import Location, endpoint_of, open_store
-from ckpt_storage.store.base import Capabilities, Store
+from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
-from ckpt_storage.transfer.filewriter import write_options
-from ckpt_storage.transfer.workers import bounded
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.writing import write_options
 
 from .refusals import check_plan
 from .shards import ShardJob, write_shards
@@ -158,7 +158,7 @@ class SaveSettings:
 
     def record_of(self, save_id: str, deadline: Deadline) -> SlotRecord | None:
         """Return the commit record at the head if it is that of `save_id`, else None."""
-        head = read_log(bounded(self.open(self.base, None), deadline)).head
+        head = read_log(self.open(self.base, None).bounded(deadline)).head
         return head if head is not None and head.save_id == save_id else None
 
 
@@ -278,7 +278,7 @@ class SaveSession:
 
     def _begin(self, rank_count: int, deadline: Deadline) -> Grant:
         with deadline.governs(f"Beginning a save to {self.location.url}", rank=self.rank):
-            store = bounded(self._store, deadline)
+            store = self._store.bounded(deadline)
             if rank_count > 1 and not store.capabilities.shared:
                 raise InvalidInputError(
                     f"{store.url} is seen by one process only; this save runs on {rank_count} "
@@ -356,7 +356,7 @@ class SaveSession:
     def _has_freed(self, grant: Grant, deadline: Deadline) -> bool:
         self.discard(is_whole=False)
         freed = free_dead(
-            bounded(self._store, deadline),
+            self._store.bounded(deadline),
             besides=grant.save_id,
             exclusive=grant.exclusive,
             deadline=deadline,
@@ -372,7 +372,7 @@ class SaveSession:
         save_id = self.save_id
         if save_id is None:
             return
-        store = bounded(self._store, Deadline("write", _DISCARD_S))
+        store = self._store.bounded(Deadline("write", _DISCARD_S))
         try:
             if is_whole:
                 delete_attempt(store, save_id)
@@ -385,7 +385,7 @@ class SaveSession:
     def _write(
         self, granted: Granted, plan: SavePlan, planner: SavePlanner, deadline: Deadline
     ) -> list[WriteResult]:
-        store = bounded(self._store, deadline)
+        store = self._store.bounded(deadline)
         with deadline.governs(f"Writing to {store.url}", rank=self.rank):
             job = ShardJob(
                 save_id=granted.grant.save_id,
@@ -431,7 +431,7 @@ class SaveSession:
         granted = self.granted()
         with deadline.governs(f"Committing to {self.location.url}", rank=self.rank):
             return commit_save(
-                bounded(self._store, deadline),
+                self._store.bounded(deadline),
                 granted.grant,
                 world_size=granted.world_size,
                 metadata=metadata,

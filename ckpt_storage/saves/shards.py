@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from ckpt_storage.commit.shardfile import ShardFileWriter, ShardTable
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.format import layout
 from ckpt_storage.format.manifest import RankManifest, ShardFile
@@ -22,9 +23,8 @@ from ckpt_storage.loads.hostbytes import HostCopies, check_plain, dtype_name, ho
 from ckpt_storage.loads.resolving import data_resolver, gives_own_tensors, plain_names
 from ckpt_storage.options import Progress, TransferOptions, UnsafeValues
 from ckpt_storage.progress import reporting
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.filewriter import ShardFileWriter, ShardTable
+from ckpt_storage.store.store import Store
 
 from .tiedmemory import WrittenMemory
 

@@ -25,8 +25,9 @@ from ckpt_storage.errors import (
 from ckpt_storage.format import layout
 from ckpt_storage.format.layout import INDEX_NAME
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.store.base import Entry, Store
+from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
 from .foreign import StockSource, is_rank_local, open_safetensors, open_stock
@@ -73,8 +74,8 @@ def find_source(
     *,
     deadline: Deadline,
     options: TransferOptions,
-    entries: Sequence[Entry] | None = None,
-) -> tuple[Source, Sequence[Entry]]:
+    entries: Sequence[ObjectInfo] | None = None,
+) -> tuple[Source, Sequence[ObjectInfo]]:
     """Return the checkpoint at the root of `store`, and its files if another writer wrote it.
 
     Costs two small reads, side by side, and the manifest for one of ours. Else the folder is listed
@@ -113,7 +114,7 @@ def find_source(
 
 def list_or_describe(
     store: Store, *, recursive: bool
-) -> tuple[Sequence[Entry], StorageError | None]:
+) -> tuple[Sequence[ObjectInfo], StorageError | None]:
     """Return what lies below the root; nothing if that is not there.
 
     Who may read but not list gets the files that tell of others, which a save writes last, and the
@@ -136,7 +137,9 @@ def list_or_describe(
             if error.kind not in {"not-found", "permission"}:
                 raise
         else:
-            told.append(Entry(path=path, size_bytes=found.size_bytes, modified_s=found.modified_s))
+            told.append(
+                ObjectInfo(path=path, size_bytes=found.size_bytes, modified_s=found.modified_s)
+            )
     return told, refusal
 
 
@@ -319,7 +322,7 @@ def _lies_in_folders(source: Source) -> bool:
     )
 
 
-def _marks_of(entries: Iterable[Entry]) -> dict[str, Mark]:
+def _marks_of(entries: Iterable[ObjectInfo]) -> dict[str, Mark]:
     """Return the marks of the files that values or their description lie in."""
     return {
         entry.path: (entry.size_bytes, entry.modified_s)

@@ -34,11 +34,12 @@ from ckpt_storage.format.tensorfile import (
 from ckpt_storage.format.tensorlayout import Flaw, find_flaw
 from ckpt_storage.format.tiling import covers_exactly
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.store.base import Entry, Store
+from ckpt_storage.source.costs import costs_for
+from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.costs import costs_for
-from ckpt_storage.transfer.fetching import Fetch, run_fetches
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.ranges import Fetch, run_fetches
 
 from .model import Place, SourceFormat, TensorInfo, concerns
 from .readplan import bytes_request, plan_reads
@@ -282,7 +283,7 @@ class SafetensorsSource:
 
 
 def open_safetensors(
-    store: Store, entries: Iterable[Entry], *, options: TransferOptions, deadline: Deadline
+    store: Store, entries: Iterable[ObjectInfo], *, options: TransferOptions, deadline: Deadline
 ) -> SafetensorsSource:
     """Return the source that the safetensors files among `entries`, and an index if any, make.
 

@@ -24,8 +24,8 @@ from ckpt_storage.format.regions import Box
 from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.format.tensorlayout import GridBoxes
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import Workers
 
 Key = tuple[str, tuple[int, ...] | None]

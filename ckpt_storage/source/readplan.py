@@ -26,8 +26,8 @@ from ckpt_storage.format.regions import (
     run_extent,
     window_copies,
 )
-from ckpt_storage.transfer.costs import LOCAL_COSTS, ReadCosts
-from ckpt_storage.transfer.fetching import Fetch
+from ckpt_storage.source.costs import LOCAL_COSTS, ReadCosts
+from ckpt_storage.transfer.ranges import Fetch
 
 from .model import Place
 

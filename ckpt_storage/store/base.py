@@ -9,10 +9,10 @@ Errors: every method raises only `CheckpointError`s, nearly always `StorageError
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from .backend import Capabilities, Content, CopySource, ObjectInfo, Part
+from .backend import Capabilities, Content, CopySource, ObjectInfo, Part, Range
 
 __all__ = [
     "Arrived",
@@ -23,6 +23,7 @@ __all__ = [
     "Existing",
     "PartReceipt",
     "PathFilter",
+    "Plain",
     "Reserving",
     "SharedUpload",
     "Stat",
@@ -150,6 +151,25 @@ class Copied(Protocol):
 
     def copy_source(self, path: str) -> CopySource | None:
         """Return `path` as something that uploads of its storage can copy from, if they can."""
+
+
+class Plain:
+    """What stores below the facade of old lack of it."""
+
+    def bounded(self, *_: Any, **__: Any) -> Any:  # noqa: ANN401  # itself
+        """Return itself: it has no deadlines."""
+        return self
+
+    def cleaning_up(self) -> Any:  # noqa: ANN401  # itself
+        """Return itself."""
+        return self
+
+    def read_ranges(
+        self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None
+    ) -> None:
+        """Fill one range after the other."""
+        for start, view in ranges:
+            self.read_into(path, start, view, size_bytes=size_bytes)  # type: ignore[attr-defined]
 
 
 class Store(Protocol):

@@ -18,7 +18,7 @@ from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.options import PageCache
 
 from .backends.posix import BLOCK_BYTES, Posix, is_unsupported
-from .base import Arrived, Capabilities, Copied, CopySource, Entry, PathFilter, Stat, Version
+from .base import Arrived, Capabilities, Copied, CopySource, Entry, PathFilter, Plain, Stat, Version
 from .draft import Draft, is_draft_name
 from .local_folders import ABSENT, LocalFolders
 from .local_shared import COPY_SCOPE, TICKET_FIELD, TICKET_KIND, LocalSharedUpload
@@ -75,7 +75,7 @@ _CAPABILITIES = Capabilities(
 )
 
 
-class LocalStore:
+class LocalStore(Plain):
     """A `Store` below one folder.
 
     Holds no descriptor between calls, so it pickles, forks and is shared by threads

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.format import layout
 
-from .base import Store
+from .store import Store
 
 _TRIES = 3
 

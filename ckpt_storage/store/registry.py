@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from functools import reduce
+from typing import Any, TypeAlias, cast
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import PageCache, RetryPolicy, Timeouts, check_page_cache
 
 from . import schemes
 from .backend import Backend, Settings
-from .base import Store as AnyStore
 from .location import Location
 from .redaction import Scrubber
+from .split import SplitBackend
+from .store import Store
 
 Opener: TypeAlias = Callable[[Location, Settings], Backend]
 """Makes the backend of a root, as every backend's class does; asks nothing of the storage."""
@@ -54,7 +56,7 @@ def open_store(  # all but the first are named
     page_cache: PageCache = "keep",
     timeouts: Timeouts | None = None,
     retry: RetryPolicy | None = None,
-) -> AnyStore:
+) -> Store:
     """Return the store at a path or URL, with deadlines and retries around it.
 
     Nothing is asked of the storage yet, and no backend is made. Commit objects go to
@@ -78,38 +80,36 @@ def open_store(  # all but the first are named
         sync_files=sync_files,
         page_cache=page_cache,
     )
-    store = _store(location, settings, retry)
-    if commit_location is not None:
-        from .split import SplitStore  # noqa: PLC0415  # few need it
+    places = [location] if commit_location is None else [location, commit_location]
+    if any(not _is_users(one.protocol) and _family(one) not in _PORTED for one in places):
+        return cast("Store", _old_store(location, settings, retry))
+    scrubs = [Scrubber(one.storage_options, one.target) for one in places]
 
-        commits = open_store(commit_location, sync_files=sync_files, timeouts=timeouts, retry=retry)
-        store = SplitStore(store, commits)
-    return store
+    def backend() -> Backend:
+        made = [backend_of(one, settings) for one in places]
+        return made[0] if commit_location is None else SplitBackend(*made)
+
+    def scrub(text: str) -> str:
+        return reduce(lambda known, hide: hide(known), scrubs, text)
+
+    return Store(
+        backend,
+        url=location.url,
+        scrub=scrub,
+        policy=retry,
+        request_timeout_s=settings.request_timeout_s,
+    )
 
 
 # What is not on the seam of backends yet is served as before.
 _PORTED = frozenset({"azure", "gcs", "local", "memory"})
 
 
-def _store(location: Location, settings: Settings, retry: RetryPolicy | None) -> AnyStore:
-    if not _is_users(location.protocol) and _family(location) not in _PORTED:
-        return _old_store(location, settings, retry)
-    from .store import Store  # noqa: PLC0415  # loads when a store is opened
-
-    return Store(
-        lambda: backend_of(location, settings),
-        url=location.url,
-        scrub=Scrubber(location.storage_options, location.target),
-        policy=retry,
-        request_timeout_s=settings.request_timeout_s,
-    )
-
-
 def _is_users(scheme: str) -> bool:
     return scheme in _REGISTERED or scheme in schemes.installed()
 
 
-def _old_store(location: Location, settings: Settings, retry: RetryPolicy | None) -> AnyStore:
+def _old_store(location: Location, settings: Settings, retry: RetryPolicy | None) -> object:
     from .remote import RemoteStore  # noqa: PLC0415  # as above
     from .retry import RetryStore  # noqa: PLC0415  # as above
 

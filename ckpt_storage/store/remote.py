@@ -22,6 +22,7 @@ from .base import (
     CopySource,
     Entry,
     PathFilter,
+    Plain,
     SharedUpload,
     Stat,
     Upload,
@@ -36,7 +37,7 @@ from .remote_upload import RemoteSharedUpload, RemoteUpload
 T = TypeVar("T")
 
 
-class RemoteStore:
+class RemoteStore(Plain):
     """A `Store` over an fsspec file system.
 
     Clients are built per process (see `clients`), so a child of fork may go on using it; it is not

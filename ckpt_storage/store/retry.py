@@ -26,12 +26,14 @@ from .base import (
     CopySource,
     Entry,
     PathFilter,
+    Plain,
     SharedUpload,
     Stat,
     Store,
     Upload,
     Version,
 )
+from .deadline import Deadline
 from .retry_upload import SYNC_BYTES_PER_S, Repeat, RetrySharedUpload, RetryUpload
 from .timed import AbandonedError, TimedPool, abandoned_thread_count
 
@@ -92,7 +94,7 @@ def _unheard() -> None:
     pass
 
 
-class RetryStore:
+class RetryStore(Plain):
     """A `Store` around another, with deadlines and retries.
 
     One operation takes at most `request_timeout_s` seconds per attempt (completing an
@@ -169,6 +171,17 @@ class RetryStore:
         view._given_up = given_up or self._given_up  # noqa: SLF001  # the same class
         view._throttled = throttled or self._throttled  # noqa: SLF001  # the same class
         return view
+
+    def bounded(
+        self,
+        deadline: Deadline,
+        cancelled: Callable[[], bool] | None = None,
+        *,
+        throttled: Callable[[], None] | None = None,
+    ) -> RetryStore:
+        """Return this store with every operation ending by `deadline`."""
+        given_up = deadline.has_failed if deadline.is_watched else None
+        return self.with_deadline(deadline.at_monotonic_s, cancelled, given_up, throttled)
 
     def in_one_thread(self, call: Callable[[Store], T]) -> T:
         """Return what `call` returns, which makes many short operations on the store it gets.

@@ -7,167 +7,163 @@ through the mount, the few objects that need those go to the same place by its n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from ckpt_storage.errors import StorageError
 from ckpt_storage.format import layout
 
-from .base import (
-    Arrived,
-    Capabilities,
-    Copied,
+from .backend import (
+    Backend,
+    Buffers,
+    Content,
     CopySource,
-    Entry,
-    PathFilter,
-    SharedUpload,
-    Stat,
-    Store,
-    Upload,
-    Version,
+    ObjectInfo,
+    OpenUpload,
+    Part,
+    PartCopy,
+    Range,
 )
 
 
-class SplitStore:
+class SplitBackend(Backend):
     """Routes `commits/`, `.metadata` and probes to `commits`, all other paths to `data`."""
 
-    def __init__(self, data: Store, commits: Store) -> None:
+    def __init__(self, data: Backend, commits: Backend) -> None:
         self._data = data
         self._commits = commits
-
-    def __repr__(self) -> str:
-        return f"SplitStore({self._data!r}, {self._commits!r})"
-
-    def _of(self, path: str) -> Store:
-        first = path.partition("/")[0]
-        if first in {layout.COMMITS, layout.STOCK_METADATA} or first.startswith(
-            layout.PROBE_PREFIX
-        ):
-            return self._commits
-        return self._data
-
-    @property
-    def url(self) -> str:
-        """The data root."""
-        return self._data.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the data root can do, with the commit root's power over names."""
-        commits = self._commits.capabilities
-        return dataclasses.replace(
-            self._data.capabilities,
+        self.endpoint = data.endpoint
+        able = commits.capabilities
+        self.capabilities = dataclasses.replace(
+            data.capabilities,
             # What an error of a slot means depends on the storage that holds the slots.
-            kind=commits.kind,
-            exclusive_create=commits.exclusive_create,
-            atomic_replace=commits.atomic_replace,
-            if_match=commits.if_match,
+            kind=able.kind,
+            exclusive_create=able.exclusive_create,
+            atomic_replace=able.atomic_replace,
+            if_match=able.if_match,
         )
 
-    def with_deadline(
-        self,
-        at_monotonic_s: float,
-        cancelled: Callable[[], bool] | None = None,
-        given_up: Callable[[], bool] | None = None,
-        throttled: Callable[[], None] | None = None,
-    ) -> SplitStore:
-        """Return this store with both parts ending by a moment of `time.monotonic`."""
-        narrowed = [
-            part.with_deadline(at_monotonic_s, cancelled, given_up, throttled)
-            if hasattr(part, "with_deadline")
-            else part
-            for part in (self._data, self._commits)
-        ]
-        return SplitStore(*narrowed)
+    def _of(self, path: str) -> Backend:
+        first = path.partition("/")[0]
+        is_commit = first in {layout.COMMITS, layout.STOCK_METADATA}
+        return self._commits if is_commit or first.startswith(layout.PROBE_PREFIX) else self._data
 
-    def prepare(self, folders: Sequence[str]) -> None:
-        """Make each folder on the root it belongs to."""
+    def _shares(self, paths: Sequence[str]) -> Iterator[tuple[Backend, list[str]]]:
         for part in (self._data, self._commits):
-            mine = [folder for folder in folders if self._of(folder) is part]
+            mine = [path for path in paths if self._of(path) is part]
             if mine:
-                part.prepare(mine)
+                yield part, mine
 
-    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
-        """Read from the root that holds `path`."""
-        return self._of(path).read(path, most_bytes=most_bytes)
-
-    def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
-        """Read from the root that holds `path`."""
-        return self._of(path).read_version(path, most_bytes=most_bytes)
-
-    def read_into(
-        self,
-        path: str,
-        start: int,
-        target: memoryview,
-        *,
-        size_bytes: int | None = None,
-        arrived: Arrived | None = None,
-    ) -> None:
-        """Read from the root that holds `path`."""
-        self._of(path).read_into(path, start, target, size_bytes=size_bytes, arrived=arrived)
-
-    def stat(self, path: str) -> Stat:
+    def stat(self, path: str) -> ObjectInfo:
         """Ask the root that holds `path`."""
         return self._of(path).stat(path)
 
-    def write(self, path: str, data: bytes) -> None:
+    def get(self, path: str, *, max_bytes: int | None) -> Content:
+        """Read from the root that holds `path`."""
+        return self._of(path).get(path, max_bytes=max_bytes)
+
+    def read(self, path: str, ranges: Iterable[Range]) -> int | None:
+        """Read from the root that holds `path`."""
+        return self._of(path).read(path, ranges)
+
+    def put(
+        self,
+        path: str,
+        data: Buffers,
+        *,
+        write_id: str | None = None,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
         """Write to the root that holds `path`."""
-        self._of(path).write(path, data)
+        self._of(path).put(path, data, write_id=write_id, if_absent=if_absent, if_match=if_match)
 
-    def create(self, path: str, data: bytes) -> None:
-        """Create on the root that holds `path`."""
-        self._of(path).create(path, data)
+    def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
+        """List the root that holds the folder; of the whole, both."""
+        if prefix:
+            yield from self._of(prefix).list(prefix, recursive=recursive)
+            return
+        seen = set()
+        for info in self._data.list("", recursive=recursive):
+            seen.add(info.path)
+            yield info
+        for info in self._commits.list("", recursive=recursive):
+            if info.path not in seen:
+                yield info
 
-    def replace(self, path: str, data: bytes, *, if_match: str | None = None) -> None:
-        """Replace on the root that holds `path`."""
-        self._of(path).replace(path, data, if_match=if_match)
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete each path on the root that holds it."""
+        for part, mine in self._shares(paths):
+            part.delete(mine)
 
-    def start_upload(self, path: str, *, part_bytes: int) -> Upload:
+    def delete_version(self, path: str, version: str | None) -> None:
+        """Delete on the root that holds `path`."""
+        self._of(path).delete_version(path, version)
+
+    def delete_folder(self, path: str) -> bool:
+        """Delete on the root that holds `path`."""
+        return self._of(path).delete_folder(path)
+
+    def begin_upload(
+        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
+    ) -> str:
         """Upload to the root that holds `path`."""
-        return self._of(path).start_upload(path, part_bytes=part_bytes)
+        return self._of(path).begin_upload(
+            path, write_id=write_id, if_absent=if_absent, size_hint=size_hint, copies=copies
+        )
 
-    def start_shared_upload(self, path: str, *, part_bytes: int) -> SharedUpload:
+    def put_part(
+        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
+    ) -> str:
         """Upload to the root that holds `path`."""
-        return self._of(path).start_shared_upload(path, part_bytes=part_bytes)
+        return self._of(path).put_part(path, token, number, offset, data, last=last)
 
-    def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> SharedUpload:
-        """Join on the root that holds `path`."""
-        return self._of(path).join_upload(path, ticket, part_bytes=part_bytes)
+    def copy_part(self, path: str, token: str, copy: PartCopy) -> Part:
+        """Copy to the root that holds `path`."""
+        return self._of(path).copy_part(path, token, copy)
+
+    def complete_upload(
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
+    ) -> None:
+        """Complete on the root that holds `path`."""
+        self._of(path).complete_upload(path, token, parts, write_id=write_id, if_absent=if_absent)
+
+    def abort_upload(self, path: str, token: str) -> None:
+        """Abort on the root that holds `path`."""
+        self._of(path).abort_upload(path, token)
+
+    def leave_upload(self, path: str, token: str) -> None:
+        """Leave on the root that holds `path`."""
+        self._of(path).leave_upload(path, token)
+
+    def flush_parts(self, path: str, token: str) -> None:
+        """Flush on the root that holds `path`."""
+        self._of(path).flush_parts(path, token)
+
+    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """List those of the root that holds `prefix`."""
+        return self._of(prefix).list_uploads(prefix)
 
     def copy_source(self, path: str) -> CopySource | None:
         """Copy from the root that holds `path`."""
         return self._of(path).copy_source(path)
 
-    def can_copy_from(self, other: Copied, *, at_any_price: bool = True) -> bool:
-        """Ask the data root: nothing is copied among commit objects."""
-        return self._data.can_copy_from(other, at_any_price=at_any_price)
+    def make_folders(self, folders: Sequence[str]) -> None:
+        """Make each folder on the root it belongs to."""
+        for part, mine in self._shares(folders):
+            part.make_folders(mine)
 
-    def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
-        """List the data root, and the commit root for what lies there."""
-        if prefix:
-            return self._of(prefix).list(prefix, recursive=recursive)
-        entries = {entry.path: entry for entry in self._data.list("", recursive=recursive)}
-        for entry in self._commits.list("", recursive=recursive):
-            entries.setdefault(entry.path, entry)
-        return list(entries.values())
-
-    def delete(self, paths: Sequence[str]) -> None:
-        """Delete each path on the root that holds it."""
-        for part in (self._data, self._commits):
-            mine = [path for path in paths if self._of(path) is part]
-            if mine:
-                part.delete(mine)
-
-    def delete_folder(self, path: str) -> None:
-        """Delete on the root that holds `path`."""
-        self._of(path).delete_folder(path)
-
-    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
-        """Abort on the root that holds `prefix`."""
-        return self._of(prefix).abort_uploads(prefix, only=only)
-
-    def now_s(self, probe_path: str) -> float:
+    def server_time(self, probe_path: str) -> float:
         """Return the data root's clock, by which files of attempts are dated."""
-        return self._data.now_s(probe_path)
+        return self._data.server_time(probe_path)
+
+    def explain(self, error: BaseException) -> StorageError | None:
+        """Ask both: either may have raised it."""
+        return self._data.explain(error) or self._commits.explain(error)
+
+    def refresh(self) -> None:
+        """Look up the credentials of both again."""
+        self._data.refresh()
+        self._commits.refresh()
 
     def close(self) -> None:
         """Release both."""

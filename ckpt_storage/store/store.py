@@ -27,23 +27,23 @@ from .backend import (
     ShortReadError,
     TooLongError,
 )
-from .base import Arrived, Copied, PathFilter
 from .calls import Caller, Repeat, system_random
+from .deadline import Deadline
 from .problems import Call, explain
 from .timed import moved
 from .upload import Upload
 
 T = TypeVar("T")
 
-_PIECE_BYTES = 1 << 20
-"""Read and checked before it leaves a processor's second-level cache."""
+PathFilter = Callable[[str], bool]
+"""Says of a path, relative to the root, whether it is meant."""
 
 
 class Store:
     """One root on one storage: every call ends in time, and was repeated where that is right.
 
     One call takes at most `request_timeout_s` seconds an attempt, and ends by the deadline of
-    `with_deadline`. Every error is a `CheckpointError`, nearly always a `StorageError` whose `kind`
+    `bounded`. Every error is a `CheckpointError`, nearly always a `StorageError` whose `kind`
     says what it means; it holds no credentials. A thread that was given up may still end its
     call: after kind "timeout" from a read or a part, its memory must not be used for anything else.
 
@@ -96,21 +96,23 @@ class Store:
             known = self.run("opening", "", lambda backend: backend)
         return known.capabilities
 
-    def with_deadline(
+    def bounded(
         self,
-        at_monotonic_s: float,
+        deadline: Deadline,
         cancelled: Callable[[], bool] | None = None,
-        given_up: Callable[[], bool] | None = None,
+        *,
         throttled: Callable[[], None] | None = None,
     ) -> Store:
-        """Return this store with every call ending by a moment of the `clock`.
+        """Return this store with every call, repeats included, ending by `deadline`.
 
-        It shares all but a nearer deadline; closing it does nothing. Once `cancelled` or `given_up`
-        returns True no attempt is begun any more; once `given_up` does, those under way are left
-        behind as if their time were up. `throttled` is called after every answer that asks for
-        fewer requests.
+        It shares all but a nearer deadline; closing it does nothing. Once `cancelled` returns True
+        no attempt is begun any more. Once what the deadline belongs to has failed, those under way
+        are left behind, too. `throttled` is called after every answer that asks for fewer requests.
         """
-        return self._view(self._caller.within(at_monotonic_s, cancelled, given_up, throttled))
+        given_up = deadline.has_failed if deadline.is_watched else None
+        return self._view(
+            self._caller.within(deadline.at_monotonic_s, cancelled, given_up, throttled)
+        )
 
     def cleaning_up(self) -> Store:
         """Return this store with a deadline of its own, near and for discarding what failed."""
@@ -122,14 +124,6 @@ class Store:
         view._caller = caller  # the same class
         view._is_view = True  # the same class
         return view
-
-    def in_one_thread(self, call: Callable[[Store], T]) -> T:
-        """Return what `call` returns, which makes many short calls on the store it gets: this one.
-
-        They share a thread in place of one hand-over each. Deadlines hold as ever; one that is
-        given up ends all of it, and is not repeated.
-        """
-        return self._caller.pool.hold(lambda: call(self))
 
     def stat(self, path: str) -> ObjectInfo:
         """Return size, time and version of one object, never from a cache."""
@@ -187,35 +181,11 @@ class Store:
             del failure
 
     def read_into(
-        self,
-        path: str,
-        start: int,
-        target: memoryview,
-        *,
-        size_bytes: int | None = None,
-        arrived: Arrived | None = None,
+        self, path: str, start: int, target: memoryview, *, size_bytes: int | None = None
     ) -> None:
-        """Fill `target` with the bytes from `start` (bytes) on. As `read_ranges`.
-
-        `arrived` may be called with the number of bytes that are filled so far, so that they can be
-        checked while they are in the processor's cache; with 0 before each attempt. What it raises
-        ends the read.
-        """
-        if not target.nbytes:
-            return
-        view = memoryview(target).cast("B")
-        is_told = arrived is not None and not self.capabilities.is_remote
-        step = _PIECE_BYTES if is_told else view.nbytes
-
-        def pieces() -> Iterator[Range]:
-            if arrived is not None:
-                arrived(0)
-            for at in range(0, view.nbytes, step):
-                yield start + at, view[at : at + step]
-                if arrived is not None and is_told:
-                    arrived(min(at + step, view.nbytes))
-
-        self.read_ranges(path, _Again(pieces), size_bytes=size_bytes)
+        """Fill `target` with the bytes from `start` (bytes) on. As `read_ranges`."""
+        if target.nbytes:
+            self.read_ranges(path, [(start, memoryview(target).cast("B"))], size_bytes=size_bytes)
 
     def _fill(
         self, backend: Backend, path: str, ranges: Iterable[Range], size_bytes: int | None
@@ -338,7 +308,7 @@ class Store:
         """Return the object as uploads of this storage can copy it; None where they cannot."""
         return self.run("look at the storage", path, lambda backend: backend.copy_source(path))
 
-    def can_copy_from(self, other: Copied, *, at_any_price: bool = True) -> bool:
+    def can_copy_from(self, other: Store, *, at_any_price: bool = True) -> bool:
         """Return whether `copy_part` here takes the sources of `other`: one bucket, one disk.
 
         Unless `at_any_price`, only where a copy spares more than it costs.
@@ -546,16 +516,6 @@ class Store:
             offset=total_bytes,
             next_step="The file is damaged or not the one that was saved.",
         )
-
-
-class _Again:
-    """Ranges that are made anew each time they are iterated."""
-
-    def __init__(self, make: Callable[[], Iterator[Range]]) -> None:
-        self._make = make
-
-    def __iter__(self) -> Iterator[Range]:
-        return self._make()
 
 
 class _Watch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_storage.errors import CheckpointError, StorageError
-from ckpt_storage.store.base import Store
+from ckpt_storage.store.store import Store
 
 from ._suite_tools import fill, kind_of, paths_of, pattern, send, together
 

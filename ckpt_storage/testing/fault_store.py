@@ -14,6 +14,7 @@ from ckpt_storage.store.base import (
     Existing,
     PartReceipt,
     PathFilter,
+    Plain,
     Reserving,
     SharedUpload,
     Stat,
@@ -30,7 +31,7 @@ __all__ = ["FaultStore"]
 T = TypeVar("T")
 
 
-class FaultStore:
+class FaultStore(Plain):
     """A `Store` around another that plays a `Script`; without rules it only keeps a log.
 
     Operations bear the names of the protocol's methods; those of uploads are `write_part`,

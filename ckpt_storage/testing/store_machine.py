@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ckpt_storage.errors import IntegrityError, StorageError
-from ckpt_storage.store.base import Store, Upload
+from ckpt_storage.store.store import Store
+from ckpt_storage.store.upload import Upload
 
 from ._suite_tools import fill, pattern, send
 

@@ -1,159 +1,16 @@
-"""How much may be in flight: bytes for the whole process, requests for one transfer."""
+"""How many requests of one transfer may be under way at a time."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-
-from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
-from ckpt_storage.options import Phase
-from ckpt_storage.store.deadline import Deadline
-
-_NEVER_S = 10 * 365 * 86_400.0
-"""No work lasts longer; infinity is no number that clocks and locks take."""
-
-
-class Stalling:
-    """A `Watch` whose work has failed once nothing has moved for `timeout_s` seconds.
-
-    `on_bytes` hears of all that moves. Safe in any thread.
-    """
-
-    def __init__(
-        self,
-        phase: Phase,
-        timeout_s: float,
-        what: str,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._phase: Phase = phase
-        self._timeout_s = timeout_s
-        self._what = what
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._moved_s = clock()
-        self._failure: PhaseTimeoutError | None = None
-        self.on_bytes: Callable[[int], None] = lambda _: None
-
-    def failure(self) -> CheckpointError | None:
-        """Return the error of work that stands still, the same one from then on."""
-        with self._lock:
-            if self._failure is None and self._clock() - self._moved_s >= self._timeout_s:
-                self._failure = PhaseTimeoutError(
-                    f"{self._what} has not moved for {self._timeout_s:g} s ({self._phase} phase).",
-                    phase=self._phase,
-                    timeout_s=self._timeout_s,
-                    next_step=f"Check the storage, or raise Timeouts.{self._phase}.",
-                )
-            return self._failure
-
-    def advanced(self, byte_count: int) -> None:
-        """Note that `byte_count` more bytes are done."""
-        self._moved()
-        self.on_bytes(byte_count)
-
-    def ended_file(self) -> None:
-        """Note that one more file is complete."""
-        self._moved()
-
-    def expect(self, total_bytes: int) -> None:
-        """Nothing depends on how much there is."""
-
-    def failed(self, error: CheckpointError) -> None:
-        """Nothing: whoever failed cleans up through the same stores."""
-
-    def _moved(self) -> None:
-        with self._lock:
-            self._moved_s = self._clock()
-
-
-def stalling_deadline(phase: Phase, timeout_s: float, what: str) -> tuple[Deadline, Stalling]:
-    """Return a deadline that is over once `what` has not moved for `timeout_s`, and its watch."""
-    watch = Stalling(phase, timeout_s, what)
-    return Deadline(phase, _NEVER_S, watch=watch), watch
-
-
-_LOOK_S = 0.2
 
 _WORTH = 1.1
 """More requests at a time must bring a tenth more, or the measurement's noise decides."""
 
 _PROBE_ROUNDS = 8
 """Rounds after which one request more is tried again: storages speed up while they are used."""
-
-
-class Budget:
-    """Bytes of buffers in flight, counted for all transfers of the process together.
-
-    Each transfer names its own ceiling for the sum, so the strictest one is kept while it takes
-    part. First come, first served: a large claim is not starved by small ones. Safe in any thread.
-
-    A holder must not wait for more: it claims all that one step needs at once, so that what is
-    held is always on its way to being released.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what is held, as a child of fork must: it has none of its parent's threads."""
-        self._changed = threading.Condition()
-        self._queue: deque[object] = deque()
-        self._held_bytes = 0
-        self._peak_bytes = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes claimed and not yet released."""
-        return self._held_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was ever held."""
-        return self._peak_bytes
-
-    def acquire(self, byte_count: int, *, limit_bytes: int, deadline: Deadline) -> None:
-        """Wait until `byte_count` more fit below `limit_bytes`, and claim them.
-
-        A claim beyond the limit waits until nothing else is held. Raises `PhaseTimeoutError`, or
-        what `deadline` knows of a failure elsewhere; nothing is claimed then.
-        """
-        turn = object()
-        with self._changed:
-            self._queue.append(turn)
-            try:
-                while not self._fits(turn, byte_count, limit_bytes):
-                    self._changed.wait(min(_LOOK_S, deadline.remaining_s() + 0.001))
-                    deadline.check("Waiting for memory to send or read with")
-                self._held_bytes += byte_count
-                self._peak_bytes = max(self._peak_bytes, self._held_bytes)
-            finally:
-                self._queue.remove(turn)
-                self._changed.notify_all()
-
-    def release(self, byte_count: int) -> None:
-        """Give back bytes that `acquire` claimed."""
-        with self._changed:
-            self._held_bytes -= byte_count
-            self._changed.notify_all()
-
-    def _fits(self, turn: object, byte_count: int, limit_bytes: int) -> bool:
-        is_next = self._queue[0] is turn
-        return is_next and (not self._held_bytes or self._held_bytes + byte_count <= limit_bytes)
-
-
-BUDGET = Budget()
-"""What all writes of this process share; ranks on one node have one each.
-
-Reads have another (`fetching`): who reads in order to write holds memory already, and must not wait
-for more of the same.
-"""
-
-os.register_at_fork(after_in_child=BUDGET.reset)
 
 
 class Pacer:

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
 
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 
 T = TypeVar("T")
 
@@ -204,36 +204,3 @@ def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
             # The traceback leads to this frame, and the frame must not lead back.
             del failure
     return [results[number] for number in range(len(calls))]
-
-
-def bounded(
-    store: Store,
-    deadline: Deadline,
-    cancelled: Callable[[], bool] | None = None,
-    *,
-    throttled: Callable[[], None] | None = None,
-) -> Store:
-    """Return `store` with every operation, retries included, ending by `deadline`.
-
-    Once `cancelled` returns True no request is begun any more. Once what the deadline belongs to
-    has failed, those under way are given up as well. `throttled` is called whenever the storage
-    asked for fewer requests.
-    """
-    narrow = getattr(store, "with_deadline", None)
-    if narrow is None:
-        return store
-    given_up = deadline.has_failed if deadline.is_watched else None
-    narrowed: Store = narrow(deadline.at_monotonic_s, cancelled, given_up, throttled)
-    return narrowed
-
-
-def in_one_thread(store: Store, call: Callable[[Store], T]) -> T:
-    """Return what `call` returns, which makes many short operations on the store it gets: `store`.
-
-    They need no thread each; their deadlines hold as ever.
-    """
-    hold = getattr(store, "in_one_thread", None)
-    if hold is None:
-        return call(store)
-    result: T = hold(call)
-    return result

@@ -34,7 +34,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.export.converting import TargetFormat, convert
 from ckpt_storage.format.regions import Box
-from ckpt_storage.transfer import fetching
+from ckpt_storage.transfer import ranges
 
 
 class RowByRow(dcp.DefaultSavePlanner):
@@ -88,7 +88,7 @@ def test_small_chunks_are_read_together(
     state = {f"w{number}": seeded(number, 10, 10) for number in range(30)}
     row_by_row(state, tmp_path / "source")
     batches = itertools.count()
-    fetch = fetching.run_fetches
+    fetch = ranges.run_fetches
 
     def counted(*arguments: Any, **options: Any) -> None:
         next(batches)

@@ -22,7 +22,7 @@ from ckpt_storage.commit import slotlog
 from ckpt_storage.errors import CheckpointGoneError
 from ckpt_storage.inspect import verification
 from ckpt_storage.store import open_store
-from ckpt_storage.store.base import Store
+from ckpt_storage.store.store import Store
 
 ROUNDS = 30
 

@@ -14,13 +14,14 @@ from remote_tools import ops, options_of
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_storage import CheckpointStorageWriter, RetryPolicy, verify
+from ckpt_storage.commit.shardfile import ShardFileWriter
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store import open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
-from ckpt_storage.transfer import filewriter
-from ckpt_storage.transfer.filewriter import ShardFileWriter
-from ckpt_storage.transfer.pacing import BUDGET, Pacer
+from ckpt_storage.transfer import writing
+from ckpt_storage.transfer.budget import BUDGET
+from ckpt_storage.transfer.pacing import Pacer
 
 MIB = 1 << 20
 PART_BYTES = 5 * MIB
@@ -91,7 +92,7 @@ class Kept(Pacer):
 @pytest.fixture
 def pacers(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
     """The pacers of all uploads of the test."""
-    monkeypatch.setattr(filewriter, "Pacer", Kept)
+    monkeypatch.setattr(writing, "Pacer", Kept)
     monkeypatch.setattr(Kept, "made", [])
     return Kept.made
 

@@ -51,8 +51,9 @@ from ckpt_storage.format.regions import Box
 from ckpt_storage.options import RetryPolicy, TransferOptions
 from ckpt_storage.source.filemarks import open_source
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store, Version
+from ckpt_storage.store.backend import Content
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 
 Sharding = Literal["rows", "mixed", "uneven", "hybrid"]
 """rows: every tensor cut along its first dimension. mixed: matrices so, one tensor in four whole on
@@ -383,7 +384,7 @@ class _Counted:
 
     def __getattr__(self, name: str) -> Any:  # whatever the store has
         found = getattr(self._store, name)
-        if name == "with_deadline":
+        if name == "bounded":
             return lambda *args: _Counted(found(*args), self._answers)
         if name not in _READS:
             return found
@@ -405,7 +406,7 @@ _READS = frozenset({"read", "read_version", "read_into", "stat", "list"})
 
 
 def _bytes_of(answer: object) -> int:
-    if isinstance(answer, Version):
+    if isinstance(answer, Content):
         return len(answer.data)
     return len(answer) if isinstance(answer, bytes) else 0
 

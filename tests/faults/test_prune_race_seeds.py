@@ -6,7 +6,7 @@ import pytest
 from commit_tools import BOTH
 from prune_races import RACES, check_race, quiet
 
-from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.backend import Capabilities
 
 
 @BOTH

@@ -49,7 +49,7 @@ from ckpt_storage.format.slots import HeadRef
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Buffers
-from ckpt_storage.store.base import Store
+from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
 from ckpt_storage.testing.s3_server import S3Server

@@ -32,7 +32,7 @@ from local_stores import local_store
 from ckpt_storage.commit import cleaning, publishing, stockfooter
 from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.store import open_store
-from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 from ckpt_storage.testing.s3_server import S3Server
 

@@ -26,7 +26,7 @@ from commit_tools import (
 )
 
 from ckpt_storage.errors import CommitConflictError
-from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 

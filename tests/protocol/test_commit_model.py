@@ -6,7 +6,7 @@ import pytest
 from commit_model import SCENARIOS, Scenario, check_schedules
 from commit_tools import BOTH, IN_TURN, take_in_turn
 
-from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.backend import Capabilities
 
 
 @BOTH

@@ -38,7 +38,7 @@ from ckpt_storage.export.consolidation.options import ConsolidateOptions
 from ckpt_storage.export.consolidation.run import run_consolidate
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
+from ckpt_storage.store.store import Store
 from ckpt_storage.testing.fault_store import FaultStore
 from ckpt_storage.testing.faults import Action, Call, Rule, SimulatedCrash
 

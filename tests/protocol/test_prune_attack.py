@@ -19,7 +19,7 @@ from ckpt_storage.manager.pruneplan import Soundness
 from ckpt_storage.manager.pruning import Pruner
 from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan
 from ckpt_storage.store import probe
-from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash
 

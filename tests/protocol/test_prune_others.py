@@ -23,8 +23,9 @@ from ckpt_storage.manager.pruning import prune_checkpoints
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store, probe
-from ckpt_storage.store.base import Capabilities, PathFilter
+from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import PathFilter
 
 
 @pytest.fixture(autouse=True)

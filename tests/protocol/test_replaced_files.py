@@ -25,7 +25,7 @@ from ckpt_storage.export.converting import TargetFormat, convert
 from ckpt_storage.export.copying import copy
 from ckpt_storage.format import stockmeta
 from ckpt_storage.store.backends.local import LocalBackend
-from ckpt_storage.transfer import fetching
+from ckpt_storage.transfer import ranges
 
 
 def quiet(call: Callable[[], Any]) -> Any:
@@ -205,7 +205,7 @@ def test_a_conversion_notices_a_save_over_its_source(
         to = "dcp_safetensors"
     write(source, 1)
     again = once(lambda: write(source, 2))
-    fetch = fetching.run_fetches
+    fetch = ranges.run_fetches
 
     def fetch_then_save(*arguments: Any, **options: Any) -> None:
         fetch(*arguments, **options)

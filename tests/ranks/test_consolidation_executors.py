@@ -43,10 +43,11 @@ from ckpt_storage.format import integrity
 from ckpt_storage.options import MIB, TransferOptions
 from ckpt_storage.source.model import Place
 from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.backend import Capabilities, Part
 from ckpt_storage.store.backends.local import LocalBackend
-from ckpt_storage.store.base import Capabilities, PartReceipt, Store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.testing.s3_server import S3Server
 
@@ -118,7 +119,7 @@ def exported(
     target: Store = kw.get("target") or store
     portions = []
     owners = {}
-    receipts: dict[int, list[PartReceipt]] = {at: [] for at in range(len(plan.files))}
+    receipts: dict[int, list[Part]] = {at: [] for at in range(len(plan.files))}
     for at, file in enumerate(plan.files):
         owners[at] = target.start_shared_upload(f"hf/{file.name}", part_bytes=1)
     for rank in range(plan.world_size):

@@ -25,7 +25,7 @@ from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.transfer.fetching import Fetch
+from ckpt_storage.transfer.ranges import Fetch
 
 
 @given(sizes=st.lists(st.integers(0, 50), max_size=8), count=st.integers(1, 9))

@@ -16,10 +16,10 @@ from ckpt_storage.format.regions import Box, WindowCopy
 from ckpt_storage.loads.sharedreads import SharedReads
 from ckpt_storage.loads.sharing import Key, ShareOrder, SharePolicy, plan_shares
 from ckpt_storage.options import TransferOptions
+from ckpt_storage.source.costs import LOCAL_COSTS
 from ckpt_storage.source.model import Place
 from ckpt_storage.source.readplan import Request
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.costs import LOCAL_COSTS
 
 MIB = 1 << 20
 UNIT_COUNT = 4

@@ -18,7 +18,7 @@ from ckpt_storage.manager.pruning import prune_checkpoints
 from ckpt_storage.manager.retention import Keep, KeepBest, KeepEvery, KeepLatest, KeepNewerThan
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
+from ckpt_storage.store.store import Store
 from ckpt_storage.testing.s3_server import S3Server
 
 

@@ -15,7 +15,7 @@ from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.backend import Settings
 from ckpt_storage.store.backends.azure import AzureBackend
-from ckpt_storage.store.base import Store
+from ckpt_storage.store.store import Store
 
 POLICY = RetryPolicy(attempt_count=4, first_delay_s=0.01, max_delay_s=0.05)
 PART_BYTES = 64 * 1024

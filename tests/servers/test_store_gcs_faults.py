@@ -14,7 +14,7 @@ from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.backend import Settings
 from ckpt_storage.store.backends.gcs import GcsBackend
-from ckpt_storage.store.base import Store
+from ckpt_storage.store.store import Store
 
 PARTS = [b"a" * (2 * MULTIPLE), b"b" * (2 * MULTIPLE), b"c" * (MULTIPLE + 17)]
 WHOLE = b"".join(PARTS)

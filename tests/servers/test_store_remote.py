@@ -10,8 +10,8 @@ from servers import Running
 
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.store.store import Store
 from ckpt_storage.testing._old_suite import StoreSuite
 from ckpt_storage.testing.s3_server import S3Server
 

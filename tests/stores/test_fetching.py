@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ckpt_storage.errors import IntegrityError, StorageError
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.backend import Backend, Range
+from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.local import LocalStore
-from ckpt_storage.store.retry import RetryStore
+from ckpt_storage.store.store import Store
 from ckpt_storage.store.timed import AbandonedError
-from ckpt_storage.testing.fault_store import FaultStore
-from ckpt_storage.testing.faults import Rule
-from ckpt_storage.transfer.fetching import Fetch, run_fetches
+from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.ranges import Fetch, run_fetches
 
 KIB = 1024
 PART_BYTES = 64 * KIB
 
 
-class CountingStore(LocalStore):
+class CountingBackend(LocalBackend):
     """A folder that says it is remote, and counts how many reads are under way at a time.
 
     Each read waits until as many as `together` have been under way, or for `patience_s`.
     """
+
+    capabilities = dataclasses.replace(LocalBackend.capabilities, is_remote=True)
 
     def __init__(self, root: str, together: int, patience_s: float = 5) -> None:
         super().__init__(root)
@@ -40,24 +41,28 @@ class CountingStore(LocalStore):
         self._now = 0
         self._changed = threading.Condition()
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """Those of a storage behind a network."""
-        return dataclasses.replace(super().capabilities, is_remote=True)
-
-    def read_into(self, path: str, start: int, target: memoryview, **kw: Any) -> None:
+    def read(self, path: str, ranges: Iterable[Range]) -> int:
         """Read, once enough others do."""
         with self._changed:
             self._now += 1
             self.most = max(self.most, self._now)
-            self.buffers.add(id(target.obj))
             self._changed.notify_all()
             self._changed.wait_for(lambda: self.most >= self.together, timeout=self.patience_s)
         try:
-            super().read_into(path, start, target, **kw)
+            return super().read(path, self._noted(ranges))
         finally:
             with self._changed:
                 self._now -= 1
+
+    def _noted(self, ranges: Iterable[Range]) -> Iterator[Range]:
+        for start, view in ranges:
+            self.buffers.add(id(view.obj))
+            yield start, view
+
+
+def facade(backend: Backend) -> Store:
+    """Return a store over a backend."""
+    return Store(backend, url="test://")
 
 
 def content(count: int) -> bytes:
@@ -96,10 +101,10 @@ def options_for(parts: int, threads: int = 16) -> TransferOptions:
 def test_reads_keep_to_the_memory_limit(tmp_path: Path, parts: int) -> None:
     """As many reads are under way as the memory allows, no more, in as many buffers."""
     (tmp_path / "f").write_bytes(content(24))
-    store = CountingStore(str(tmp_path), parts)
+    store = CountingBackend(str(tmp_path), parts)
     got: dict[int, bytes] = {}
     deadline = Deadline("load", 60)
-    run_fetches(store, fetches_of(24, got), options=options_for(parts), deadline=deadline)
+    run_fetches(facade(store), fetches_of(24, got), options=options_for(parts), deadline=deadline)
     assert store.most == parts
     assert len(store.buffers) <= parts
     assert b"".join(got[number] for number in range(24)) == content(24)
@@ -111,13 +116,15 @@ def test_a_pacer_that_is_passed_remembers_what_the_storage_asked_for(tmp_path: P
     deadline = Deadline("load", 60)
     pacer = Pacer(8)
     pacer.slowed_down()
-    store = CountingStore(str(tmp_path), 7, patience_s=0.2)
-    run_fetches(store, fetches_of(7, {}), options=options_for(8), deadline=deadline, pacer=pacer)
+    store = CountingBackend(str(tmp_path), 7, patience_s=0.2)
+    run_fetches(
+        facade(store), fetches_of(7, {}), options=options_for(8), deadline=deadline, pacer=pacer
+    )
     # Four, and one more after the first round.
     assert store.most <= 5
-    store = CountingStore(str(tmp_path), 4, patience_s=0.2)
+    store = CountingBackend(str(tmp_path), 4, patience_s=0.2)
     run_fetches(
-        store, fetches_of(12, {}), options=options_for(3), deadline=deadline, pacer=Pacer(8)
+        facade(store), fetches_of(12, {}), options=options_for(3), deadline=deadline, pacer=Pacer(8)
     )
     assert store.most == 3
 
@@ -125,12 +132,12 @@ def test_a_pacer_that_is_passed_remembers_what_the_storage_asked_for(tmp_path: P
 def test_transfers_of_one_process_share_the_limit(tmp_path: Path) -> None:
     """Two transfers at a time have together no more under way than the limit allows one."""
     (tmp_path / "f").write_bytes(content(16))
-    store = CountingStore(str(tmp_path), 8, patience_s=0.2)
+    store = CountingBackend(str(tmp_path), 8, patience_s=0.2)
     results: list[dict[int, bytes]] = [{}, {}]
     threads = [
         threading.Thread(
             target=run_fetches,
-            args=(store, fetches_of(16, got)),
+            args=(facade(store), fetches_of(16, got)),
             kwargs={"options": options_for(4), "deadline": Deadline("load", 60)},
         )
         for got in results
@@ -147,13 +154,17 @@ def test_memory_is_given_back_after_a_failure(tmp_path: Path) -> None:
     """A transfer that failed leaves the whole limit to the next one."""
     (tmp_path / "f").write_bytes(content(8))
     for _ in range(3):
-        failing = CountingStore(str(tmp_path), 1)
+        failing = CountingBackend(str(tmp_path), 1)
         fetches = [*fetches_of(8, {}), Fetch(path="absent", start=0, stop=PART_BYTES)]
         with pytest.raises(StorageError):
-            run_fetches(failing, fetches, options=options_for(2), deadline=Deadline("load", 60))
+            run_fetches(
+                facade(failing), fetches, options=options_for(2), deadline=Deadline("load", 60)
+            )
     got: dict[int, bytes] = {}
-    store = CountingStore(str(tmp_path), 2)
-    run_fetches(store, fetches_of(8, got), options=options_for(2), deadline=Deadline("load", 60))
+    store = CountingBackend(str(tmp_path), 2)
+    run_fetches(
+        facade(store), fetches_of(8, got), options=options_for(2), deadline=Deadline("load", 60)
+    )
     assert store.most == 2
     assert len(got) == 8
 
@@ -169,10 +180,10 @@ def test_a_buffer_whose_read_failed_is_not_used_again(tmp_path: Path) -> None:
             raise IntegrityError("no", path="f", offset=1)
 
     fetches = [dataclasses.replace(fetch, done=refuse) for fetch in fetches_of(4, {})]
-    store = LocalStore(str(tmp_path))
+    store = LocalBackend(str(tmp_path))
     with pytest.raises(IntegrityError, match="no"):
         run_fetches(
-            store, fetches, options=options_for(4, threads=1), deadline=Deadline("load", 60)
+            facade(store), fetches, options=options_for(4, threads=1), deadline=Deadline("load", 60)
         )
     assert delivered == [0, 1]
 
@@ -180,8 +191,8 @@ def test_a_buffer_whose_read_failed_is_not_used_again(tmp_path: Path) -> None:
 def test_a_read_that_hangs_keeps_no_memory_from_others(tmp_path: Path) -> None:
     """A read that was given up delivers nothing, and the next transfer has the whole limit."""
     (tmp_path / "f").write_bytes(content(4))
-    faults = FaultStore(LocalStore(str(tmp_path)), [Rule(action="hang", operation="read_into")])
-    store = RetryStore(faults, request_timeout_s=1.0)
+    faults = FaultBackend(LocalBackend(str(tmp_path)), [Rule(action="hang", operation="read")])
+    store = Store(faults, url="hung://", request_timeout_s=1.0)
     got: dict[int, bytes] = {}
     options = dataclasses.replace(options_for(1, threads=1), memory_limit_bytes=PART_BYTES)
     with pytest.raises(AbandonedError):

@@ -13,7 +13,8 @@ import pytest
 
 from ckpt_storage.errors import PhaseTimeoutError, StorageError
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.pacing import BUDGET, Budget, Pacer
+from ckpt_storage.transfer.budget import BUDGET, Budget
+from ckpt_storage.transfer.pacing import Pacer
 
 
 def soon() -> Deadline:

@@ -26,6 +26,7 @@ from ckpt_storage.store.backend import (
     Range,
 )
 from ckpt_storage.store.backends.memory import MemoryBackend
+from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.timed import AbandonedError, abandoned_thread_count
@@ -266,7 +267,7 @@ def test_no_attempt_begins_after_the_deadline(bench: Bench) -> None:
     store = bench.store(
         fault("get", hit_count=None),
         policy=RetryPolicy(attempt_count=100, first_delay_s=1.0, max_delay_s=1.0),
-    ).with_deadline(bench.time.now_s + 2.25)
+    ).bounded(Deadline("load", 2.25, bench.time.clock))
     error = error_of(lambda: store.read("x"))
     assert error.kind == "connection"
     assert bench.time.slept == [0.5] * 4
@@ -409,7 +410,8 @@ def test_a_hanging_read_is_repeated_in_another_thread(bench: Bench) -> None:
 
 def test_the_deadline_of_a_view_gives_up_a_hanging_operation(bench: Bench) -> None:
     """The nearer of request deadline and phase deadline counts."""
-    store = bench.store(fault("get", action="hang")).with_deadline(bench.time.now_s + SHORT_S)
+    store = bench.store(fault("get", action="hang"))
+    store = store.bounded(Deadline("load", SHORT_S, bench.time.clock))
     assert isinstance(error_of(lambda: store.read("x")), AbandonedError)
 
 
@@ -505,7 +507,7 @@ def test_a_call_that_comes_further_has_its_time_anew(bench: Bench) -> None:
     once = RetryPolicy(attempt_count=1)
     store = Store(Paged(bench.location), url="paged", request_timeout_s=1.0, policy=once)
     assert len(store.list("")) == 8
-    near = store.with_deadline(time.monotonic() + 0.5)
+    near = store.bounded(Deadline("load", 0.5))
     assert isinstance(error_of(lambda: near.list("")), AbandonedError)
     store.close()
 

@@ -20,9 +20,9 @@ from local_stores import ONCE, local_store, store_on
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.backend import Part
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
-from ckpt_storage.store.base import PartReceipt
 from ckpt_storage.store.dialect_s3_requests import S3Requests
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.store.store import Store
@@ -102,7 +102,7 @@ def test_processes_write_one_object(kind: str, tmp_path: Path, server: S3Server)
     receipts = []
     for process, here in members:
         assert here.poll(WAIT_S)
-        receipts += [PartReceipt.from_json(values) for values in here.recv()]
+        receipts += [Part.from_json(values) for values in here.recv()]
         process.join(WAIT_S)
         assert process.exitcode == 0
     owner.complete(3 * PART_BYTES + 3, receipts=receipts)
@@ -116,7 +116,7 @@ def test_processes_write_one_object(kind: str, tmp_path: Path, server: S3Server)
 def test_what_is_no_receipt_is_refused(values: list[Any]) -> None:
     """Values of another length or type do not become a receipt."""
     with pytest.raises(ValueError, match=r"no part|unpack"):
-        PartReceipt.from_json(values)
+        Part.from_json(values)
 
 
 # On POSIX.
@@ -373,19 +373,19 @@ def test_gaps_and_overlaps_of_receipts_are_found(tmp_path: Path) -> None:
     """Only receipts that are the object exactly, in the order of their numbers, complete it."""
     store = local(tmp_path)
     good = [
-        PartReceipt(number=0, offset=0, size_bytes=4, receipt="a"),
-        PartReceipt(number=1, offset=4, size_bytes=4, receipt="b"),
+        Part(number=0, offset=0, size_bytes=4, receipt="a"),
+        Part(number=1, offset=4, size_bytes=4, receipt="b"),
     ]
     bad = [
         good[:1],
         good[1:],
-        [good[0], PartReceipt(number=1, offset=3, size_bytes=5, receipt="b")],
-        [*good, PartReceipt(number=2, offset=8, size_bytes=1, receipt="c")],
+        [good[0], Part(number=1, offset=3, size_bytes=5, receipt="b")],
+        [*good, Part(number=2, offset=8, size_bytes=1, receipt="c")],
         [
-            PartReceipt(number=1, offset=0, size_bytes=4),
-            PartReceipt(number=0, offset=4, size_bytes=4),
+            Part(number=1, offset=0, size_bytes=4),
+            Part(number=0, offset=4, size_bytes=4),
         ],
-        [*good, PartReceipt(number=1, offset=4, size_bytes=4, receipt="c")],
+        [*good, Part(number=1, offset=4, size_bytes=4, receipt="c")],
     ]
     for receipts in bad:
         for order in itertools.islice(itertools.permutations(receipts), 3):

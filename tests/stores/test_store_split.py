@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from local_stores import local_store
 from safetensors.torch import load_file
 
 from ckpt_storage import (
@@ -18,11 +17,13 @@ from ckpt_storage import (
     save_async,
     verify,
 )
-from ckpt_storage.store.split import SplitStore
-from ckpt_storage.testing._old_suite import StoreSuite
+from ckpt_storage.store.backends.local import LocalBackend
+from ckpt_storage.store.split import SplitBackend
+from ckpt_storage.store.store import Store
+from ckpt_storage.testing.store_suite import StoreSuite
 
 
-class TestSplitStore(StoreSuite):
+class TestSplitBackend(StoreSuite):
     """The suite on one folder that is reached in two ways, as a mount and its bucket are."""
 
     @pytest.fixture
@@ -31,20 +32,20 @@ class TestSplitStore(StoreSuite):
         return str(tmp_path / "run")
 
     @pytest.fixture
-    def store(self, root: str) -> SplitStore:
-        """A store whose two parts lie in the same place."""
-        return SplitStore(local_store(root), local_store(root))
+    def backend(self, root: str) -> SplitBackend:
+        """A backend whose two parts lie in the same place."""
+        return SplitBackend(LocalBackend(root), LocalBackend(root))
 
     @pytest.fixture
-    def other(self, root: str) -> SplitStore:
+    def other(self, root: str) -> SplitBackend:
         """A second one."""
-        return SplitStore(local_store(root), local_store(root))
+        return SplitBackend(LocalBackend(root), LocalBackend(root))
 
 
 def test_each_object_goes_to_its_root(tmp_path: Path) -> None:
     """Slots, `.metadata` and probes go to the commit root, all else to the data root."""
-    data, commits = local_store(str(tmp_path / "data")), local_store(str(tmp_path / "commits"))
-    store = SplitStore(data, commits)
+    data, commits = (LocalBackend(str(tmp_path / name)) for name in ("data", "commits"))
+    store = Store(SplitBackend(data, commits), url="split://")
     store.prepare(["commits", "saves/a/ranks"])
     for path in ("commits/00000001.json", ".metadata", ".ckpt-storage-probe-0"):
         store.write(path, b"x")

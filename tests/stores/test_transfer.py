@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,16 @@ from ckpt_storage.coordination.agreement import Hello, check_agreement
 from ckpt_storage.errors import RankMismatchError
 from ckpt_storage.options import MIB, TransferOptions, default_memory_limit_bytes
 from ckpt_storage.store import Location, endpoint_of
+from ckpt_storage.store.backend import Capabilities, Range
 from ckpt_storage.store.backends.local import LocalBackend
-from ckpt_storage.store.base import Capabilities
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.dialect_s3 import CAPABILITIES as S3_CAPABILITIES
-from ckpt_storage.store.local import LocalStore
-from ckpt_storage.transfer.fetching import Fetch, run_fetches
-from ckpt_storage.transfer.filewriter import part_bytes_for
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.ranges import Fetch, run_fetches
+from ckpt_storage.transfer.writing import part_bytes_for
 
 
-class SlowStore(LocalStore):
+class SlowBackend(LocalBackend):
     """A local store whose read of the file "slow" waits for an event before it fills anything."""
 
     def __init__(self, root: str, release: threading.Event) -> None:
@@ -43,7 +43,7 @@ class SlowStore(LocalStore):
         self.release = release
         self.began = threading.Event()
 
-    def read_into(self, path: str, start: int, target: memoryview, **kw: Any) -> None:
+    def read(self, path: str, ranges: Iterable[Range]) -> int:
         """Read; "slow" late, "bad" not at all."""
         if path == "bad":
             self.began.wait(10)
@@ -51,14 +51,14 @@ class SlowStore(LocalStore):
         if path == "slow":
             self.began.set()
             self.release.wait(10)
-        super().read_into(path, start, target, **kw)
+        return super().read(path, ranges)
 
 
 def test_a_failed_load_touches_no_target_after_it_was_raised(tmp_path: Path) -> None:
     """`run_fetches` raises when reads that were under way have ended, and hands out nothing."""
     (tmp_path / "slow").write_bytes(b"x" * 1000)
     release = threading.Event()
-    store = SlowStore(str(tmp_path), release)
+    store = Store(SlowBackend(str(tmp_path), release), url="slow://")
     done: list[str] = []
     target = bytearray(1000)
     fetches = [

@@ -12,7 +12,7 @@ from ckpt_storage.options import RetryPolicy, TransferOptions
 from ckpt_storage.store.backend import Range
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.fetching import Fetch, run_fetches
+from ckpt_storage.transfer.ranges import Fetch, run_fetches
 
 
 class TwoFaced(DictBackend):

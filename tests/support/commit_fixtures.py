@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from commit_tools import DictStore, Disk
 
-from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.backend import Capabilities
 
 
 @pytest.fixture

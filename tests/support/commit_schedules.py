@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from commit_tools import DictStore, Disk
 
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.backend import Capabilities
 
 Job = Callable[[DictStore], object]
 

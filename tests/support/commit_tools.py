@@ -32,8 +32,8 @@ from ckpt_storage.store.backend import (
     Range,
     ShortReadError,
 )
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 from ckpt_storage.store.store import Store as Facade
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.transfer import workers

@@ -14,8 +14,8 @@ from ckpt_storage.export.consolidation.plan import ExportPlan, Piece, PieceFinde
 from ckpt_storage.format.regions import Box
 from ckpt_storage.format.tensorfile import DTYPES
 from ckpt_storage.source.model import Place, SourceFormat, TensorInfo
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 
 BLOCK_BYTES = 1024
 

@@ -14,8 +14,8 @@ from crc32c import crc32c
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.regions import Box
 from ckpt_storage.source.model import Place, SourceFormat, TensorInfo
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 
 BLOCK_BYTES = 4096
 

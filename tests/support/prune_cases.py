@@ -31,8 +31,9 @@ from ckpt_storage.manager.pruning import Pruner, PruneReport
 from ckpt_storage.manager.retention import Keep
 from ckpt_storage.manager.stepnames import StepNames
 from ckpt_storage.store import Location
-from ckpt_storage.store.base import Capabilities, Entry, PathFilter, Stat, Store, Version
+from ckpt_storage.store.backend import Capabilities, Content, ObjectInfo
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import PathFilter, Store
 
 OTHERS = {
     "tokenizer/vocab.json": b"{}",
@@ -74,7 +75,7 @@ class Below:
         """Return an object."""
         return self._inner.read(self._prefix + path, most_bytes=most_bytes)
 
-    def read_version(self, path: str, *, most_bytes: int | None = None) -> Version:
+    def read_version(self, path: str, *, most_bytes: int | None = None) -> Content:
         """Return an object and its token."""
         return self._inner.read_version(self._prefix + path, most_bytes=most_bytes)
 
@@ -82,7 +83,7 @@ class Below:
         """Fill `target`."""
         self._inner.read_into(self._prefix + path, start, target, **more)
 
-    def stat(self, path: str) -> Stat:
+    def stat(self, path: str) -> ObjectInfo:
         """Return size and time."""
         return self._inner.stat(self._prefix + path)
 
@@ -98,12 +99,14 @@ class Below:
         """Put an object in place of another."""
         self._inner.replace(self._prefix + path, data, if_match=if_match)
 
-    def list(self, prefix: str, *, recursive: bool = True) -> list[Entry]:
+    def list(self, prefix: str, *, recursive: bool = True) -> list[ObjectInfo]:
         """Return the objects below a folder."""
         whole = (self._prefix + prefix).rstrip("/")
         cut = len(self._prefix)
         return [
-            Entry(path=entry.path[cut:], size_bytes=entry.size_bytes, modified_s=entry.modified_s)
+            ObjectInfo(
+                path=entry.path[cut:], size_bytes=entry.size_bytes, modified_s=entry.modified_s
+            )
             for entry in self._inner.list(whole, recursive=recursive)
         ]
 

@@ -24,7 +24,7 @@ from ckpt_storage.manager import pruneplan
 from ckpt_storage.manager.retention import KeepEvery, KeepLatest
 from ckpt_storage.source import model as source
 from ckpt_storage.store import probe
-from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.base import Store, Upload
 from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.store.store import Store
+from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.s3_server import S3Server
 
 KEY = "AKIAEXAMPLEKEYID"

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.regions import Box, WindowCopy
+from ckpt_storage.source.costs import LOCAL_COSTS, REMOTE_COSTS, ReadCosts
 from ckpt_storage.source.model import Place
 from ckpt_storage.source.readplan import Request, Span, bytes_request, plan_reads, plan_spans
-from ckpt_storage.transfer.costs import LOCAL_COSTS, REMOTE_COSTS, ReadCosts
-from ckpt_storage.transfer.fetching import Fetch
+from ckpt_storage.transfer.ranges import Fetch
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -13,11 +13,12 @@ from remote_tools import options_of
 
 import ckpt_storage
 from ckpt_storage.errors import CheckpointError
+from ckpt_storage.export import relay
 from ckpt_storage.export.consolidating import consolidate
 from ckpt_storage.options import MIB, RetryPolicy
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
-from ckpt_storage.transfer import relay
-from ckpt_storage.transfer.pacing import BUDGET, Pacer
+from ckpt_storage.transfer.budget import BUDGET
+from ckpt_storage.transfer.pacing import Pacer
 
 RETRY = RetryPolicy(first_delay_s=0.0, max_delay_s=0.01)
 LIMIT_BYTES = 128 * MIB

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import DEFAULT_PART_BYTES, MIB
-from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.backend import Capabilities
 
 _ELEMENTS_BYTES = 64
 """A multiple of it, from where tensors begin, is the end of an element of every dtype."""

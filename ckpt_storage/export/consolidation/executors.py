@@ -16,13 +16,14 @@ from functools import partial
 from typing import Literal
 
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.export.relay import Buffers, Paces, PartWorkers, timed
 from ckpt_storage.format import integrity
 from ckpt_storage.options import MIB, TransferOptions
 from ckpt_storage.source.model import Source
-from ckpt_storage.store.base import Capabilities, SharedUpload, Store, Upload
+from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.relay import Buffers, Paces, PartWorkers, timed
-from ckpt_storage.transfer.workers import bounded
+from ckpt_storage.store.store import Store
+from ckpt_storage.store.upload import Upload
 
 from .plan import ExportPlan, Region
 from .storagecopy import CopyPart, CopyRun, StreamPart, copy_runs, cut_region, streamed
@@ -90,7 +91,7 @@ class RegionWriter:
             window_bytes = min(_LOCAL_WINDOW_BYTES, options.part_bytes)
             read_bytes = min(_LOCAL_READ_BYTES, options.part_bytes)
         paces = paces or paces_for(options)
-        store = bounded(source_store, deadline, throttled=paces.source.slowed_down)
+        store = source_store.bounded(deadline, throttled=paces.source.slowed_down)
         self._means = _Means(
             source_store=store,
             capabilities=capabilities,
@@ -322,7 +323,7 @@ class _Job:
         """
         means, place, length = self._means, part.place, part.stop - part.start
         source = means.source_store.copy_source(place.path)
-        if source is None or not isinstance(self._upload, SharedUpload):
+        if source is None or not isinstance(self._upload, Upload):
             return False
         try:
             with timed(means.paces.target, length):

@@ -42,8 +42,9 @@ from ckpt_storage.format.exports import (
     suffix_of,
     weight_file_path,
 )
-from ckpt_storage.store.base import Entry, Store, Version
+from ckpt_storage.store.backend import Content, ObjectInfo
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import Workers
 
 from .plan import ExportPlan, index_document
@@ -63,7 +64,7 @@ class ExportFolder:
         self._plan = plan
         self._deadline = deadline
         self._run_id = os.urandom(16).hex()
-        self._index: Version | None = None
+        self._index: Content | None = None
         self._removed: list[str] = []
 
     @property
@@ -383,7 +384,7 @@ def _is_records_folder(path: str) -> bool:
     return re.fullmatch(r"[0-9a-f]+", tag) is not None and tag == records_tag(tag)
 
 
-def _listed(store: Store, folder: str) -> list[Entry]:
+def _listed(store: Store, folder: str) -> list[ObjectInfo]:
     try:
         return store.list(folder, recursive=False)
     except StorageError as error:

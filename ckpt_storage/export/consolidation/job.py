@@ -22,8 +22,8 @@ from ckpt_storage.options import (
 )
 from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location, endpoint_of
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 
 from .executors import Copies
 from .options import ConsolidateOptions

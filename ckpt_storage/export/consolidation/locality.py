@@ -17,7 +17,7 @@ from ckpt_storage.errors import CheckpointError, RankMismatchError, StorageError
 from ckpt_storage.format.exports import probe_path
 from ckpt_storage.source.foreign import SafetensorsSource, StockSource
 from ckpt_storage.source.model import CommittedSource, Source
-from ckpt_storage.store.base import Store
+from ckpt_storage.store.store import Store
 
 _SAMPLE_COUNT = 64
 

@@ -16,7 +16,7 @@ from ckpt_storage.format.exports import (
     Holder,
     is_weight_file,
 )
-from ckpt_storage.store.base import Store
+from ckpt_storage.store.store import Store
 
 log = logging.getLogger("ckpt_storage")
 

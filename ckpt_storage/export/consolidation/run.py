@@ -26,8 +26,8 @@ from ckpt_storage.options import Phase
 from ckpt_storage.source.filemarks import FileMarks, open_newest, open_source
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest
 from ckpt_storage.store import open_store
-from ckpt_storage.store.base import Store
-from ckpt_storage.transfer.workers import Workers, bounded
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.workers import Workers
 
 from .choice import check_ties
 from .division import WriteRules, divide
@@ -108,8 +108,8 @@ class _Run:
 
     def _begin(self, phase: Phase, total_bytes: int = 0) -> None:
         self._deadline = self._ranks.phase(phase, total_bytes=total_bytes)
-        self._source_store = bounded(self._plain_source, self._deadline)
-        self._target = bounded(self._plain_target, self._deadline)
+        self._source_store = self._plain_source.bounded(self._deadline)
+        self._target = self._plain_target.bounded(self._deadline)
 
     def run(self) -> ConsolidationReport:
         ranks = self._ranks
@@ -321,7 +321,7 @@ class _Run:
         ranks = self._ranks
         complete: dict[int, FileRef] = {}
         paces = self._paces
-        target = bounded(self._target, self._deadline, throttled=paces.target.slowed_down)
+        target = self._target.bounded(self._deadline, throttled=paces.target.slowed_down)
         with RankWork(plan, ranks.rank, target, self._deadline) as work:
             tickets = self._share_tickets(work, plan) if keepers(plan) else {}
             with self._job.track(own_bytes, plan.save_id) as on_bytes:

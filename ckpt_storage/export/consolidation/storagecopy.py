@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from ckpt_storage.format import integrity
 from ckpt_storage.source.model import Place
-from ckpt_storage.store.base import Capabilities
+from ckpt_storage.store.backend import Capabilities
 
 from .plan import Piece, Region
 

@@ -21,13 +21,13 @@ from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, 
 from ckpt_storage.format import integrity
 from ckpt_storage.format.regions import WindowCopy
 from ckpt_storage.options import TransferOptions
+from ckpt_storage.source.costs import costs_for
 from ckpt_storage.source.model import Place, Source, concerns
 from ckpt_storage.source.readplan import Request, plan_reads
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.costs import costs_for
-from ckpt_storage.transfer.fetching import Fetch, run_fetches
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.ranges import Fetch, run_fetches
 
 from .options import CASTABLE
 from .plan import ExportPlan, Piece, PieceFinder, Region

@@ -11,8 +11,10 @@ from typing import Self
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.format import integrity
 from ckpt_storage.format.documents import FileRef
-from ckpt_storage.store.base import PartReceipt, SharedUpload, Store, Upload
+from ckpt_storage.store.backend import Part
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
+from ckpt_storage.store.upload import Upload
 from ckpt_storage.transfer.workers import Workers
 
 from .executors import Portion, RegionWriter
@@ -31,7 +33,7 @@ class RankResult:
     """What one rank wrote: portions; receipts of files kept by others; files it completed."""
 
     portions: tuple[Portion, ...]
-    receipts: Mapping[int, Sequence[PartReceipt]]
+    receipts: Mapping[int, Sequence[Part]]
     completed: Mapping[int, FileRef]
 
 
@@ -41,7 +43,7 @@ class Completion:
 
     file: int
     crc32c: int
-    receipts: Sequence[PartReceipt]
+    receipts: Sequence[Part]
 
 
 def keepers(plan: ExportPlan) -> dict[int, int]:
@@ -58,7 +60,7 @@ def completions(plan: ExportPlan, results: Sequence[RankResult]) -> dict[int, li
     Raises `CheckpointError` unless the portions are all of every such file.
     """
     portions: dict[int, list[Portion]] = {}
-    receipts: dict[int, list[PartReceipt]] = {}
+    receipts: dict[int, list[Part]] = {}
     for result in results:
         for portion in result.portions:
             portions.setdefault(portion.file, []).append(portion)
@@ -102,7 +104,7 @@ class RankWork:
         self._store = store
         self._deadline = deadline
         self._keepers = keepers(plan)
-        self._kept: dict[int, SharedUpload] = {}
+        self._kept: dict[int, Upload] = {}
         self._open: list[Upload] = []
 
     def __enter__(self) -> Self:
@@ -130,18 +132,18 @@ class RankWork:
     def write(self, writer: RegionWriter, tickets: Mapping[int, str]) -> RankResult:
         """Write all regions of this rank; complete the files that it writes alone."""
         portions: list[Portion] = []
-        receipts: dict[int, Sequence[PartReceipt]] = {}
+        receipts: dict[int, Sequence[Part]] = {}
         completed: dict[int, FileRef] = {}
 
         def complete(upload: Upload, region: Region, crc32c: int) -> None:
-            if isinstance(upload, SharedUpload):
+            if isinstance(upload, Upload):
                 upload.complete(region.file_bytes, existing="replace")
             else:
                 upload.complete(region.file_bytes)
             self._open.remove(upload)
             completed[region.file] = self._record(region.file, crc32c)
 
-        def leave(upload: SharedUpload, region: Region) -> None:
+        def leave(upload: Upload, region: Region) -> None:
             with self._while_kept(region):
                 receipts[region.file] = upload.receipts()
             self._open.remove(upload)
@@ -178,7 +180,7 @@ class RankWork:
         self._open.append(upload)
         return upload
 
-    def _join(self, region: Region, ticket: str) -> SharedUpload:
+    def _join(self, region: Region, ticket: str) -> Upload:
         name = self._plan.files[region.file].name
         upload = self._store.join_upload(name, ticket, part_bytes=region.part_bytes)
         self._open.append(upload)

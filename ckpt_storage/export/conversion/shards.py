@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckpt_storage.commit.shardfile import ShardFileWriter, ShardTable
 from ckpt_storage.commit.stockwrite import STOCK_VERSION
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.format.manifest import RankManifest, ShardFile
 from ckpt_storage.format.regions import Box
 from ckpt_storage.format.tensorfile import DTYPES, PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.filewriter import ShardFileWriter, ShardTable
+from ckpt_storage.store.store import Store
 
 from .stream import Item
 from .values import Values

@@ -19,13 +19,13 @@ from ckpt_storage.format.regions import Box, WindowCopy, interval_boxes
 from ckpt_storage.format.tensorfile import DTYPES
 from ckpt_storage.format.tensorlayout import GridBoxes
 from ckpt_storage.options import TransferOptions
+from ckpt_storage.source.costs import costs_for
 from ckpt_storage.source.model import Place, TensorInfo, concerns
 from ckpt_storage.source.readplan import Request, Sink, bytes_request, plan_reads
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.costs import costs_for
-from ckpt_storage.transfer.fetching import run_fetches
+from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.ranges import run_fetches
 
 Item = tuple[str, Box | None]
 """A box of a tensor, or, without one, a value that is none."""

@@ -30,10 +30,9 @@ from ckpt_storage.format.manifest import RankManifest
 from ckpt_storage.format.rankreport import RankReport
 from ckpt_storage.options import RetryPolicy, TransferOptions
 from ckpt_storage.store import Location
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
-from ckpt_storage.transfer.workers import bounded
+from ckpt_storage.store.store import Store
 
 from .values import Values
 
@@ -239,7 +238,7 @@ def _write_ours(values: Values, target: Target) -> str:
     deadline = Deadline("commit", target.commit_timeout_s)
     try:
         commit_save(
-            bounded(store, deadline),
+            store.bounded(deadline),
             grant,
             world_size=1,
             metadata=metadata_of(values),

@@ -22,16 +22,16 @@ from ckpt_storage.format.tensorfile import DTYPES
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import Place, TensorInfo
 from ckpt_storage.source.readplan import bytes_request
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
 
 from .stream import Readable, TensorStream, payload_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from ckpt_storage.store.base import Store
     from ckpt_storage.store.deadline import Deadline
+    from ckpt_storage.store.store import Store
 
 
 _TENSORS = "data"

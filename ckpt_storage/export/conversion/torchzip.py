@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
+from ckpt_storage.commit.shardfile import ShardFileWriter
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsafeContentError
 from ckpt_storage.format.tensorfile import DTYPES
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import TensorInfo
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.filewriter import ShardFileWriter
+from ckpt_storage.store.store import Store
 
 from .stream import payload_bytes
 from .values import Values

@@ -9,14 +9,14 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ckpt_storage.commit.shardfile import ShardFileWriter
 from ckpt_storage.errors import StorageError
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.regions import Box
 from ckpt_storage.format.tensorfile import DTYPES, SafetensorsEntry, encode_safetensors_header
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.store.base import Store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.transfer.filewriter import ShardFileWriter
+from ckpt_storage.store.store import Store
 
 from .stream import payload_bytes
 from .values import Values

@@ -11,9 +11,9 @@ from typing import Self
 
 from ckpt_storage.options import REMOTE_THREADS
 from ckpt_storage.store.deadline import Deadline
-
-from .pacing import BUDGET, Pacer
-from .workers import Workers
+from ckpt_storage.transfer.budget import BUDGET
+from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.workers import Workers
 
 
 class Paces:

@@ -1,0 +1,265 @@
+"""Many byte ranges in: ranged reads in parallel, bounded, checked while they arrive."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+from ckpt_storage.errors import CheckpointError
+from ckpt_storage.options import TransferOptions
+from ckpt_storage.store.backend import Range
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.pacing import Pacer
+
+from .budget import Budget
+from .workers import Workers
+
+_READ_GRACE_S = 330.0
+
+_PIECE_BYTES = 1 << 20
+"""Read from a disk and checked before it leaves a processor's second-level cache."""
+
+_BUDGET = Budget()
+"""Of this process's reads. Not that of its writes: one that waits for what it is to write holds
+memory already, and nobody may hold some and wait for more."""
+
+os.register_at_fork(after_in_child=_BUDGET.reset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """One ranged read: bytes `[start, stop)` of a file, and who takes them.
+
+    With `target`, a writable view of that length, the bytes are read straight into it;
+    otherwise into a buffer that is reused after `done` returns. `done` gets the view of the
+    bytes, in a thread of the transfer, verifies them and copies them out. `size_bytes` is the
+    length the file must have.
+
+    `check` gets the bytes as they arrive, with their distance from `start`, every byte once an
+    attempt; what it gets ends at a multiple of `check_bytes`, or where `edge_before` says that
+    the first so many bytes can be judged without the rest, or with the range.
+    """
+
+    path: str
+    start: int
+    stop: int
+    done: Callable[[memoryview], None] = lambda _: None
+    target: memoryview | None = None
+    size_bytes: int | None = None
+    check: Callable[[memoryview, int], None] | None = None
+    check_bytes: int = 1
+    edge_before: Callable[[int], int] | None = None
+
+    def judged(self, count: int) -> int:
+        """Return how many of the first `count` bytes can be judged without the rest."""
+        if count == self.stop - self.start:
+            return count
+        if self.edge_before is not None:
+            return self.edge_before(count)
+        return count - count % self.check_bytes
+
+
+def run_fetches(
+    store: Store,
+    fetches: Sequence[Fetch],
+    *,
+    options: TransferOptions,
+    deadline: Deadline,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    pacer: Pacer | None = None,
+) -> None:
+    """Do all reads, at most `thread_count` at a time, in the given order of start.
+
+    Where a request costs a round trip, how many are under way follows what the storage bears; who
+    reads from it again passes the same `pacer`, which remembers.
+    Buffers, and the answers that clients hold meanwhile, take at most `memory_limit_bytes` in
+    all of the process's reads. Raises the first failure; targets are then undefined.
+    """
+    if not fetches:
+        return
+    run = _Run(store, fetches, options=options, deadline=deadline, on_bytes=on_bytes, pacer=pacer)
+    try:
+        run.go(fetches)
+    finally:
+        run.given_up.set()
+
+
+class _Run:
+    """One call of `run_fetches`: its pace, its buffers and its share of the memory."""
+
+    def __init__(
+        self,
+        store: Store,
+        fetches: Sequence[Fetch],
+        *,
+        options: TransferOptions,
+        deadline: Deadline,
+        on_bytes: Callable[[int], None],
+        pacer: Pacer | None,
+    ) -> None:
+        self.given_up = threading.Event()
+        self.deadline = deadline
+        self.on_bytes = on_bytes
+        self._is_remote = store.capabilities.is_remote
+        self._limit_bytes = options.memory_limit_bytes
+        self._buffer_bytes = max((f.stop - f.start for f in fetches if f.target is None), default=0)
+        # Fresh memory costs the kernel more than the copy out of it: buffers are used again.
+        self._buffers: list[memoryview] = []
+        dearest = max(map(self._cost_bytes, fetches))
+        affordable = options.memory_limit_bytes // max(1, dearest)
+        self._most = max(1, min(options.thread_count, len(fetches), affordable))
+        # All at once: reads wait for the first byte, and a storage that has too many says so.
+        self._pacer = pacer or Pacer(self._most)
+        self._store = store.bounded(
+            deadline, self.given_up.is_set, throttled=self._pacer.slowed_down
+        )
+
+    def go(self, fetches: Sequence[Fetch]) -> None:
+        """Do the reads."""
+        batches = [[fetch] for fetch in fetches]
+        if self._most == 1:
+            if not self._is_remote:
+                # From a kernel's cache a read takes little longer than a file takes to be opened
+                # by another thread, on another core where nothing of what was read is in cache.
+                same = groupby(fetches, key=lambda fetch: (fetch.path, fetch.size_bytes))
+                batches = [list(those) for _, those in same]
+            for batch in batches:
+                self.deadline.check(f"Reading {batch[0].path}")
+                self._claim(batch)
+                try:
+                    self._read(batch)
+                finally:
+                    self._release(batch)
+            return
+        # A read that still runs after a failure would write into targets that the caller may
+        # fill from elsewhere by then: wait for it, as long as one request may take.
+        workers = Workers(
+            self._most,
+            name=f"read from {self._store.url}",
+            deadline=self.deadline,
+            limit=lambda: min(self._most, self._pacer.limit()),
+            grace_s=_READ_GRACE_S,
+        )
+        with workers:
+            try:
+                for batch in batches:
+                    self._claim(batch)
+                    workers.submit(partial(self._read, batch), ended=partial(self._release, batch))
+                workers.drain()
+            finally:
+                # Before the threads are waited for.
+                self.given_up.set()
+
+    def _cost_bytes(self, fetch: Fetch) -> int:
+        """Return the memory that a read takes beside its target: a buffer, a client's copy."""
+        buffer_bytes = self._buffer_bytes if fetch.target is None else 0
+        return buffer_bytes + (fetch.stop - fetch.start if self._is_remote else 0)
+
+    def _claim(self, batch: Sequence[Fetch]) -> None:
+        # One at a time is under way.
+        cost_bytes = max(map(self._cost_bytes, batch))
+        if cost_bytes:
+            _BUDGET.acquire(cost_bytes, limit_bytes=self._limit_bytes, deadline=self.deadline)
+
+    def _release(self, batch: Sequence[Fetch]) -> None:
+        _BUDGET.release(max(map(self._cost_bytes, batch)))
+
+    def _read(self, batch: Sequence[Fetch]) -> None:
+        first = batch[0]
+        ranges = _Ranges(self, batch, None if self._is_remote else _PIECE_BYTES)
+        if any(fetch.start < fetch.stop for fetch in batch):
+            self._store.read_ranges(first.path, ranges, size_bytes=first.size_bytes)
+        else:
+            deque(ranges, maxlen=0)
+        ranges.finish()
+
+    def taken(self, seconds: float, byte_count: int) -> None:
+        """Note what was read in one go."""
+        if self._is_remote or self._most > 1:
+            # Of a disk that is asked for one thing at a time nothing is to be learned.
+            self._pacer.succeeded(seconds, byte_count)
+
+    def buffer(self) -> memoryview:
+        """Return a buffer for the longest read."""
+        # One list operation is atomic: no lock.
+        try:
+            return self._buffers.pop()
+        except IndexError:
+            return memoryview(bytearray(self._buffer_bytes))
+
+    def keep(self, buffer: memoryview) -> None:
+        """Use a buffer again."""
+        self._buffers.append(buffer)
+
+
+class _Ranges:
+    """What is to be read of one file, in pieces; a fetch is done once all of it is checked.
+
+    Iterated anew, it goes on with the first fetch that is not done, from its first byte. The last
+    one, perhaps the only one, is done by `finish`: a client may notice at the end of its answer
+    that what it brought is worth nothing. Where pieces come over a network (`piece_bytes` None),
+    nothing is checked before that.
+    """
+
+    def __init__(self, run: _Run, batch: Sequence[Fetch], piece_bytes: int | None) -> None:
+        self._run = run
+        self._left = deque(batch)
+        self._piece_bytes = piece_bytes
+        self._view = memoryview(b"")
+        self._buffer: memoryview | None = None
+
+    def __iter__(self) -> Iterator[Range]:
+        while True:
+            fetch = self._left[0]
+            self._run.deadline.check(f"Reading {fetch.path}")
+            # Of an earlier attempt none: a request that was left behind may still fill it.
+            self._buffer = self._run.buffer() if fetch.target is None else None
+            length = fetch.stop - fetch.start
+            view = fetch.target if self._buffer is None else self._buffer[:length]
+            assert view is not None  # noqa: S101  # either of the two
+            self._view = view
+            yield from self._pieces(fetch, view)
+            if len(self._left) == 1:
+                return
+            self._end()
+
+    def finish(self) -> None:
+        """Check what is not checked yet, and end the last fetch."""
+        fetch = self._left[0]
+        if fetch.check is not None and self._piece_bytes is None and len(self._view):
+            fetch.check(self._view, 0)
+        self._end()
+
+    def _end(self) -> None:
+        fetch, run = self._left.popleft(), self._run
+        if run.given_up.is_set():
+            raise CheckpointError(f"The read of {fetch.path} was given up.")
+        fetch.done(self._view)
+        if self._buffer is not None:
+            run.keep(self._buffer)
+        length = fetch.stop - fetch.start
+        run.deadline.advanced(length)
+        run.on_bytes(length)
+
+    def _pieces(self, fetch: Fetch, view: memoryview) -> Iterator[Range]:
+        length, checked = len(view), 0
+        check = None if self._piece_bytes is None else fetch.check
+        step = (check and self._piece_bytes) or length or 1
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            begin_s = time.monotonic()
+            yield fetch.start + start, view[start:stop]
+            self._run.taken(time.monotonic() - begin_s, stop - start)
+            if self._run.given_up.is_set():
+                raise CheckpointError(f"The read of {fetch.path} was given up.")
+            judged = fetch.judged(stop)
+            if check is not None and checked < judged:
+                check(view[checked:judged], checked)
+                checked = judged

@@ -1,0 +1,224 @@
+"""One new object out, in parts: how they are cut, in what memory, and which threads send them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.options import DEFAULT_PART_BYTES, LOCAL_WRITE_BYTES, MIB, TransferOptions
+from ckpt_storage.store.backend import Capabilities
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
+from ckpt_storage.store.upload import Upload
+from ckpt_storage.transfer.pacing import Pacer
+
+from .budget import BUDGET
+from .workers import Workers
+
+_FIRST_REQUESTS = 8
+"""How many go out before anything is known of the storage: 128 MiB in parts of 16 MiB, which is
+what 4 GB/s carry in a round trip of 30 ms."""
+
+_MAX_UPLOAD_PARTS = 9_000
+"""Below S3's 10,000, so that a plan whose sizes were estimated still fits."""
+
+_GROWN_PART_COUNT = 16
+"""How many parts a file has at least before they are made larger: enough to send at a time."""
+
+_GROWN_PART_BYTES = 32 << 20
+"""What a part of a large file is where it is sent without a copy: each costs a request."""
+
+
+def write_options(
+    capabilities: Capabilities | None,
+    *,
+    thread_count: int | None,
+    part_bytes: int | None,
+    memory_limit_bytes: int | None,
+) -> TransferOptions:
+    """Return what the user chose for writing, and what suits the store where they did not.
+
+    Without `capabilities` what suits any remote one. Raises `InvalidInputError` for what cannot be.
+    """
+    options = TransferOptions.for_storage(
+        is_remote=capabilities is None or capabilities.is_remote,
+        local_threads=1,
+        local_part_bytes=LOCAL_WRITE_BYTES,
+        thread_count=thread_count,
+        part_bytes=part_bytes,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    if part_bytes is not None or capabilities is None or not capabilities.streams_parts:
+        return options
+    most = max(options.memory_limit_bytes // options.thread_count, options.block_bytes)
+    return replace(
+        options,
+        part_bytes=min(DEFAULT_PART_BYTES, most),
+        grown_part_bytes=min(_GROWN_PART_BYTES, most),
+    )
+
+
+def part_bytes_for(capabilities: Capabilities, options: TransferOptions, planned_bytes: int) -> int:
+    """Return the part size for a file of about `planned_bytes`, legal for the store.
+
+    Raises `InvalidInputError` if the storage or the memory limit does not allow it.
+    """
+    grown = min(options.grown_part_bytes, planned_bytes // _GROWN_PART_COUNT // MIB * MIB)
+    size = max(options.part_bytes, capabilities.min_part_bytes, grown)
+    limit = options.memory_limit_bytes
+    if capabilities.max_part_count is not None:
+        size = max(size, -(-planned_bytes // min(_MAX_UPLOAD_PARTS, capabilities.max_part_count)))
+    multiple = capabilities.part_multiple_bytes
+    size = -(-size // multiple) * multiple
+    most = capabilities.max_part_bytes
+    if most is not None and size > most:
+        raise InvalidInputError(
+            f"A file of {planned_bytes} bytes in parts of {size} bytes is asked for; this storage "
+            f"takes parts of {most} bytes at most.",
+            next_step=f"Lower part_bytes to {most} or less."
+            if options.part_bytes > most
+            else "Save from more ranks, so that each writes less.",
+        )
+    needed = copies_of(capabilities) * size
+    if capabilities.is_remote and needed > limit:
+        raise InvalidInputError(
+            f"A file of {planned_bytes} bytes needs parts of {size} bytes on this storage, which "
+            f"take {needed} bytes of memory each; memory_limit_bytes is {limit}.",
+            next_step=f"Raise memory_limit_bytes to {needed} or more.",
+        )
+    return size
+
+
+def copies_of(capabilities: Capabilities) -> int:
+    """Return how many times a part is in memory on its way: most remote clients join its views."""
+    return 2 if capabilities.is_remote and not capabilities.streams_parts else 1
+
+
+class PartSender:
+    """Sends the parts of one new object; ended by `complete` or `abort`.
+
+    Where a request costs a round trip, or several local writes were asked for, threads send the
+    parts. Else the caller's own thread does, while their bytes, just hashed, are still in the
+    processor's cache. The memory of the process's transfers together stays below
+    `memory_limit_bytes`.
+    """
+
+    def __init__(  # one call site, all named
+        self,
+        store: Store,
+        path: str,
+        *,
+        part_bytes: int,
+        planned_bytes: int,
+        options: TransferOptions,
+        deadline: Deadline,
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        capabilities = store.capabilities
+        self._path = path
+        self._what = f"Writing {path}"
+        self._part_bytes = part_bytes
+        self._planned_bytes = planned_bytes
+        self._limit_bytes = options.memory_limit_bytes
+        self._cost_bytes = part_bytes * copies_of(capabilities)
+        self._deadline = deadline
+        self._on_bytes = on_bytes
+        self._upload: Upload | None = None
+        self._part_count = 0
+        self._sent_bytes = 0
+        self._claimed_bytes = 0
+        most = options.thread_count if capabilities.parallel_parts else 1
+        most = max(1, min(most, options.memory_limit_bytes // self._cost_bytes))
+        self._pacer = Pacer(most, start=_FIRST_REQUESTS if capabilities.is_remote else most)
+        self._store = store.bounded(deadline, throttled=self._pacer.slowed_down)
+        self._is_remote = capabilities.is_remote
+        self._thread_count = most
+        self._workers: Workers | None = None
+
+    def claim(self) -> None:
+        """Wait until there is memory for the next part; to be called before its bytes are made."""
+        if not self._claimed_bytes:
+            BUDGET.acquire(self._cost_bytes, limit_bytes=self._limit_bytes, deadline=self._deadline)
+            self._claimed_bytes = self._cost_bytes
+
+    def send(self, views: list[memoryview], size_bytes: int, *, last: bool) -> None:
+        """Send the next part: consecutive views, taken out of the list once nobody reads them.
+
+        Raises what sending it, or an earlier one, raised.
+        """
+        upload = self._begun()
+        number, offset = self._part_count, self._sent_bytes
+        claimed_bytes, self._claimed_bytes = self._claimed_bytes, 0
+        self._part_count += 1
+        self._sent_bytes += size_bytes
+
+        def send() -> None:
+            begin_s = time.monotonic()
+            upload.write_part(number, offset, views, last=last)
+            self._sent(time.monotonic() - begin_s, size_bytes)
+
+        def end() -> None:
+            views.clear()
+            BUDGET.release(claimed_bytes)
+
+        try:
+            workers = self._started_workers()
+        except BaseException:
+            # A process may have no more threads.
+            end()
+            raise
+        if workers is not None:
+            workers.submit(send, ended=end)
+            return
+        try:
+            self._deadline.check(self._what)
+            send()
+        finally:
+            end()
+
+    def _sent(self, seconds: float, size_bytes: int) -> None:
+        self._pacer.succeeded(seconds, size_bytes)
+        self._deadline.advanced(size_bytes)
+        self._on_bytes(size_bytes)
+
+    def _started_workers(self) -> Workers | None:
+        if self._workers is None and (self._is_remote or self._thread_count > 1):
+            self._workers = Workers(
+                self._thread_count,
+                name=f"write {self._path}",
+                deadline=self._deadline,
+                limit=self._pacer.limit,
+            )
+        return self._workers
+
+    def complete(self, total_bytes: int) -> None:
+        """Wait until all parts are on the storage, make the object visible and durable.
+
+        Raises what failed.
+        """
+        upload = self._begun()
+        if self._workers is not None:
+            self._workers.drain()
+        upload.complete(total_bytes)
+        self._deadline.ended_file()
+        self._stop()
+
+    def abort(self) -> None:
+        """Discard everything; idempotent. Raises `StorageError` if that fails."""
+        self._stop()
+        if self._upload is not None:
+            self._upload.abort()
+
+    def _begun(self) -> Upload:
+        if self._upload is None:
+            self._upload = self._store.start_upload(self._path, part_bytes=self._part_bytes)
+            self._upload.reserve(self._planned_bytes)
+        return self._upload
+
+    def _stop(self) -> None:
+        if self._workers is not None:
+            self._workers.__exit__(None, None, None)
+        claimed_bytes, self._claimed_bytes = self._claimed_bytes, 0
+        BUDGET.release(claimed_bytes)
