@@ -19,6 +19,7 @@ import pytest
 import torch
 from consolidate_cases import files_in, tensors_of
 from dcp_cases import seeded
+from fault_tools import Opener
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt_storage
@@ -37,10 +38,12 @@ from ckpt_storage.export.consolidation.job import ConsolidateJob, ConsolidationR
 from ckpt_storage.export.consolidation.options import ConsolidateOptions
 from ckpt_storage.export.consolidation.run import run_consolidate
 from ckpt_storage.options import Timeouts
-from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.store import Store
-from ckpt_storage.testing.fault_store import FaultStore
-from ckpt_storage.testing.faults import Action, Call, Rule, SimulatedCrash
+from ckpt_storage.store import Location
+from ckpt_storage.store.backend import Backend, Content, ObjectInfo, Settings
+from ckpt_storage.store.registry import backend_of
+from ckpt_storage.testing.faults import Action, Call, FaultBackend, Rule, SimulatedCrash
+
+Wrap = Callable[[int, Backend], Backend]
 
 END_S = 60.0
 KINDS = ["first", "replace"]
@@ -48,7 +51,7 @@ ACTIONS: dict[Action, str] = {
     "crash_before": "",
     "crash_after": "",
     # What is one step of a storage is never half done (`create`, `replace`).
-    "torn": "write_part|delete|delete_folder|prepare",
+    "torn": "put_part|delete|delete_folder|make_folders",
     "error": "",
     "lost_answer": "",
 }
@@ -132,9 +135,9 @@ class Folder:
     def __init__(self, place: Disk | Memory, monkeypatch: pytest.MonkeyPatch) -> None:
         self.place = place
         self._number = 0
-        self._wrap: Callable[[int, Store], Store] = lambda _, store: store
+        self._wrap: Wrap = lambda _, backend: backend
         self._rank = threading.local()
-        monkeypatch.setattr(run_module, "open_store", self._open)
+        monkeypatch.setattr(run_module, "open_store", Opener(self._wrapped))
         for version in (1, 2):
             url = f"{place.url}/v{version}"
             ckpt_storage.save({"model": model(version)}, url, sync_files=False)
@@ -144,10 +147,9 @@ class Folder:
             self.run(version, f"whole{version}")
             self.whole[version] = tensors_of(place.files(f"whole{version}"))
 
-    def _open(self, location: Location, **options: Any) -> Store:
-        store = open_store(location, sync_files=False, **options)
+    def _wrapped(self, location: Location, backend: Backend) -> Backend:
         is_output = not location.path.endswith(("v1", "v2"))
-        return self._wrap(self._rank.value, store) if is_output else store
+        return self._wrap(self._rank.value, backend) if is_output else backend
 
     @property
     def rank_of_this_thread(self) -> int:
@@ -172,11 +174,11 @@ class Folder:
         output: str,
         *,
         world_size: int = 1,
-        wrap: Callable[[int, Store], Store] | None = None,
+        wrap: Wrap | None = None,
         file_count: int = 2,
     ) -> list[Ended]:
         """Consolidate on threads; return how each ended."""
-        self._wrap = wrap or (lambda _, store: store)
+        self._wrap = wrap or (lambda _, backend: backend)
         board = LocalBoard()
         job = ConsolidateJob(
             source=Location.of(f"{self.place.url}/v{version}"),
@@ -254,10 +256,10 @@ def test_every_fault_at_every_operation_is_survived(
 ) -> None:
     """Old or new after each, all ranks end, and the next run makes the same, with no leftovers."""
     folder = any_folder
-    dry: dict[int, FaultStore] = {}
+    dry: dict[int, FaultBackend] = {}
 
-    def watch(rank: int, store: Store) -> Store:
-        dry[rank] = FaultStore(store)
+    def watch(rank: int, backend: Backend) -> Backend:
+        dry[rank] = FaultBackend(backend)
         return dry[rank]
 
     reference = folder.fresh(kind)
@@ -276,8 +278,8 @@ def test_every_fault_at_every_operation_is_survived(
             output = folder.fresh(kind)
             rule = Rule(action=action, skip_count=number)
 
-            def wrap(rank: int, store: Store, rule: Rule = rule) -> Store:
-                return FaultStore(store, [rule] if rank == faulty else [])
+            def wrap(rank: int, backend: Backend, rule: Rule = rule) -> Backend:
+                return FaultBackend(backend, [rule] if rank == faulty else [])
 
             ended = folder.run(2, output, world_size=world_size, wrap=wrap, file_count=file_count)
             files = folder.files(output)
@@ -295,7 +297,7 @@ def test_every_fault_at_every_operation_is_survived(
             assert single is None or single in {whole.get("model.safetensors")} | {
                 folder.files("old").get("model.safetensors")
             }, at
-            if failed and action == "error" and call.operation != "abort":
+            if failed and action == "error" and call.operation != "abort_upload":
                 assert not [name for name in files if ".tmp-" in name], at
             counts[f"{action}: {'failed' if failed else 'passed'}"] += 1
             again = folder.run(2, output, world_size=1, file_count=file_count)
@@ -305,6 +307,12 @@ def test_every_fault_at_every_operation_is_survived(
     text = f"{kind}, {world_size} ranks, rank {faulty}: {len(calls)} operations; {dict(counts)}"
     record_property("faults", text)
     print(text)  # noqa: T201  # shown by -rP; the counts are asked for
+
+
+def dying_at(operation: str, skip_count: int = 0, path: str = "") -> Wrap:
+    """Return what lets the process die before one operation on the output."""
+    rule = Rule(action="crash_before", operation=operation, path=path, skip_count=skip_count)
+    return lambda _, backend: FaultBackend(backend, [rule])
 
 
 def _content(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -325,10 +333,7 @@ def test_an_unfinished_first_export_is_taken_for_a_whole_by_nobody(folder: Folde
     folder.place.copy("v2", "run")
     output = "run/hf"
 
-    def wrap(_: int, store: Store) -> Store:
-        return FaultStore(store, [Rule(action="crash_before", operation="complete", skip_count=3)])
-
-    folder.run(2, output, wrap=wrap, file_count=4)
+    folder.run(2, output, wrap=dying_at("complete_upload", 3), file_count=4)
     files = folder.files(output)
     assert len([name for name in files if name.endswith(".safetensors")]) == 3
     assert folder.version_of(files) is None
@@ -350,10 +355,7 @@ def test_a_rerun_keeps_the_files_that_were_complete(folder: Folder) -> None:
     """After a crash between two files the first is not written again, by other ranks either."""
     output = folder.fresh("first")
 
-    def wrap(_: int, store: Store) -> Store:
-        return FaultStore(store, [Rule(action="crash_before", operation="complete", skip_count=2)])
-
-    folder.run(2, output, wrap=wrap, file_count=4)
+    folder.run(2, output, wrap=dying_at("complete_upload", 2), file_count=4)
     again = folder.run(2, output, world_size=3, file_count=4)
     report = again[0].report
     assert report is not None, again
@@ -368,10 +370,7 @@ def test_a_record_of_other_content_is_not_trusted(folder: Folder) -> None:
     """Leftovers of version 1 are no part of version 2's export, though of the same lengths."""
     output = folder.fresh("first")
 
-    def wrap(_: int, store: Store) -> Store:
-        return FaultStore(store, [Rule(action="crash_before", operation="replace", path="index")])
-
-    folder.run(1, output, wrap=wrap)
+    folder.run(1, output, wrap=dying_at("put.*", path="index"))
     assert folder.version_of(folder.files(output)) is None
     (ended,) = folder.run(2, output)
     assert ended.report is not None
@@ -386,18 +385,18 @@ def test_a_slower_consolidation_does_not_undo_a_later_one(folder: Folder) -> Non
     overtaken: list[Ended] = []
     looks: list[str] = []
 
-    class Overtaken(FaultStore):
+    class Overtaken(FaultBackend):
         """Lets another consolidation run just before the holder is looked at."""
 
-        def read_version(self, path: str, *, most_bytes: int | None = None) -> Any:
+        def get(self, path: str, *, max_bytes: int | None) -> Content:
             """Read; once this one holds the folder, the holder has just changed when it is read."""
             if path.endswith("holder.json"):
                 looks.append(path)
                 if len(looks) == 2:  # the first is for whose place it takes
                     overtaken.extend(folder.run(2, output))
-            return super().read_version(path, most_bytes=most_bytes)
+            return super().get(path, max_bytes=max_bytes)
 
-    (ended,) = folder.run(1, output, wrap=lambda _, store: Overtaken(store), file_count=4)
+    (ended,) = folder.run(1, output, wrap=lambda _, backend: Overtaken(backend), file_count=4)
     assert [one.error for one in overtaken] == [None]
     assert isinstance(ended.error, ConsolidationError)
     assert "taken over" in str(ended.error)
@@ -442,37 +441,30 @@ def test_a_rank_whose_upload_was_given_up_raises_why(folder: Folder) -> None:
     shard.write_bytes(shard.read_bytes()[:-200])
     is_gone, has_left = threading.Event(), threading.Event()
 
-    class Keeper(FaultStore):
+    class Keeper(FaultBackend):
         """Ends a discarded upload only when the other rank has ended."""
 
-        def start_shared_upload(self, path: str, *, part_bytes: int) -> Any:
-            """Start an upload whose `abort` takes so long."""
-            upload = super().start_shared_upload(path, part_bytes=part_bytes)
-            discard = upload.abort
+        def abort_upload(self, path: str, token: str) -> None:
+            """Discard, and take as long."""
+            super().abort_upload(path, token)
+            is_gone.set()
+            assert has_left.wait(END_S)
 
-            def abort() -> None:
-                discard()
-                is_gone.set()
-                assert has_left.wait(END_S)
+    class Member(FaultBackend):
+        """Sends its parts to an upload that is gone."""
 
-            upload.abort = abort  # type: ignore[method-assign]  # of this one alone
-            return upload
-
-    class Member(FaultStore):
-        """Joins an upload that is gone."""
-
-        def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> Any:
-            """Join, once that is too late."""
+        def put_part(self, path: str, *args: Any, **more: Any) -> str:
+            """Send, once that is too late."""
             assert is_gone.wait(END_S)
-            return super().join_upload(path, ticket, part_bytes=part_bytes)
+            return super().put_part(path, *args, **more)
 
         def close(self) -> None:
             """Say that this rank has ended."""
             has_left.set()
             super().close()
 
-    def wrap(rank: int, store: Store) -> Store:
-        return Member(store) if rank else Keeper(store)
+    def wrap(rank: int, backend: Backend) -> Backend:
+        return Member(backend) if rank else Keeper(backend)
 
     for one in folder.run(2, folder.fresh("replace"), world_size=2, wrap=wrap, file_count=1):
         assert isinstance(one.error, IntegrityError | RankFailedError), one
@@ -482,23 +474,19 @@ def test_a_rank_whose_upload_was_given_up_raises_why(folder: Folder) -> None:
 def test_disks_of_single_nodes_are_refused(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that does not see the others' files ends the consolidation before it began."""
     output = folder.fresh("first")
-    real = open_store
 
-    class Blind(FaultStore):
+    class Blind(FaultBackend):
         """Has no shard files."""
 
-        def stat(self, path: str) -> Any:
+        def stat(self, path: str) -> ObjectInfo:
             """Ask; a shard file is elsewhere."""
-            if path.endswith(".distcp"):
-                return super().stat(f"{path}.elsewhere")
-            return super().stat(path)
+            return super().stat(f"{path}.elsewhere" if path.endswith(".distcp") else path)
 
-    def opened(location: Location, **options: Any) -> Store:
-        store = real(location, **options)
+    def blinded(location: Location, backend: Backend) -> Backend:
         is_blind = location.path.endswith("v2") and folder.rank_of_this_thread
-        return Blind(store) if is_blind else store
+        return Blind(backend) if is_blind else backend
 
-    monkeypatch.setattr(run_module, "open_store", opened)
+    monkeypatch.setattr(run_module, "open_store", Opener(blinded))
     ended = folder.run(2, output, world_size=3)
     for one in ended:
         assert isinstance(one.error, CheckpointError)
@@ -513,9 +501,9 @@ def test_an_output_that_only_one_node_has_is_refused(folder: Folder) -> None:
     """A rank that does not see what rank 0 writes to the output ends it before it began."""
     output = folder.fresh("first")
 
-    def wrap(rank: int, store: Store) -> Store:
-        own = open_store(f"{folder.place.url}/node{rank}", sync_files=False)
-        return own if rank else store
+    def wrap(rank: int, backend: Backend) -> Backend:
+        own = Location.of(f"{folder.place.url}/node{rank}")
+        return backend_of(own, Settings(sync_files=False)) if rank else backend
 
     for one in folder.run(2, output, world_size=2, wrap=wrap):
         assert isinstance(one.error, CheckpointError)
