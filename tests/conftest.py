@@ -1,7 +1,7 @@
 """Fixtures that several test files share: storage servers, started once and ended for sure.
 
 A server that is missing skips its tests, loudly; where the environment variable CI is set it
-fails them, except those marked `awkward`.
+fails them.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def _small_heap() -> None:
 
 @contextmanager
 def _session_server(
-    start: Callable[[Path], AbstractContextManager[Running]], folder: Path, *, required: bool = True
+    start: Callable[[Path], AbstractContextManager[Running]], folder: Path
 ) -> Iterator[Running]:
     with ExitStack() as stack:
         try:
             running = stack.enter_context(start(folder))
         except ServerMissingError as error:
             reason = f"{start.__name__} is not installed: {error}"
-            if required and os.environ.get("CI"):
+            if os.environ.get("CI"):
                 pytest.fail(reason)
             pytest.skip(reason)
         yield running
@@ -103,9 +103,9 @@ def webdav_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]
 
 @pytest.fixture(scope="session")
 def sftp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """SFTP by asyncssh; for tests marked `awkward`."""
+    """SFTP by asyncssh."""
     folder = tmp_path_factory.mktemp("sftp")
-    with _session_server(servers.sftp, folder, required=False) as running:
+    with _session_server(servers.sftp, folder) as running:
         yield running
 
 

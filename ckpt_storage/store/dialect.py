@@ -88,16 +88,6 @@ def client_options(location: Location, request_timeout_s: float) -> Mapping[str,
 
 def dialect_for(client: Client) -> Dialect:
     """Return the dialect of a client's file system, told by what its class descends from."""
-    families = _families(client.family)
-    if "s3fs.S3FileSystem" in families:
-        from .dialect_s3 import S3Dialect  # noqa: PLC0415  # one dialect is loaded
+    from .dialect_s3 import S3Dialect  # noqa: PLC0415  # one dialect is loaded
 
-        return S3Dialect(client)
-    from .dialect_generic import GenericDialect  # noqa: PLC0415  # one dialect is loaded
-
-    return GenericDialect(client)
-
-
-def _families(family: type) -> set[str]:
-    """Return "package.Class" for every class that a file system's class descends from."""
-    return {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in family.__mro__}
+    return S3Dialect(client)

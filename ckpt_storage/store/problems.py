@@ -79,6 +79,8 @@ _SERVER = _Meaning(
 _UNKNOWN = _Meaning(
     "other", "Check storage_options; if they are right, see the storage's logs for this request."
 )
+# paramiko's, for a closed connection and for most of what a server refuses.
+_NO_REASON = _Meaning("other", "Look into the server's log: it told no reason.", retryable=True)
 _UNKNOWN_NUMBER = _Meaning("other", "Check the file system and its mount.")
 
 _MEANINGS = (
@@ -179,7 +181,8 @@ _MEANINGS = (
         "BadDigest IncompleteBody InvalidDigest Md5Mismatch XAmzContentSHA256Mismatch 502 "
         "ECONNABORTED ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH ENETDOWN ENETRESET "
         "ENETUNREACH ENOTCONN EPIPE EREMOTEIO aiohttp.ClientError asyncio.IncompleteReadError "
-        "asyncssh.ConnectionLost asyncssh.DisconnectError azure.HttpResponseError "
+        "asyncssh.ConnectionLost asyncssh.DisconnectError asyncssh.SFTPConnectionLost "
+        "asyncssh.SFTPNoConnection azure.HttpResponseError "
         "azure.IncompleteReadError azure.ServiceRequestError azure.ServiceResponseError "
         "botocore.ConnectionError botocore.FlexibleChecksumError botocore.HTTPClientError "
         "botocore.IncompleteReadError botocore.ResponseParserError builtins.ConnectionError "
@@ -335,7 +338,7 @@ def _meaning_of_types(chain: list[BaseException]) -> _Meaning | None:
         found = next((_BY_SIGN[sign] for sign in signs if sign in _BY_SIGN), None)
         if found is not None or number is not None:
             return found or _UNKNOWN_NUMBER
-    return None
+    return _NO_REASON if any(type(error) is OSError for error in chain) else None
 
 
 def _type_name(kind: type) -> str:

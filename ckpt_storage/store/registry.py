@@ -102,7 +102,7 @@ def open_store(  # all but the first are named
 
 
 # What is not on the seam of backends yet is served as before.
-_PORTED = frozenset({"azure", "gcs", "local", "memory"})
+_PORTED = frozenset({"azure", "gcs", "generic", "local", "memory"})
 
 
 def _is_users(scheme: str) -> bool:
@@ -189,6 +189,10 @@ def _built_in(family: str) -> Opener:
         from .backends.gcs import GcsBackend  # noqa: PLC0415  # as above
 
         return GcsBackend
-    from .backends.azure import AzureBackend  # noqa: PLC0415  # as above
+    if family == "azure":
+        from .backends.azure import AzureBackend  # noqa: PLC0415  # as above
 
-    return AzureBackend
+        return AzureBackend
+    from .backends.generic import FsspecBackend  # noqa: PLC0415  # as above
+
+    return FsspecBackend

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
-from fsspec.asyn import AsyncFileSystem
+from fsspec.asyn import AsyncFileSystem, get_loop, sync
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
@@ -231,6 +231,123 @@ def test_a_fork_while_file_systems_idle_harms_nothing(watched: str) -> None:
     assert _Watched.made[1].ended.wait(10)
     assert (used.read("x"), _Watched.made[0].ended.is_set()) == (b"data", False)
     used.close()
+
+
+class _Asynchronous(AsyncFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """One that holds up its loop where a name asks for it, and closes as adlfs does: at exit."""
+
+    cachable = False
+    protocol = ("asynchronous",)
+    made: ClassVar[list[_Asynchronous]] = []
+    closed: ClassVar[list[int]] = []
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.made.append(self)
+        weakref.finalize(self, sync, self.loop, self._close, id(self))
+
+    async def _close(self, which: int) -> None:
+        self.closed.append(which)
+
+    async def _info(self, path: str, **_: Any) -> dict[str, Any]:
+        if path.endswith("hold"):
+            time.sleep(60)  # noqa: ASYNC251  # that is what it is about
+        return {"name": path, "type": "file", "size": 1}
+
+
+def test_the_loop_of_others_holds_up_nothing(registered: list[str]) -> None:
+    """A store goes on while fsspec's own loop is held up by another user of it."""
+    registered.append("asynchronous")
+    fsspec.register_implementation("asynchronous", _Asynchronous)
+    held_up = threading.Event()
+    get_loop().call_soon_threadsafe(held_up.wait, 30)
+    try:
+        store = open_store("asynchronous://run", timeouts=Timeouts(request=5.0))
+        assert store.stat("x").size_bytes == 1
+        store.close()
+    finally:
+        held_up.set()
+
+
+def test_stores_of_equal_options_share_an_instance(
+    registered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is closed with its loop some time after the last of them, and built anew after that."""
+    registered.append("asynchronous")
+    fsspec.register_implementation("asynchronous", _Asynchronous)
+    monkeypatch.setattr("ckpt_storage.store.backends.clients._IDLE_S", 0.2)
+    monkeypatch.setattr("ckpt_storage.store.backends.clients._process._timer", None)
+    _Asynchronous.made.clear()
+    stores = [open_store(f"asynchronous://shared/{number}") for number in range(3)]
+    assert [store.stat("x").size_bytes for store in stores] == [1, 1, 1]
+    (made,) = _Asynchronous.made
+    for store in stores[1:]:
+        store.close()
+    time.sleep(0.5)  # longer than unused ones are kept
+    assert not made.loop.is_closed()
+    assert stores[0].stat("x").size_bytes == 1
+    stores[0].close()
+    _until(made.loop.is_closed)
+    assert id(made) in _Asynchronous.closed
+    assert stores[0].stat("x").size_bytes == 1
+    assert len(_Asynchronous.made) == 2
+    stores[0].close()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+_BEGIN = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import fsspec
+from test_store_clients import _Asynchronous
+from ckpt_storage.options import RetryPolicy, Timeouts
+from ckpt_storage.store import open_store
+fsspec.register_implementation("asynchronous", _Asynchronous)
+store = open_store(
+    "asynchronous://run", timeouts=Timeouts(request=1.0), retry=RetryPolicy(attempt_count=1)
+)
+print(store.stat("x").size_bytes, flush=True)
+"""
+
+_HOLD = """
+try:
+    store.stat("hold")
+except Exception as error:
+    print(error.kind)
+"""
+
+
+_FORK = """
+child = os.fork()
+if child:
+    print(os.waitpid(child, 0)[1], store.stat("x").size_bytes, flush=True)
+else:
+    print(store.stat("x").size_bytes, flush=True)
+"""
+
+
+@pytest.mark.parametrize("is_fork", [False, True])
+def test_nothing_delays_the_end_of_a_process(tmp_path: Path, *, is_fork: bool) -> None:
+    """A library waits at exit for a loop: one that is held up, or the parent's in a child."""
+    script = tmp_path / "end.py"
+    script.write_text(_BEGIN + (_FORK if is_fork else _HOLD))
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, str(script), str(here)],
+        capture_output=True,
+        text=True,
+        timeout=45,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(here.parent / "support")},
+    )
+    assert done.stdout.split() == (["1", "1", "0", "1"] if is_fork else ["1", "timeout"])
+    assert done.stderr == ""
 
 
 _LOOKUP = """

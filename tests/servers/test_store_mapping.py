@@ -135,7 +135,7 @@ CASES: list[tuple[BaseException, str, bool]] = [
     (socket.gaierror(-2, "Name or service not known"), "connection", True),
     (OSError(errno.ENOSPC, "No space left on device"), "no-space", False),
     (OSError(errno.EIO, "Input/output error"), "other", True),
-    (OSError("no number"), "other", False),
+    (OSError("no number"), "other", True),
     (ssl.SSLCertVerificationError("self-signed"), "connection", False),
     (caused(OSError("x"), s3_error("SlowDown", 503)), "throttled", True),
     (

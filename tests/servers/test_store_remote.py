@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 from servers import Running
 
-from ckpt_storage.errors import CheckpointError
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.store.store import Store
@@ -77,38 +76,3 @@ class TestS3ServerBehindRetries(TestS3Server):
     def store(self, root: Running) -> Store:
         """A store as `open_store` makes it."""
         return open_store(root.url, storage_options=root.storage_options)
-
-
-class TestWebdav(RemoteSuite):
-    """A backend that nobody special-cased."""
-
-    # webdav4 does not quote "#" and "%" in a path.
-    odd_names = tuple(name for name in RemoteSuite.odd_names if not {"#", "%"} & set(name))
-
-    @pytest.fixture
-    def root(self, webdav_root: Running) -> Running:
-        """A folder of its own."""
-        return webdav_root
-
-
-@pytest.mark.awkward
-class TestSftp(RemoteSuite):
-    """SFTP, by whichever backend is installed."""
-
-    @pytest.fixture
-    def root(self, sftp_root: Running) -> Running:
-        """A folder of its own."""
-        return sftp_root
-
-    def test_uploads_of_a_dead_process_can_be_aborted(self, store: Store, other: Store) -> None:
-        """The temporary file of an open upload is found below its folder, and removed."""
-        uploads = [store.start_upload(f"saves/{name}/x", part_bytes=10) for name in ("a", "ab")]
-        for upload in uploads:
-            upload.write_part(0, 0, [memoryview(b"0123456789")], last=False)
-            upload.write_part(1, 10, [memoryview(b"abc")], last=True)
-        assert other.abort_uploads("saves/a") == 1
-        with pytest.raises(CheckpointError):
-            uploads[0].complete(13)
-        uploads[0].abort()
-        uploads[1].complete(13)
-        assert [entry.path for entry in other.list("")] == ["saves/ab/x"]

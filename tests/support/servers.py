@@ -258,13 +258,13 @@ def webdav(folder: Path) -> Iterator[Running]:
 
 
 @contextlib.contextmanager
-def sftp(folder: Path) -> Iterator[Running]:
-    """Run asyncssh's SFTP server on a folder."""
-    _needs("asyncssh", "asyncssh")
+def sftp(folder: Path, port: int | None = None) -> Iterator[Running]:
+    """Run asyncssh's SFTP server on a folder; again on the port that one had, if it is given."""
     _needs("paramiko", "paramiko")
+    _needs("sshfs", "sshfs")
     served = folder / "sftp"
-    served.mkdir()
-    port = free_port()
+    served.mkdir(exist_ok=True)
+    port = port or free_port()
     command = [sys.executable, "-c", _SFTP_SERVER, str(port), str(served)]
     with _process(command, port, folder / "sftp.log"):
         options = {"username": "somebody", "password": "sftp-password", "port": port}

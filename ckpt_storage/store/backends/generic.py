@@ -1,0 +1,488 @@
+"""Any other fsspec file system: a temporary file beside the target, its length checked, moved.
+
+File systems without a rename of their own copy and delete, which still shows no name before its
+content is whole, as far as their copy does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from glob import has_magic
+from typing import Any
+
+from fsspec.spec import AbstractFileSystem
+
+from ckpt_storage.errors import CheckpointError, StorageError, UnsupportedByStoreError
+from ckpt_storage.store.backend import (
+    Backend,
+    Buffers,
+    Capabilities,
+    Content,
+    ObjectInfo,
+    OpenUpload,
+    Part,
+    Range,
+    Settings,
+    ShortReadError,
+)
+from ckpt_storage.store.location import Location
+from ckpt_storage.store.timed import moved
+
+from .clients import Client, ForeignFs, Instance
+from .drafts import draft_name, is_draft_name, target_path
+
+_ANSWERS = (
+    CheckpointError,
+    FileExistsError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+    ShortReadError,
+)
+"""Errors that say nothing of the connection."""
+
+_TIME_NAMES = ("mtime", "modified", "last_modified", "LastModified", "updated", "time", "created")
+
+
+@dataclass(slots=True)
+class _Writing:
+    """An open temporary file, the instance that it belongs to, and the bytes that it surely has.
+
+    problem: why nothing more can be written to it; "" if it can.
+    """
+
+    instance: Instance
+    stream: ForeignFs
+    end: int = 0
+    problem: str = ""
+    is_closed: bool = False
+
+
+class FsspecBackend(Backend):
+    """One root on a file system that fsspec knows. One process writes an object, part after part.
+
+    A token is the path of a temporary file.
+    """
+
+    capabilities = Capabilities(kind="generic")
+
+    def __init__(self, location: Location, settings: Settings) -> None:
+        self._client = Client(
+            location, location.storage_options, request_timeout_s=settings.request_timeout_s
+        )
+        self.endpoint = self._client.endpoint
+        self._root = self._client.root
+        family: Any = self._client.family
+        name = "_cat_file" if getattr(family, "async_impl", False) else "cat_file"
+        # Those that do not name the arguments send the whole file.
+        self._takes_ranges = "start" in inspect.signature(getattr(family, name)).parameters
+        self._writings: dict[str, _Writing] = {}
+
+    def stat(self, path: str) -> ObjectInfo:
+        """Ask for size and time; a folder is no object."""
+        with self._turn() as fs:
+            return self._info(fs, path)
+
+    def get(self, path: str, *, max_bytes: int | None) -> Content:
+        """Read the file whole, or its begin if it is too long."""
+        with self._turn() as fs:
+            size_bytes = self._info(fs, path).size_bytes
+            if max_bytes is not None and size_bytes > max_bytes:
+                return Content(data=self._range(fs, path, 0, max_bytes + 1))
+            return Content(data=fs.cat_file(self._full(path)))
+
+    def read(self, path: str, ranges: Iterable[Range]) -> int | None:
+        """Ask for the size, then for each range; its bytes are copied once."""
+        with self._turn() as fs:
+            size_bytes = self._info(fs, path).size_bytes
+            for start, view in ranges:
+                stop = min(start + view.nbytes, size_bytes)
+                data = self._range(fs, path, start, stop) if start < stop else b""
+                view[: len(data)] = data
+                if len(data) < view.nbytes:
+                    raise ShortReadError(start + len(data))
+        return size_bytes
+
+    def put(
+        self,
+        path: str,
+        data: Buffers,
+        *,
+        write_id: str | None = None,
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
+        """Write a temporary file and move it to its name, in place of what is there."""
+        del write_id
+        _check_unconditional(path, if_absent=if_absent, if_match=if_match)
+        temporary, content = self._full(_temporary(path)), b"".join(data)
+        with self._turn() as fs:
+            try:
+                _write_new(fs, temporary, content)
+                self._publish(fs, temporary, path, len(content))
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    _remove(fs, temporary)
+                raise
+
+    def list(self, prefix: str, *, recursive: bool) -> Iterator[ObjectInfo]:
+        """List one folder after the other, without what is temporary."""
+        for page in self._pages(prefix, recursive=recursive):
+            for path, info in page:
+                if path.endswith("/"):
+                    if not recursive:
+                        yield ObjectInfo(path=path, size_bytes=0)
+                elif not _is_draft(path):
+                    yield _told(path, info)
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Remove the files one by one."""
+        with self._turn() as fs:
+            for path in paths:
+                moved()
+                _remove(fs, self._full(path))
+
+    def delete_folder(self, path: str) -> bool:
+        """Remove the files page by page, then the folders, unless a name is taken for a pattern."""
+        for page in self._pages(path, recursive=True):
+            self.delete([below for below, _ in page if not below.endswith("/")])
+        full = self._full(path)
+        with self._turn() as fs, contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if not has_magic(full):
+                fs.rm(full, recursive=True)
+        return True
+
+    def make_folders(self, folders: Sequence[str]) -> None:
+        """Make the root and folders below it."""
+        with self._turn() as fs:
+            for full in map(self._full, ("", *folders)):
+                if full.strip("/"):
+                    _make_folder(fs, full)
+
+    def begin_upload(
+        self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
+    ) -> str:
+        """Open a temporary file."""
+        del write_id, size_hint, copies
+        _check_unconditional(path, if_absent=if_absent)
+        token = _temporary(path)
+        with self._client.turn() as instance, self._kept(instance) as fs:
+            _make_parent(fs, self._full(token))
+            self._writings[token] = _Writing(instance, fs.open(self._full(token), "wb"))
+        return token
+
+    def put_part(
+        self, path: str, token: str, number: int, offset: int, data: Buffers, *, last: bool
+    ) -> str:
+        """Append the part. What a failed write leaves is unknown, so it is the last one."""
+        del last
+        writing = self._writings.get(token)
+        if writing is None:
+            raise _stuck(path, "is over, or another process began it")
+        if not writing.problem and offset != writing.end:
+            writing.problem = f"got part {number} out of its turn"
+        if writing.problem:
+            raise _stuck(path, writing.problem)
+        writing.problem = f"was cut off within part {number}"
+        with self._turn(writing.instance):
+            try:
+                for view in data:
+                    writing.stream.write(bytes(view))
+                    writing.end += view.nbytes
+            except Exception as error:
+                writing.problem += self._client.scrub(f" by {type(error).__name__}: {error}")
+                raise
+            finally:
+                if token not in self._writings:  # it was aborted meanwhile
+                    _discard(writing.stream)
+        writing.problem = ""
+        return ""
+
+    def complete_upload(
+        self, path: str, token: str, parts: Sequence[Part], *, write_id: str, if_absent: bool
+    ) -> None:
+        """Close the temporary file, check its length and move it to its name."""
+        del write_id
+        _check_unconditional(path, if_absent=if_absent)
+        total_bytes = sum(part.size_bytes for part in parts)
+        writing = self._writings.get(token)
+        if writing is not None and not writing.is_closed:
+            if not writing.problem and writing.end != total_bytes:
+                writing.problem = f"holds {writing.end} bytes instead of {total_bytes}"
+            if writing.problem:
+                raise _stuck(path, writing.problem)
+            # Some clients lose what they buffered.
+            writing.problem = "was cut off at its end"
+            with self._turn(writing.instance):
+                writing.stream.close()
+            writing.is_closed = True
+        with self._turn() as fs:
+            self._publish(fs, self._full(token), path, total_bytes)
+        self._writings.pop(token, None)
+
+    def abort_upload(self, path: str, token: str) -> None:
+        """Close and remove the temporary file."""
+        if not _is_draft(token):
+            raise _stuck(path, "has another token")
+        writing = self._writings.pop(token, None)
+        # A call that hangs keeps its instance; the file is removed all the same.
+        is_free = writing is not None and writing.instance.is_free
+        with self._turn(writing.instance if writing is not None and is_free else None) as fs:
+            if writing is not None and is_free:
+                _discard(writing.stream)
+            _remove(fs, self._full(token))
+
+    def list_uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        """Find the temporary files, as far as the file system shows them."""
+        for page in self._pages(prefix, recursive=True):
+            for path, _ in page:
+                if _is_draft(path):
+                    yield OpenUpload(path=target_path(path), token=path)
+        if prefix:
+            for path, _ in self._page(prefix.rpartition("/")[0]):
+                if target_path(path) == prefix:
+                    yield OpenUpload(path=prefix, token=path)
+
+    def refresh(self) -> None:
+        """Connect, and look credentials up, again."""
+        self._client.refresh()
+
+    def close(self) -> None:
+        """Use the client no more; the last that does ends its connections."""
+        self._client.close()
+
+    @contextlib.contextmanager
+    def _turn(self, wanted: Instance | None = None) -> Iterator[ForeignFs]:
+        """Have a file system for this thread, without what it remembers of listings."""
+        with self._client.turn(wanted) as instance, self._kept(instance) as fs:
+            yield fs
+
+    @contextlib.contextmanager
+    def _kept(self, instance: Instance) -> Iterator[ForeignFs]:
+        """Keep an instance for later calls unless its connection may be gone."""
+        instance.fs.invalidate_cache()
+        try:
+            yield instance.fs
+        except _ANSWERS:
+            raise
+        except Exception:
+            self._client.refresh(instance)
+            raise
+
+    def _full(self, path: str) -> str:
+        """Return a path as the file system spells it."""
+        return f"{self._root}/{path}".rstrip("/") if path else self._root
+
+    def _info(self, fs: ForeignFs, path: str) -> ObjectInfo:
+        info: Mapping[str, Any] = fs.info(self._full(path))
+        if info["type"] != "file":
+            raise FileNotFoundError(path)
+        return _told(path, info)
+
+    def _range(self, fs: ForeignFs, path: str, start: int, stop: int) -> bytes:
+        """Return a range of a file, fewer bytes only where the file system cuts it."""
+        full, wanted = self._full(path), stop - start
+        if self._takes_ranges:
+            data: bytes = fs.cat_file(full, start=start, end=stop)
+            if len(data) <= wanted:
+                return data
+            # Some servers send the whole file all the same.
+            self._takes_ranges = False
+        pieces = []
+        with fs.open(full, "rb") as stream:
+            stream.seek(start)
+            while wanted and (piece := stream.read(wanted)):
+                pieces.append(piece)
+                wanted -= len(piece)
+        return b"".join(pieces)
+
+    def _pages(
+        self, prefix: str, *, recursive: bool
+    ) -> Iterator[Sequence[tuple[str, Mapping[str, Any]]]]:
+        """Yield what lies directly in each folder; of folders the paths end in "/"."""
+        with self._turn() as fs:
+            try:
+                folders = [prefix] if fs.info(self._full(prefix))["type"] == "directory" else []
+            except FileNotFoundError:
+                folders = [] if prefix else [""]  # some have no folder above all
+        while folders:
+            page = self._page(folders.pop())
+            if recursive:
+                folders += [path.rstrip("/") for path, _ in page if path.endswith("/")]
+            yield page
+
+    def _page(self, folder: str) -> Sequence[tuple[str, Mapping[str, Any]]]:
+        root = self._root.strip("/")
+        cut = len(root) + 1 if root else 0
+        with self._turn() as fs:
+            try:
+                found = fs.ls(self._full(folder), detail=True)
+            except (FileNotFoundError, NotADirectoryError):  # removed meanwhile
+                return []
+        page = []
+        for info in found:
+            path = str(info["name"]).strip("/")[cut:]
+            if path != folder:
+                page.append((f"{path}/" if info["type"] == "directory" else path, info))
+        return page
+
+    def _publish(self, fs: ForeignFs, temporary: str, path: str, total_bytes: int) -> None:
+        """Check a temporary file's length and move it to its name; go on where it stopped."""
+        is_moved = not _exists(fs, temporary)
+        found_bytes = (
+            self._info(fs, path).size_bytes if is_moved else int(fs.info(temporary)["size"])
+        )
+        if not is_moved and found_bytes == total_bytes:
+            _move(fs, temporary, self._full(path))
+            found_bytes = self._info(fs, path).size_bytes
+        if found_bytes != total_bytes:
+            raise _stuck(path, f"holds {found_bytes} bytes instead of {total_bytes}")
+
+
+def _temporary(path: str) -> str:
+    """Return a new path beside the target, of the form that listings leave out."""
+    folder, slash, name = path.rpartition("/")
+    # fsspec would take some names for patterns; then the target is not told.
+    return f"{folder}{slash}{draft_name('' if has_magic(name) else name)}"
+
+
+def _is_draft(path: str) -> bool:
+    return is_draft_name(path.rpartition("/")[2])
+
+
+def _exists(fs: ForeignFs, full: str) -> bool:
+    """Return whether something bears a name; fsspec's own takes any error for a no."""
+    try:
+        fs.info(full)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _remove(fs: ForeignFs, full: str) -> None:
+    """Remove a file that may be absent."""
+    try:
+        fs.rm_file(full)
+    except Exception:
+        # Clients tell in many ways that there was nothing to remove.
+        if _exists(fs, full):
+            raise
+
+
+def _make_folder(fs: ForeignFs, full: str) -> None:
+    try:
+        fs.makedirs(full, exist_ok=True)
+    except Exception:
+        # Another thread may have made it at the same time.
+        if not _exists(fs, full):
+            raise
+
+
+def _make_parent(fs: ForeignFs, full: str) -> bool:
+    """Make the folder of a file; return whether it was missing."""
+    folder = full.rpartition("/")[0]
+    is_missing = bool(folder) and not _exists(fs, folder)
+    if is_missing:
+        _make_folder(fs, folder)
+    return is_missing
+
+
+def _write_new(fs: ForeignFs, full: str, content: bytes) -> None:
+    """Write a file whole, under a name that nobody reads yet."""
+    try:
+        stream = fs.open(full, "wb")
+        with _discarded_on_failure(stream):
+            stream.write(content)
+            stream.close()
+    except Exception:
+        # Some notice only at the end that the folder is missing.
+        if not _make_parent(fs, full):
+            raise
+        _write_new(fs, full, content)
+
+
+def _move(fs: ForeignFs, temporary: str, full: str) -> None:
+    try:
+        _rename(fs, temporary, full)
+    except PermissionError:
+        raise
+    except Exception:
+        if not _exists(fs, full) or not _exists(fs, temporary):
+            raise
+        # Most servers refuse to move onto a name that is taken.
+        _remove(fs, full)
+        _rename(fs, temporary, full)
+
+
+def _rename(fs: ForeignFs, temporary: str, full: str) -> None:
+    has_own = getattr(fs.mv, "__func__", None) is not AbstractFileSystem.mv
+    if has_own and not has_magic(temporary):
+        fs.mv(temporary, full)
+        return
+    # fsspec's own mv takes a source name with brackets for a pattern.
+    try:
+        fs.cp_file(temporary, full)
+    except Exception:
+        if not has_own:
+            raise
+        fs.mv(temporary, full)
+    else:
+        fs.rm_file(temporary)
+
+
+@contextlib.contextmanager
+def _discarded_on_failure(stream: ForeignFs) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        _discard(stream)
+        raise
+
+
+def _discard(stream: ForeignFs) -> None:
+    """Close a file that failed, if possible without sending what it buffers.
+
+    What is sent all the same reaches a temporary name, which is removed next.
+    """
+    for name in ("discard", "close"):
+        end = getattr(stream, name, None)
+        if end is not None and not getattr(stream, "closed", False):
+            with contextlib.suppress(Exception):
+                end()
+
+
+def _check_unconditional(path: str, *, if_absent: bool, if_match: str | None = None) -> None:
+    if if_absent or if_match is not None:
+        raise UnsupportedByStoreError(
+            f"This file system cannot write {path} on a condition.",
+            kind="unsupported",
+            next_step="Let one job at a time save here.",
+        )
+
+
+def _stuck(path: str, problem: str) -> StorageError:
+    return StorageError(f"The upload of {path} {problem}.", path=path, next_step="Save again.")
+
+
+def _told(path: str, info: Mapping[str, Any]) -> ObjectInfo:
+    return ObjectInfo(path=path, size_bytes=int(info["size"]), modified_s=_modified_s(info))
+
+
+def _modified_s(info: Mapping[str, Any]) -> float | None:
+    """Return the time of last change that a file system tells, in Unix seconds."""
+    for name in _TIME_NAMES:
+        value = info.get(name)
+        if isinstance(value, datetime):
+            aware = value if value.tzinfo else value.replace(tzinfo=UTC)
+            return aware.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                return datetime.fromisoformat(value).timestamp()
+    return None

@@ -1,0 +1,164 @@
+"""File systems that nobody special-cased: WebDAV, and SFTP by both clients that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import dcp_cases
+import pytest
+import servers
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.sftp import SFTPFileSystem
+from fsspec.registry import _registry
+from servers import Running
+from sshfs import SSHFileSystem
+
+from ckpt_storage.errors import StorageError
+from ckpt_storage.options import RetryPolicy
+from ckpt_storage.store import Location, Settings, open_store
+from ckpt_storage.store.backends.generic import FsspecBackend
+from ckpt_storage.store.store import Store
+from ckpt_storage.testing.store_suite import StoreSuite
+
+
+@pytest.fixture
+def registered() -> Iterator[dict[str, type]]:
+    """What a test puts in fsspec's registry; as it was after the test."""
+    before = dict(_registry)
+    yield _registry
+    _registry.clear()
+    _registry.update(before)
+
+
+def opened(root: Running, *, request_timeout_s: float = 30.0) -> FsspecBackend:
+    """Return a new backend; another timeout makes another client."""
+    location = Location.of(root.url, root.storage_options)
+    return FsspecBackend(location, Settings(request_timeout_s=request_timeout_s))
+
+
+class GenericSuite(StoreSuite):
+    """The suite on a root that the fixture `root` gives."""
+
+    many = 30
+
+    @pytest.fixture
+    def root(self) -> Running:
+        """Override: a fresh root."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def backend(self, root: Running) -> FsspecBackend:
+        """A backend on the root."""
+        return opened(root)
+
+    @pytest.fixture
+    def other(self, root: Running) -> FsspecBackend:
+        """A second one, with a client of its own."""
+        return opened(root, request_timeout_s=31.0)
+
+
+class TestWebdav(GenericSuite):
+    """A synchronous client, which sends a file when it is closed."""
+
+    # webdav4 does not quote "#" and "%" in a path.
+    odd_names = tuple(name for name in GenericSuite.odd_names if not {"#", "%"} & set(name))
+
+    @pytest.fixture
+    def root(self, webdav_root: Running) -> Running:
+        """A folder of its own."""
+        return webdav_root
+
+    def test_a_missing_folder_is_made(self, store: Store) -> None:
+        """Objects and uploads need none; the client notices only at their end that it is not."""
+        store.write("new/one/x", b"data")
+        upload = store.start_upload("new/two/x", part_bytes=1)
+        upload.write_part(0, 0, [memoryview(b"a")], last=False)
+        upload.write_part(1, 1, [memoryview(b"b")], last=True)
+        upload.complete(2)
+        assert [info.path for info in store.list("new")] == ["new/one/x", "new/two/x"]
+
+
+class TestSshfs(GenericSuite):
+    """An asynchronous client."""
+
+    family: ClassVar[type] = SSHFileSystem
+
+    @pytest.fixture
+    def root(self, sftp_root: Running, registered: dict[str, type]) -> Running:
+        """A folder of its own."""
+        registered["sftp"] = self.family
+        return sftp_root
+
+
+class TestParamiko(TestSshfs):
+    """A synchronous client: fsspec's own."""
+
+    family: ClassVar[type] = SFTPFileSystem
+
+
+SFTP = pytest.mark.parametrize("family", [SSHFileSystem, SFTPFileSystem])
+
+
+@SFTP
+def test_a_checkpoint_over_sftp_is_saved_loaded_and_overwritten(
+    sftp_root: Running, registered: dict[str, type], family: type
+) -> None:
+    """DCP saves, loads, and saves in place of it, with files of several parts."""
+    registered["sftp"] = family
+    options: dict[str, Any] = {"storage_options": sftp_root.storage_options}
+    for seed in (1, 2):
+        state = {"rows": dcp_cases.seeded(seed, 600, 1000), "step": torch.tensor(seed)}
+        dcp_cases.save(state, sftp_root.url, overwrite=True, part_bytes=1 << 20, **options)
+        found = {name: torch.zeros_like(value) for name, value in state.items()}
+        dcp_cases.load(found, sftp_root.url, **options)
+        assert dcp_cases.same(found, state)
+    store = open_store(sftp_root.url, **options)
+    assert store.abort_uploads("") == 0
+    store.close()
+
+
+@SFTP
+def test_a_lost_connection_is_made_anew(
+    tmp_path: Path, registered: dict[str, type], family: type
+) -> None:
+    """After the server was started again, a store goes on: the call is repeated."""
+    registered["sftp"] = family
+    with servers.sftp(tmp_path) as server:
+        store = open_store(
+            f"{server.url}/run",
+            storage_options=server.storage_options,
+            retry=RetryPolicy(first_delay_s=0.01),
+        )
+        store.write("x", b"before")
+    with servers.sftp(tmp_path, port=server.storage_options["port"]):
+        assert store.read("x") == b"before"
+        store.write("y", b"after")
+        store.close()
+
+
+def test_what_cannot_be_removed_is_told(registered: dict[str, type]) -> None:
+    """A deletion during which the connection goes is no success."""
+
+    class Broken(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+        """Answers nothing about a file that it was to remove."""
+
+        protocol = ("broken",)
+        cachable = False
+
+        def rm_file(self, path: str) -> None:
+            """Lose the connection."""
+            raise ConnectionResetError(path)
+
+        def info(self, path: str, **options: Any) -> Any:
+            """Answer nothing."""
+            raise ConnectionResetError(path, options)
+
+    registered["broken"] = Broken
+    store = open_store("broken://run", retry=RetryPolicy(attempt_count=1))
+    with pytest.raises(StorageError, match="deletion") as caught:
+        store.delete(["x"])
+    assert caught.value.kind == "connection"
+    store.close()
