@@ -1,4 +1,4 @@
-"""A random walk over a store's operations, compared with a dict at every step."""
+"""A random walk over a backend's operations, through `Store`, against a dict at every step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ckpt_storage.errors import IntegrityError, StorageError
+from ckpt_storage.store.backend import Backend
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.upload import Upload
 
-from ._suite_tools import fill, pattern, send
+from .upload_facts import fill, pattern, send
 
 __all__ = ["StoreMachine"]
 
@@ -34,13 +35,13 @@ def _refused(call: Callable[[], object]) -> str | None:
 class StoreMachine(RuleBasedStateMachine):
     """Operations at random; the model is a dict of paths to contents."""
 
-    def make_store(self) -> Store:
+    def make_backend(self) -> Backend:
         """Override: return a client of a fresh root."""
         raise NotImplementedError
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = self.make_store()
+        self.store = Store(self.make_backend(), url="machine://root")
         self.store.prepare(_FOLDERS)
         self.model: dict[str, bytes] = {}
         self.open_uploads: list[tuple[str, bytes, Upload]] = []

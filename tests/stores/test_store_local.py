@@ -74,10 +74,10 @@ class TestLocalBackendInMemory(StoreSuite):
 class LocalMachine(StoreMachine):
     """The random walk on a local folder."""
 
-    def make_store(self) -> Store:
-        """Return a store on a fresh temporary folder."""
+    def make_backend(self) -> LocalBackend:
+        """Return a backend on a fresh temporary folder."""
         self.folder = tempfile.TemporaryDirectory()
-        return local_store(self.folder.name, sync_files=False)
+        return LocalBackend(self.folder.name, settings=Settings(sync_files=False))
 
     def teardown(self) -> None:
         """Remove the folder."""

@@ -15,7 +15,7 @@ from ckpt_storage.coordination.coordinator import Coordinator
 from ckpt_storage.manager.cadence import Cadence
 from ckpt_storage.manager.preemption import Notices
 from ckpt_storage.options import Timeouts
-from ckpt_storage.testing._suite_tools import together
+from ckpt_storage.testing.upload_facts import together
 
 
 class TwoRanks:
