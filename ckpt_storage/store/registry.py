@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import reduce
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import PageCache, RetryPolicy, Timeouts, check_page_cache
@@ -81,8 +81,6 @@ def open_store(  # all but the first are named
         page_cache=page_cache,
     )
     places = [location] if commit_location is None else [location, commit_location]
-    if any(not _is_users(one.protocol) and _family(one) not in _PORTED for one in places):
-        return cast("Store", _old_store(location, settings, retry))
     scrubs = [Scrubber(one.storage_options, one.target) for one in places]
 
     def backend() -> Backend:
@@ -99,23 +97,6 @@ def open_store(  # all but the first are named
         policy=retry,
         request_timeout_s=settings.request_timeout_s,
     )
-
-
-# What is not on the seam of backends yet is served as before.
-_PORTED = frozenset({"azure", "gcs", "generic", "local", "memory"})
-
-
-def _is_users(scheme: str) -> bool:
-    return scheme in _REGISTERED or scheme in schemes.installed()
-
-
-def _old_store(location: Location, settings: Settings, retry: RetryPolicy | None) -> object:
-    from .remote import RemoteStore  # noqa: PLC0415  # as above
-    from .retry import RetryStore  # noqa: PLC0415  # as above
-
-    timeout_s = settings.request_timeout_s
-    inner = RemoteStore(location, request_timeout_s=timeout_s)
-    return RetryStore(inner, policy=retry, request_timeout_s=timeout_s)
 
 
 def backend_of(location: Location, settings: Settings) -> Backend:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import consolidate_cases as cases
@@ -15,8 +16,10 @@ import ckpt_storage
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidating import consolidate
 from ckpt_storage.options import RetryPolicy
+from ckpt_storage.store.backends import s3
 from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 
+PUT_BYTES = 20_000
 RETRY = RetryPolicy(attempt_count=3, first_delay_s=0.001, max_delay_s=0.002)
 RULES: dict[str, dict[str, Any]] = {
     "lost answer": {"action": "lost"},
@@ -78,8 +81,9 @@ class Bucket:
 
 
 @pytest.fixture(params=["first", "replace"])
-def bucket(request: pytest.FixtureRequest) -> Iterator[Bucket]:
-    """A server of its own."""
+def bucket(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A server of its own, to which weight files go in parts."""
+    monkeypatch.setattr(s3, "CAPABILITIES", replace(s3.CAPABILITIES, max_put_bytes=PUT_BYTES))
     with S3Server() as server:
         yield Bucket(server, request.param)
 

@@ -42,11 +42,10 @@ from ckpt_storage.export.consolidation.storagecopy import (
 from ckpt_storage.format import integrity
 from ckpt_storage.options import MIB, TransferOptions
 from ckpt_storage.source.model import Place
-from ckpt_storage.store import Location, open_store
+from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Capabilities, Part
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.remote import RemoteStore
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.testing.s3_server import S3Server
@@ -201,12 +200,11 @@ def s3() -> Any:
         yield server
 
 
-def s3_store(server: S3Server) -> RemoteStore:
+def s3_store(server: S3Server) -> Store:
     """Return a store in a bucket of its own."""
     bucket = f"test-{uuid.uuid4().hex}"
     server.create_bucket(bucket)
-    location = Location.of(f"s3://{bucket}/run", server.storage_options)
-    return RemoteStore(location, request_timeout_s=30)
+    return open_store(f"s3://{bucket}/run", storage_options=server.storage_options)
 
 
 S3_OPTIONS = TransferOptions(thread_count=2, part_bytes=8 * MIB, memory_limit_bytes=128 * MIB)

@@ -13,8 +13,7 @@ from servers import Running
 from ckpt_storage.errors import InvalidInputError, StorageError
 from ckpt_storage.inspect.doctor import Diagnosis, diagnose
 from ckpt_storage.options import MIB, RetryPolicy
-from ckpt_storage.store.location import Location
-from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.store import open_store
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
@@ -83,7 +82,7 @@ def test_s3_can_do_everything_and_stays_as_it_was(server: S3Server) -> None:
     found = diagnose("s3://bkt/run", storage_options=server.storage_options, large_bytes=11 * MIB)
     assert set(outcomes(found).values()) == {"yes"}
     assert server.dump("bkt") == {}
-    store = RemoteStore(Location.of("s3://bkt", server.storage_options), request_timeout_s=20)
+    store = open_store("s3://bkt", storage_options=server.storage_options)
     assert store.abort_uploads("") == 0
     store.close()
     measures = {one.name: one for one in found.measures}

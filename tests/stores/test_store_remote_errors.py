@@ -12,12 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from remote_tools import KEY, PART_BYTES, PARTS, SECRET, emptied, plain, retrying, send
+from remote_tools import KEY, ONCE, PART_BYTES, PARTS, SECRET, emptied, plain, retrying, send
 from servers import free_port
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
-from ckpt_storage.store import Location
-from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.store import open_store
 from ckpt_storage.testing.s3_server import Action, FaultRule, S3Server
 
 EXPIRED = FaultRule(action="status", status=403, code="ExpiredToken")
@@ -108,7 +107,7 @@ def test_an_unreachable_endpoint_is_named() -> None:
     """A refused connection says where to, proves that nothing was done, and may be retried."""
     port = free_port()
     options = {"key": "k", "secret": SECRET, "endpoint_url": f"http://127.0.0.1:{port}"}
-    store = RemoteStore(Location.of("s3://bkt/run", options), request_timeout_s=20)
+    store = open_store("s3://bkt/run", storage_options=options, retry=ONCE)
     with pytest.raises(StorageError) as caught:
         store.write("x", b"data")
     assert caught.value.kind == "connection"
@@ -187,12 +186,11 @@ def test_no_error_log_or_pickle_shows_a_credential(
 
 _FORK = """
 import os, sys
-from ckpt_storage.store import Location
-from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.store import open_store
 
 endpoint = sys.argv[1]
 options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
-store = RemoteStore(Location.of("s3://bkt/run", options), request_timeout_s=20)
+store = open_store("s3://bkt/run", storage_options=options)
 store.write("parent", b"before")
 child = os.fork()
 if child == 0:

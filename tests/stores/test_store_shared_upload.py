@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import itertools
 import json
@@ -12,6 +13,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from crc32c import crc32c
@@ -19,12 +21,11 @@ from local_stores import ONCE, local_store, store_on
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store import Location, open_store
+from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Part
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
-from ckpt_storage.store.dialect_s3_requests import S3Requests
-from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.store.backends.s3_requests import S3Requests
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
@@ -62,9 +63,9 @@ def s3_root(server: S3Server) -> tuple[str, Mapping[str, Any]]:
     return f"s3://{bucket}/run", server.storage_options
 
 
-def s3_plain(root: tuple[str, Mapping[str, Any]]) -> RemoteStore:
+def s3_plain(root: tuple[str, Mapping[str, Any]]) -> Store:
     """Return a store without retries."""
-    return RemoteStore(Location.of(root[0], root[1]), request_timeout_s=30)
+    return open_store(root[0], storage_options=root[1], retry=RetryPolicy(attempt_count=1))
 
 
 def member_process(
@@ -290,15 +291,21 @@ def test_every_step_is_repeated_after_a_passing_fault(
 
 
 def test_parts_carry_checksums_from_end_to_end(server: S3Server) -> None:
-    """The finished object has the CRC-32C that the parts' receipts combine to."""
+    """The finished object has the CRC-32C that those of its parts combine to."""
     root = s3_root(server)
     store = s3_plain(root)
     upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
     upload.write_part(0, 0, view(part(0)), last=False)
     upload.write_part(1, PART_BYTES, view(b"end"), last=True)
-    assert [receipt.crc32c for receipt in upload.receipts()] == [crc32c(part(0)), crc32c(b"end")]
     upload.complete(PART_BYTES + 3)
-    assert store.read(PATH) == part(0) + b"end"
+    address = f"{server.endpoint_url}/{root[0].removeprefix('s3://')}/{PATH}"
+    asked = {"x-amz-checksum-mode": "ENABLED"}
+    request = Request(address, headers=asked)  # noqa: S310  # our own http server
+    with urlopen(request, timeout=WAIT_S) as answer:  # noqa: S310  # as above
+        told = base64.b64decode(answer.headers["x-amz-checksum-crc32c"])
+        data = answer.read()
+    assert data == part(0) + b"end"
+    assert int.from_bytes(told, "big") == crc32c(data)
 
 
 def test_a_server_without_checksums_is_sent_none(

@@ -28,8 +28,8 @@ from ckpt_storage.options import MIB, TransferOptions, default_memory_limit_byte
 from ckpt_storage.store import Location, endpoint_of
 from ckpt_storage.store.backend import Capabilities, Range
 from ckpt_storage.store.backends.local import LocalBackend
+from ckpt_storage.store.backends.s3 import CAPABILITIES as S3_CAPABILITIES
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.dialect_s3 import CAPABILITIES as S3_CAPABILITIES
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.ranges import Fetch, run_fetches
 from ckpt_storage.transfer.writing import part_bytes_for

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_storage.options import RetryPolicy, Timeouts
-from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.remote import RemoteStore
+from ckpt_storage.store import open_store
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.s3_server import S3Server
@@ -18,6 +17,7 @@ SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 PART_BYTES = 5 * 1024 * 1024
 PARTS = [bytes([i]) * PART_BYTES for i in range(2)] + [b"tail"]
 POLICY = RetryPolicy(attempt_count=4, first_delay_s=0.01, max_delay_s=0.05)
+ONCE = RetryPolicy(attempt_count=1)
 
 
 def options_of(server: S3Server) -> dict[str, Any]:
@@ -31,7 +31,12 @@ def options_of(server: S3Server) -> dict[str, Any]:
 
 def plain(server: S3Server, url: str = "s3://bkt/run", request_timeout_s: float = 20) -> Store:
     """Return a store without retries."""
-    return RemoteStore(Location.of(url, options_of(server)), request_timeout_s=request_timeout_s)
+    return open_store(
+        url,
+        storage_options=options_of(server),
+        timeouts=Timeouts(request=request_timeout_s),
+        retry=ONCE,
+    )
 
 
 def retrying(server: S3Server, *, request_timeout_s: float = 20) -> Store:

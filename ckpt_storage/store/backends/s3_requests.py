@@ -58,10 +58,10 @@ def _is_private(options: Mapping[str, Any]) -> bool:
     inner = options.get("client_kwargs") or {}
     named = [options.get("endpoint_url"), inner.get("endpoint_url")]
     named += [os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")]
-    endpoint = next((url for url in named if url), None)
+    endpoint = next(filter(None, named), None)
     if endpoint is None:  # AWS itself
         return bool(options.get("use_ssl", True) and inner.get("use_ssl", True))
-    parts = urlsplit(endpoint)
+    parts = urlsplit(str(endpoint))
     if parts.scheme == "https":
         return True
     try:
