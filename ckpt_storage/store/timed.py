@@ -181,9 +181,6 @@ def moved() -> None:
         worker.moved_s = time.monotonic()
 
 
-_local = threading.local()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
     """One call: what it does, and when it is given up."""
@@ -213,65 +210,6 @@ class _Request:
             next_step="Check that the storage answers; if it is only slow, raise "
             "Timeouts(request=...).",
         )
-
-
-class _Hold:
-    """One thread that makes many calls, each with its own deadline, while another one watches."""
-
-    def __init__(self, pool: TimedPool) -> None:
-        self.pool = pool
-        self._lock = threading.Lock()
-        self._now: tuple[_Request, float] | None = None
-        self._is_left = False
-
-    def serve(self, call: Callable[[], T]) -> T:
-        """Run `call`, whose calls through the pool are made in this thread."""
-        _local.hold = self
-        try:
-            return call()
-        finally:
-            _local.hold = None
-
-    def run(self, call: Callable[[], T], request: _Request, late: Callable[[T], None] | None) -> T:
-        """Make one call; raise if this thread was left behind before it ended."""
-        with self._lock:
-            is_left = self._is_left
-            self._now = request, time.monotonic() + request.timeout_s
-        if is_left:
-            raise AbandonedError(f"Nobody waits for the {request.what} any more.")
-        try:
-            value = call()
-        finally:
-            with self._lock:
-                self._now, is_left = None, self._is_left
-        if is_left:
-            if late is not None:
-                late(value)
-            raise AbandonedError(f"Nobody waited for the {request.what} any more.")
-        return value
-
-    def left_s(self) -> float:
-        """Return how long whoever watches may look away."""
-        now = self._now
-        left_s = _LOOK_S if now is None else now[1] - time.monotonic()
-        return max(0.0, min(_LOOK_S, left_s))
-
-    def leave_late(self) -> _Request | None:
-        """Leave the thread if its call is late or not wanted any more; return that call."""
-        with self._lock:
-            if self._now is None:
-                return None
-            request, end_s = self._now
-            self._is_left = time.monotonic() >= end_s or request.cancelled()
-            return request if self._is_left else None
-
-    def leave(self) -> None:
-        """Leave the thread, which raises when it begins or ends its next call."""
-        with self._lock:
-            self._is_left = True
-
-
-_local = threading.local()
 
 
 def _stop_all(idle: list[_Worker]) -> None:
@@ -318,9 +256,6 @@ class TimedPool:
         request = _Request(
             what=what, timeout_s=timeout_s, repeatable=repeatable, cancelled=cancelled
         )
-        hold: _Hold | None = getattr(_local, "hold", None)
-        if hold is not None and hold.pool is self:
-            return hold.run(call, request, late)
         worker = self._take()
         worker.call(call)
         try:
@@ -334,62 +269,15 @@ class TimedPool:
             if not worker.abandon(request.left_name, late):
                 worker.stop()
             raise
-        try:
-            result: T = self._ended(worker, value, error)
-        finally:
-            # Its traceback leads to this frame, and the frame must not lead back.
-            del error
-        return result
-
-    def hold(self, call: Callable[[], T]) -> T:
-        """Return what `call` returns; it runs in one thread, with all that it calls by `run`.
-
-        For many short calls, each of which would else be handed to a thread and back. A call by
-        `run` that is late, or not wanted any more, ends this as it would end alone, within a
-        moment: the thread is left behind, and raises as soon as that call returns. What is done
-        between the calls must end by itself.
-        """
-        halted()
-        worker, hold = self._take(), _Hold(self)
-        worker.call(lambda: hold.serve(call))
-        try:
-            value, error = self._watched(worker, hold)
-        except AbandonedError:
-            raise
-        except BaseException:
-            # An interrupt of the main thread: what is under way goes on without anyone waiting.
-            hold.leave()
-            if not worker.abandon(f"{self._name} abandoned", None):
-                worker.stop()
-            raise
-        try:
-            result: T = self._ended(worker, value, error)
-        finally:
-            # Its traceback leads to this frame, and the frame must not lead back.
-            del error
-        return result
-
-    def _watched(self, worker: _Worker, hold: _Hold) -> tuple[Any, BaseException | None]:
-        while True:
-            try:
-                return worker.result(hold.left_s())
-            except queue.Empty:
-                request = hold.leave_late()
-            if request is None:
-                continue
-            if worker.abandon(request.left_name, None):
-                raise request.error()
-            return worker.result(None)
-
-    def _ended(self, worker: _Worker, value: T, error: BaseException | None) -> T:
         self._give_back(worker)
-        if error is not None:
-            try:
+        try:
+            if error is not None:
                 raise error
-            finally:
-                # The traceback leads to this frame, and the frame must not lead back.
-                del error
-        return value
+        finally:
+            # Its traceback leads to this frame, and the frame must not lead back.
+            del error
+        result: T = value
+        return result
 
     def close(self) -> None:
         """End the waiting threads and join them; idempotent."""
