@@ -150,11 +150,8 @@ class OpenFile:
         """Make the file visible, every byte of it checked."""
         if self.check is not None:
             self.check.check_complete()
-        if isinstance(self.upload, Upload):
-            # The name stands for these very bytes, whoever put them there.
-            self.upload.complete(self.file.size_bytes, existing="replace")
-        else:
-            self.upload.complete(self.file.size_bytes)
+        # The name stands for these very bytes, whoever put them there.
+        self.upload.complete(self.file.size_bytes, existing="replace")
 
 
 class PartCopier:
@@ -202,7 +199,7 @@ class PartCopier:
         """
         file, length = one.file, part.stop - part.start
         source = self._source.copy_source(file.path)
-        if source is None or not isinstance(one.upload, Upload):
+        if source is None:
             raise CopyRefusedError
         try:
             with timed(self._paces.target, length):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, TypeVar
 
 from ckpt_storage.errors import (
     CheckpointError,
-    IntegrityError,
     InvalidInputError,
     StorageError,
     UnsupportedByStoreError,
@@ -24,12 +22,12 @@ from .backend import (
     CopySource,
     ObjectInfo,
     Range,
-    ShortReadError,
     TooLongError,
 )
 from .calls import Caller, Repeat, system_random
 from .deadline import Deadline
 from .problems import Call, explain
+from .reads import fill, too_long
 from .timed import moved
 from .upload import Upload
 
@@ -148,14 +146,7 @@ class Store:
                 size_bytes = len(found.data)
                 if most_bytes is None or size_bytes <= most_bytes:
                     return found
-            raise IntegrityError(
-                f"{self.shown(path)} has {size_bytes} bytes or more, and {most_bytes} at most "
-                "were to be expected; it was not read.",
-                path=path,
-                # Nothing was looked at.
-                offset=0,
-                next_step="The file is damaged or not the one that was saved.",
-            )
+            raise too_long(path, self.shown(path), size_bytes, most_bytes)
 
         return self.run("read", path, get)
 
@@ -170,7 +161,14 @@ class Store:
         failure = self.run(
             "read",
             path,
-            lambda backend: self._fill(backend, path, ranges, size_bytes),
+            lambda backend: fill(
+                backend,
+                path,
+                ranges,
+                size_bytes=size_bytes,
+                shown=self.shown(path),
+                kind_of=lambda error: getattr(self.explain(error, "read", path), "kind", ""),
+            ),
             repeat="unless-abandoned",
         )
         try:
@@ -186,36 +184,6 @@ class Store:
         """Fill `target` with the bytes from `start` (bytes) on. As `read_ranges`."""
         if target.nbytes:
             self.read_ranges(path, [(start, memoryview(target).cast("B"))], size_bytes=size_bytes)
-
-    def _fill(
-        self, backend: Backend, path: str, ranges: Iterable[Range], size_bytes: int | None
-    ) -> Exception | None:
-        """Have ranges filled, and tell apart why the answer ended early or was refused.
-
-        Return what `ranges` raised, which is none of the storage's errors.
-        """
-        watch = _Watch(ranges)
-        try:
-            found_bytes = backend.read(path, watch)
-        except ShortReadError as error:
-            position = error.position
-        except Exception as error:
-            failure = watch.failure
-            if failure is not None:
-                if isinstance(failure, IntegrityError) and size_bytes is not None:
-                    # A file of another length is told as such, not by the first wrong block.
-                    self._check_length(path, size_bytes, backend.stat(path).size_bytes)
-                return failure
-            told = self.explain(error, "read", path)
-            if not isinstance(told, StorageError) or told.kind != "range":
-                raise
-            position = watch.start
-        else:
-            self._check_length(path, size_bytes, found_bytes)
-            return None
-        total_bytes = backend.stat(path).size_bytes
-        self._check_length(path, size_bytes, total_bytes)
-        raise self._short(path, watch, position, total_bytes)
 
     def write(self, path: str, data: bytes) -> None:
         """Put a whole object at a write-once name, visible only complete, durable on return.
@@ -488,69 +456,6 @@ class Store:
                 next_step="Save fewer tensors in one checkpoint; if it is .metadata that is as "
                 "large, save with stock_metadata='never'.",
             )
-
-    def _check_length(self, path: str, size_bytes: int | None, found_bytes: int | None) -> None:
-        if size_bytes is None or found_bytes is None or found_bytes == size_bytes:
-            return
-        raise IntegrityError(
-            f"{self.shown(path)} has {found_bytes} bytes instead of {size_bytes}.",
-            path=path,
-            offset=min(found_bytes, size_bytes),
-            next_step="The file is damaged or not the one that was saved.",
-        )
-
-    def _short(self, path: str, watch: _Watch, position: int, total_bytes: int) -> CheckpointError:
-        if total_bytes >= watch.stop:
-            return StorageError(
-                f"The read of {self.shown(path)} ended after {position - watch.start} of "
-                f"{watch.stop - watch.start} bytes.",
-                kind="connection",
-                retryable=True,
-                path=self.shown(path),
-                next_step="Try again; if it comes back, look for a proxy that cuts answers.",
-            )
-        return IntegrityError(
-            f"{self.shown(path)} ends at byte {total_bytes}, within the range "
-            f"[{watch.start}, {watch.stop}) that was asked for.",
-            path=path,
-            offset=total_bytes,
-            next_step="The file is damaged or not the one that was saved.",
-        )
-
-
-class _Watch:
-    """Ranges, and which of them is being filled: bytes [start, stop).
-
-    What was lent is taken back with the next one, or at the end: nothing writes into it then,
-    whatever a client that was left behind may still do.
-    """
-
-    def __init__(self, ranges: Iterable[Range]) -> None:
-        self._ranges = ranges
-        self.start = self.stop = 0
-        self.failure: Exception | None = None
-
-    def __iter__(self) -> Iterator[Range]:
-        ranges = iter(self._ranges)
-        while True:
-            try:
-                start, view = next(ranges)
-            except StopIteration:
-                return
-            except Exception as error:
-                self.failure = error
-                raise
-            self.start, self.stop = start, start + view.nbytes
-            lent = memoryview(view)
-            # Each range has the time of a request.
-            moved()
-            try:
-                yield start, lent
-            finally:
-                # A system call that has it now keeps it.
-                with contextlib.suppress(BufferError):
-                    lent.release()
-            moved()
 
 
 def _delete(backend: Backend, paths: Iterable[str]) -> None:

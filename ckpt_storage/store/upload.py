@@ -7,13 +7,16 @@ import json
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 
-from .backend import Backend, Capabilities, CopySource, ObjectInfo, Part, PartCopy
+from .backend import Backend, CopySource, ObjectInfo, Part, PartCopy
 from .calls import Repeat
 from .timed import AbandonedError
+
+if TYPE_CHECKING:
+    from .store import Store
 
 T = TypeVar("T")
 
@@ -33,35 +36,6 @@ _UNSURE = frozenset({"connection", "other", "timeout"})
 """Errors after which an upload may have been begun all the same."""
 
 
-class Runner(Protocol):
-    """What makes the calls of an upload: a `Store`."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the storage can do."""
-
-    def shown(self, path: str) -> str:
-        """Return the object's URL, for messages."""
-
-    def explain(self, error: Exception, operation: str, path: str) -> CheckpointError:
-        """Return what an exception of the backend means."""
-
-    def run(
-        self,
-        operation: str,
-        path: str,
-        call: Callable[[Backend], T],
-        *,
-        repeat: Repeat = "always",
-        extra_s: float = 0.0,
-        late: Callable[[Backend, T], None] | None = None,
-    ) -> T:
-        """Run `call` with deadline and repeats; see `Caller.run`."""
-
-    def cleaning_up(self) -> Runner:
-        """Return a runner with a deadline of its own, for discarding what failed."""
-
-
 class Upload:
     """One new object, invisible until `complete` returns; ended by `complete` or `abort`.
 
@@ -73,7 +47,7 @@ class Upload:
 
     def __init__(
         self,
-        store: Runner,
+        store: Store,
         path: str,
         *,
         if_absent: bool,

@@ -323,7 +323,7 @@ class _Job:
         """
         means, place, length = self._means, part.place, part.stop - part.start
         source = means.source_store.copy_source(place.path)
-        if source is None or not isinstance(self._upload, Upload):
+        if source is None:
             return False
         try:
             with timed(means.paces.target, length):

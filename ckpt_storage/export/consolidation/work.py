@@ -136,10 +136,7 @@ class RankWork:
         completed: dict[int, FileRef] = {}
 
         def complete(upload: Upload, region: Region, crc32c: int) -> None:
-            if isinstance(upload, Upload):
-                upload.complete(region.file_bytes, existing="replace")
-            else:
-                upload.complete(region.file_bytes)
+            upload.complete(region.file_bytes, existing="replace")
             self._open.remove(upload)
             completed[region.file] = self._record(region.file, crc32c)
 
