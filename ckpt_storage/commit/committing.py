@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_storage._version import __version__
-from ckpt_storage.errors import CheckpointError, IntegrityError, NotPublishedError
+from ckpt_storage.errors import CheckpointError, IntegrityError
 from ckpt_storage.format import integrity, layout
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.manifest import Manifest
@@ -32,7 +32,6 @@ from . import attempt as commit
 from . import cleaning, publishing, stockfooter
 from .assemble import assemble, check_files, check_reports, read_report
 from .attempt import Grant
-from .info import CheckpointInfo
 from .stockwrite import planned_of, stock_metadata, stock_note
 
 log = logging.getLogger("ckpt_storage")
@@ -116,24 +115,11 @@ def commit_save(
         publishing.publish(store, own=record, own_stock=stock_bytes)
     except Exception as error:
         if must_publish:
-            raise not_published(store, record, error) from error
+            raise publishing.not_published(store, record, error) from error
         log.warning("save %s is committed; its note in .metadata is not: %s", grant.save_id, error)
     else:
         _clean_up(store, grant, record, deadline, retry)
     return record
-
-
-def not_published(store: Store, record: SlotRecord, error: Exception) -> NotPublishedError:
-    """Return the error that `record` is committed, but `error` kept it from being published."""
-    return NotPublishedError(
-        f"Save {record.save_id} to {store.url} is committed and ckpt_storage loads it, but torch's "
-        f"own readers may not find it, because replacing .metadata failed: {error}",
-        info=CheckpointInfo.of(store.url, record),
-        path=layout.STOCK_METADATA,
-        phase="commit",
-        next_step="Do not save it again. Once the cause is gone, call "
-        f"ckpt_storage.publish({store.url!r}); the next save publishes, too.",
-    )
 
 
 def _clean_up(

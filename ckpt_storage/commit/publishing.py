@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from ckpt_storage.errors import IntegrityError, StorageError
+from ckpt_storage.errors import IntegrityError, NotPublishedError, StorageError
 from ckpt_storage.format import integrity, layout
 from ckpt_storage.format.ceilings import MOST_STOCK_BYTES
 from ckpt_storage.format.documents import FileRef
@@ -15,6 +15,7 @@ from ckpt_storage.store.backend import Content
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
+from .info import CheckpointInfo
 from .slotlog import CommitLog, check_document, read_log, read_referenced, read_stock, stamp
 from .stockfooter import check_newest, read_footer, split_footer, with_footer
 
@@ -226,6 +227,19 @@ class _Publisher:
                 raise
             return False
         return True
+
+
+def not_published(store: Store, record: SlotRecord, error: Exception) -> NotPublishedError:
+    """Return the error that `record` is committed, but `error` kept it from being published."""
+    return NotPublishedError(
+        f"Save {record.save_id} to {store.url} is committed and ckpt_storage loads it, but torch's "
+        f"own readers may not find it, because replacing .metadata failed: {error}",
+        info=CheckpointInfo.of(store.url, record),
+        path=layout.STOCK_METADATA,
+        phase="commit",
+        next_step="Do not save it again. Once the cause is gone, call "
+        f"ckpt_storage.publish({store.url!r}); the next save publishes, too.",
+    )
 
 
 def roll_forward(store: Store, save_id: str) -> bool:

@@ -15,7 +15,7 @@ from functools import partial
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit import cleaning, publishing, slotlog
 from ckpt_storage.commit.attempt import Grant
-from ckpt_storage.commit.committing import not_published
+from ckpt_storage.commit.publishing import not_published
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.errors import (

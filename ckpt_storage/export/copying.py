@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 from ckpt_storage.commit import publishing, slotlog, stockfooter
-from ckpt_storage.commit.committing import not_published
+from ckpt_storage.commit.publishing import not_published
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.coordination.stalling import stalling_deadline
 from ckpt_storage.errors import (
