@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -50,11 +50,11 @@ _BATCH_COUNT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyMeans:
-    """What an attempt works with; `scope` is what is one storage with the target."""
+    """What an attempt works with; `scope` tells what is one storage with the target."""
 
     source: Store
     target: Store
-    scope: Hashable
+    scope: Callable[[], Hashable]
     overwrite: bool
     thread_count: int
     deadline: Deadline
@@ -115,7 +115,7 @@ class CopyAttempt:
         is_resumed = slotlog.is_there(store, layout.begun_path(save_id))
         folders = [layout.COMMITS, layout.save_folder(save_id), layout.ranks_folder(save_id)]
         store.prepare(folders)
-        probed = probe_exclusive_create(store, key=means.scope)
+        probed = probe_exclusive_create(store, scope=means.scope)
         if not probed.exclusive:
             log.warning("%s is single-writer: %s", store.url, probed.reason)
         if is_resumed:

@@ -291,7 +291,7 @@ class _Copy:
                 means = CopyMeans(
                     source=self.source_store,
                     target=self.target_store,
-                    scope=self.target.scope(),
+                    scope=self.target.scope,
                     overwrite=self.overwrite,
                     thread_count=self.options.thread_count,
                     deadline=self.deadline,

@@ -43,7 +43,7 @@ def remove(
     found = read_log(store)
     if is_foreign(store, found) or (found.last is None and not _has_attempts(store)):
         return
-    exclusive = probe_exclusive_create(store, key=location.scope()).exclusive
+    exclusive = probe_exclusive_create(store, scope=location.scope).exclusive
     if delete_checkpoint(store, exclusive=exclusive, deadline=deadline, retry=retry):
         remove_exports(store)
 

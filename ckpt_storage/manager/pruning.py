@@ -292,7 +292,7 @@ class _Execution:
     def _exclusive(self) -> bool:
         location = self._census.location
         root = self._census.root(self._deadline)
-        return probe_exclusive_create(root, key=location.scope()).exclusive
+        return probe_exclusive_create(root, scope=location.scope).exclusive
 
     def _end_deletion(self, store: Store, name: str) -> None:
         others = remove_exports(store)

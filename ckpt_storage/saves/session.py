@@ -305,7 +305,7 @@ class SaveSession:
 
     def _probe(self, store: Store) -> bool:
         location = self._settings.commit_base or self.location
-        result = probe_exclusive_create(store, key=location.scope())
+        result = probe_exclusive_create(store, scope=location.scope)
         if not result.exclusive:
             log.warning(
                 "%s is single-writer: %s. Two jobs that save to one id at the same time are "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from ckpt_storage.errors import CheckpointError, StorageError
@@ -30,11 +30,13 @@ class ProbeResult:
 _RESULTS: dict[tuple[int, Hashable], ProbeResult] = {}
 
 
-def probe_exclusive_create(store: Store, *, key: Hashable = None) -> ProbeResult:
+def probe_exclusive_create(
+    store: Store, *, scope: Callable[[], Hashable] | None = None
+) -> ProbeResult:
     """Return whether `store` refuses to create a name twice, asking the storage once.
 
-    The result is kept per process and `key` (`Location.scope`: what is one storage), or
-    per URL where none is given.
+    The result is kept per process and what `scope` returns (`Location.scope`: what is one
+    storage), or per URL where none is given. `scope` is called within a call's deadline.
     Leaves nothing behind where deleting is allowed. Raises `StorageError` where the
     storage gives no answer or does not let us write, and keeps nothing then.
     """
@@ -42,7 +44,10 @@ def probe_exclusive_create(store: Store, *, key: Hashable = None) -> ProbeResult
         return ProbeResult(
             exclusive=False, reason="This storage has no exclusive creation to offer."
         )
-    place = (os.getpid(), store.url if key is None else key)
+    key: Hashable = store.url
+    if scope is not None:
+        key = store.run("look at the storage", "", lambda _: scope())
+    place = (os.getpid(), key)
     known = _RESULTS.get(place)
     if known is None:
         known = _RESULTS[place] = _ask(store)

@@ -199,6 +199,30 @@ def test_every_call_of_every_backend_ends_by_its_deadline(name: str) -> None:
     hang.set()
 
 
+def test_a_disk_that_hangs_is_looked_at_within_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On which disk a folder lies is asked for in a call, too, and its save ends."""
+    hang = threading.Event()
+
+    def hanging(_: Location) -> str:
+        hang.wait()
+        return "disk"
+
+    monkeypatch.setattr(Location, "scope", hanging)
+    begin_s = time.monotonic()
+    with pytest.raises(StorageError) as caught:
+        ckpt_storage.save(
+            {"step": 1},
+            tmp_path / "run",
+            timeout=Timeouts(request=0.3),
+            retry=RetryPolicy(attempt_count=1),
+        )
+    assert caught.value.kind == "timeout"
+    assert time.monotonic() - begin_s < 0.3 + SLACK_S
+    hang.set()
+
+
 def test_a_folder_is_deleted_while_it_is_listed() -> None:
     """Names are deleted by the thousand, before the next ones are asked for."""
     asked: list[int] = []

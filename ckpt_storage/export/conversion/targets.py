@@ -206,7 +206,7 @@ def _write_ours(values: Values, target: Target) -> str:
     grant = commit.begin(
         store,
         overwrite=target.overwrite,
-        probe=lambda found: probe_exclusive_create(found, key=target.location.scope()).exclusive,
+        probe=lambda found: probe_exclusive_create(found, scope=target.location.scope).exclusive,
     )
     try:
         manifest = ShardTarget(
