@@ -283,5 +283,9 @@ def test_listings_and_uploads_of_many_pages_are_whole() -> None:
         assert folders == [f"saves/a/{i}/" for i in range(10)]
         assert store.abort_uploads("saves") == 10
         assert server.open_upload_count == 0
+        server.reset_counters()
         store.delete_folder("saves/a")
         assert server.dump() == {}
+        # Each page is deleted before the next is asked for.
+        steps = [one.op for one in server.requests]
+        assert steps[:4] == ["list", "bulk_delete", "list", "bulk_delete"]
