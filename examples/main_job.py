@@ -23,6 +23,7 @@ from typing import Any
 import fsspec
 
 from ckpt_storage import CheckpointInProgressError, CheckpointStorageReader, list_checkpoints
+from ckpt_storage.testing.s3_server import S3Server
 
 TRAIN_SCRIPT = Path(__file__).with_name("train_fsdp2.py")
 
@@ -259,21 +260,12 @@ class Driver:
 @contextlib.contextmanager
 def embedded_s3() -> Iterator[tuple[str, dict[str, Any]]]:
     """Run an in-memory S3 server; yield the URL of its bucket and the storage options."""
-    command = [sys.executable, "-m", "ckpt_storage.testing.s3_server"]
-    command += ["--port", "0", "--bucket", "example"]
-    server = subprocess.Popen(  # noqa: S603  # the command is our own
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        line = server.stdout.readline() if server.stdout else ""
-        if not line:
-            raise SystemExit("FAILED: the embedded S3 server did not start; its error is above.")
-        endpoint_url = json.loads(line)["endpoint_url"]
+    with S3Server() as server:
+        server.create_bucket("example")
         # The server takes any key. Never put a real one on a command line: s3fs finds yours
         # in the environment or in ~/.aws.
-        yield "s3://example", {"endpoint_url": endpoint_url, "key": "example", "secret": "example"}
-    finally:
-        stop(server)
+        options = {"endpoint_url": server.endpoint_url, "key": "example", "secret": "example"}
+        yield "s3://example", options
 
 
 def drive(options: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ class FaultRule:
     * `reset`: reset the connection, with the work not done.
     * `lost`: do the work, then reset the connection in place of the answer.
     * `torn`: read half of the body, if there is one, then reset; nothing is stored.
-    * `truncate`: do the work, announce the whole answer, send `limit_bytes` bytes of it, close.
+    * `truncate`: do the work, announce the whole answer, send half of it, close.
     * `ignore_range`: answer a ranged read with 200 and the whole object.
 
     Raises `InvalidInputError` for a value that can match or mean nothing.
@@ -47,13 +47,12 @@ class FaultRule:
     status: int = 503
     code: str = "SlowDown"
     delay_s: float = 1.0
-    limit_bytes: int = 0
 
     def __post_init__(self) -> None:
         actions = get_args(Action)
         try:
             re.compile(self.op + self.key)
-            counts = (self.after, self.times, self.limit_bytes, self.delay_s, 599 - self.status)
+            counts = (self.after, self.times, self.delay_s, 599 - self.status)
             is_sound = self.action in actions and min(*counts, self.status - 200) >= 0
         except (re.error, TypeError):
             is_sound = False

@@ -19,9 +19,8 @@ import stat
 import struct
 import sys
 import threading
-from collections import Counter
 from collections.abc import MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, NoReturn, Self, cast
 from urllib.parse import parse_qsl, unquote
@@ -34,6 +33,7 @@ from .s3_objects import Answer, Request, S3Error, S3Objects, operation_of
 __all__ = ["Action", "CrashWhen", "FaultRule", "RequestRecord", "S3Server", "crash_rules", "main"]
 
 _LOG = logging.getLogger(__name__)
+_STOP_TIMEOUT_S = 10.0
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -42,9 +42,6 @@ class S3Server(Journal, S3Objects):
     """One server on this machine, run as a context manager; `port` 0 takes a free one.
 
     The other settings are those of `S3Objects`, what it does wrong on purpose is in `Journal`.
-
-    Out of process, `POST /_fault` takes a JSON list of rules with the fields of `FaultRule`, and
-    `GET /_stats` counts the requests by operation.
     """
 
     port: int = 0
@@ -52,11 +49,27 @@ class S3Server(Journal, S3Objects):
     _listener: _Listener | None = field(default=None, init=False)
 
     def __enter__(self) -> Self:
-        self.start()
+        if self._listener is not None:
+            raise InvalidInputError("The server was started before.", next_step="Make another.")
+        self._listener = listener = _Listener(("127.0.0.1", self.port), _Connection)
+        acceptor = threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True)
+        listener.owner, listener.threads = self, {acceptor: listener.socket}
+        self.port = listener.server_address[1]
+        acceptor.start()
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
-        self.stop()
+        if self._listener is None:
+            return
+        self.stopping.set()
+        self._listener.shutdown()
+        self._listener.server_close()
+        for thread, sock in self._listener.threads.items():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            thread.join(_STOP_TIMEOUT_S)
+            if thread.is_alive():
+                raise TimeoutError(f"{thread.name} of the server did not end in time")
 
     @property
     def endpoint_url(self) -> str:
@@ -68,30 +81,6 @@ class S3Server(Journal, S3Objects):
         """Keyword arguments with which `s3fs.S3FileSystem` reaches the server."""
         client = {"endpoint_url": self.endpoint_url, "region_name": "us-east-1"}
         return {"key": "test", "secret": "test", "client_kwargs": client}
-
-    def start(self) -> None:
-        """Listen and serve in background threads; a server starts once."""
-        if self._listener is not None:
-            raise InvalidInputError("The server was started before.", next_step="Make another.")
-        self._listener = listener = _Listener(("127.0.0.1", self.port), _Connection)
-        acceptor = threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True)
-        listener.owner, listener.threads = self, {acceptor: listener.socket}
-        self.port = listener.server_address[1]
-        acceptor.start()
-
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """Close all sockets and end all threads; later calls do nothing."""
-        if self._listener is None or self.stopping.is_set():
-            return
-        self.stopping.set()
-        self._listener.shutdown()
-        self._listener.server_close()
-        for thread, sock in self._listener.threads.items():
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            thread.join(timeout_s)
-            if thread.is_alive():
-                raise TimeoutError(f"{thread.name} of the server did not end in {timeout_s} s")
 
 
 class _Listener(socketserver.ThreadingTCPServer):
@@ -105,7 +94,7 @@ class _Listener(socketserver.ThreadingTCPServer):
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
         arguments = (request, client_address)
         thread = threading.Thread(target=self.process_request_thread, args=arguments, daemon=True)
-        # Threads are not taken out when they end, but here: so `stop` joins every one.
+        # Threads are not taken out when they end, but here: so leaving ends every one.
         self.threads = {known: its for known, its in self.threads.items() if known.is_alive()}
         self.threads[thread] = request
         thread.start()
@@ -134,16 +123,35 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         bucket, _, key = unquote(path).removeprefix("/").partition("/")
         headers = {name.lower(): text.strip() for name, text in self.headers.items()}
         words = dict(parse_qsl(query, keep_blank_values=True))
-        if bucket in ("_fault", "_stats"):
-            self._send(self._control(owner, bucket, self._body(headers)))
-            return
         op = operation_of(self.command, bucket, key, {*words, *headers})
+        request = Request(op=op, bucket=bucket, key=key, query=words, headers=headers, body=[])
         record, rule = owner.begin(op, bucket, key)
-        fault = record.fault
+        answer = self._answer(owner, request, record, rule)
+        data = [] if self.command == "HEAD" else answer.body
+        if record.fault == "truncate":
+            data = [memoryview(b"".join(data))[: sum(map(len, data)) // 2]]
+        # Before it is sent, so that a client that has its answer finds it in the log.
+        owner.note(record, "bytes_out", sum(map(len, data)))
+        owner.note(record, "status", answer.status)
+        self.send_response(answer.status)
+        for name, text in answer.headers.items():
+            self.send_header(name, text)
+        if answer.status != HTTPStatus.NO_CONTENT:
+            self.send_header("Content-Length", str(sum(map(len, answer.body))))
+        self.end_headers()
+        for piece in data:
+            self.wfile.write(piece)
+        self.close_connection |= record.fault == "truncate"
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = _serve  # noqa: N815 - as inherited
+
+    def _answer(
+        self, owner: S3Server, request: Request, record: RequestRecord, rule: FaultRule
+    ) -> Answer:
+        fault, headers = record.fault, {**request.headers}
         if fault == "reset":
             self._reset()
-        wait_s = {"delay": rule.delay_s, "hang": None}.get(fault, 0.0)
-        if owner.stopping.wait(wait_s):
+        if owner.stopping.wait({"delay": rule.delay_s, "hang": None}.get(fault, 0.0)):
             raise ConnectionAbortedError
         if fault == "ignore_range":
             headers.pop("range", None)
@@ -152,22 +160,11 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         if fault == "torn":
             self._reset()
         if fault == "status":
-            answer = owner.refusal(S3Error(rule.status, rule.code, "injected by a fault rule"))
-        else:
-            request = Request(
-                op=op, bucket=bucket, key=key, query=words, headers=headers, body=body
-            )
-            answer = owner.answer(request)
+            return owner.refusal(S3Error(rule.status, rule.code, "injected by a fault rule"))
+        answer = owner.answer(replace(request, headers=headers, body=body))
         if fault == "lost":
             self._reset()
-        limit = rule.limit_bytes if fault == "truncate" else None
-        size = 0 if self.command == "HEAD" else sum(map(len, answer.body))
-        # Before it is sent, so that a client that has its answer finds it in the log.
-        owner.note(record, "bytes_out", size if limit is None else min(limit, size))
-        owner.note(record, "status", answer.status)
-        self._send(answer, limit)
-
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = _serve  # noqa: N815 - so spelt by http.server
+        return answer
 
     def _reset(self) -> NoReturn:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -195,31 +192,6 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         if len(data) < size:
             raise ConnectionAbortedError
         return memoryview(data)
-
-    def _send(self, answer: Answer, limit_bytes: int | None = None) -> None:
-        self.send_response(answer.status)
-        for name, text in answer.headers.items():
-            self.send_header(name, text)
-        if answer.status != HTTPStatus.NO_CONTENT:
-            self.send_header("Content-Length", str(sum(map(len, answer.body))))
-        self.end_headers()
-        if limit_bytes is not None:
-            self.wfile.write(b"".join(answer.body)[:limit_bytes])
-            raise ConnectionAbortedError
-        for piece in [] if self.command == "HEAD" else answer.body:
-            self.wfile.write(piece)
-
-    def _control(self, owner: S3Server, what: str, body: list[memoryview]) -> Answer:
-        if what == "_stats":
-            told: object = {"count": Counter(request.op for request in owner.requests)}
-            return Answer(200, {}, [memoryview(json.dumps(told).encode())])
-        try:
-            # Of a list, which a copy makes sure of.
-            rules = list.copy(json.loads(b"".join(body)))
-            owner.faults([FaultRule(**fields) for fields in rules])
-        except (TypeError, ValueError) as error:
-            return Answer(400, {}, [memoryview(json.dumps({"error": str(error)}).encode())])
-        return Answer(200, {}, [])
 
 
 def _wait_for_end(ended: threading.Event) -> None:

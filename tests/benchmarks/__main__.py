@@ -11,10 +11,7 @@ import dataclasses
 import json
 import os
 import platform
-import subprocess
-import sys
 import tempfile
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +23,7 @@ import torch.multiprocessing as mp
 from measure import Comparison
 from scenarios import SCENARIOS, measure
 
-_CONTROL_TIMEOUT_S = 30.0
+from ckpt_storage.testing.s3_server import FaultRule, RequestRecord, S3Server
 
 
 def main() -> None:
@@ -46,9 +43,9 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.serve == (asked.url is not None):
         parser.error("give either a URL or --serve")
-    with _storage(asked) as (url, options, server_url), tempfile.TemporaryDirectory() as scratch:
+    with _storage(asked) as (url, options, count), tempfile.TemporaryDirectory() as scratch:
         mp.spawn(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            measure, (asked, url, options, server_url, scratch), nprocs=asked.ranks
+            measure, (asked, url, options, count, scratch), nprocs=asked.ranks
         )
         # Written by our own rank 0, a moment ago.
         found: list[Comparison] = torch.load(f"{scratch}/result", weights_only=False)
@@ -81,31 +78,32 @@ def _print(heading: str, found: list[Comparison]) -> None:
 
 
 @contextmanager
-def _storage(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], str | None]]:
-    """Yield the URL of a new folder, its storage options and the address of our server, if any."""
+def _storage(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], Any]]:
+    """Yield the URL of a new folder, its storage options and our server's count of requests."""
     folder = f"bench-{uuid.uuid4().hex[:12]}"
     if not asked.serve:
         options = dict(option.split("=", 1) for option in asked.storage_option)
         yield f"{asked.url.rstrip('/')}/{folder}", options, None
         return
-    server = subprocess.Popen(
-        [sys.executable, "-m", "ckpt_storage.testing.s3_server", "--bucket", "bench"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        ready = json.loads(server.stdout.readline())  # type: ignore[union-attr]  # a pipe
-        endpoint = ready["endpoint_url"]
-        if asked.latency_ms:
-            rule = {"action": "delay", "delay_s": asked.latency_ms / 1e3, "times": 0}
-            request = urllib.request.Request(  # noqa: S310  # our own http server
-                f"{endpoint}/_fault", data=json.dumps([rule]).encode(), method="POST"
-            )
-            urllib.request.urlopen(request, timeout=_CONTROL_TIMEOUT_S).close()  # noqa: S310  # as above
-        yield f"s3://bench/{folder}", ready["storage_options"], endpoint
-    finally:
-        server.communicate()
+    with CountingServer() as server:
+        server.create_bucket("bench")
+        delay_s = asked.latency_ms / 1e3
+        server.faults([FaultRule(action="delay", delay_s=delay_s, times=0)] if delay_s else [])
+        yield f"s3://bench/{folder}", server.storage_options, server.count
+
+
+class CountingServer(S3Server):
+    """A server whose count of requests other processes can read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = mp.get_context("spawn").Value("q", 0)
+
+    def begin(self, op: str, bucket: str, key: str) -> tuple[RequestRecord, FaultRule]:
+        """Count."""
+        with self.count.get_lock():
+            self.count.value += 1
+        return super().begin(op, bucket, key)
 
 
 if __name__ == "__main__":

@@ -345,7 +345,7 @@ def measure(
     asked: argparse.Namespace,
     url: str,
     options: dict[str, Any],
-    server_url: str | None,
+    count: Any,
     scratch: str,
 ) -> None:
     """Measure on one rank, in a process of its own; rank 0 leaves what it found in `scratch`."""
@@ -361,7 +361,7 @@ def measure(
         url=url,
         storage_options=options,
         floor=floor,
-        meter=Meter(server_url),
+        meter=Meter(count),
         gib=asked.gib,
         small_count=asked.small,
         run_count=asked.runs,

@@ -125,17 +125,10 @@ def test_reset_before_or_after_the_work(
         {"action": "status", "status": 99},
     ],
 )
-def test_bad_rules_are_refused(server: S3Server, fields: dict[str, Any]) -> None:
-    """A rule that can mean nothing is refused, in process and over HTTP; the old ones stay."""
+def test_bad_rules_are_refused(fields: dict[str, Any]) -> None:
+    """A rule that can mean nothing is refused."""
     with pytest.raises(InvalidInputError, match="no fault rule"):
         FaultRule(**fields)
-    server.faults([FaultRule(op="head_bucket", action="status", status=418)])
-    documents: list[object] = [[fields], {}, [{}], [{"action": "reset", "colour": "red"}]]
-    for document in documents:
-        status, _, body = ask(server, "POST", "/_fault", json.dumps(document).encode())
-        assert (status, "error" in json.loads(body)) == (400, True)
-    assert ask(server, "POST", "/_fault", b"{")[0] == 400
-    assert ask(server, "HEAD", f"/{BUCKET}")[0] == 418
 
 
 # Crash points and the log
@@ -198,10 +191,9 @@ def test_stop_leaves_no_thread_and_no_port() -> None:
         put(client, "k")
         assert set(threading.enumerate()) - before
         with pytest.raises(InvalidInputError, match="started before"):
-            server.start()
+            server.__enter__()
     assert set(threading.enumerate()) <= before
     client.close()
-    server.stop()
     port = int(server.endpoint_url.rpartition(":")[2])
     with S3Server(port=port) as second:
         assert second.endpoint_url == server.endpoint_url
@@ -209,7 +201,7 @@ def test_stop_leaves_no_thread_and_no_port() -> None:
 
 @pytest.mark.parametrize("end", ["stdin", "SIGTERM", "SIGINT"])
 def test_command_serves_until_told(end: str) -> None:
-    """The command prints where it listens, serves, takes fault rules, and ends with 0."""
+    """The command prints where it listens, serves, and ends with 0."""
     command = [sys.executable, "-W", "error", "-m", "ckpt_storage.testing.s3_server"]
     with subprocess.Popen(
         [*command, "--port", "0", "--bucket", BUCKET], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -220,21 +212,9 @@ def test_command_serves_until_told(end: str) -> None:
         url = ready["endpoint_url"]
         assert ready["storage_options"]["client_kwargs"]["endpoint_url"] == url
         connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
-        rules = json.dumps([{"op": "head_bucket", "action": "status", "status": 418}])
-        codes = []
-        for method, target, body in (
-            ("POST", "/_fault", rules),
-            ("HEAD", f"/{BUCKET}", None),
-            ("HEAD", f"/{BUCKET}", None),
-            ("GET", "/_stats", None),
-        ):
-            connection.request(method, target, body)
-            answer = connection.getresponse()
-            codes.append(answer.status)
-            content = answer.read()
+        connection.request("HEAD", f"/{BUCKET}")
+        assert connection.getresponse().status == 200
         connection.close()
-        assert codes == [200, 418, 200, 200]
-        assert json.loads(content)["count"] == {"head_bucket": 2}
         if end == "stdin":
             process.stdin.close()
         else:
