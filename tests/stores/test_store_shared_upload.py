@@ -35,6 +35,7 @@ from ckpt_storage.testing.s3_server import FaultRule, S3Server
 PATH = "hf/model.safetensors"
 PART_BYTES = 5 * 1024 * 1024
 WAIT_S = 60.0
+LAST = {"last": True}
 POLICY = RetryPolicy(attempt_count=3, first_delay_s=0.01, max_delay_s=0.02)
 
 
@@ -194,6 +195,46 @@ def test_a_member_closes_the_file_when_it_gives_its_receipts(tmp_path: Path) -> 
     assert posix.open_count == 0
     owner.abort()
     assert list((tmp_path / "run" / "hf").iterdir()) == []
+
+
+def test_what_a_member_of_the_same_process_still_writes_is_synced_with_its_own(
+    tmp_path: Path,
+) -> None:
+    """Receipts of one member neither wait for another's part nor close the file under it."""
+    rule = Rule(action="hang", operation="pwritev", skip_count=1)
+    posix = FaultPosix([rule], PowerCutPosix(tmp_path / "graveyard"))
+    owner = local(tmp_path).start_shared_upload(PATH, part_bytes=1)
+    store = local(tmp_path, posix)
+    members = [store.join_upload(PATH, owner.ticket(), part_bytes=1) for _ in range(2)]
+    members[0].write_part(0, 0, view(b"data"), last=False)
+    thread = threading.Thread(target=members[1].write_part, args=(1, 4, view(b"late")), kwargs=LAST)
+    thread.start()
+    assert posix.script.wait_hung(WAIT_S)
+    receipts = members[0].receipts()
+    assert posix.open_count == 1
+    posix.script.release()
+    thread.join(WAIT_S)
+    receipts += members[1].receipts()
+    assert posix.open_count == 0
+    assert isinstance(posix.inner, PowerCutPosix)
+    posix.inner.power_cut("data")
+    owner.complete(8, receipts=receipts)
+    assert (tmp_path / "run" / PATH).read_bytes() == b"datalate"
+
+
+def test_without_syncs_a_member_still_hears_what_its_server_refused(tmp_path: Path) -> None:
+    """A network file system says as late as at the closing that it could not store a part."""
+    posix = FaultPosix([Rule(action="error", operation="write_out", errno=errno.EDQUOT)])
+    owner = local(tmp_path).start_shared_upload(PATH, part_bytes=1)
+    store = local_store(tmp_path / "run", posix=posix, sync_files=False, policy=POLICY)
+    member = store.join_upload(PATH, owner.ticket(), part_bytes=1)
+    member.write_part(0, 0, view(b"data"), last=True)
+    for _ in range(2):
+        with pytest.raises(StorageError):
+            member.receipts()
+    assert "fsync" not in [call.operation for call in posix.script.calls]
+    assert posix.open_count == 0
+    owner.abort()
 
 
 def test_a_token_names_no_file_elsewhere(tmp_path: Path) -> None:

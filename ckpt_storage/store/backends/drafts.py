@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
@@ -50,15 +50,6 @@ def target_path(path: str) -> str | None:
     if found is None or len(found[1]) >= _KEPT_NAME_CHARS or found[1] == _UNTOLD:
         return None
     return f"{folder}/{found[1]}" if folder else found[1]
-
-
-def is_meant(folder: str, name: str, only: Callable[[str], bool] | None) -> bool:
-    """Return whether the temporary file `name` is one of those that `only` means.
-
-    `only` is asked for the path that the file is to get; where its name was cut, nobody knows it.
-    """
-    path = target_path(f"{folder}/{name}" if folder else name)
-    return only is None or (path is not None and only(path))
 
 
 @contextlib.contextmanager
