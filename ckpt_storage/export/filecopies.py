@@ -264,9 +264,7 @@ class FileCopier:
         self._finish(one)
 
     def _begun(self, file: FileToCopy, parts: Sequence[FilePart], *, is_copied: bool) -> OpenFile:
-        size = parts[0].stop - parts[0].start
-        start = self._target.start_shared_upload if is_copied else self._target.start_upload
-        one = OpenFile(file, parts, start(file.target, part_bytes=size))
+        one = OpenFile(file, parts, self._target.upload(file.target, copies=is_copied))
         with self._open_lock:
             self._open[file.target] = one
         return one

@@ -151,7 +151,7 @@ class OpenFile:
         if self.check is not None:
             self.check.check_complete()
         # The name stands for these very bytes, whoever put them there.
-        self.upload.complete(self.file.size_bytes, existing="replace")
+        self.upload.complete(self.file.size_bytes)
 
 
 class PartCopier:

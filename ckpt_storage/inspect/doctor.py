@@ -250,7 +250,7 @@ class _Visit:
         return self._get(part)
 
     def _put(self, number: int, part: bytes) -> None:
-        upload = self.store.start_upload(self._new(f"large-{number}"), part_bytes=len(part))
+        upload = self.store.upload(self._new(f"large-{number}"))
         view, last = memoryview(part), (self.large_bytes - 1) // len(part)
         try:
             self._each(

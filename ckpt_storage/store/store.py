@@ -249,28 +249,30 @@ class Store:
                 error.kind = "precondition"
             raise
 
-    def start_upload(self, path: str, *, part_bytes: int) -> Upload:
-        """Begin a write-once object; nothing is sent before its first part."""
-        del part_bytes
-        return Upload(self, path, if_absent=False)
+    def upload(
+        self,
+        path: str,
+        *,
+        size_hint: int | None = None,
+        if_absent: bool = False,
+        copies: bool = False,
+    ) -> Upload:
+        """Begin an object in parts, at a write-once name; nothing is sent before the first part.
 
-    def start_shared_upload(self, path: str, *, part_bytes: int) -> Upload:
-        """Begin an object that other processes may join. As `start_upload`.
-
-        Raises `UnsupportedByStoreError` unless `capabilities.tokens_travel`.
+        size_hint: about how long it will be. Where the storage can, space is taken with the first
+            part, which raises `StorageError` of kind "no-space" if that is not there.
+        if_absent: completing it raises kind "exists" if something bears the name.
+        copies: `copy_part` may be called.
         """
-        del part_bytes
-        self._check_shared(path)
-        return Upload(self, path, if_absent=True, copies=True)
+        return Upload(self, path, size_hint=size_hint, if_absent=if_absent, copies=copies)
 
-    def join_upload(self, path: str, ticket: str, *, part_bytes: int) -> Upload:
+    def join(self, path: str, ticket: str) -> Upload:
         """Join another process's upload of the same path; one that is over refuses the first part.
 
-        Raises `InvalidInputError` for a ticket of another path or storage.
+        Raises `InvalidInputError` for a ticket of another path or storage, and
+        `UnsupportedByStoreError` unless `capabilities.tokens_travel`.
         """
-        del part_bytes
-        self._check_shared(path)
-        return Upload(self, path, if_absent=True, joined=ticket)
+        return Upload(self, path, joined=ticket)
 
     def copy_source(self, path: str) -> CopySource | None:
         """Return the object as uploads of this storage can copy it; None where they cannot."""
@@ -435,15 +437,6 @@ class Store:
             scrub=self._scrub,
         )
         return explain(told, about)
-
-    def _check_shared(self, path: str) -> None:
-        if not self.capabilities.tokens_travel:
-            raise UnsupportedByStoreError(
-                f"{self.url} has no uploads that several processes can share.",
-                kind="unsupported",
-                path=self.shown(path),
-                next_step="Let one process write the whole object.",
-            )
 
     def _check_put(self, path: str, data: bytes) -> None:
         """Refuse before it is sent what the storage would refuse after."""

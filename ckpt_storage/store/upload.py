@@ -9,7 +9,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
+from ckpt_storage.errors import (
+    CheckpointError,
+    InvalidInputError,
+    StorageError,
+    UnsupportedByStoreError,
+)
 
 from .backend import Backend, CopySource, ObjectInfo, Part, PartCopy
 from .calls import Repeat
@@ -50,7 +55,8 @@ class Upload:
         store: Store,
         path: str,
         *,
-        if_absent: bool,
+        size_hint: int | None = None,
+        if_absent: bool = False,
         copies: bool = False,
         joined: str | None = None,
     ) -> None:
@@ -61,9 +67,9 @@ class Upload:
         self._if_absent = if_absent
         self._copies = copies
         self._is_owner = joined is None
-        self._token = None if joined is None else _decoded(joined, self._capabilities.kind, path)
+        self._token = None if joined is None else self._decoded(joined)
         self._write_id = os.urandom(16).hex()
-        self._size_hint: int | None = None
+        self._size_hint = size_hint
         self._parts: dict[int, Part] = {}
         # A last part that the storage would show too early, or that may be the whole object.
         self._held: tuple[Part, bytes] | None = None
@@ -77,15 +83,12 @@ class Upload:
         self._given_up_part: int | None = None
         self._state: Literal["open", "complete", "aborted"] = "open"
 
-    def reserve(self, total_bytes: int) -> None:
-        """Tell about how long the object will be, before the first part; space is taken with it.
-
-        Beginning it then raises `StorageError` of kind "no-space" if that is not there.
-        """
-        self._size_hint = total_bytes
-
     def ticket(self) -> str:
-        """Return a text with which another process joins this upload of this path."""
+        """Return a text with which another process joins this upload of this path.
+
+        Raises `UnsupportedByStoreError` unless `capabilities.tokens_travel`.
+        """
+        self._check_shared()
         fields = {"kind": self._capabilities.kind, "path": self._path, "token": self._begun()}
         return json.dumps(fields, separators=(",", ":"))
 
@@ -187,13 +190,12 @@ class Upload:
         total_bytes: int,
         *,
         receipts: Sequence[Part] = (),
-        existing: Literal["refuse", "replace"] | None = None,
     ) -> None:
         """Make the object of the owner's and these members' parts visible and durable; idempotent.
 
         Raises `StorageError`: if parts overlap, leave a gap or end elsewhere than at `total_bytes`,
-        nothing becomes visible; of kind "exists" if something else bears the name and is not to be
-        replaced. A lost answer is settled by looking at the object. Owner only.
+        nothing becomes visible; of kind "exists" if something else bears the name and it was begun
+        with `if_absent`. A lost answer is settled by looking at the object. Owner only.
         """
         if not self._is_owner:
             raise InvalidInputError(
@@ -205,8 +207,6 @@ class Upload:
         self._check_alive()
         if self._state != "open":
             raise self._ended()
-        if existing is not None:
-            self._if_absent = existing == "refuse"
         with self._lock:
             self._has_ended_writing = True
             held = self._held
@@ -391,6 +391,35 @@ class Upload:
             if found.path == self._path and found.token != self._token:
                 backend.abort_upload(self._path, found.token)
 
+    def _decoded(self, ticket: str) -> str:
+        """Return the token of a ticket."""
+        self._check_shared()
+        try:
+            found = json.loads(ticket)
+        except ValueError:
+            found = None
+        if (
+            not isinstance(found, dict)
+            or found.keys() != {"kind", "path", "token"}
+            or (found["kind"], found["path"]) != (self._capabilities.kind, self._path)
+            or not isinstance(found["token"], str)
+        ):
+            raise InvalidInputError(
+                f"The ticket is not one for an upload of {self._path} on this storage.",
+                path=self._path,
+                next_step="Pass on what `ticket()` of that very upload returned.",
+            )
+        return str(found["token"])
+
+    def _check_shared(self) -> None:
+        if not self._capabilities.tokens_travel:
+            raise UnsupportedByStoreError(
+                f"Several processes cannot share the upload of {self._shown}.",
+                kind="unsupported",
+                path=self._shown,
+                next_step="Let one process write the whole object.",
+            )
+
     def _check_open(self) -> None:
         self._check_alive()
         if self._state != "open" or self._has_ended_writing:
@@ -470,23 +499,3 @@ def _whole(parts: set[Part], total_bytes: int, *, shown: str) -> list[Part]:
             next_step="Save again.",
         )
     return ordered
-
-
-def _decoded(ticket: str, kind: str, path: str) -> str:
-    """Return the token of a ticket; raises `InvalidInputError` if it is another upload's."""
-    try:
-        found = json.loads(ticket)
-    except ValueError:
-        found = None
-    if (
-        not isinstance(found, dict)
-        or found.keys() != {"kind", "path", "token"}
-        or (found["kind"], found["path"]) != (kind, path)
-        or not isinstance(found["token"], str)
-    ):
-        raise InvalidInputError(
-            f"The ticket is not one for an upload of {path} on this storage.",
-            path=path,
-            next_step="Pass on what `ticket()` of that very upload returned.",
-        )
-    return str(found["token"])

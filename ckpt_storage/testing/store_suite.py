@@ -31,7 +31,7 @@ from ckpt_storage.options import DEFAULT_BLOCK_BYTES, RetryPolicy
 from ckpt_storage.store.backend import DELETE_COUNT, Backend, Range, ShortReadError
 from ckpt_storage.store.store import Store
 
-from .upload_facts import WAIT_S, UploadFacts, fill, kind_of, paths_of, pattern, send, together
+from .upload_facts import WAIT_S, UploadFacts, kind_of, paths_of, pattern, send, together
 
 __all__ = ["StoreSuite"]
 
@@ -281,7 +281,7 @@ class StoreSuite(UploadFacts):
             assert second.read(name) == name.encode()
             assert second.stat(name).size_bytes == len(name.encode())
             assert bytes(target) == name.encode()[1:4]
-        upload = store.start_upload(f"{names[0]} up", part_bytes=fill(store.capabilities))
+        upload = store.upload(f"{names[0]} up")
         send(upload, [b"abc"])
         upload.complete(3)
         assert second.read(f"{names[0]} up") == b"abc"

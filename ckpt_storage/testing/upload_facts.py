@@ -117,7 +117,7 @@ class UploadFacts:
         """Parts are put together by their place, whatever the order; before, nobody sees any."""
         parts = [pattern(size, 1), pattern(size, 2)]
         parts += [pattern(tail_bytes, 3)] if tail_bytes else []
-        upload = store.start_upload(_PATH, part_bytes=size)
+        upload = store.upload(_PATH)
         order = range(len(parts))
         send(upload, parts, reversed(order) if store.capabilities.parallel_parts else order)
         assert kind_of(second.stat, _PATH) == "not-found"
@@ -130,10 +130,10 @@ class UploadFacts:
 
     @pytest.mark.parametrize("size_bytes", [0, 1, 1000])
     def test_an_upload_of_one_part_arrives_whole(
-        self, store: Store, second: Store, size: int, size_bytes: int
+        self, store: Store, second: Store, size_bytes: int
     ) -> None:
         """A single part may be smaller than any minimum, and even empty."""
-        upload = store.start_upload(_PATH, part_bytes=size)
+        upload = store.upload(_PATH)
         send(upload, [pattern(size_bytes)])
         upload.complete(size_bytes)
         assert second.read(_PATH) == pattern(size_bytes)
@@ -141,7 +141,7 @@ class UploadFacts:
     def test_a_part_may_be_sent_again(self, store: Store, second: Store, size: int) -> None:
         """The same part sent twice counts once, or is refused for good."""
         parts = [pattern(size, 1), pattern(10, 2)]
-        upload = store.start_upload(_PATH, part_bytes=size)
+        upload = store.upload(_PATH)
         send(upload, parts, [0])
         refusals = []
         try:
@@ -159,7 +159,7 @@ class UploadFacts:
     def test_buffers_may_be_used_again(self, store: Store, second: Store, size: int) -> None:
         """What is written into a buffer after its part was sent does not reach the object."""
         buffer = bytearray(size)
-        upload = store.start_upload(_PATH, part_bytes=size)
+        upload = store.upload(_PATH)
         for number in range(2):
             buffer[:] = pattern(size, number)
             upload.write_part(number, number * size, [memoryview(buffer)], last=number == 1)
@@ -172,7 +172,7 @@ class UploadFacts:
         self, store: Store, second: Store, size: int, wrong_by: int
     ) -> None:
         """`complete` with a total that was not sent fails, and nothing bears the name."""
-        upload = store.start_upload(_PATH, part_bytes=size)
+        upload = store.upload(_PATH)
         send(upload, [pattern(size, 1), pattern(10, 2)])
         with pytest.raises(StorageError):
             upload.complete(size + 10 + wrong_by)
@@ -182,7 +182,7 @@ class UploadFacts:
     def test_abort_leaves_nothing(self, store: Store, second: Store, size: int) -> None:
         """After `abort`, any number of times, there is no object and no open upload."""
         for parts in ([], [pattern(size)], [pattern(size), pattern(10)]):
-            upload = store.start_upload(_PATH, part_bytes=size)
+            upload = store.upload(_PATH)
             send(upload, parts)
             upload.abort()
             upload.abort()
@@ -193,7 +193,7 @@ class UploadFacts:
     ) -> None:
         """A second client finds what is open below a folder; a filter gets each whole path."""
         names = ["saves/a/mine", "saves/a/theirs", "saves/a/b/mine", "saves/ab/mine"]
-        uploads = {name: store.start_upload(name, part_bytes=size) for name in names}
+        uploads = {name: store.upload(name) for name in names}
         for upload in uploads.values():
             send(upload, [pattern(size, 1), pattern(10, 2)])
         asked: set[str] = set()
@@ -222,7 +222,7 @@ class UploadFacts:
 
         def upload_one(i: int) -> bytes:
             parts = [pattern(size, 3 * i), pattern(size, 3 * i + 1), pattern(9 + i)]
-            upload = (store, second)[i % 2].start_upload(f"saves/a/{i}", part_bytes=size)
+            upload = (store, second)[i % 2].upload(f"saves/a/{i}")
             jobs = [partial(send, upload, parts, [number]) for number in range(3)]
             is_parallel = store.capabilities.parallel_parts
             assert (together(jobs) if is_parallel else [job() for job in jobs]) == [None] * 3
@@ -241,26 +241,26 @@ class UploadFacts:
         whole = b"".join(parts)
         second.write(_PATH, b"old")
         if store.capabilities.exclusive_create:
-            refused = store.start_upload(_PATH, part_bytes=size)
+            refused = store.upload(_PATH, if_absent=True)
             send(refused, parts)
-            assert kind_of(refused.complete, len(whole), existing="refuse") == "exists"
+            assert kind_of(refused.complete, len(whole)) == "exists"
             refused.abort()
             assert (second.read(_PATH), second.abort_uploads("")) == (b"old", 0)
-        replacing = store.start_upload(_PATH, part_bytes=size)
+        replacing = store.upload(_PATH)
         send(replacing, parts)
-        replacing.complete(len(whole), existing="replace")
+        replacing.complete(len(whole))
         replacing.abort()
         assert second.read(_PATH) == whole
 
     def test_what_is_not_declared_is_refused(self, store: Store, second: Store, size: int) -> None:
         """Joining where tokens do not travel, and copies where there are none."""
         if not store.capabilities.tokens_travel:
-            for call in (store.start_shared_upload, partial(store.join_upload, ticket="{}")):
+            for call in (store.upload(_PATH).ticket, partial(store.join, _PATH, "{}")):
                 with pytest.raises(UnsupportedByStoreError):
-                    call(_PATH, part_bytes=size)
+                    call()
         if store.capabilities.copy_min_bytes is None:
             assert not store.can_copy_from(second)
-            upload = store.start_upload(_PATH, part_bytes=size)
+            upload = store.upload(_PATH)
             source = CopySource(scope="", address=_SOURCE, path=_SOURCE)
             with pytest.raises(UnsupportedByStoreError):
                 upload.copy_part(0, 0, source, 0, size, last=True)
@@ -272,11 +272,11 @@ class UploadFacts:
     ) -> None:
         """The object holds what owner and members wrote; numbers may be left out."""
         size, ends = shared_size, [pattern(shared_size, i) for i in range(4)] + [pattern(17, 4)]
-        owner = store.start_shared_upload(_PATH, part_bytes=size)
+        owner = store.upload(_PATH, if_absent=True, copies=True)
         ticket = owner.ticket()
 
         def write(i: int) -> list[Part]:
-            member = (store, second)[i % 2].join_upload(_PATH, ticket, part_bytes=size)
+            member = (store, second)[i % 2].join(_PATH, ticket)
             part = partial(member.write_part, 3 * i, i * size, [memoryview(ends[i])], last=i == 4)
             part()
             receipts = member.receipts()
@@ -298,8 +298,8 @@ class UploadFacts:
     ) -> None:
         """A part whose receipt did not come is a gap; a member completes and aborts nothing."""
         size, parts = shared_size, [pattern(shared_size, 1), pattern(shared_size, 2), b"end"]
-        owner = store.start_shared_upload(_PATH, part_bytes=size)
-        member = second.join_upload(_PATH, owner.ticket(), part_bytes=size)
+        owner = store.upload(_PATH, if_absent=True, copies=True)
+        member = second.join(_PATH, owner.ticket())
         send(owner, parts, [0, 2])
         send(member, parts, [1])
         receipts = member.receipts()
@@ -317,18 +317,18 @@ class UploadFacts:
     ) -> None:
         """No object is changed or made by the ticket of an upload that ended, or of another."""
         parts = [pattern(shared_size), b"end"]
-        owner = store.start_shared_upload(_PATH, part_bytes=shared_size)
+        owner = store.upload(_PATH, if_absent=True, copies=True)
         ticket = owner.ticket()
         for path, wrong in [(_SOURCE, ticket), (_PATH, "{}"), (_PATH, "no ticket")]:
             with pytest.raises(InvalidInputError):
-                store.join_upload(path, wrong, part_bytes=shared_size)
+                store.join(path, wrong)
         send(owner, parts)
         if is_complete:
             owner.complete(shared_size + 3)
         else:
             owner.abort()
         with contextlib.suppress(CheckpointError):
-            late = second.join_upload(_PATH, ticket, part_bytes=shared_size)
+            late = second.join(_PATH, ticket)
             send(late, [pattern(shared_size, 9)])
             late.receipts()
         assert paths_of(store) == ([_PATH] if is_complete else [])
@@ -342,7 +342,7 @@ class UploadFacts:
         size, data = copied_size, pattern(start + copied_size + cut, 1)
         second.write(_SOURCE, data)
         assert store.can_copy_from(second)
-        upload = store.start_upload(_PATH, part_bytes=size)
+        upload = store.upload(_PATH)
         told = _copy(upload, second, start, size, source_bytes=len(data), last=False)
         assert told in {None, crc32c(data[start : start + size])}
         upload.write_part(1, size, [memoryview(b"end")], last=True)
@@ -355,7 +355,7 @@ class UploadFacts:
     ) -> None:
         """A missing source is "not-found"; one of another length or too short is damage."""
         size = copied_size
-        upload = store.start_upload(_PATH, part_bytes=size)
+        upload = store.upload(_PATH)
         assert kind_of(_copy, upload, second, 0, size) == "not-found"
         second.write(_SOURCE, pattern(size))
         for start, source_bytes in [(0, size + 1), (1, size), (1, None), (size, None)]:

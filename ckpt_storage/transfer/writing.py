@@ -119,7 +119,6 @@ class PartSender:
         capabilities = store.capabilities
         self._path = path
         self._what = f"Writing {path}"
-        self._part_bytes = part_bytes
         self._planned_bytes = planned_bytes
         self._limit_bytes = options.memory_limit_bytes
         self._cost_bytes = part_bytes * copies_of(capabilities)
@@ -213,8 +212,7 @@ class PartSender:
 
     def _begun(self) -> Upload:
         if self._upload is None:
-            self._upload = self._store.start_upload(self._path, part_bytes=self._part_bytes)
-            self._upload.reserve(self._planned_bytes)
+            self._upload = self._store.upload(self._path, size_hint=self._planned_bytes)
         return self._upload
 
     def _stop(self) -> None:

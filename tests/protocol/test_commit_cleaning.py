@@ -324,7 +324,7 @@ def test_an_attempt_that_died_before_its_first_file_is_freed(tmp_path: Path) -> 
     """A temporary file of gigabytes shows in no listing; the attempt is found all the same."""
     store = local_store(str(tmp_path), sync_files=False)
     grant = begun(store)
-    upload = store.start_upload(files_of(grant.save_id)[0], part_bytes=10)
+    upload = store.upload(files_of(grant.save_id)[0])
     upload.write_part(0, 0, [memoryview(b"0123456789")], last=False)
     assert [path for path in tmp_path.rglob("*") if ".tmp-" in path.name]
     assert cleaned(store) == [grant.save_id]
@@ -341,7 +341,7 @@ def test_open_uploads_of_a_dead_attempt_are_aborted() -> None:
         # Held, since an upload that nobody holds any more is aborted at once by some clients.
         uploads = []
         for grant in (dead, alive):
-            upload = store.start_upload(files_of(grant.save_id)[0], part_bytes=5 << 20)
+            upload = store.upload(files_of(grant.save_id)[0])
             upload.write_part(0, 0, [memoryview(bytes(5 << 20))], last=False)
             uploads.append(upload)
         assert server.open_upload_count == 2

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from remote_tools import emptied, plain
+from remote_tools import plain
 
 from ckpt_storage.export.filecopies import FileCopier
 from ckpt_storage.options import TransferOptions
@@ -22,18 +22,6 @@ def shared() -> Iterator[S3Server]:
     with S3Server() as running:
         running.create_bucket("bkt")
         yield running
-
-
-def test_an_upload_that_failed_deletes_no_object_without_its_mark(shared: S3Server) -> None:
-    """Two copies of one save write the same names; a server may keep no metadata to tell whose."""
-    emptied(shared)
-    upload: Any = plain(shared).start_upload("saves/a/x", part_bytes=5 << 20)
-    upload.write_part(0, 0, [memoryview(b"small")], last=True)
-    # As after a completion whose answer was lost.
-    upload._inner._may_be_visible = True  # noqa: SLF001
-    plain(shared).write("saves/a/x", b"of the other copy")
-    upload.abort()
-    assert plain(shared).read("saves/a/x") == b"of the other copy"
 
 
 class Stubborn:

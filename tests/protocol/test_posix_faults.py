@@ -49,7 +49,7 @@ def replace(store: Store) -> None:
 
 def upload(store: Store) -> None:
     """Upload the new content in three parts, and abort if that fails, as callers do."""
-    started = store.start_upload(NAME, part_bytes=40)
+    started = store.upload(NAME)
     try:
         for number in (2, 0, 1):
             view = memoryview(NEW)[40 * number : 40 * number + 40]
@@ -62,9 +62,8 @@ def upload(store: Store) -> None:
 
 def long_upload(store: Store) -> None:
     """Upload long content in three parts into more space than it needs; abort if that fails."""
-    started = store.start_upload(NAME, part_bytes=PART_BYTES)
+    started = store.upload(NAME, size_hint=len(LONG) + PART_BYTES)
     try:
-        started.reserve(len(LONG) + PART_BYTES)
         for number, start in enumerate(range(0, len(LONG), PART_BYTES)):
             view = memoryview(LONG)[start : start + PART_BYTES]
             started.write_part(number, start, [view[:7], view[7:]], last=number == 2)
@@ -276,7 +275,7 @@ def test_a_failed_completion_is_final(roots: Iterator[Path], operation: str) -> 
     root = next(roots)
     posix = FaultPosix([Rule(action="error", operation=operation, errno=errno.EIO)])
     store = local_store(str(root), posix=posix)
-    started = store.start_upload(NAME, part_bytes=100)
+    started = store.upload(NAME)
     started.write_part(0, 0, [memoryview(NEW)], last=True)
     for _ in range(2):
         with pytest.raises(StorageError) as caught:
@@ -308,7 +307,7 @@ def test_a_descriptor_outlives_an_abort_while_a_thread_writes(roots: Iterator[Pa
     """Its number must not go to another file under the hands of a thread that hangs."""
     root = next(roots)
     posix = FaultPosix([Rule(action="hang", operation="pwritev")])
-    started = local_store(str(root), posix=posix).start_upload(NAME, part_bytes=100)
+    started = local_store(str(root), posix=posix).upload(NAME)
     thread = threading.Thread(target=late_part, args=(started,), daemon=True)
     thread.start()
     assert posix.script.wait_hung(30)
@@ -324,7 +323,7 @@ def test_an_upload_with_a_writing_thread_does_not_complete(roots: Iterator[Path]
     """Completing beside a part that is still being written is refused."""
     root = next(roots)
     posix = FaultPosix([Rule(action="hang", operation="pwritev", skip_count=1)])
-    started = local_store(str(root), posix=posix).start_upload(NAME, part_bytes=100)
+    started = local_store(str(root), posix=posix).upload(NAME)
     started.write_part(0, 0, [memoryview(NEW)], last=True)
     thread = threading.Thread(target=late_part, args=(started,), daemon=True)
     thread.start()
@@ -343,7 +342,7 @@ def test_a_failed_rename_may_be_tried_again(roots: Iterator[Path]) -> None:
     root = next(roots)
     posix = FaultPosix([Rule(action="error", operation="rename", errno=errno.EIO)])
     store = local_store(str(root), posix=posix)
-    started = store.start_upload(NAME, part_bytes=100)
+    started = store.upload(NAME)
     started.write_part(0, 0, [memoryview(NEW)], last=True)
     with pytest.raises(StorageError) as caught:
         started.complete(len(NEW))

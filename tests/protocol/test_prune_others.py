@@ -274,7 +274,7 @@ def test_a_folder_in_which_others_write_stays(tmp_path: Path) -> None:
     """What another process is uploading beside an export is complete after the export went."""
     ckpt_storage.save(state_of(1), tmp_path / "a", consolidate=True, sync_files=False)
     store = open_store(Location.of(tmp_path / "a"))
-    upload = store.start_upload("hf/adapter.bin", part_bytes=4)
+    upload = store.upload("hf/adapter.bin")
     upload.write_part(0, 0, [memoryview(b"data")], last=True)
     remove(tmp_path / "a", storage_options=None, timeouts=Timeouts())
     upload.complete(4)
@@ -287,7 +287,7 @@ def test_a_consolidation_aborts_only_uploads_of_those_before_it(tmp_path: Path) 
     ckpt_storage.save(state_of(1), tmp_path / "a", consolidate=True, sync_files=False)
     store = open_store(Location.of(tmp_path / "a"))
     names = ["model.safetensors", "adapter.bin", "model-00001-of-00007.safetensors"]
-    uploads = {name: store.start_upload(f"hf/{name}", part_bytes=4) for name in names}
+    uploads = {name: store.upload(f"hf/{name}") for name in names}
     for upload in uploads.values():
         upload.write_part(0, 0, [memoryview(b"data")], last=True)
     ckpt_storage.consolidate(tmp_path / "a")

@@ -120,13 +120,13 @@ def exported(
     owners = {}
     receipts: dict[int, list[Part]] = {at: [] for at in range(len(plan.files))}
     for at, file in enumerate(plan.files):
-        owners[at] = target.start_shared_upload(f"hf/{file.name}", part_bytes=1)
+        owners[at] = target.upload(f"hf/{file.name}", if_absent=True, copies=True)
     for rank in range(plan.world_size):
         writer = writer_of(plan, source, store, **kw)
         for region in plan.regions_of(rank):
             path = f"hf/{plan.files[region.file].name}"
             ticket = owners[region.file].ticket()
-            member = target.join_upload(path, ticket, part_bytes=1)
+            member = target.join(path, ticket)
             portions.append(writer.write(region, member))
             receipts[region.file] += member.receipts()
     for at, file in enumerate(plan.files):
@@ -264,7 +264,7 @@ def test_a_wrong_copy_is_no_damage_of_the_source(
     """A part that S3 copied wrongly, from sound bytes, is an error of the storage."""
     store = s3_store(s3)
     source = saved(store, s3_state(), block_bytes=65536)
-    upload = store.start_shared_upload("hf/other", part_bytes=5 << 20)
+    upload = store.upload("hf/other", if_absent=True, copies=True)
     copy_part: Any = type(upload).copy_part
     upload.abort()
     wrong: Any = lambda *given, **more: copy_part(*given, **more) ^ 1  # noqa: E731
@@ -357,7 +357,7 @@ def test_a_storage_that_wants_parts_in_order_gets_them_so(tmp_path: Path) -> Non
     state = mixed_state()
     source = saved(store, state)
     plan = plan_of(source, share=False)
-    upload = InOrder()
+    upload: Any = InOrder()
     writer = writer_of(plan, source, store, copies="auto")
     (region,) = plan.regions
     writer.write(region, upload)
@@ -373,8 +373,9 @@ def test_a_failure_ends_those_that_wait_for_their_turn(tmp_path: Path) -> None:
     place = source.known["columns", (0, 0)]
     flip(store, place, 10)
     plan = plan_of(source, share=False)
+    upload: Any = InOrder()
     with pytest.raises(IntegrityError) as caught:
-        writer_of(plan, source, store).write(plan.regions[0], InOrder())
+        writer_of(plan, source, store).write(plan.regions[0], upload)
     assert caught.value.fqn == "columns"
     # A thread that still waited for its turn would be named in a note.
     assert not getattr(caught.value, "__notes__", [])
@@ -385,7 +386,7 @@ def test_too_little_memory_is_refused(store: Store) -> None:
     source = saved(store, big_rows())
     plan = plan_of(source)
     options = TransferOptions(part_bytes=MIB, memory_limit_bytes=MIB)
-    upload = store.start_shared_upload("hf/x", part_bytes=1)
+    upload = store.upload("hf/x", if_absent=True, copies=True)
     with pytest.raises(InvalidInputError, match="memory_limit_bytes"):
         writer_of(plan, source, store, options=options).write(plan.regions[0], upload)
     upload.abort()
@@ -399,7 +400,7 @@ def test_what_only_torch_can_read_is_refused(store: Store) -> None:
     places[key] = dataclasses.replace(places[key], container="torch_zip")
     source.known = places
     plan = plan_of(source)
-    upload = store.start_shared_upload("hf/x", part_bytes=1)
+    upload = store.upload("hf/x", if_absent=True, copies=True)
     with pytest.raises(FormatError, match=r"one in saves/s/rank-0 .* only torch.load reads"):
         writer_of(plan, source, store).write(plan.regions[0], upload)
     upload.abort()

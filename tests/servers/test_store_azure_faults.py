@@ -102,7 +102,7 @@ def relayed(azure_root: Running, azure_server: Running) -> Iterator[tuple[Relay,
 
 def put(store: Store, parts: list[bytes]) -> None:
     """Upload parts, and abort if that fails."""
-    upload = store.start_upload("saves/a/x", part_bytes=PART_BYTES)
+    upload = store.upload("saves/a/x")
     offset = 0
     try:
         for number, part in enumerate(parts):

@@ -178,7 +178,7 @@ def test_no_two_threads_use_one_synchronous_file_system(watched: str) -> None:
     store.write("x", b"data")
 
     def write(name: str) -> None:
-        upload = store.start_upload(name, part_bytes=4)
+        upload = store.upload(name)
         for number in range(6):
             part = memoryview(b"%04d" % number)
             upload.write_part(number, 4 * number, [part], last=number == 5)

@@ -36,7 +36,7 @@ def opened(options: dict[str, str], policy: RetryPolicy = ONCE) -> Store:
 
 def upload_through(store: Store) -> None:
     """Upload three parts, the last one of odd length."""
-    upload = store.start_upload("saves/a/x", part_bytes=2 * MULTIPLE)
+    upload = store.upload("saves/a/x")
     offset = 0
     for number, part in enumerate(PARTS):
         upload.write_part(number, offset, [memoryview(part)], last=number == len(PARTS) - 1)
@@ -82,7 +82,7 @@ def test_the_object_is_invisible_until_complete(running: tuple[GcsState, dict[st
     """Of the last part at least a byte is held back, as the last byte shows the object."""
     state, options = running
     for last in (b"c" * MULTIPLE, b"c", b"c" * (2 * MULTIPLE)):
-        upload = opened(options).start_upload("saves/a/x", part_bytes=MULTIPLE)
+        upload = opened(options).upload("saves/a/x")
         upload.write_part(0, 0, [memoryview(b"a" * MULTIPLE)], last=False)
         upload.write_part(1, MULTIPLE, [memoryview(last)], last=True)
         assert state.objects == {}
@@ -95,7 +95,7 @@ def test_a_session_that_is_gone_without_its_object_is_an_error(
 ) -> None:
     """An upload that the server dropped is no success, whatever others put there."""
     state, options = running
-    upload = opened(options).start_upload("saves/a/x", part_bytes=2 * MULTIPLE)
+    upload = opened(options).upload("saves/a/x")
     upload.write_part(0, 0, [memoryview(PARTS[0])], last=False)
     upload.write_part(1, len(PARTS[0]), [memoryview(b"end")], last=True)
     state.sessions.clear()
@@ -111,7 +111,7 @@ def test_an_abort_takes_back_what_a_lost_answer_showed(
     state, options = running
     for parts, last in (([b"small"], "insert"), ([PARTS[0], b"end"], "put 524288-524290/")):
         state.faults = [(last, "lost"), ("look", "503")]
-        upload = opened(options).start_upload("saves/a/x", part_bytes=2 * MULTIPLE)
+        upload = opened(options).upload("saves/a/x")
         offset = 0
         for number, part in enumerate(parts):
             upload.write_part(number, offset, [memoryview(part)], last=number == len(parts) - 1)
@@ -131,7 +131,7 @@ def test_an_abort_does_not_delete_what_another_put_meanwhile(
     """The deletion holds for the generation that was looked at, and for no later one."""
     state, options = running
     state.faults = [("insert", "lost"), ("look", "503"), ("delete", "replaced")]
-    upload = opened(options).start_upload("saves/a/x", part_bytes=MULTIPLE)
+    upload = opened(options).upload("saves/a/x")
     upload.write_part(0, 0, [memoryview(b"small")], last=True)
     with pytest.raises(StorageError):
         upload.complete(5)

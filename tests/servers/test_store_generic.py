@@ -74,7 +74,7 @@ class TestWebdav(GenericSuite):
     def test_a_missing_folder_is_made(self, store: Store) -> None:
         """Objects and uploads need none; the client notices only at their end that it is not."""
         store.write("new/one/x", b"data")
-        upload = store.start_upload("new/two/x", part_bytes=1)
+        upload = store.upload("new/two/x")
         upload.write_part(0, 0, [memoryview(b"a")], last=False)
         upload.write_part(1, 1, [memoryview(b"b")], last=True)
         upload.complete(2)

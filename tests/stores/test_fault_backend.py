@@ -50,9 +50,9 @@ def test_a_crash_passes_the_facade_and_ends_everything(memory: MemoryBackend) ->
     backend = FaultBackend(memory, [Rule(action="crash_after", operation="put_absent")])
     store = opened(backend)
     store.write("y", b"before")
-    for call in (lambda: store.create("z", b"dying"), lambda: store.write("late", b"dead")):
+    for put, path in ((store.create, "z"), (store.write, "late")):
         with pytest.raises(SimulatedCrash):
-            call()
+            put(path, b"dying")
     store.close()
     assert sorted(info.path for info in memory.list("", recursive=True)) == ["x", "y", "z"]
     assert [call.operation for call in backend.script.calls] == ["put", "put_absent"]

@@ -61,15 +61,11 @@ class Remote:
         del deadline
         return self
 
-    def start_upload(self, path: str, *, part_bytes: int) -> Remote:
-        """Begin."""
-        assert (path, part_bytes) == ("x", PART_BYTES)
+    def upload(self, path: str, *, size_hint: int) -> Remote:
+        """Begin, and note what was announced."""
+        assert (path, self.parts) == ("x", [])
+        self.reserved.append(size_hint)
         return self
-
-    def reserve(self, total_bytes: int) -> None:
-        """Note what was announced."""
-        assert not self.parts
-        self.reserved.append(total_bytes)
 
     def write_part(
         self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool

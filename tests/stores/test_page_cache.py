@@ -55,7 +55,7 @@ class Uncached(FaultPosix):
 def upload(root: Path, posix: Posix, **options: Any) -> None:
     """Write a file in three parts."""
     store = local_store(str(root), posix=posix, page_cache="drop", **options)
-    under_way = store.start_upload("x", part_bytes=MIB)
+    under_way = store.upload("x")
     try:
         for number, start in enumerate(range(0, len(DATA), MIB)):
             part = memoryview(DATA)[start : start + MIB]
@@ -108,7 +108,7 @@ def test_what_was_written_is_cached_no_longer(tmp_path: Path) -> None:
     while cached_share(tmp_path / "x") > 0.1:
         assert time.monotonic() < end_s
         time.sleep(0.01)
-    plain = local_store(str(tmp_path)).start_upload("y", part_bytes=len(DATA))
+    plain = local_store(str(tmp_path)).upload("y")
     plain.write_part(0, 0, [memoryview(DATA)], last=True)
     plain.complete(len(DATA))
     assert cached_share(tmp_path / "y") > 0.9

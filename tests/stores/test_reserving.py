@@ -58,15 +58,9 @@ def failing(number: int, **kw: Any) -> Told:
     return Told([Rule(action="error", operation="allocate", errno=number, hit_count=None)], **kw)
 
 
-def begun(root: Path, posix: Posix, name: str = "x") -> Upload:
+def begun(root: Path, posix: Posix, name: str = "x", *, hint: int | None = None) -> Upload:
     """Begin an upload to the local store."""
-    return local_store(root, posix=posix).start_upload(name, part_bytes=MIB)
-
-
-def reserved(upload: Upload) -> Upload:
-    """Ask for more space than it takes."""
-    upload.reserve(MORE_BYTES)
-    return upload
+    return local_store(root, posix=posix).upload(name, size_hint=hint)
 
 
 def written(upload: Upload) -> Upload:
@@ -95,7 +89,7 @@ def blocks_of(root: Path) -> tuple[int, int]:
 def test_one_that_was_too_large_takes_no_space_and_no_length(root: Path) -> None:
     """The finished file has the blocks of its content, as one that was not reserved has."""
     posix = Told()
-    written(reserved(begun(root, posix))).complete(len(DATA))
+    written(begun(root, posix, hint=MORE_BYTES)).complete(len(DATA))
     assert posix.count("allocate") == 1
     found = (root / "x").stat()
     assert (found.st_size, found.st_blocks) == blocks_of(root)
@@ -105,7 +99,7 @@ def test_one_that_was_too_large_takes_no_space_and_no_length(root: Path) -> None
 def test_a_full_disk_is_told_before_a_byte_is_sent(root: Path, number: int) -> None:
     """Beginning fails with kind "no-space", says how much was wanted, and leaves nothing."""
     posix = failing(number, free=100 if number == errno.ENOSPC else None)
-    upload = reserved(begun(root, posix))
+    upload = begun(root, posix, hint=MORE_BYTES)
     with pytest.raises(StorageError, match=f"{MORE_BYTES} bytes are to be written") as caught:
         written(upload)
     assert (caught.value.kind, caught.value.retryable) == ("no-space", False)
@@ -117,7 +111,7 @@ def test_a_full_disk_is_told_before_a_byte_is_sent(root: Path, number: int) -> N
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT])
 def test_no_other_failure_of_it_is_one_of_the_upload(root: Path, number: int) -> None:
     """It is there for speed; what is wrong with the disk the writes will tell."""
-    written(reserved(begun(root, failing(number)))).complete(len(DATA))
+    written(begun(root, failing(number), hint=MORE_BYTES)).complete(len(DATA))
     assert (root / "x").read_bytes() == DATA
 
 
@@ -126,7 +120,7 @@ def test_one_that_does_not_end_in_time_is_left_behind(root: Path, *, sync_files:
     """The upload goes on in a file without one; the late one removes its own."""
     posix = Told([Rule(action="hang", operation="allocate")])
     store = local_store(root, posix=posix, sync_files=sync_files, request_timeout_s=0.5)
-    written(reserved(store.start_upload("x", part_bytes=MIB))).complete(len(DATA))
+    written(store.upload("x", size_hint=MORE_BYTES)).complete(len(DATA))
     assert (root / "x").read_bytes() == DATA
     assert posix.count("allocate") == 1
     assert posix.open_count == 1

@@ -124,7 +124,7 @@ def test_a_missing_folder_is_not_made_by_a_write(store: Store, root: str) -> Non
     for call in (
         lambda: store.write("nothing/x", b"x"),
         lambda: store.create("nothing/x", b"x"),
-        lambda: store.start_upload("nothing/x", part_bytes=1).ticket(),
+        lambda: store.upload("nothing/x").ticket(),
     ):
         error = error_of(call)
         assert error.kind == "not-found"
@@ -142,7 +142,7 @@ def test_folders_and_files_have_default_modes(root: str) -> None:
         store = local_store(root)
         store.prepare(["saves"])
         store.write("saves/x", b"x")
-        upload = store.start_upload("saves/y", part_bytes=1)
+        upload = store.upload("saves/y")
         upload.write_part(0, 0, [memoryview(b"y")], last=True)
         upload.complete(1)
     finally:
@@ -224,7 +224,7 @@ def test_only_files_are_objects(store: Store, root: str) -> None:
 
 def test_a_part_that_was_never_sent_is_noticed(store: Store, root: str) -> None:
     """A hole in the file has the right length, and is found all the same."""
-    upload = store.start_upload("saves/a/x", part_bytes=10)
+    upload = store.upload("saves/a/x")
     upload.write_part(0, 0, [memoryview(b"a" * 10)], last=False)
     upload.write_part(2, 20, [memoryview(b"c" * 10)], last=True)
     with pytest.raises(StorageError, match="up to byte 10 instead of 30"):

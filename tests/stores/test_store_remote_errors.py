@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from remote_tools import KEY, ONCE, PART_BYTES, PARTS, SECRET, emptied, plain, retrying, send
+from remote_tools import KEY, ONCE, PARTS, SECRET, emptied, plain, retrying, send
 from servers import free_port
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
@@ -48,7 +48,7 @@ def test_expired_credentials_are_looked_up_again(server: S3Server) -> None:
         store.write("saves/a/x", b"data")
         # The refusal of a HEAD has no body, so a GET is asked why.
         assert store.stat("saves/a/x").size_bytes == 4
-        upload = store.start_upload("saves/b/x", part_bytes=PART_BYTES)
+        upload = store.upload("saves/b/x")
         upload.complete(send(upload, PARTS))
         assert any(request.fault for request in server.requests)
     assert len(server.dump()) == 2
@@ -68,7 +68,7 @@ def test_a_hanging_request_ends_at_its_deadline(server: S3Server) -> None:
     store = plain(server, request_timeout_s=deadline_s)
     store.write("saves/a/x", b"data")
     server.faults([FaultRule(op=".*", times=0, action="hang")])
-    upload = store.start_upload("saves/a/y", part_bytes=PART_BYTES)
+    upload = store.upload("saves/a/y")
     target = memoryview(bytearray(4))
     calls: list[Callable[[], object]] = [
         lambda: store.read("saves/a/x"),

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from remote_tools import PART_BYTES, PARTS, emptied, ops, plain, retrying, send
+from remote_tools import PARTS, emptied, ops, plain, retrying, send
 
 from ckpt_storage.errors import IntegrityError, StorageError, UnsupportedByStoreError
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
@@ -108,7 +108,7 @@ def test_a_wrong_length_is_found_without_another_request(server: S3Server) -> No
 def test_an_upload_survives_passing_faults(server: S3Server, op: str, action: Any) -> None:
     """Whichever request of an upload fails or loses its answer, the object is whole."""
     server.faults([FaultRule(op=op, times=1, action=action)])
-    upload = retrying(server).start_upload("saves/a/x", part_bytes=PART_BYTES)
+    upload = retrying(server).upload("saves/a/x")
     upload.complete(send(upload, PARTS))
     assert server.dump() == {"run/saves/a/x": b"".join(PARTS)}
     assert server.open_upload_count == retrying(server).abort_uploads("saves/a") == 0
@@ -117,7 +117,7 @@ def test_an_upload_survives_passing_faults(server: S3Server, op: str, action: An
 def test_a_failure_inside_a_success_is_retried(server: S3Server) -> None:
     """S3 may answer 200 to a completion and tell in the body that it failed."""
     server.faults([FaultRule(op="complete", action="status", status=200, code="InternalError")])
-    upload = retrying(server).start_upload("saves/a/x", part_bytes=PART_BYTES)
+    upload = retrying(server).upload("saves/a/x")
     upload.complete(send(upload, PARTS))
     assert server.dump() == {"run/saves/a/x": b"".join(PARTS)}
 
@@ -125,7 +125,7 @@ def test_a_failure_inside_a_success_is_retried(server: S3Server) -> None:
 def test_completing_what_another_aborted_is_an_error(server: S3Server) -> None:
     """An upload that is gone without its object is no success."""
     store = retrying(server)
-    upload = store.start_upload("saves/a/x", part_bytes=PART_BYTES)
+    upload = store.upload("saves/a/x")
     total_bytes = send(upload, PARTS)
     assert store.abort_uploads("saves/a") == 1
     with pytest.raises(StorageError, match="is gone, and nothing"):
@@ -136,10 +136,10 @@ def test_completing_what_another_aborted_is_an_error(server: S3Server) -> None:
 def test_an_object_of_others_is_not_taken_for_ours(server: S3Server) -> None:
     """After a lost answer, an object of the right length but another write id is no success."""
     store = plain(server)
-    upload = store.start_upload("saves/a/x", part_bytes=PART_BYTES)
+    upload = store.upload("saves/a/x")
     total_bytes = send(upload, PARTS)
     store.abort_uploads("")
-    other = store.start_upload("saves/a/x", part_bytes=PART_BYTES)
+    other = store.upload("saves/a/x")
     other.complete(send(other, PARTS))
     with pytest.raises(StorageError, match="is gone, and nothing"):
         upload.complete(total_bytes)
@@ -151,7 +151,7 @@ def test_an_object_of_others_is_not_taken_for_ours(server: S3Server) -> None:
 def test_an_upload_given_up_leaves_nothing(server: S3Server, op: str) -> None:
     """After lost answers and an abort there is neither object nor open upload."""
     server.faults([FaultRule(op=f"{op}|head", times=0, action="lost")])
-    upload = plain(server).start_upload("saves/a/x", part_bytes=PART_BYTES)
+    upload = plain(server).upload("saves/a/x")
     with pytest.raises(StorageError):
         upload.complete(send(upload, PARTS))
     server.faults([])
@@ -162,7 +162,7 @@ def test_an_upload_given_up_leaves_nothing(server: S3Server, op: str) -> None:
 
 def test_a_small_object_that_may_be_there_is_removed_by_abort(server: S3Server) -> None:
     """A put whose answer was lost has happened; abort takes it back."""
-    upload = plain(server).start_upload("saves/a/x", part_bytes=PART_BYTES)
+    upload = plain(server).upload("saves/a/x")
     send(upload, [b"small"])
     server.faults([FaultRule(op="put|head", times=0, action="lost")])
     with pytest.raises(StorageError):
@@ -175,7 +175,7 @@ def test_a_small_object_that_may_be_there_is_removed_by_abort(server: S3Server) 
 
 def test_an_abort_does_not_delete_what_another_put_meanwhile(server: S3Server) -> None:
     """The deletion holds for the object that was looked at, and for no later one of the name."""
-    upload = plain(server).start_upload("saves/a/x", part_bytes=PART_BYTES)
+    upload = plain(server).upload("saves/a/x")
     send(upload, [b"small"])
     server.faults([FaultRule(op="put|head", times=0, action="lost")])
     with pytest.raises(StorageError):
@@ -245,7 +245,7 @@ def test_saving_asks_for_no_bucket_and_no_listing(server: S3Server) -> None:
     store.prepare(["saves", "commits"])
     store.write("saves/a/manifest.json", b"{}")
     for parts in (PARTS, [b"small"]):
-        upload = store.start_upload("saves/a/x", part_bytes=PART_BYTES)
+        upload = store.upload("saves/a/x")
         upload.complete(send(upload, parts))
     store.create("commits/1", b"{}")
     assert ops(server) == {"create_upload": 1, "part": 3, "complete": 1, "put": 3}
@@ -275,7 +275,7 @@ def test_listings_and_uploads_of_many_pages_are_whole() -> None:
         names = [f"saves/a/{i}/x" for i in range(10)]
         for name in names:
             store.write(name, b"data")
-        uploads = [store.start_upload(f"{name}-up", part_bytes=PART_BYTES) for name in names]
+        uploads = [store.upload(f"{name}-up") for name in names]
         for upload in uploads:
             upload.write_part(0, 0, [memoryview(PARTS[0])], last=False)
         assert [entry.path for entry in store.list("saves")] == names

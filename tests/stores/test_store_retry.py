@@ -202,7 +202,7 @@ def fault(operation: str, **how: object) -> Rule:
 
 def begun(store: Store) -> Upload:
     """Return an upload that others could join."""
-    return store.start_shared_upload("saves/u", part_bytes=2)
+    return store.upload("saves/u", if_absent=True, copies=True)
 
 
 @EACH_OPERATION
@@ -515,7 +515,7 @@ def test_a_call_that_comes_further_has_its_time_anew(bench: Bench) -> None:
 
 def upload_of(store: Store, *, complete: bool = True) -> None:
     """Upload two parts, and complete or abort."""
-    upload = store.start_upload("saves/u", part_bytes=2)
+    upload = store.upload("saves/u")
     upload.write_part(0, 0, [memoryview(b"ab")], last=False)
     upload.write_part(1, 2, [memoryview(b"cd")], last=True)
     if complete:
@@ -642,8 +642,7 @@ def test_an_upload_that_starts_after_it_was_given_up_is_aborted(bench: Bench) ->
 def test_an_upload_goes_on_without_a_reservation(bench: Bench, kind: str) -> None:
     """Only that there is no space ends it; a reservation is tried once."""
     store = bench.store(fault("begin_upload", kind=kind, retryable=kind != "no-space"))
-    upload = store.start_upload("saves/u", part_bytes=2)
-    upload.reserve(4)
+    upload = store.upload("saves/u", size_hint=4)
 
     def send() -> None:
         upload.write_part(0, 0, [memoryview(b"ab")], last=False)

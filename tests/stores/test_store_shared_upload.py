@@ -74,7 +74,7 @@ def member_process(
 ) -> None:
     """Join an upload in another process, write one part, send the receipts back."""
     store = open_store(url, storage_options=options or None)
-    upload = store.join_upload(PATH, ticket, part_bytes=PART_BYTES)
+    upload = store.join(PATH, ticket)
     upload.write_part(number, number * PART_BYTES, view(part(number)), last=False)
     pipe.send([receipt.to_json() for receipt in upload.receipts()])
     pipe.close()
@@ -88,7 +88,7 @@ def test_processes_write_one_object(kind: str, tmp_path: Path, server: S3Server)
         root = s3_root(server)
     store = open_store(root[0], storage_options=root[1] or None)
     store.prepare(["hf"])
-    owner = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
+    owner = store.upload(PATH, if_absent=True, copies=True)
     context = multiprocessing.get_context("spawn")
     members = []
     for number in (0, 2):
@@ -134,8 +134,8 @@ def test_a_failed_sync_of_a_member_is_final(tmp_path: Path) -> None:
     """After fsync failed once, the member never gives receipts, so nothing can be completed."""
     posix = FaultPosix([Rule(action="error", operation="fsync", errno=errno.EIO)])
     store = local(tmp_path)
-    owner = store.start_shared_upload(PATH, part_bytes=1)
-    member = local(tmp_path, posix, POLICY).join_upload(PATH, owner.ticket(), part_bytes=1)
+    owner = store.upload(PATH, if_absent=True, copies=True)
+    member = local(tmp_path, posix, POLICY).join(PATH, owner.ticket())
     member.write_part(0, 0, view(b"data"), last=True)
     for _ in range(2):
         with pytest.raises(StorageError):
@@ -152,7 +152,7 @@ def test_a_failed_sync_of_the_owner_is_final(tmp_path: Path) -> None:
     """After the owner's own fsync failed, it cannot complete: the kernel may have lost pages."""
     posix = FaultPosix([Rule(action="error", operation="fsync", errno=errno.EIO)])
     local(tmp_path)
-    owner = local(tmp_path, posix, POLICY).start_shared_upload(PATH, part_bytes=1)
+    owner = local(tmp_path, posix, POLICY).upload(PATH, if_absent=True, copies=True)
     owner.write_part(0, 0, view(b"data"), last=True)
     for step in (owner.receipts, owner.receipts, lambda: owner.complete(4)):
         with pytest.raises(StorageError):
@@ -167,8 +167,8 @@ def test_what_a_member_gave_receipts_for_survives_a_power_cut(tmp_path: Path) ->
     posix = PowerCutPosix(tmp_path / "graveyard")
     store = local(tmp_path)
     store.write("source", b"copied")
-    owner = store.start_shared_upload(PATH, part_bytes=1)
-    member = local(tmp_path, posix).join_upload(PATH, owner.ticket(), part_bytes=1)
+    owner = store.upload(PATH, if_absent=True, copies=True)
+    member = local(tmp_path, posix).join(PATH, owner.ticket())
     member.write_part(0, 0, view(b"data"), last=False)
     source = store.copy_source("source")
     assert source is not None
@@ -182,10 +182,8 @@ def test_what_a_member_gave_receipts_for_survives_a_power_cut(tmp_path: Path) ->
 def test_a_member_closes_the_file_when_it_gives_its_receipts(tmp_path: Path) -> None:
     """Or leaves: then no descriptor is left through which a late thread could write."""
     posix = FaultPosix()
-    owner = local(tmp_path).start_shared_upload(PATH, part_bytes=1)
-    members = [
-        local(tmp_path, posix).join_upload(PATH, owner.ticket(), part_bytes=1) for _ in range(2)
-    ]
+    owner = local(tmp_path).upload(PATH, if_absent=True, copies=True)
+    members = [local(tmp_path, posix).join(PATH, owner.ticket()) for _ in range(2)]
     for number, member in enumerate(members):
         member.write_part(number, number, view(b"x"), last=False)
     assert posix.open_count == 2
@@ -203,9 +201,9 @@ def test_what_a_member_of_the_same_process_still_writes_is_synced_with_its_own(
     """Receipts of one member neither wait for another's part nor close the file under it."""
     rule = Rule(action="hang", operation="pwritev", skip_count=1)
     posix = FaultPosix([rule], PowerCutPosix(tmp_path / "graveyard"))
-    owner = local(tmp_path).start_shared_upload(PATH, part_bytes=1)
+    owner = local(tmp_path).upload(PATH, if_absent=True, copies=True)
     store = local(tmp_path, posix)
-    members = [store.join_upload(PATH, owner.ticket(), part_bytes=1) for _ in range(2)]
+    members = [store.join(PATH, owner.ticket()) for _ in range(2)]
     members[0].write_part(0, 0, view(b"data"), last=False)
     thread = threading.Thread(target=members[1].write_part, args=(1, 4, view(b"late")), kwargs=LAST)
     thread.start()
@@ -225,9 +223,9 @@ def test_what_a_member_of_the_same_process_still_writes_is_synced_with_its_own(
 def test_without_syncs_a_member_still_hears_what_its_server_refused(tmp_path: Path) -> None:
     """A network file system says as late as at the closing that it could not store a part."""
     posix = FaultPosix([Rule(action="error", operation="write_out", errno=errno.EDQUOT)])
-    owner = local(tmp_path).start_shared_upload(PATH, part_bytes=1)
+    owner = local(tmp_path).upload(PATH, if_absent=True, copies=True)
     store = local_store(tmp_path / "run", posix=posix, sync_files=False, policy=POLICY)
-    member = store.join_upload(PATH, owner.ticket(), part_bytes=1)
+    member = store.join(PATH, owner.ticket())
     member.write_part(0, 0, view(b"data"), last=True)
     for _ in range(2):
         with pytest.raises(StorageError):
@@ -247,7 +245,7 @@ def test_a_token_names_no_file_elsewhere(tmp_path: Path) -> None:
     elsewhere = ["../x", PATH, "/etc/passwd", draft, f"hf/{draft}/../../y", f"hf/../{draft}"]
     for token in [*elsewhere, f"hf/{draft}"]:
         ticket = json.dumps({"kind": "posix", "path": PATH, "token": token})
-        member = store.join_upload(PATH, ticket, part_bytes=1)
+        member = store.join(PATH, ticket)
         with pytest.raises(InvalidInputError if token in elsewhere else StorageError):
             member.write_part(0, 0, view(b"data"), last=True)
         member.abort()
@@ -264,7 +262,7 @@ def test_copies_within_the_kernel_go_on_after_faults(tmp_path: Path, action: Any
     store = local(tmp_path, posix, POLICY)
     data = os.urandom(100_000)
     store.write("source", data)
-    upload = store.start_shared_upload(PATH, part_bytes=1)
+    upload = store.upload(PATH, if_absent=True, copies=True)
     source = store.copy_source("source")
     assert source is not None
     upload.write_part(0, 0, view(b"12345678"), last=False)
@@ -287,8 +285,8 @@ def test_an_upload_with_a_part_under_way_gives_no_receipts(tmp_path: Path) -> No
     """A part that was given up may still be changing: its member can only be left."""
     rule = Rule(action="hang", operation="put_part")
     backend, store = faulty(tmp_path, rule, request_timeout_s=1.0)
-    owner = local(tmp_path).start_shared_upload(PATH, part_bytes=1)
-    member = store.join_upload(PATH, owner.ticket(), part_bytes=1)
+    owner = local(tmp_path).upload(PATH, if_absent=True, copies=True)
+    member = store.join(PATH, owner.ticket())
     with pytest.raises(StorageError) as caught:
         member.write_part(0, 0, view(b"data"), last=True)
     assert caught.value.kind == "timeout"
@@ -315,13 +313,13 @@ def test_every_step_is_repeated_after_a_passing_fault(
     store.write("source", b"source")
     source = store.copy_source("source")
     assert source is not None
-    upload = store.start_shared_upload(PATH, part_bytes=1)
-    member = store.join_upload(PATH, upload.ticket(), part_bytes=1)
+    upload = store.upload(PATH, if_absent=True, copies=True)
+    member = store.join(PATH, upload.ticket())
     member.write_part(0, 0, view(b"data"), last=False)
     upload.copy_part(4, 4, source, 0, 6, last=True)
     upload.complete(10, receipts=member.receipts())
     assert store.read(PATH) == b"datasource"
-    other = store.start_shared_upload("hf/other", part_bytes=1)
+    other = store.upload("hf/other", if_absent=True, copies=True)
     other.ticket()
     other.abort()
     assert [entry.path for entry in store.list("hf")] == [PATH]
@@ -335,7 +333,7 @@ def test_parts_carry_checksums_from_end_to_end(server: S3Server) -> None:
     """The finished object has the CRC-32C that those of its parts combine to."""
     root = s3_root(server)
     store = s3_plain(root)
-    upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
+    upload = store.upload(PATH, if_absent=True, copies=True)
     upload.write_part(0, 0, view(part(0)), last=False)
     upload.write_part(1, PART_BYTES, view(b"end"), last=True)
     upload.complete(PART_BYTES + 3)
@@ -358,7 +356,7 @@ def test_a_server_without_checksums_is_sent_none(
     store.write("source", part(3))
     source = store.copy_source("source")
     assert source is not None
-    upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
+    upload = store.upload(PATH, if_absent=True, copies=True)
     real = S3Requests.send
 
     def send(self: Any, method: str, **arguments: Any) -> Mapping[str, Any]:
@@ -381,7 +379,7 @@ def test_a_source_that_changes_between_copies_is_noticed(server: S3Server) -> No
     store.write("source", part(0) + part(1))
     source = store.copy_source("source")
     assert source is not None
-    upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
+    upload = store.upload(PATH, if_absent=True, copies=True)
     told = upload.copy_part(0, 0, source, 0, PART_BYTES, last=False)
     assert told == crc32c(part(0))
     store.replace("source", part(2) + part(3))
@@ -396,7 +394,7 @@ def test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing(server: 
     """The owner's late part finds that the upload was aborted, and nothing stays open."""
     root = s3_root(server)
     store = s3_plain(root)
-    upload = store.start_shared_upload(PATH, part_bytes=PART_BYTES)
+    upload = store.upload(PATH, if_absent=True, copies=True)
     upload.ticket()
     server.faults([FaultRule(op="part", action="delay", delay_s=2.0)])
     failures: list[CheckpointError] = []
@@ -437,8 +435,8 @@ def test_gaps_and_overlaps_of_receipts_are_found(tmp_path: Path) -> None:
     ]
     for receipts in bad:
         for order in itertools.islice(itertools.permutations(receipts), 3):
-            upload = store.start_shared_upload(PATH, part_bytes=1)
-            member = store.join_upload(PATH, upload.ticket(), part_bytes=1)
+            upload = store.upload(PATH, if_absent=True, copies=True)
+            member = store.join(PATH, upload.ticket())
             member.write_part(0, 0, view(b"12345678"), last=True)
             member.receipts()
             with pytest.raises(CheckpointError):

@@ -113,7 +113,7 @@ def saved(
             crcs=[crc32c(block) for block in blocks] if crcs else None,
         )
     for rank, file in enumerate(content):
-        upload = store.start_upload(f"saves/s/rank-{rank}", part_bytes=len(file) or 1)
+        upload = store.upload(f"saves/s/rank-{rank}")
         upload.write_part(0, 0, [memoryview(bytes(file))], last=True)
         upload.complete(len(file))
     tensors = {

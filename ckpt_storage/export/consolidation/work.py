@@ -124,9 +124,7 @@ class RankWork:
         """Begin the uploads that this rank keeps for several; return their tickets by file."""
         for file, keeper in self._keepers.items():
             if keeper == self._rank:
-                self._kept[file] = self._store.start_shared_upload(
-                    self._plan.files[file].name, part_bytes=self._part_bytes(file)
-                )
+                self._kept[file] = self._store.upload(self._plan.files[file].name, copies=True)
         return {file: upload.ticket() for file, upload in self._kept.items()}
 
     def write(self, writer: RegionWriter, tickets: Mapping[int, str]) -> RankResult:
@@ -136,7 +134,7 @@ class RankWork:
         completed: dict[int, FileRef] = {}
 
         def complete(upload: Upload, region: Region, crc32c: int) -> None:
-            upload.complete(region.file_bytes, existing="replace")
+            upload.complete(region.file_bytes)
             self._open.remove(upload)
             completed[region.file] = self._record(region.file, crc32c)
 
@@ -168,18 +166,13 @@ class RankWork:
 
     def _begin(self, region: Region) -> Upload:
         name = self._plan.files[region.file].name
-        begin = (
-            self._store.start_shared_upload
-            if self._store.capabilities.tokens_travel
-            else self._store.start_upload
-        )
-        upload = begin(name, part_bytes=region.part_bytes)
+        upload = self._store.upload(name, copies=True)
         self._open.append(upload)
         return upload
 
     def _join(self, region: Region, ticket: str) -> Upload:
         name = self._plan.files[region.file].name
-        upload = self._store.join_upload(name, ticket, part_bytes=region.part_bytes)
+        upload = self._store.join(name, ticket)
         self._open.append(upload)
         return upload
 
@@ -202,7 +195,6 @@ class RankWork:
             upload.complete(
                 self._plan.files[order.file].size_bytes,
                 receipts=order.receipts,
-                existing="replace",
             )
             del self._kept[order.file]
             completed[order.file] = self._record(order.file, order.crc32c)
@@ -213,6 +205,3 @@ class RankWork:
         reference = FileRef(path=weight.name, size_bytes=weight.size_bytes, crc32c=crc32c)
         write_record(self._store, self._plan.fingerprint, weight.number, reference)
         return reference
-
-    def _part_bytes(self, file: int) -> int:
-        return next(r.part_bytes for r in self._plan.regions if r.file == file)
