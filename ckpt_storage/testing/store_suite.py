@@ -85,7 +85,7 @@ class StoreSuite(UploadFacts):
         assert store.capabilities == second.capabilities
 
     @pytest.mark.parametrize("size_bytes", [0, 1, DEFAULT_BLOCK_BYTES, DEFAULT_BLOCK_BYTES + 1])
-    def test_what_one_client_writes_another_reads(
+    def test_what_one_writes_another_reads(
         self, store: Store, second: Store, size_bytes: int
     ) -> None:
         """At once, whole, with its size, also when it is written again; no more than is allowed."""
@@ -210,9 +210,7 @@ class StoreSuite(UploadFacts):
         assert second.read(".metadata") == contents[-1]
         assert second.stat(".metadata").size_bytes == len(contents[-1])
 
-    def test_a_conditional_replace_needs_the_version_it_names(
-        self, store: Store, second: Store
-    ) -> None:
+    def test_a_replace_may_need_a_version(self, store: Store, second: Store) -> None:
         """With `if_match` only the version that was read is replaced; then it is another."""
         store.replace(".metadata", b"one")
         seen = second.read_version(".metadata").version
@@ -288,9 +286,7 @@ class StoreSuite(UploadFacts):
         second.delete(names)
         assert paths_of(store) == [f"{names[0]} up"]
 
-    def test_deleting_removes_what_is_named_and_nothing_else(
-        self, store: Store, second: Store
-    ) -> None:
+    def test_deleting_removes_what_is_named(self, store: Store, second: Store) -> None:
         """What is not there is no error; a folder goes with all it holds; the root never does."""
         for path in ("saves/a/x", "saves/a/y", "saves/a/ranks/0", "saves/ab/y"):
             store.write(path, b"data")

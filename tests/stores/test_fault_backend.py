@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import uuid
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -39,9 +40,10 @@ def test_every_method_of_the_seam_plays_the_script(memory: MemoryBackend) -> Non
         broken = FaultBackend(memory, [Rule(action="error", hit_count=None)])
         _, *wanted = inspect.signature(getattr(Backend, name)).parameters.values()
         named = {one.name: False for one in wanted if one.kind is one.KEYWORD_ONLY}
+        method: Callable[..., Iterable[object]] = getattr(broken, name)
         with pytest.raises(StorageError):
             # A listing begins when its first entry is asked for.
-            list(getattr(broken, name)(*["x"] * (len(wanted) - len(named)), **named))
+            list(method(*["x"] * (len(wanted) - len(named)), **named))
         assert [call.operation for call in broken.script.calls] in ([name], [f"{name}_match"])
 
 
