@@ -262,7 +262,11 @@ def test_the_loop_of_others_holds_up_nothing(registered: list[str]) -> None:
     held_up = threading.Event()
     get_loop().call_soon_threadsafe(held_up.wait, 30)
     try:
-        store = open_store("asynchronous://run", timeouts=Timeouts(request=5.0))
+        store = open_store(
+            "asynchronous://run",
+            timeouts=Timeouts(request=5.0),
+            retry=RetryPolicy(attempt_count=1),
+        )
         assert store.stat("x").size_bytes == 1
         store.close()
     finally:

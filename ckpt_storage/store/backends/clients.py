@@ -274,7 +274,6 @@ class _Process:
 
 
 _process = _Process()
-_here = threading.local()
 
 
 def known_client_count() -> int:
@@ -310,14 +309,11 @@ class Client:
 
     @property
     def fs(self) -> ForeignFs:
-        """The file system of this thread's `turn`, or the one that all threads share.
+        """The file system that all threads share.
 
         Built on first use. Raises `InvalidInputError` if the backend is missing or refuses the
         options.
         """
-        mine: tuple[Client, ForeignFs] | None = getattr(_here, "mine", None)
-        if mine is not None and mine[0] is self:
-            return mine[1]
         return self._shared(self._held()).fs
 
     @contextlib.contextmanager
@@ -331,15 +327,12 @@ class Client:
             yield self._shared(held)
             return
         instance = held.take(wanted)
-        before = getattr(_here, "mine", None)
         try:
             moved()
             if instance.fs is None:
                 instance.fs = self._build(None)
-            _here.mine = self, instance.fs
             yield instance
         finally:
-            _here.mine = before
             held.give_back(instance)
 
     def _shared(self, held: _Held) -> Instance:
