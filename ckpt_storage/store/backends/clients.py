@@ -470,11 +470,6 @@ class Client:
         raise failure
 
 
-async def in_daemon_thread(call: Callable[[], object]) -> None:
-    """Run a call that blocks in a thread of its own, which holds up no exit."""
-    await asyncio.get_running_loop().run_in_executor(None, call)
-
-
 def endpoint_of(location: Location, options: Mapping[str, Any]) -> str:
     """Return host and port that requests go to, as far as options and environment tell."""
     text = str(options.get("connection_string") or "")

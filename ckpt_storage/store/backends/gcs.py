@@ -5,6 +5,7 @@ Works on buckets of the usual kinds; zonal ones (Rapid Storage) take no such upl
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import (
     AsyncIterator,
@@ -37,7 +38,7 @@ from ckpt_storage.store.backend import (
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import ForeignAnswer, HttpFailure
 
-from .clients import Client, ForeignFs, in_daemon_thread
+from .clients import Client, ForeignFs
 
 T = TypeVar("T")
 
@@ -337,7 +338,7 @@ class GcsBackend(Backend):
         if data is not None:
             heads["Content-Length"] = str(len(data))
         # Looking for a token may ask another server, without regard to this loop.
-        await in_daemon_thread(lambda: fs.credentials.apply(heads))
+        await asyncio.to_thread(fs.credentials.apply, heads)
         await fs._set_session()  # noqa: SLF001  # the only way to its TLS client certificate
         asked = dict(query)
         if fs.requester_pays:
