@@ -155,11 +155,8 @@ class Upload:
             last=last,
             source_bytes=source_bytes,
         )
-        part = self._sending(
-            number,
-            f"copy of part {number} from {source.path}",
-            lambda backend, token: backend.copy_part(self._path, token, wanted),
-        )
+        what = f"copy of part {number} from {source.path}"
+        part = self._sending(number, what, lambda at, to: at.copy_part(self._path, to, wanted))
         self._keep(part)
         return part.crc32c
 
