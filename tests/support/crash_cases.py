@@ -25,7 +25,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from commit_tools import IN_TURN, take_in_turn
 from local_stores import local_store
-from s3clients import ask
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_storage.saves.session
@@ -360,7 +359,7 @@ class Buckets:
         self.server.create_bucket(self.bucket)
         if kind == "overwrite":
             for key, data in self.before.items():
-                assert ask(self.server, "PUT", f"/{self.bucket}/{key}", data)[0] == 200
+                self.server.put(self.bucket, key, data)
         self.server.reset_counters()
         return f"s3://{self.bucket}/run"
 

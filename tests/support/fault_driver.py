@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import io
 import json
 import os
@@ -37,7 +36,6 @@ __all__ = [
     "Ranks",
     "export_leftovers",
     "export_version",
-    "put",
     "stock_version",
 ]
 
@@ -226,14 +224,6 @@ class Ranks:
             f"--- {path.name}\n{path.read_text(errors='replace')}"
             for path in sorted(self._folder.iterdir())
         ]
-
-
-def put(server: S3Server, key: str, data: bytes) -> None:
-    """Put an object, without any client library."""
-    address = server.endpoint_url.removeprefix("http://")
-    with contextlib.closing(http.client.HTTPConnection(address, timeout=30)) as connection:
-        connection.request("PUT", f"/{BUCKET}/{key}", body=data)
-        assert connection.getresponse().status == 200
 
 
 def stock_version(server: S3Server, world_size: int) -> int:

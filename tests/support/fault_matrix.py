@@ -33,7 +33,6 @@ from fault_driver import (
     Ranks,
     export_leftovers,
     export_version,
-    put,
     stock_version,
 )
 
@@ -113,7 +112,7 @@ class Matrix:
         with S3Server() as server:
             server.create_bucket(BUCKET)
             for key, data in self._seed(cell).items():
-                put(server, key, data)
+                server.put(BUCKET, key, data)
             server.reset_counters()
             with Ranks(self._hub, self._nursery, self._folder) as ranks:
                 try:
