@@ -1,4 +1,4 @@
-"""A save to a disk survives every fault at every system call; S3 stands in `tests/faults`."""
+"""A save to a disk survives every fault at every system call; S3 has a file of its own."""
 
 from __future__ import annotations
 
