@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -23,7 +23,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import ckpt_storage
 from ckpt_storage import CheckpointStorageReader, ProgressEvent
-from ckpt_storage.store.store import Store
+from ckpt_storage.store.backend import Range
+from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.testing.ranks import RankPool
 
 BLOCK_BYTES = 65_536
@@ -74,14 +75,18 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def counted_reads() -> Iterator[list[int]]:
     """Give a list of the lengths in bytes of all reads of shard files inside the block."""
     lengths: list[int] = []
-    original = Store.read_into
+    original = LocalBackend.read
 
-    def read_into(store: Store, path: str, start: int, target: memoryview, **more: Any) -> None:
-        if path.endswith(".distcp"):
-            lengths.append(target.nbytes)
-        original(store, path, start, target, **more)
+    def read(backend: LocalBackend, path: str, ranges: Iterable[Range]) -> int | None:
+        def counted() -> Iterator[Range]:
+            for start, target in ranges:
+                if path.endswith(".distcp"):
+                    lengths.append(target.nbytes)
+                yield start, target
 
-    with patch.object(Store, "read_into", read_into):
+        return original(backend, path, counted())
+
+    with patch.object(LocalBackend, "read", read):
         yield lengths
 
 
