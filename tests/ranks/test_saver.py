@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any, NoReturn
@@ -223,6 +224,15 @@ def _descriptors(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
+def _thread_count() -> int:
+    """Return how many threads stay: those of a store that was just closed are ending."""
+    counts = []
+    for _ in range(20):
+        counts.append(threading.active_count())
+        time.sleep(0.05)
+    return min(counts)
+
+
 def _stable(rank: int, folder: str, mode: Any) -> list[tuple[int, int, int]]:
     """Save 20 times; return memory, descriptors and threads of trainer and worker on the way."""
     seen = []
@@ -240,7 +250,7 @@ def _stable(rank: int, folder: str, mode: Any) -> list[tuple[int, int, int]]:
                     (
                         sum(map(_memory_bytes, pids)),
                         sum(map(_descriptors, pids)),
-                        threading.active_count(),
+                        _thread_count(),
                     )
                 )
     return seen
