@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, TypeVar
@@ -30,6 +31,8 @@ from .problems import Call, explain
 from .reads import fill, too_long
 from .timed import moved
 from .upload import Upload
+
+log = logging.getLogger("ckpt_storage")
 
 T = TypeVar("T")
 
@@ -365,13 +368,22 @@ class Store:
         )
 
     def close(self) -> None:
-        """Let go of connections and end the waiting threads; idempotent; nothing for a view."""
+        """Let go of connections and end the waiting threads; idempotent; nothing for a view.
+
+        A backend that cannot be closed, or not in time, is left as it is, with a warning.
+        """
         if self._is_view:
             return
         opened = self._opened.get("")
-        if opened is not None:
-            opened.close()
-        self._caller.pool.close()
+        try:
+            if opened is not None and type(opened).close is not Backend.close:
+                self.cleaning_up().run(
+                    "closing", "", lambda backend: backend.close(), repeat="unless-abandoned"
+                )
+        except CheckpointError as error:
+            log.warning("%s was not closed: %s", self.url, error)
+        finally:
+            self._caller.pool.close()
 
     def shown(self, path: str) -> str:
         """Return the URL of a path, for messages."""

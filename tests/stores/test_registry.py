@@ -32,6 +32,7 @@ from ckpt_storage.store import (
     schemes,
 )
 from ckpt_storage.store.backends.memory import MemoryBackend
+from ckpt_storage.store.calls import CLEAN_UP_S
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend
 
@@ -94,6 +95,48 @@ def test_an_opener_that_hangs_ends_with_the_first_call(scheme: str) -> None:
         assert caught.value.kind == "timeout"
     assert time.monotonic() - begin_s < 0.6 + SLACK_S
     hang.set()
+
+
+class _BadClose(MemoryBackend):
+    """A backend whose end hangs or fails."""
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        super().__init__(Location.of("memory://bad-close"))
+        self._end = end
+
+    def close(self) -> None:
+        """Do what the test wants."""
+        self._end()
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_closing_ends_and_is_logged_whatever_the_backend_does(
+    *, hangs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A close that hangs or raises is left behind in the clean-up time, and the threads end."""
+    released = threading.Event()
+
+    def end() -> None:
+        if hangs:
+            released.wait()
+        raise RuntimeError("cannot close")
+
+    store = Store(_BadClose(end), url="memory://bad-close")
+    before = set(threading.enumerate())
+    store.delete(["x"])
+    (worker,) = set(threading.enumerate()) - before
+    begin_s = time.monotonic()
+    closing = threading.Thread(target=store.close, daemon=True)
+    with caplog.at_level(logging.WARNING, logger="ckpt_storage"):
+        closing.start()
+        closing.join(CLEAN_UP_S + SLACK_S)
+        assert not closing.is_alive()
+    assert time.monotonic() - begin_s < CLEAN_UP_S + SLACK_S
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "memory://bad-close" in caplog.text
+    released.set()
+    worker.join(SLACK_S)
+    assert not worker.is_alive()
 
 
 def test_a_scheme_has_one_backend_unless_it_is_replaced(scheme: str) -> None:
