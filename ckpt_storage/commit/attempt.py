@@ -82,12 +82,12 @@ def begin(
                 next_step="Save to another id, or pass overwrite=True to replace it.",
             )
     save_id = layout.new_save_id()
-    store.prepare([layout.COMMITS, layout.save_folder(save_id), layout.ranks_folder(save_id)])
+    store.make_folders([layout.COMMITS, layout.save_folder(save_id), layout.ranks_folder(save_id)])
     exclusive = probe(store)
     # Temporary files and open uploads show in no listing: without this, an attempt that dies before
     # its first file is complete would never be found and freed.
     begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
-    store.write(layout.begun_path(save_id), integrity.seal(begun))
+    store.put(layout.begun_path(save_id), integrity.seal(begun))
     previous = found.head.head if found.head else None
     return Grant(
         save_id=save_id,
@@ -235,7 +235,7 @@ def _put_slot(store: Store, path: str, data: bytes, *, exclusive: bool) -> None:
     if exclusive:
         store.create(path, data)
     else:
-        store.write(path, data)
+        store.put(path, data)
 
 
 def _read_back(store: Store, slot: int, cause: CheckpointError) -> tuple[SlotRecord | None, bool]:

@@ -93,7 +93,7 @@ def _cannot_publish(store: Store, record: SlotRecord) -> bool:
     known_s = [time_s for time_s in times_s if time_s is not None]
     if len(known_s) < len(times_s):
         return False
-    return store.now_s(layout.probe_path()) - max(known_s) > LEFTOVER_AGE_S
+    return store.server_time(layout.probe_path()) - max(known_s) > LEFTOVER_AGE_S
 
 
 def delete_attempt(store: Store, save_id: str) -> None:
@@ -168,7 +168,7 @@ def free_leftovers(
         times_s.pop(reference.save_id if reference else "", None)
     if not times_s:
         return []
-    now_s = store.now_s(layout.probe_path())
+    now_s = store.server_time(layout.probe_path())
     old = [save_id for save_id, time_s in times_s.items() if now_s - time_s >= min_age_s]
     if not old:
         return []

@@ -96,8 +96,8 @@ def commit_save(
     document = integrity.seal(body)
     # Nothing leads to them before the commit, which comes when both are durable.
     calls: list[Callable[[], None]] = [
-        lambda: store.write(stock.path, stock_bytes),
-        lambda: store.write(manifest_path, document),
+        lambda: store.put(stock.path, stock_bytes),
+        lambda: store.put(manifest_path, document),
     ]
     side_by_side(store, calls)
     record = commit.commit(

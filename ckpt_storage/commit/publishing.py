@@ -139,7 +139,7 @@ class _Publisher:
         if self._own is not None and self._own.save_id is not None and not self._is_marked:
             self._is_marked = True
             marker = {"format": "ckpt_storage.published/1", "save_id": self._own.save_id}
-            self._store.write(layout.published_path(self._own.save_id), integrity.seal(marker))
+            self._store.put(layout.published_path(self._own.save_id), integrity.seal(marker))
 
     def _withdraw(self, named: HeadRef | None, last_slot: int) -> bool | None:
         """Undo a replacement during which the checkpoint was deleted.
@@ -162,7 +162,7 @@ class _Publisher:
         path = layout.publishing_path(save_id)
         note = {"format": "ckpt_storage.publishing/1", "save_id": save_id, **stamp()}
         try:
-            self._store.write(path, integrity.seal(note))
+            self._store.put(path, integrity.seal(note))
         except StorageError as error:
             if error.kind != "not-found" or self._is_head(head):
                 raise

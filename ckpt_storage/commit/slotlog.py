@@ -35,7 +35,7 @@ def read_slot(store: Store, slot: int) -> SlotRecord | None:
     Raises `StorageError`, `IntegrityError`, `FormatError`.
     """
     try:
-        data = store.read(layout.slot_path(slot), most_bytes=MOST_SLOT_BYTES)
+        data = store.get(layout.slot_path(slot), max_bytes=MOST_SLOT_BYTES).data
     except StorageError as error:
         if error.kind == "not-found":
             return None
@@ -119,7 +119,7 @@ def read_if_there(
     Raises `IntegrityError` for one of more than `most_bytes`, which is not read.
     """
     try:
-        return store.read_version(path, most_bytes=most_bytes)
+        return store.get(path, max_bytes=most_bytes)
     except StorageError as error:
         if error.kind == "not-found":
             return None
@@ -153,7 +153,7 @@ def read_referenced(
             offset=0,
             next_step=DAMAGED,
         )
-    data = store.read(reference.path, most_bytes=reference.size_bytes)
+    data = store.get(reference.path, max_bytes=reference.size_bytes).data
     check_document(data, reference)
     return data
 

@@ -56,7 +56,7 @@ def _tail(store: Store) -> bytes:
     try:
         size_bytes = store.stat(layout.STOCK_METADATA).size_bytes
         tail = bytearray(min(size_bytes, _FOOTER_MOST_BYTES))
-        store.read_into(layout.STOCK_METADATA, size_bytes - len(tail), memoryview(tail))
+        store.read(layout.STOCK_METADATA, [(size_bytes - len(tail), memoryview(tail))])
     except IntegrityError:
         return b""  # replaced by a shorter one between the two requests
     except StorageError as error:

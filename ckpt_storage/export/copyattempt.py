@@ -114,7 +114,7 @@ class CopyAttempt:
             )
         is_resumed = slotlog.is_there(store, layout.begun_path(save_id))
         folders = [layout.COMMITS, layout.save_folder(save_id), layout.ranks_folder(save_id)]
-        store.prepare(folders)
+        store.make_folders(folders)
         probed = probe_exclusive_create(store, scope=means.scope)
         if not probed.exclusive:
             log.warning("%s is single-writer: %s", store.url, probed.reason)
@@ -123,7 +123,7 @@ class CopyAttempt:
             self._abort_uploads()
         else:
             begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **slotlog.stamp()}
-            store.write(layout.begun_path(save_id), integrity.seal(begun))
+            store.put(layout.begun_path(save_id), integrity.seal(begun))
         grant = Grant(
             save_id=save_id,
             last_slot=found.last_slot,
@@ -199,7 +199,7 @@ class CopyAttempt:
         return [found[reference.path] for reference in references]
 
     def _write_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
-        jobs = [partial(self._target.write, path, data) for path, data in documents]
+        jobs = [partial(self._target.put, path, data) for path, data in documents]
         self._all(jobs, "write rank manifests", self._paces.target)
 
     def _all(self, jobs: Sequence[partial[None]], name: str, pacer: Pacer) -> None:
@@ -224,7 +224,7 @@ class CopyAttempt:
         # A save id has a fixed length, so the lengths that the pickle holds stay true.
         data = data.replace(self._manifest.save_id.encode(), self._save_id.encode())
         path = self._renamed_path(reference.path)
-        self._target.write(path, data)
+        self._target.put(path, data)
         return _reference(path, data), data
 
     def _send_manifest(self, ranks: Sequence[FileRef], stock: FileRef | None) -> FileRef:
@@ -245,7 +245,7 @@ class CopyAttempt:
             )
             data = integrity.seal(renamed.to_body())
         path = self._renamed_path(reference.path)
-        self._target.write(path, data)
+        self._target.put(path, data)
         return _reference(path, data)
 
     def _renamed_path(self, path: str) -> str:

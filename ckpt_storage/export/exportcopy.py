@@ -135,13 +135,13 @@ class _Export:
         tag = self._tag
         assert tag is not None  # noqa: S101  # the caller looked
         record_path = self._at(export_path(tag.fingerprint))
-        record_bytes = self._source.read(record_path, most_bytes=MOST_DOCUMENT_BYTES)
+        record_bytes = self._source.get(record_path, max_bytes=MOST_DOCUMENT_BYTES).data
         record = ExportRecord.decode(record_bytes, path=record_path)
         check_document(self._index, record.index)
-        names = self._source.read(self._at(NAMES_PATH), most_bytes=MOST_DOCUMENT_BYTES)
+        names = self._source.get(self._at(NAMES_PATH), max_bytes=MOST_DOCUMENT_BYTES).data
         if not self._take_place(names):
             return False
-        self._target.prepare([self._at(DOCUMENTS), self._at(records_folder(tag.fingerprint))])
+        self._target.make_folders([self._at(DOCUMENTS), self._at(records_folder(tag.fingerprint))])
         self._hold(record)
         if not is_there(self._target, self._at(INDEX_NAME)):
             self._target.replace(self._at(INDEX_NAME), BLOCKER)
@@ -163,7 +163,7 @@ class _Export:
             foreign = [e.path for e in _listed(self._target, self._folder) if self._is_weight(e)]
             if foreign:
                 return self._refused(f"it holds {foreign[0]}")
-            self._target.prepare([self._at(DOCUMENTS)])
+            self._target.make_folders([self._at(DOCUMENTS)])
             try:
                 self._target.create(self._at(NAMES_PATH), names)
             except StorageError as error:

@@ -186,7 +186,7 @@ class FileCopier:
                 old, new = views[:count], views[step : step + count]
                 self._read_target(file, start, old)
                 with timed(self.paces.source, count):
-                    self._source.read_into(file.path, start, new, size_bytes=file.size_bytes)
+                    self._source.read(file.path, [(start, new)], size_bytes=file.size_bytes)
                 self.tally.add(read_bytes=2 * count)
                 self._deadline.advanced(2 * count)
                 if old != new:
@@ -195,7 +195,7 @@ class FileCopier:
 
     def _read_target(self, file: FileToCopy, start: int, view: memoryview) -> None:
         with timed(self.paces.target, len(view)):
-            self._target.read_into(file.target, start, view, size_bytes=file.size_bytes)
+            self._target.read(file.target, [(start, view)], size_bytes=file.size_bytes)
 
     def _submit(self, workers: PartWorkers, file: FileToCopy) -> None:
         """Hand a file to the workers: whole if it is one part, else part by part."""
@@ -242,7 +242,7 @@ class FileCopier:
         """Copy a file in this thread, its parts in order."""
         self._deadline.check(f"Copying {file.path}")
         if not file.size_bytes:
-            self._target.write(file.target, b"")
+            self._target.put(file.target, b"")
             self.tally.add(file_count=1)
             return
         parts = self._copied_parts(file)

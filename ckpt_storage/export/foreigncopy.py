@@ -84,7 +84,7 @@ def _identity(source_url: str, entries: Sequence[ObjectInfo]) -> str:
 
 
 def _read_whole(store: Store, path: str, size_bytes: int) -> bytes:
-    data = store.read(path, most_bytes=size_bytes)
+    data = store.get(path, max_bytes=size_bytes).data
     if len(data) != size_bytes:
         raise IntegrityError(
             f"{path} has changed while the checkpoint was being copied.",

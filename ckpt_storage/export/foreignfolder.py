@@ -68,7 +68,7 @@ class ForeignFolder:
         is_remains = note is not None and not self._is_whole(here)
         if not is_resumed:
             self._check_free(here, may_replace=overwrite or is_remains)
-        store.prepare(sorted({name.rpartition("/")[0] for name in self._names} - {""}))
+        store.make_folders(sorted({name.rpartition("/")[0] for name in self._names} - {""}))
         self._hide(here)
         if not is_resumed:
             old = [path for path in self._in_the_way(here) if path != INDEX_NAME]

@@ -65,7 +65,7 @@ def place_within(source: Store, target: Store, *, is_deep: bool = True) -> str |
         return None
     name = layout.probe_path()
     try:
-        target.write(name, b"Is this folder the one that is read from?")
+        target.put(name, b"Is this folder the one that is read from?")
     except StorageError as error:
         if error.kind == "permission":
             return None

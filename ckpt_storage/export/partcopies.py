@@ -245,7 +245,7 @@ class PartCopier:
     def _read(self, file: FileToCopy, start: int, view: memoryview) -> None:
         try:
             with timed(self._paces.source, len(view)):
-                self._source.read_into(file.path, start, view, size_bytes=file.size_bytes)
+                self._source.read(file.path, [(start, view)], size_bytes=file.size_bytes)
         except IntegrityError as error:
             # Stores name a file in their own way; callers compare paths.
             error.path = file.path

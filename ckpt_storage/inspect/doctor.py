@@ -165,7 +165,7 @@ class _Visit:
         step = able.part_multiple_bytes
         part = os.urandom(-(-max(MIB, able.min_part_bytes) // step) * step)
         asks: dict[str, Callable[[], object]] = {
-            "read": lambda: _unless(store.read(small) == b"small\n", "other bytes came back"),
+            "read": lambda: _unless(store.get(small).data == b"small\n", "other bytes came back"),
             "stat": lambda: store.stat(small),
             "replace": lambda: store.replace(small, b"replaced\n"),
             "exclusive create": self._create,
@@ -186,8 +186,8 @@ class _Visit:
                 self._time("large get", lambda _: self._get(part), self.large_bytes)
         if can_write:
             # New names: some storages take one object only so often.
-            self._time("small put", lambda at: store.write(self._new(f"put-{at}"), _SMALL))
-            self._time("small get", lambda _: store.read(f"{self.folder}/put-0"))
+            self._time("small put", lambda at: store.put(self._new(f"put-{at}"), _SMALL))
+            self._time("small get", lambda _: store.get(f"{self.folder}/put-0").data)
             self._time("list", lambda _: store.list(self.folder, recursive=False))
 
     def _new(self, name: str) -> str:
@@ -210,8 +210,8 @@ class _Visit:
         return not refusal
 
     def _write(self) -> None:
-        self.store.prepare([self.folder])
-        self.store.write(self._new("small"), b"small\n")
+        self.store.make_folders([self.folder])
+        self.store.put(self._new("small"), b"small\n")
 
     def _create(self) -> str:
         if not self.store.capabilities.exclusive_create:
@@ -220,15 +220,15 @@ class _Visit:
         self.store.create(path, b"first\n")
         if not _is_refused("exists", lambda: self.store.create(path, b"second\n")):
             return "a name was created twice: the condition is ignored"
-        is_kept = self.store.read(path) == b"first\n"
+        is_kept = self.store.get(path).data == b"first\n"
         return _unless(is_kept, "a second creation was refused, but done")
 
     def _replace_if_match(self) -> str:
         if not self.store.capabilities.if_match:
             return "this kind of storage has no conditional replacement"
         path = self._new("replaced")
-        self.store.write(path, b"one\n")
-        old = self.store.read_version(path).version
+        self.store.put(path, b"one\n")
+        old = self.store.get(path).version
         if old is None:
             return "objects have no version tokens"
         self.store.replace(path, b"two\n", if_match=old)
@@ -239,7 +239,7 @@ class _Visit:
 
     def _ask_clock(self) -> None:
         before_s = time.time()
-        there_s = self.store.now_s(self._new("clock"))
+        there_s = self.store.server_time(self._new("clock"))
         doubt_s = (time.time() - before_s) / 2
         # Servers tell whole seconds.
         grain_s = 1.0 if self.store.capabilities.is_remote else 0.0
@@ -273,7 +273,7 @@ class _Visit:
         def get(number: int, start: int, size: int) -> None:
             buffer = bytearray(size)
             target, path = memoryview(buffer), f"{self.folder}/large-0"
-            self.store.read_into(path, start, target, size_bytes=self.large_bytes)
+            self.store.read(path, [(start, target)], size_bytes=self.large_bytes)
             if not part.startswith(buffer):
                 others.append(number)
 

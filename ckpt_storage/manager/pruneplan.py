@@ -347,7 +347,7 @@ class Planner:
         if not goes_by_age and self._min_age_s == 0:
             return plan_prune(infos, self._policies, damaged=damaged, in_use=in_use)
         if now_s is None:
-            now_s = self._census.root(deadline).now_s(layout.probe_path())
+            now_s = self._census.root(deadline).server_time(layout.probe_path())
         # The others are kept, whatever their age is: one that makes no difference will do.
         old = {info.name: 0.0 for info in infos if info.name not in times_s}
         return plan_prune(

@@ -400,7 +400,7 @@ class SaveSession:
             manifest = write_shards(store, plan, planner, job)
             document = integrity.seal(manifest.to_body())
             path = layout.rank_manifest_path(manifest.save_id, self.rank)
-            store.write(path, document)
+            store.put(path, document)
         return [self._result(granted, manifest, path, document)]
 
     def commit(

@@ -383,7 +383,7 @@ def in_progress(url: str) -> CheckpointInProgressError:
 
 
 def _read_index(store: Store) -> dict[str, str]:
-    data = store.read(INDEX_NAME, most_bytes=MOST_DOCUMENT_BYTES)
+    data = store.get(INDEX_NAME, max_bytes=MOST_DOCUMENT_BYTES).data
     if layout.is_blocker(data):
         raise in_progress(store.url)
     try:

@@ -81,7 +81,7 @@ def _create_first(store: Store, path: str, data: bytes) -> str | None:
             return f"The storage refuses exclusive creation: {error}"
         failure = error
     try:
-        found = store.read(path)
+        found = store.get(path).data
     except StorageError as error:
         if failure is None:
             raise
@@ -101,7 +101,7 @@ def _ask_again(store: Store, path: str, first: bytes, second: bytes) -> ProbeRes
                 exclusive=False,
                 reason="The storage created a name a second time; it ignores the condition.",
             )
-        if store.read(path) != first:
+        if store.get(path).data != first:
             return ProbeResult(
                 exclusive=False,
                 reason="The storage refused to create a name a second time, but did it.",

@@ -117,8 +117,10 @@ class _Watch:
             except Exception as error:
                 self.failure = error
                 raise
+            if not view.nbytes:
+                continue
             self.start, self.stop = start, start + view.nbytes
-            lent = memoryview(view)
+            lent = memoryview(view).cast("B")
             # Each range has the time of a request.
             moved()
             try:

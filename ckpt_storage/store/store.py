@@ -130,32 +130,26 @@ class Store:
         """Return size, time and version of one object, never from a cache."""
         return self.run("stat", path, lambda backend: backend.stat(path))
 
-    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
-        """Return a whole small object, never from a cache.
+    def get(self, path: str, *, max_bytes: int | None = None) -> Content:
+        """Return a whole small object with its version, from one answer, never from a cache.
 
-        One of more than `most_bytes` is an `IntegrityError`, and not much more is read of it.
+        One of more than `max_bytes` is an `IntegrityError`, and not much more is read of it.
         """
-        return self.read_version(path, most_bytes=most_bytes).data
-
-    def read_version(self, path: str, *, most_bytes: int | None = None) -> Content:
-        """Return a whole small object with its version, from one answer. As `read`."""
 
         def get(backend: Backend) -> Content:
             try:
-                found = backend.get(path, max_bytes=most_bytes)
+                found = backend.get(path, max_bytes=max_bytes)
             except TooLongError as error:
                 size_bytes = error.size_bytes
             else:
                 size_bytes = len(found.data)
-                if most_bytes is None or size_bytes <= most_bytes:
+                if max_bytes is None or size_bytes <= max_bytes:
                     return found
-            raise too_long(path, self.shown(path), size_bytes, most_bytes)
+            raise too_long(path, self.shown(path), size_bytes, max_bytes)
 
         return self.run("read", path, get)
 
-    def read_ranges(
-        self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None
-    ) -> None:
+    def read(self, path: str, ranges: Iterable[Range], *, size_bytes: int | None = None) -> None:
         """Fill the memory of each range; they are iterated anew at each attempt.
 
         The next range is asked for when the last one is filled. `size_bytes` is the length that the
@@ -181,14 +175,7 @@ class Store:
             # The traceback leads to this frame, and the frame must not lead back.
             del failure
 
-    def read_into(
-        self, path: str, start: int, target: memoryview, *, size_bytes: int | None = None
-    ) -> None:
-        """Fill `target` with the bytes from `start` (bytes) on. As `read_ranges`."""
-        if target.nbytes:
-            self.read_ranges(path, [(start, memoryview(target).cast("B"))], size_bytes=size_bytes)
-
-    def write(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes) -> None:
         """Put a whole object at a write-once name, visible only complete, durable on return.
 
         Idempotent: called again, with the same bytes.
@@ -357,11 +344,11 @@ class Store:
 
         return self.run("abort of uploads", folder, clear)
 
-    def prepare(self, folders: Sequence[str]) -> None:
+    def make_folders(self, folders: Sequence[str]) -> None:
         """Make the root and folders where the storage has such things; idempotent."""
         self.run("making of folders", "", lambda backend: backend.make_folders(folders))
 
-    def now_s(self, probe_path: str) -> float:
+    def server_time(self, probe_path: str) -> float:
         """Return the storage's clock in Unix seconds, by writing and removing `probe_path`."""
         return self.run(
             "reading of the clock", probe_path, lambda backend: backend.server_time(probe_path)

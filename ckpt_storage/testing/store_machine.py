@@ -42,7 +42,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.store = Store(self.make_backend(), url="machine://root")
-        self.store.prepare(_FOLDERS)
+        self.store.make_folders(_FOLDERS)
         self.model: dict[str, bytes] = {}
         self.open_uploads: list[tuple[str, bytes, Upload]] = []
 
@@ -56,7 +56,7 @@ class StoreMachine(RuleBasedStateMachine):
     def write(self, path: str, data: bytes) -> None:
         """A write to a name that is free, or with the bytes that are there, succeeds."""
         data = self.model.setdefault(path, data)
-        self.store.write(path, data)
+        self.store.put(path, data)
 
     @precondition(lambda self: self.store.capabilities.exclusive_create)
     @rule(path=_PATHS, data=_CONTENTS)
@@ -116,7 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model = {
             path: data for path, data in self.model.items() if not path.startswith(f"{folder}/")
         }
-        self.store.prepare(_FOLDERS)
+        self.store.make_folders(_FOLDERS)
 
     @rule(path=_PATHS, start=st.integers(0, 310), length=st.integers(1, 310))
     def read_into(self, path: str, start: int, length: int) -> None:
@@ -124,7 +124,7 @@ class StoreMachine(RuleBasedStateMachine):
         target = bytearray(length)
         data = self.model.get(path)
         try:
-            kind = _refused(lambda: self.store.read_into(path, start, memoryview(target)))
+            kind = _refused(lambda: self.store.read(path, [(start, memoryview(target))]))
         except IntegrityError:
             assert data is not None
             assert start + length > len(data)
@@ -139,4 +139,4 @@ class StoreMachine(RuleBasedStateMachine):
         found = {entry.path: entry.size_bytes for entry in self.store.list("")}
         assert found == {path: len(data) for path, data in self.model.items()}
         for path, data in self.model.items():
-            assert self.store.read(path) == data
+            assert self.store.get(path).data == data

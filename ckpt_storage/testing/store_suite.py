@@ -66,7 +66,7 @@ class StoreSuite(UploadFacts):
     def store(self, backend: Backend) -> Iterator[Store]:
         """The facade over the first client, which repeats nothing; its folders are made."""
         opened = Store(backend, url="suite://root", policy=_ONCE)
-        opened.prepare(_FOLDERS)
+        opened.make_folders(_FOLDERS)
         yield opened
         opened.close()
 
@@ -79,8 +79,8 @@ class StoreSuite(UploadFacts):
 
     def test_folders_are_no_objects(self, store: Store, second: Store) -> None:
         """Making them again changes nothing, and none is listed."""
-        store.write("saves/a/x", b"x")
-        second.prepare(_FOLDERS)
+        store.put("saves/a/x", b"x")
+        second.make_folders(_FOLDERS)
         assert paths_of(store) == ["saves/a/x"]
         assert store.capabilities == second.capabilities
 
@@ -91,27 +91,27 @@ class StoreSuite(UploadFacts):
         """At once, whole, with its size, also when it is written again; no more than is allowed."""
         data = pattern(size_bytes)
         for client in (store, second):
-            client.write("saves/a/x", data)
-            assert second.read("saves/a/x") == data
+            client.put("saves/a/x", data)
+            assert second.get("saves/a/x").data == data
         assert second.stat("saves/a/x").size_bytes == size_bytes
         for most_bytes in (size_bytes, size_bytes + 1, 1 << 40):
-            assert second.read("saves/a/x", most_bytes=most_bytes) == data
+            assert second.get("saves/a/x", max_bytes=most_bytes).data == data
         if size_bytes:
             with pytest.raises(IntegrityError, match="saves/a/x"):
-                second.read("saves/a/x", most_bytes=size_bytes - 1)
+                second.get("saves/a/x", max_bytes=size_bytes - 1)
         assert paths_of(store) == ["saves/a/x"]
 
     def test_an_object_is_found_as_soon_as_it_is_there(self, store: Store, second: Store) -> None:
         """What nothing bears is "not-found" to every read, and no client remembers that."""
-        store.write("saves/a/x", b"x")
+        store.put("saves/a/x", b"x")
         target = memoryview(bytearray(1))
         for path in ("saves/a/y", "saves/nothing/y", "saves/a", "y", "commits/1"):
-            assert kind_of(store.read, path) == "not-found"
+            assert kind_of(store.get, path) == "not-found"
             assert kind_of(store.stat, path) == "not-found"
-            assert kind_of(store.read_into, path, 0, target) == "not-found"
+            assert kind_of(store.read, path, [(0, target)]) == "not-found"
         assert store.list("commits") == []
-        second.write("commits/1", b"now")
-        assert store.read("commits/1") == b"now"
+        second.put("commits/1", b"now")
+        assert store.get("commits/1").data == b"now"
         assert store.stat("commits/1").size_bytes == 3
         assert paths_of(store, "commits") == ["commits/1"]
 
@@ -119,17 +119,17 @@ class StoreSuite(UploadFacts):
     def test_a_read_fills_exactly_the_range(self, store: Store, start: int, stop: int) -> None:
         """The bytes of the range land in the target, and no byte beside it changes."""
         data = pattern(1000)
-        store.write("saves/a/x", data)
+        store.put("saves/a/x", data)
         buffer = bytearray(b"?" * (stop - start + 2))
-        store.read_into("saves/a/x", start, memoryview(buffer)[1:-1], size_bytes=1000)
+        store.read("saves/a/x", [(start, memoryview(buffer)[1:-1])], size_bytes=1000)
         assert bytes(buffer) == b"?" + data[start:stop] + b"?"
 
     @pytest.mark.parametrize(("start", "length"), [(0, 1001), (999, 2), (1000, 1), (5000, 10)])
     def test_a_read_beyond_the_end_is_damage(self, store: Store, start: int, length: int) -> None:
         """The error names object and place; the backend says where the first byte is missing."""
-        store.write("saves/a/x", pattern(1000))
+        store.put("saves/a/x", pattern(1000))
         with pytest.raises(IntegrityError, match="saves/a/x") as caught:
-            store.read_into("saves/a/x", start, memoryview(bytearray(length)))
+            store.read("saves/a/x", [(start, memoryview(bytearray(length)))])
         assert caught.value.path is not None
         assert caught.value.offset is not None
 
@@ -138,7 +138,7 @@ class StoreSuite(UploadFacts):
     def test_ranges_are_taken_one_by_one(self, store: Store, backend: Backend) -> None:
         """The next is asked for when the last is filled; what the asking raises ends the read."""
         data = pattern(3 << 20)
-        store.write("saves/a/x", data)
+        store.put("saves/a/x", data)
         spans = [(7, 1 << 20), (2 << 20, 1 << 20), (0, 5), (len(data) - 1, 1)]
         filled: list[bytearray] = []
 
@@ -160,11 +160,11 @@ class StoreSuite(UploadFacts):
 
     def test_a_read_notices_another_length(self, store: Store, backend: Backend) -> None:
         """Where the storage tells the length with the answer, it is compared."""
-        store.write("saves/a/x", pattern(1000))
+        store.put("saves/a/x", pattern(1000))
         target = memoryview(bytearray(10))
         told = backend.read("saves/a/x", [(0, target)])
         with pytest.raises(IntegrityError):
-            store.read_into("saves/a/x", 0 if told else 995, target, size_bytes=1001)
+            store.read("saves/a/x", [(0 if told else 995, target)], size_bytes=1001)
 
     def test_of_several_creations_one_wins(self, store: Store, second: Store) -> None:
         """The first content stays, all others are told "exists"; without it, it is refused."""
@@ -181,11 +181,11 @@ class StoreSuite(UploadFacts):
         losses = [outcome for outcome in outcomes if outcome is not None]
         assert len(winners) == 1
         assert {getattr(loss, "kind", None) for loss in losses} == {"exists"}
-        assert store.read("commits/1") == contents[winners[0]]
+        assert store.get("commits/1").data == contents[winners[0]]
         assert paths_of(store, "commits") == ["commits/1"]
         store.delete(["commits/1"])
         second.create("commits/1", b"two")
-        assert store.read("commits/1") == b"two"
+        assert store.get("commits/1").data == b"two"
 
     def test_a_reader_during_replaces_sees_old_or_new(self, store: Store, second: Store) -> None:
         """A replace is seen by others at once, and where it is atomic never half of it."""
@@ -202,29 +202,29 @@ class StoreSuite(UploadFacts):
 
         def read_all() -> None:
             while not done.is_set() and store.capabilities.atomic_replace:
-                assert second.read(".metadata") in contents
+                assert second.get(".metadata").data in contents
 
         with ThreadPoolExecutor(2) as threads:
             for job in [threads.submit(replace_all), threads.submit(read_all)]:
                 job.result(WAIT_S)
-        assert second.read(".metadata") == contents[-1]
+        assert second.get(".metadata").data == contents[-1]
         assert second.stat(".metadata").size_bytes == len(contents[-1])
 
     def test_a_replace_may_need_a_version(self, store: Store, second: Store) -> None:
         """With `if_match` only the version that was read is replaced; then it is another."""
         store.replace(".metadata", b"one")
-        seen = second.read_version(".metadata").version
+        seen = second.get(".metadata").version
         if not store.capabilities.if_match:
             with pytest.raises(UnsupportedByStoreError):
                 store.replace(".metadata", b"two", if_match=seen or "version")
-            assert second.read(".metadata") == b"one"
+            assert second.get(".metadata").data == b"one"
             return
         assert seen
         store.replace(".metadata", b"two", if_match=seen)
         late = kind_of(second.replace, ".metadata", b"three", if_match=seen)
         assert late == "precondition"
-        assert store.read(".metadata") == b"two"
-        fresh = second.read_version(".metadata").version
+        assert store.get(".metadata").data == b"two"
+        fresh = second.get(".metadata").version
         assert fresh not in {None, seen}
         store.delete([".metadata"])
         gone = kind_of(second.replace, ".metadata", b"four", if_match=fresh)
@@ -245,7 +245,7 @@ class StoreSuite(UploadFacts):
     def test_a_listing_stays_within_its_folder(self, store: Store) -> None:
         """Not in one whose name begins alike; not recursive, it shows children and folders."""
         for path in (".metadata", "saves/a/x", "saves/a/ranks/0", "saves/ab/y", "saves/b"):
-            store.write(path, path.encode())
+            store.put(path, path.encode())
         assert paths_of(store, "saves/a") == ["saves/a/ranks/0", "saves/a/x"]
         assert len(paths_of(store)) == 5
         assert store.list("nothing") == []
@@ -261,7 +261,7 @@ class StoreSuite(UploadFacts):
         """Names on many pages are all listed once and, in one call, all deleted."""
         names = [f"hf/{i:05}" for i in range(self.many)]
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda name: store.write(name, b"x"), names))
+            list(threads.map(lambda name: store.put(name, b"x"), names))
         assert [entry.path for entry in sorted(second.list("hf"), key=lambda e: e.path)] == names
         assert len(second.list("hf", recursive=False)) == len(names)
         second.delete([*names, "hf/nothing", "nothing/x"])
@@ -271,25 +271,25 @@ class StoreSuite(UploadFacts):
         """No operation quotes, unquotes or expands a name."""
         names = [f"hf/{name}" for name in self.odd_names]
         for name in names:
-            store.write(name, name.encode())
+            store.put(name, name.encode())
         assert paths_of(second) == sorted(names)
         for name in names:
             target = bytearray(3)
-            second.read_into(name, 1, memoryview(target), size_bytes=len(name.encode()))
-            assert second.read(name) == name.encode()
+            second.read(name, [(1, memoryview(target))], size_bytes=len(name.encode()))
+            assert second.get(name).data == name.encode()
             assert second.stat(name).size_bytes == len(name.encode())
             assert bytes(target) == name.encode()[1:4]
         upload = store.upload(f"{names[0]} up")
         send(upload, [b"abc"])
         upload.complete(3)
-        assert second.read(f"{names[0]} up") == b"abc"
+        assert second.get(f"{names[0]} up").data == b"abc"
         second.delete(names)
         assert paths_of(store) == [f"{names[0]} up"]
 
     def test_deleting_removes_what_is_named(self, store: Store, second: Store) -> None:
         """What is not there is no error; a folder goes with all it holds; the root never does."""
         for path in ("saves/a/x", "saves/a/y", "saves/a/ranks/0", "saves/ab/y"):
-            store.write(path, b"data")
+            store.put(path, b"data")
         for _ in range(2):
             second.delete(["saves/a/x", "saves/a/nothing", "saves/nothing/x"])
         second.delete([])
@@ -299,23 +299,23 @@ class StoreSuite(UploadFacts):
         with pytest.raises(InvalidInputError):
             second.delete_folder("")
         assert paths_of(store) == ["saves/ab/y"]
-        assert kind_of(store.read, "saves/a/y") == "not-found"
+        assert kind_of(store.get, "saves/a/y") == "not-found"
 
     def test_the_clock_is_near_ours_and_leaves_nothing(self, store: Store, second: Store) -> None:
         """The storage's clock agrees within a minute on one machine; the probe is gone."""
-        now_s = store.now_s(".probe")
+        now_s = store.server_time(".probe")
         assert abs(now_s - time.time()) < 60
         assert paths_of(second) == []
-        store.write("saves/a/x", b"data")
+        store.put("saves/a/x", b"data")
         times = [store.stat("saves/a/x").modified_s, store.list("saves/a")[0].modified_s]
         assert all(told is None or abs(told - now_s) < 60 for told in times)
 
     def test_errors_survive_pickling(self, store: Store) -> None:
         """DCP sends errors between ranks; kind, message and path arrive."""
-        store.write("saves/a/x", b"data")
+        store.put("saves/a/x", b"data")
         for call in (
-            lambda: store.read("saves/a/y"),
-            lambda: store.read_into("saves/a/x", 0, memoryview(bytearray(9))),
+            lambda: store.get("saves/a/y").data,
+            lambda: store.read("saves/a/x", [(0, memoryview(bytearray(9)))]),
         ):
             with pytest.raises(CheckpointError) as caught:
                 call()
@@ -325,8 +325,8 @@ class StoreSuite(UploadFacts):
 
     def test_a_closed_backend_is_used_again(self, store: Store, second: Store) -> None:
         """Closing lets go of connections, twice is no error, and the other client goes on."""
-        store.write("saves/a/x", b"data")
+        store.put("saves/a/x", b"data")
         for _ in range(2):
             store.close()
-            assert second.read("saves/a/x") == b"data"
-        assert store.read("saves/a/x") == b"data"
+            assert second.get("saves/a/x").data == b"data"
+        assert store.get("saves/a/x").data == b"data"

@@ -124,7 +124,7 @@ class UploadFacts:
         assert paths_of(second) == []
         for _ in range(2):
             upload.complete(2 * size + tail_bytes)
-        assert second.read(_PATH) == b"".join(parts)
+        assert second.get(_PATH).data == b"".join(parts)
         assert paths_of(second) == [_PATH]
         assert second.abort_uploads("") == 0
 
@@ -134,7 +134,7 @@ class UploadFacts:
         upload = store.upload(_PATH)
         send(upload, [pattern(size_bytes)])
         upload.complete(size_bytes)
-        assert second.read(_PATH) == pattern(size_bytes)
+        assert second.get(_PATH).data == pattern(size_bytes)
 
     def test_a_part_may_be_sent_again(self, store: Store, second: Store, size: int) -> None:
         """The same part sent twice counts once, or is refused for good."""
@@ -152,7 +152,7 @@ class UploadFacts:
             return
         send(upload, parts, [1])
         upload.complete(size + 10)
-        assert second.read(_PATH) == b"".join(parts)
+        assert second.get(_PATH).data == b"".join(parts)
 
     def test_buffers_may_be_used_again(self, store: Store, second: Store, size: int) -> None:
         """What is written into a buffer after its part was sent does not reach the object."""
@@ -163,7 +163,7 @@ class UploadFacts:
             upload.write_part(number, number * size, [memoryview(buffer)], last=number == 1)
         buffer[:] = bytes(size)
         upload.complete(2 * size)
-        assert second.read(_PATH) == pattern(size, 0) + pattern(size, 1)
+        assert second.get(_PATH).data == pattern(size, 0) + pattern(size, 1)
 
     def test_abort_leaves_nothing(self, store: Store, second: Store, size: int) -> None:
         """At any point, also after a total that was not sent, there is no object and no upload."""
@@ -216,7 +216,7 @@ class UploadFacts:
             return b"".join(parts)
 
         for i, whole in enumerate(together([partial(upload_one, i) for i in range(4)])):
-            assert store.read(f"saves/a/{i}") == whole
+            assert store.get(f"saves/a/{i}").data == whole
 
     @pytest.mark.parametrize("is_one_part", [False, True])
     def test_what_exists_is_refused_or_replaced_as_asked(
@@ -225,18 +225,18 @@ class UploadFacts:
         """Completing keeps what has the name and says "exists", or replaces it if told to."""
         parts = [b"end"] if is_one_part else [pattern(size), b"end"]
         whole = b"".join(parts)
-        second.write(_PATH, b"old")
+        second.put(_PATH, b"old")
         if store.capabilities.exclusive_create:
             refused = store.upload(_PATH, if_absent=True)
             send(refused, parts)
             assert kind_of(refused.complete, len(whole)) == "exists"
             refused.abort()
-            assert (second.read(_PATH), second.abort_uploads("")) == (b"old", 0)
+            assert (second.get(_PATH).data, second.abort_uploads("")) == (b"old", 0)
         replacing = store.upload(_PATH)
         send(replacing, parts)
         replacing.complete(len(whole))
         replacing.abort()
-        assert second.read(_PATH) == whole
+        assert second.get(_PATH).data == whole
 
     def test_what_is_not_declared_fails(self, store: Store, second: Store, size: int) -> None:
         """Joining where tokens do not travel, and copies where there are none."""
@@ -274,7 +274,7 @@ class UploadFacts:
         assert paths_of(second) == []
         receipts = [one for found in outcomes if isinstance(found, list) for one in found]
         owner.complete(4 * size + 17, receipts=_travelled([*receipts, *owner.receipts()]))
-        assert second.read(_PATH) == b"".join(ends)
+        assert second.get(_PATH).data == b"".join(ends)
         assert second.abort_uploads("") == 0
 
     def test_a_receipt_that_is_missing_is_a_gap(
@@ -316,7 +316,7 @@ class UploadFacts:
             send(late, [pattern(shared_size, 9)])
             late.receipts()
         assert paths_of(store) == ([_PATH] if is_complete else [])
-        assert not is_complete or store.read(_PATH) == b"".join(parts)
+        assert not is_complete or store.get(_PATH).data == b"".join(parts)
 
     @pytest.mark.parametrize(("start", "cut"), [(0, 0), (7, 5), (4096, 4096)])
     def test_a_copied_part_holds_the_range(
@@ -324,22 +324,22 @@ class UploadFacts:
     ) -> None:
         """The storage copies exactly the range, and a checksum that it tells is right."""
         size, data = copied_size, pattern(start + copied_size + cut, 1)
-        second.write(_SOURCE, data)
+        second.put(_SOURCE, data)
         assert store.can_copy_from(second)
         upload = store.upload(_PATH)
         told = _copy(upload, second, start, size, source_bytes=len(data), last=False)
         assert told in {None, crc32c(data[start : start + size])}
         upload.write_part(1, size, [memoryview(b"end")], last=True)
         upload.complete(size + 3)
-        assert second.read(_PATH) == data[start : start + size] + b"end"
-        assert second.read(_SOURCE) == data
+        assert second.get(_PATH).data == data[start : start + size] + b"end"
+        assert second.get(_SOURCE).data == data
 
     def test_a_copy_of_nothing_fails(self, store: Store, second: Store, copied_size: int) -> None:
         """A missing source is "not-found"; one of another length or too short is damage."""
         size = copied_size
         upload = store.upload(_PATH)
         assert kind_of(_copy, upload, second, 0, size) == "not-found"
-        second.write(_SOURCE, pattern(size))
+        second.put(_SOURCE, pattern(size))
         for start, source_bytes in [(0, size + 1), (1, size), (1, None), (size, None)]:
             with pytest.raises(IntegrityError):
                 _copy(upload, second, start, size, source_bytes=source_bytes)

@@ -175,7 +175,7 @@ class _Run:
         first = batch[0]
         ranges = _Ranges(self, batch, None if self._is_remote else _PIECE_BYTES)
         if any(fetch.start < fetch.stop for fetch in batch):
-            self._store.read_ranges(first.path, ranges, size_bytes=first.size_bytes)
+            self._store.read(first.path, ranges, size_bytes=first.size_bytes)
         else:
             deque(ranges, maxlen=0)
         ranges.finish()

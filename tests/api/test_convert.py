@@ -545,7 +545,7 @@ def test_from_s3_to_s3(s3: S3Server, tmp_path: Path) -> None:
     torch.save(state, tmp_path / "a.pt")
     options = s3.storage_options
     store = open_store("s3://bkt/in", storage_options=options)
-    store.write("a.pt", (tmp_path / "a.pt").read_bytes())
+    store.put("a.pt", (tmp_path / "a.pt").read_bytes())
     convert("s3://bkt/in/a.pt", "s3://bkt/ours", to="ckpt_storage", storage_options=options)
     convert("s3://bkt/ours", "s3://bkt/out/b.pt", to="torch_save", storage_options=options)
     (tmp_path / "b.pt").write_bytes(s3.dump("bkt")["out/b.pt"])

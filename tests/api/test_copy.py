@@ -120,7 +120,7 @@ def test_an_id_that_the_target_gave_up_is_never_used_again(
     store = open_store(target, sync_files=False)
     deadline = Deadline("commit", 60)
     if kind == "fenced":
-        store.prepare(["commits"])
+        store.make_folders(["commits"])
         cleaning.fence(store, [old_id], exclusive=True, deadline=deadline, retry=QUICK)
     else:
         copy(source, target)
@@ -378,7 +378,7 @@ def test_damage_is_found_without_reading(s3: S3Server, monkeypatch: pytest.Monke
     (key,) = [key for key in s3.dump("one") if key.endswith(".distcp")]
     data = bytearray(s3.dump("one")[key])
     data[9 * MIB] ^= 4
-    store.write(key.removeprefix("run/"), bytes(data))
+    store.put(key.removeprefix("run/"), bytes(data))
     with pytest.raises(IntegrityError) as caught:
         copy("s3://one/run", "s3://one/copy", storage_options=options)
     assert caught.value.fqn == "a"

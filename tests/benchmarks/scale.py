@@ -320,7 +320,7 @@ def _reported(
     document = integrity.seal(manifest.to_body())
     if manifest.rank == _RANK:
         # Thousands of them would fill the memory.
-        store.write(path, document)
+        store.put(path, document)
     ref = FileRef(path=path, size_bytes=len(document), crc32c=integrity.crc32c_of(document))
     report = RankReport.of(manifest, ref, document, with_places=with_places)
     return report, time.perf_counter() - started

@@ -176,7 +176,7 @@ def test_begin_refuses_a_committed_checkpoint_and_changes_nothing(store: DictSto
 
 def test_begin_refuses_a_checkpoint_of_another_writer(store: DictStore) -> None:
     """A `.metadata` without slots is stock torch's checkpoint, to be replaced only on demand."""
-    store.write(".metadata", b"a pickle of torch")
+    store.put(".metadata", b"a pickle of torch")
     with pytest.raises(CheckpointExistsError):
         begun(store, overwrite=False)
     assert begun(store, overwrite=True).previous is None
@@ -184,7 +184,7 @@ def test_begin_refuses_a_checkpoint_of_another_writer(store: DictStore) -> None:
 
 def test_begin_goes_on_where_nothing_is_committed(store: DictStore) -> None:
     """Other files, dead attempts, fences and a tombstone are no checkpoint."""
-    store.write("notes.txt", b"mine")
+    store.put("notes.txt", b"mine")
     dead = attempted(store)
     assert begun(store, overwrite=False).last_slot == 0
     fenced(store, dead.save_id)
@@ -223,7 +223,7 @@ def arena(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Arena]:
 
 def files_in(store: Store) -> dict[str, bytes]:
     """Return all objects of a store."""
-    return {entry.path: store.read(entry.path) for entry in store.list("")}
+    return {entry.path: store.get(entry.path).data for entry in store.list("")}
 
 
 def test_of_many_savers_one_wins_and_the_others_are_told(arena: Arena) -> None:

@@ -242,7 +242,7 @@ def test_shards_go_first_and_the_manifest_last(store: DictStore) -> None:
 def test_attempts_that_never_committed_are_fenced_and_freed(store: DictStore) -> None:
     """Old ones go, behind a fence that names them; young ones, commits and other files stay."""
     head = saved(store)
-    store.write("saves/notes/mine.txt", b"not an attempt")
+    store.put("saves/notes/mine.txt", b"not an attempt")
     old = attempted(store)
     store.disk.clock_s += DAY_S + 1
     young = attempted(store)
@@ -294,7 +294,7 @@ def test_a_zombie_that_writes_after_it_was_freed_harms_nobody(store: DictStore) 
     assert cleaned(store) == [dead.save_id]
     before = seen(store.disk.files)
     shard = files_of(dead.save_id)[0]
-    store.write(shard, b"late")
+    store.put(shard, b"late")
     now = seen(store.disk.files)
     assert (now.head, now.stock) == (before.head, before.stock) == (head, head)
     assert cleaned(store) == [dead.save_id]

@@ -202,8 +202,8 @@ def test_deleting_clears_away_attempts_without_any_commit(store: DictStore) -> N
 @BOTH
 def test_deleting_nothing_leaves_nothing(store: DictStore) -> None:
     """Where no attempt and no slot is, no tombstone is put, and another's files stay."""
-    store.write("model.safetensors", b"somebody else's")
-    store.write(".metadata", b"stock")
+    store.put("model.safetensors", b"somebody else's")
+    store.put(".metadata", b"stock")
     deleted(store)
     assert set(store.disk.files) == {"model.safetensors", ".metadata"}
 

@@ -34,7 +34,7 @@ DRAFT = re.compile(r"\.x\.tmp-[0-9a-f]{16}")
 
 def write(store: Store) -> None:
     """Write the new content."""
-    store.write(NAME, NEW)
+    store.put(NAME, NEW)
 
 
 def create(store: Store) -> None:
@@ -440,8 +440,8 @@ def test_prepared_folders_survive_a_power_cut(tmp_path: Path) -> None:
     """Every folder made by `prepare`, the root's missing parents too, has a durable name."""
     disk = PowerCutPosix(tmp_path / "graveyard")
     store = local_store(str(tmp_path / "a" / "b" / "root"), posix=disk)
-    store.prepare(["saves/1/ranks", "commits"])
-    store.write("saves/1/ranks/0", NEW)
+    store.make_folders(["saves/1/ranks", "commits"])
+    store.put("saves/1/ranks/0", NEW)
     disk.power_cut("data and names")
     assert (tmp_path / "a/b/root/saves/1/ranks/0").read_bytes() == NEW
     assert (tmp_path / "a/b/root/commits").is_dir()
@@ -454,7 +454,7 @@ def test_folders_of_a_dead_process_become_durable(tmp_path: Path) -> None:
     disk = PowerCutPosix(tmp_path / "graveyard")
     for folder in ("saves", "saves/1"):
         disk.mkdir(str(root / folder))
-    local_store(str(root), posix=disk).prepare(["saves/1"])
+    local_store(str(root), posix=disk).make_folders(["saves/1"])
     disk.power_cut("data and names")
     assert (root / "saves" / "1").is_dir()
 
@@ -463,14 +463,14 @@ def test_folders_of_a_dead_process_become_durable(tmp_path: Path) -> None:
 def test_prepare_can_be_repeated_after_any_fault(tmp_path: Path, action: Action) -> None:
     """A fault at any call of `prepare` leaves nothing that hinders the next one."""
     dry = FaultPosix()
-    local_store(str(tmp_path / "dry" / "root"), posix=dry).prepare(["saves/1", "commits"])
+    local_store(str(tmp_path / "dry" / "root"), posix=dry).make_folders(["saves/1", "commits"])
     for n in range(len(dry.script.calls)):
         root = tmp_path / str(n) / "root"
         posix = FaultPosix([Rule(action=action, skip_count=n)])
         try:
-            local_store(str(root), posix=posix).prepare(["saves/1", "commits"])
+            local_store(str(root), posix=posix).make_folders(["saves/1", "commits"])
         except (CheckpointError, SimulatedCrash):
-            local_store(str(root)).prepare(["saves/1", "commits"])
+            local_store(str(root)).make_folders(["saves/1", "commits"])
         assert (root / "saves" / "1").is_dir()
         assert (root / "commits").is_dir()
 

@@ -81,7 +81,7 @@ def test_deleting_again_leaves_the_metadata_of_others(capabilities: Capabilities
     store = DictStore(Disk(), capabilities)
     saved(store)
     deleted(store)
-    store.write(".metadata", b"stock")
+    store.put(".metadata", b"stock")
     assert is_foreign(store, read_log(store))
     deleted(store)
     assert store.disk.files[".metadata"] == b"stock"

@@ -131,7 +131,7 @@ def exported(
             receipts[region.file] += member.receipts()
     for at, file in enumerate(plan.files):
         owners[at].complete(file.size_bytes, receipts=receipts[at])
-    return {file.name: target.read(f"hf/{file.name}") for file in plan.files}, portions
+    return {file.name: target.get(f"hf/{file.name}").data for file in plan.files}, portions
 
 
 def check(files: Mapping[str, bytes], plan: ExportPlan, state: Mapping[str, Chunked]) -> None:
@@ -275,7 +275,7 @@ def test_a_wrong_copy_is_no_damage_of_the_source(
 
 def flip(store: Store, place: Place, byte: int) -> None:
     """Change one byte of a payload."""
-    data = bytearray(store.read(place.path))
+    data = bytearray(store.get(place.path).data)
     data[place.start + byte] ^= 1
     store.replace(place.path, bytes(data))
 
@@ -300,10 +300,10 @@ def test_a_missing_or_cut_file_is_found(store: Store, change: str, copies: Copie
     """A file that is gone or of another length is an error that names it, a tensor and a rank."""
     source = saved(store, big_rows())
     path = "saves/s/rank-1"
-    data = store.read(path)
+    data = store.get(path).data
     store.delete([path])
     if change != "missing":
-        store.write(path, data[:-1] if change == "cut" else data + b"x")
+        store.put(path, data[:-1] if change == "cut" else data + b"x")
     with pytest.raises(IntegrityError) as caught:
         exported(plan_of(source), source, store, copies=copies)
     assert path in (caught.value.path or "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from servers import Running
 from ckpt_storage.errors import InvalidInputError, StorageError
 from ckpt_storage.inspect.doctor import Diagnosis, diagnose
 from ckpt_storage.options import MIB, RetryPolicy
-from ckpt_storage.store import open_store
+from ckpt_storage.store import Range, open_store
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
@@ -63,14 +63,15 @@ def test_other_bytes_than_were_sent_are_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A storage that returns a wrong byte somewhere in a large file cannot be used."""
-    read_into = Store.read_into
+    read = Store.read
 
-    def wrong(self: Store, path: str, start: int, view: memoryview, **options: Any) -> None:
-        read_into(self, path, start, view, **options)
-        if start:
-            view[-1] ^= 1
+    def wrong(self: Store, path: str, ranges: Sequence[Range], **options: Any) -> None:
+        read(self, path, ranges, **options)
+        for start, view in ranges:
+            if start:
+                view[-1] ^= 1
 
-    monkeypatch.setattr(Store, "read_into", wrong)
+    monkeypatch.setattr(Store, "read", wrong)
     found = diagnose(tmp_path, large_bytes=3 * MIB)
     assert not found.ok
     (probe,) = [probe for probe in found.probes if probe.name == "upload"]

@@ -66,9 +66,9 @@ def test_a_run_is_saved_pruned_and_resumed(root: Running) -> None:
                 sync_files=False,
             )
             if step == 1:
-                store.prepare(["tokenizer"])
-                store.write("tokenizer/vocab.json", b"{}")
-                store.write("step-00000001/notes.txt", b"mine")
+                store.make_folders(["tokenizer"])
+                store.put("tokenizer/vocab.json", b"{}")
+                store.put("step-00000001/notes.txt", b"mine")
         assert manager.wait_pruned(60)
         assert manager.last_prune is not None
         assert (manager.last_prune.failed, manager.last_prune.skipped) == ({}, {})

@@ -124,12 +124,12 @@ def test_a_lost_answer_is_made_good(
     """Staging a block, listing blocks and putting a blob may all be done twice."""
     relay, root = relayed
     store = open_store(root.url, storage_options=root.storage_options, retry=POLICY)
-    store.write("warm", b"up")
+    store.put("warm", b"up")
     # aiohttp sends a request that cannot be answered once more by itself.
     relay.lose = [words] * 2
     put(store, parts)
     assert relay.lost == 2
-    assert store.read("saves/a/x") == b"".join(parts)
+    assert store.get("saves/a/x").data == b"".join(parts)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_an_abort_takes_back_what_a_lost_answer_showed(
     relay, root = relayed
     options = root.storage_options
     store = open_store(root.url, storage_options=options, retry=RetryPolicy(attempt_count=1))
-    store.write("saves/a/other", b"stays")
+    store.put("saves/a/other", b"stays")
     # aiohttp sends a request that cannot be answered once more by itself.
     relay.lose = [words, words, b"HEAD", b"HEAD"]
     with pytest.raises(StorageError) as caught:

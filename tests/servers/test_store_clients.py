@@ -86,8 +86,8 @@ def test_file_systems_that_no_store_uses_are_dropped(registered: list[str]) -> N
     used = open_store("counted://run", storage_options={"token": "used"})
     for number in range(50):
         store = open_store("counted://run", storage_options={"token": number})
-        store.write("x", b"data")
-        assert used.read("x") == b"data"
+        store.put("x", b"data")
+        assert used.get("x").data == b"data"
         store.close()
     gc.collect()
     assert len(alive) == 51
@@ -175,7 +175,7 @@ def watched(
 def test_no_two_threads_use_one_synchronous_file_system(watched: str) -> None:
     """Eight readers and writers have four instances, which end with the last store."""
     store = open_store(watched)
-    store.write("x", b"data")
+    store.put("x", b"data")
 
     def write(name: str) -> None:
         upload = store.upload(name)
@@ -186,8 +186,8 @@ def test_no_two_threads_use_one_synchronous_file_system(watched: str) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         wrote = [pool.submit(write, f"y{number}") for number in range(4)]
-        reads = [pool.submit(store.read, "x") for _ in range(8)]
-        assert [one.result() for one in reads] == [b"data"] * 8
+        reads = [pool.submit(store.get, "x") for _ in range(8)]
+        assert [one.result().data for one in reads] == [b"data"] * 8
         assert [one.result() for one in wrote] == [None] * 4
     assert (len(_Watched.made), {fs.most for fs in _Watched.made}) == (4, {1})
     store.close()
@@ -197,13 +197,13 @@ def test_no_two_threads_use_one_synchronous_file_system(watched: str) -> None:
 def test_calls_that_hang_keep_no_later_ones_out(watched: str) -> None:
     """Four reads that were given up hold four instances; the next call gets another."""
     store = open_store(watched, timeouts=Timeouts(request=1.0), retry=RetryPolicy(attempt_count=1))
-    store.write("x", b"data")
+    store.put("x", b"data")
     _Watched.at_once = threading.Barrier(5)
     with ThreadPoolExecutor(4) as pool:
-        for read in [pool.submit(store.read, "x") for _ in range(4)]:
+        for read in [pool.submit(store.get, "x") for _ in range(4)]:
             with pytest.raises(StorageError, match="did not end within 1 s"):
                 read.result()
-    store.write("z", b"more")
+    store.put("z", b"more")
     assert store.stat("z").size_bytes == 4
     _Watched.at_once.abort()
     store.close()
@@ -217,19 +217,19 @@ def test_a_fork_while_file_systems_idle_harms_nothing(watched: str) -> None:
     _Watched.at_once = threading.Barrier(1)
     used, idle = open_store(watched), open_store(watched, storage_options={"token": "idle"})
     for store in (used, idle):
-        store.write("x", b"data")
+        store.put("x", b"data")
     idle.close()
     child = os.fork()
     if not child:
         try:
-            texts = [store.read("x") for store in (used, open_store(watched), idle)]
+            texts = [store.get("x").data for store in (used, open_store(watched), idle)]
             ended = [fs.ended.is_set() for fs in _Watched.made[:2]]
             os._exit(0 if texts == [b"data"] * 3 and ended == [False] * 2 else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert _Watched.made[1].ended.wait(10)
-    assert (used.read("x"), _Watched.made[0].ended.is_set()) == (b"data", False)
+    assert (used.get("x").data, _Watched.made[0].ended.is_set()) == (b"data", False)
     used.close()
 
 
@@ -374,7 +374,7 @@ store = open_store(
     retry=RetryPolicy(attempt_count=1),
 )
 try:
-    store.read("x")
+    store.get("x")
 except Exception as error:
     print(type(error).__name__, error.kind)
 """

@@ -73,7 +73,7 @@ class TestWebdav(GenericSuite):
 
     def test_a_missing_folder_is_made(self, store: Store) -> None:
         """Objects and uploads need none; the client notices only at their end that it is not."""
-        store.write("new/one/x", b"data")
+        store.put("new/one/x", b"data")
         upload = store.upload("new/two/x")
         upload.write_part(0, 0, [memoryview(b"a")], last=False)
         upload.write_part(1, 1, [memoryview(b"b")], last=True)
@@ -132,10 +132,10 @@ def test_a_lost_connection_is_made_anew(
             storage_options=server.storage_options,
             retry=RetryPolicy(first_delay_s=0.01),
         )
-        store.write("x", b"before")
+        store.put("x", b"before")
     with servers.sftp(tmp_path, port=server.storage_options["port"]):
-        assert store.read("x") == b"before"
-        store.write("y", b"after")
+        assert store.get("x").data == b"before"
+        store.put("y", b"after")
         store.close()
 
 

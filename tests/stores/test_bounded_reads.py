@@ -297,7 +297,7 @@ def test_a_stranger_on_s3_does_not_hide_the_others(
     options = server.storage_options
     ckpt_storage.save(STATE, "s3://bkt/root/good", storage_options=options)
     store = open_store("s3://bkt/root/odd", storage_options=options)
-    store.write(layout.slot_path(1), bytes(MOST_SLOT_BYTES + 1))
+    store.put(layout.slot_path(1), bytes(MOST_SLOT_BYTES + 1))
     found = ckpt_storage.list_checkpoints("s3://bkt/root", storage_options=options)
     assert [info.name for info in found] == ["good"]
     assert "s3://bkt/root/odd is left out of the list" in caplog.text

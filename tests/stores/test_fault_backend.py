@@ -51,8 +51,8 @@ def test_a_crash_passes_the_facade_and_ends_everything(memory: MemoryBackend) ->
     """The caller sees the death itself; later calls of any thread die too, and change nothing."""
     backend = FaultBackend(memory, [Rule(action="crash_after", operation="put_absent")])
     store = opened(backend)
-    store.write("y", b"before")
-    for put, path in ((store.create, "z"), (store.write, "late")):
+    store.put("y", b"before")
+    for put, path in ((store.create, "z"), (store.put, "late")):
         with pytest.raises(SimulatedCrash):
             put(path, b"dying")
     store.close()
@@ -63,12 +63,12 @@ def test_a_crash_passes_the_facade_and_ends_everything(memory: MemoryBackend) ->
 def test_half_of_an_operation_is_done_or_refused(memory: MemoryBackend) -> None:
     """Bytes, paths and listings are halved; a test that asks for half a completion is told so."""
     store = opened(FaultBackend(memory, [Rule(action="short", hit_count=None)]))
-    assert store.read("x") == b"da"
+    assert store.get("x").data == b"da"
     assert store.stat("x").size_bytes == 2
     target = bytearray(4)
-    store.read_into("x", 0, memoryview(target))
+    store.read("x", [(0, memoryview(target))])
     assert bytes(target) == b"da\0\0"
-    store.write("y", b"data")
+    store.put("y", b"data")
     assert [info.path for info in store.list("")] == ["x"]
     store.delete(["x", "y"])
     assert [info.path for info in memory.list("", recursive=True)] == ["y"]
@@ -84,6 +84,6 @@ def test_credentials_that_expire_are_looked_up_once_again(memory: MemoryBackend)
     rule = Rule(action="error", operation="get", kind="credentials")
     backend = FaultBackend(memory, [rule])
     store = opened(backend)
-    assert store.read("x") == b"data"
+    assert store.get("x").data == b"data"
     assert [call.operation for call in backend.script.calls] == ["get", "refresh", "get"]
     store.close()

@@ -67,8 +67,8 @@ def test_a_registered_backend_is_made_by_the_first_call(scheme: str) -> None:
     register_backend(scheme.upper(), opener)
     store = open_store(f"{scheme}://a/b", storage_options={"x": 1}, timeouts=Timeouts(request=7.0))
     assert told == []
-    store.write("x", b"data")
-    assert store.read("x") == b"data"
+    store.put("x", b"data")
+    assert store.get("x").data == b"data"
     ((location, settings),) = told
     assert location.url == store.url == f"{scheme}://a/b"
     assert location.storage_options == {"x": 1}
@@ -88,7 +88,10 @@ def test_an_opener_that_hangs_ends_with_the_first_call(scheme: str) -> None:
     store = open_store(
         f"{scheme}://a", timeouts=Timeouts(request=0.3), retry=RetryPolicy(attempt_count=1)
     )
-    asks: tuple[Callable[[], object], ...] = (lambda: store.read("x"), lambda: store.capabilities)
+    asks: tuple[Callable[[], object], ...] = (
+        lambda: store.get("x").data,
+        lambda: store.capabilities,
+    )
     for ask in asks:
         with pytest.raises(StorageError) as caught:
             ask()
@@ -149,7 +152,7 @@ def test_a_scheme_has_one_backend_unless_it_is_replaced(scheme: str) -> None:
         with pytest.raises(InvalidInputError, match="no scheme"):
             register_backend(wrong, in_memory)
     register_backend("s3a", in_memory, replace=True)
-    open_store("s3://bucket/x").write("x", b"data")
+    open_store("s3://bucket/x").put("x", b"data")
     with pytest.raises(InvalidInputError, match=f"Did you mean {scheme}"):
         Location.of(f"{scheme}s://a")
 
@@ -159,10 +162,10 @@ import ckpt_storage, sys
 from ckpt_storage.store import open_store
 store = open_store("plugged://a/b")
 assert "plug" not in sys.modules
-store.write("x", b"data")
-assert store.read("x") == b"data" and "plug" in sys.modules
+store.put("x", b"data")
+assert store.get("x").data == b"data" and "plug" in sys.modules
 try:
-    open_store("torn://a").read("x")
+    open_store("torn://a").get("x")
 except ckpt_storage.InvalidInputError as error:
     assert "plug:nothing, cannot be loaded" in str(error), error
 else:
@@ -211,17 +214,17 @@ class Hanging(MemoryBackend):
 
 CALLS: dict[str, Callable[[Store], object]] = {
     "stat": lambda store: store.stat("x"),
-    "read": lambda store: store.read("x"),
-    "read_into": lambda store: store.read_into("x", 0, memoryview(bytearray(1))),
-    "write": lambda store: store.write("x", b"x"),
+    "get": lambda store: store.get("x"),
+    "read": lambda store: store.read("x", [(0, memoryview(bytearray(1)))]),
+    "put": lambda store: store.put("x", b"x"),
     "create": lambda store: store.create("x", b"x"),
     "replace": lambda store: store.replace("x", b"x"),
     "list": lambda store: store.list(""),
     "delete": lambda store: store.delete(["x"]),
     "delete_folder": lambda store: store.delete_folder("x"),
     "abort_uploads": lambda store: store.abort_uploads("x"),
-    "prepare": lambda store: store.prepare(["x"]),
-    "now_s": lambda store: store.now_s("x"),
+    "make_folders": lambda store: store.make_folders(["x"]),
+    "server_time": lambda store: store.server_time("x"),
     "copy_source": lambda store: store.copy_source("x"),
 }
 

@@ -98,7 +98,7 @@ TestLocalMachine = LocalMachine.TestCase
 def store(root: str) -> Store:
     """A prepared store."""
     store = local_store(root)
-    store.prepare(["saves/a", "commits"])
+    store.make_folders(["saves/a", "commits"])
     return store
 
 
@@ -122,7 +122,7 @@ def error_of(call: Callable[[], object]) -> StorageError:
 def test_a_missing_folder_is_not_made_by_a_write(store: Store, root: str) -> None:
     """Only `prepare` makes folders; a write says who should have and asks about sharing."""
     for call in (
-        lambda: store.write("nothing/x", b"x"),
+        lambda: store.put("nothing/x", b"x"),
         lambda: store.create("nothing/x", b"x"),
         lambda: store.upload("nothing/x").ticket(),
     ):
@@ -140,8 +140,8 @@ def test_folders_and_files_have_default_modes(root: str) -> None:
     old = os.umask(0o027)
     try:
         store = local_store(root)
-        store.prepare(["saves"])
-        store.write("saves/x", b"x")
+        store.make_folders(["saves"])
+        store.put("saves/x", b"x")
         upload = store.upload("saves/y")
         upload.write_part(0, 0, [memoryview(b"y")], last=True)
         upload.complete(1)
@@ -170,9 +170,9 @@ def test_temporary_files_are_hidden_and_swept(store: Store, root: str) -> None:
 def test_a_long_name_leaves_room_for_the_temporary_one(store: Store) -> None:
     """A name of 255 bytes can be written although the temporary name adds to it."""
     for name in ("n" * 255, "ü" * 127):
-        store.write(f"saves/a/{name}", b"data")
-        assert store.read(f"saves/a/{name}") == b"data"
-    error = error_of(lambda: store.write("saves/a/" + "n" * 256, b"data"))
+        store.put(f"saves/a/{name}", b"data")
+        assert store.get(f"saves/a/{name}").data == b"data"
+    error = error_of(lambda: store.put("saves/a/" + "n" * 256, b"data"))
     assert "ENAMETOOLONG" in str(error)
     assert store.abort_uploads("") == 0
 
@@ -189,7 +189,7 @@ def test_what_nfs_leaves_of_removed_files_is_no_object(store: Store, root: str) 
             super().unlink(path)
 
     store = local_store(root, posix=Busy())
-    store.write("saves/a/x", b"x")
+    store.put("saves/a/x", b"x")
     Path(root, "saves/a/.nfs000000000000abcd00000001").write_bytes(b"open")
     store.delete_folder("saves/a")
     assert store.list("") == []
@@ -275,7 +275,7 @@ def test_a_really_full_disk_is_reported(tmp_path: Path) -> None:
             return os.open("/dev/full", os.O_WRONLY)
 
     store = local_store(str(tmp_path), posix=Full())
-    error = error_of(lambda: store.write("x", b"data"))
+    error = error_of(lambda: store.put("x", b"data"))
     assert error.kind == "no-space"
     assert names_in(tmp_path) == []
 
@@ -283,15 +283,15 @@ def test_a_really_full_disk_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("operation", ["open_read", "fstat", "preadv"])
 def test_a_stale_file_is_opened_once_more(root: str, operation: str) -> None:
     """ESTALE once is mended by opening the file again; twice it is an error to retry later."""
-    local_store(root).prepare(["saves"])
-    local_store(root).write("saves/x", b"data")
+    local_store(root).make_folders(["saves"])
+    local_store(root).put("saves/x", b"data")
     once = FaultPosix([Rule(action="error", operation=operation, errno=errno.ESTALE)])
     quick = RetryPolicy(attempt_count=2, first_delay_s=0.001)
-    assert local_store(root, posix=once, policy=quick).read("saves/x") == b"data"
+    assert local_store(root, posix=once, policy=quick).get("saves/x").data == b"data"
     assert once.open_count == 0
     twice = FaultPosix([Rule(action="error", operation=operation, errno=errno.ESTALE, hit_count=2)])
     target = memoryview(bytearray(4))
-    error = error_of(lambda: local_store(root, posix=twice).read_into("saves/x", 0, target))
+    error = error_of(lambda: local_store(root, posix=twice).read("saves/x", [(0, target)]))
     assert error.retryable
     assert twice.open_count == 0
 
@@ -299,7 +299,7 @@ def test_a_stale_file_is_opened_once_more(root: str, operation: str) -> None:
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS])
 def test_without_hard_links_create_renames_exclusively(root: str, number: int) -> None:
     """A file system without links still decides a create by itself, through renameat2."""
-    local_store(root).prepare(["commits"])
+    local_store(root).make_folders(["commits"])
     for data, kind in ((b"one", None), (b"two", "exists")):
         posix = FaultPosix([Rule(action="error", operation="link", errno=number)])
         store = local_store(root, posix=posix)
@@ -308,14 +308,14 @@ def test_without_hard_links_create_renames_exclusively(root: str, number: int) -
         else:
             assert error_of(lambda: store.create("commits/1", data)).kind == kind  # noqa: B023
         assert "rename_new" in {call.operation for call in posix.script.calls}
-    assert store.read("commits/1") == b"one"
+    assert store.get("commits/1").data == b"one"
     assert names_in(Path(root, "commits")) == ["1"]
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
 def test_without_any_exclusive_call_create_is_unsupported(root: str, number: int) -> None:
     """With neither links nor exclusive renames nothing is created, and the error says so."""
-    local_store(root).prepare(["commits"])
+    local_store(root).make_folders(["commits"])
     rules = [
         Rule(action="error", operation="link", errno=errno.EPERM),
         Rule(action="error", operation="rename_new", errno=number),
@@ -332,10 +332,10 @@ def test_folders_that_cannot_be_synced_are_no_failure(root: str) -> None:
         [Rule(action="error", operation="fsync_folder", errno=errno.EINVAL, hit_count=None)]
     )
     store = local_store(root, posix=posix)
-    store.prepare(["saves"])
-    store.write("saves/x", b"data")
+    store.make_folders(["saves"])
+    store.put("saves/x", b"data")
     store.create("saves/y", b"data")
-    assert store.read("saves/x") == store.read("saves/y") == b"data"
+    assert store.get("saves/x").data == store.get("saves/y").data == b"data"
 
 
 def test_sync_files_false_leaves_out_only_syncs(root: str) -> None:
@@ -344,8 +344,8 @@ def test_sync_files_false_leaves_out_only_syncs(root: str) -> None:
     def calls(*, sync_files: bool) -> list[str]:
         posix = FaultPosix()
         store = local_store(f"{root}-{sync_files}", sync_files=sync_files, posix=posix)
-        store.prepare(["saves"])
-        store.write("saves/x", b"data")
+        store.make_folders(["saves"])
+        store.put("saves/x", b"data")
         store.create("saves/y", b"data")
         store.replace("saves/x", b"other")
         store.delete(["saves/x"])

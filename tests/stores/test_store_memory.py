@@ -37,9 +37,9 @@ def test_users_of_fsspec_see_the_same_files() -> None:
     place = uuid.uuid4().hex
     store = open_store(f"memory://{place}/run")
     fs = fsspec.filesystem("memory")
-    store.write("x", b"ours")
+    store.put("x", b"ours")
     fs.pipe_file(f"/{place}/run/y", b"theirs")
     assert fs.cat_file(f"/{place}/run/x") == b"ours"
-    assert store.read("y") == b"theirs"
+    assert store.get("y").data == b"theirs"
     assert [entry.path for entry in store.list("")] == ["x", "y"]
     store.close()

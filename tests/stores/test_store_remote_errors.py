@@ -45,7 +45,7 @@ def test_expired_credentials_are_looked_up_again(server: S3Server) -> None:
     store = retrying(server)
     for op in ("put", "head|get", "part"):
         server.faults([replace(EXPIRED, op=op, times=2 if op == "head|get" else 1)])
-        store.write("saves/a/x", b"data")
+        store.put("saves/a/x", b"data")
         # The refusal of a HEAD has no body, so a GET is asked why.
         assert store.stat("saves/a/x").size_bytes == 4
         upload = store.upload("saves/b/x")
@@ -58,7 +58,7 @@ def test_credentials_that_stay_expired_are_an_error(server: S3Server) -> None:
     """One renewal is tried; then the error says to renew them."""
     server.faults([replace(EXPIRED, op="put", times=0)])
     with pytest.raises(StorageError, match="Renew the credentials") as caught:
-        retrying(server).write("saves/a/x", b"data")
+        retrying(server).put("saves/a/x", b"data")
     assert caught.value.kind == "credentials"
 
 
@@ -66,14 +66,14 @@ def test_a_hanging_request_ends_at_its_deadline(server: S3Server) -> None:
     """No operation waits for a server that never answers."""
     deadline_s = 2.0
     store = plain(server, request_timeout_s=deadline_s)
-    store.write("saves/a/x", b"data")
+    store.put("saves/a/x", b"data")
     server.faults([FaultRule(op=".*", times=0, action="hang")])
     upload = store.upload("saves/a/y")
     target = memoryview(bytearray(4))
     calls: list[Callable[[], object]] = [
-        lambda: store.read("saves/a/x"),
-        lambda: store.read_into("saves/a/x", 0, target),
-        lambda: store.write("saves/a/z", b"data"),
+        lambda: store.get("saves/a/x").data,
+        lambda: store.read("saves/a/x", [(0, target)]),
+        lambda: store.put("saves/a/z", b"data"),
         lambda: store.create("commits/1", b"data"),
         lambda: store.list("saves"),
         lambda: upload.write_part(0, 0, [memoryview(PARTS[0])], last=False),
@@ -92,11 +92,11 @@ def test_a_hanging_request_ends_at_its_deadline(server: S3Server) -> None:
 def test_a_target_stays_as_it_is_after_a_timeout(server: S3Server) -> None:
     """Once a read was given up, nothing more is written into the caller's memory."""
     store = plain(server, request_timeout_s=2.0)
-    store.write("saves/a/x", b"data")
+    store.put("saves/a/x", b"data")
     server.faults([FaultRule(op="get", action="delay", delay_s=2.5)])
     target = bytearray(4)
     with pytest.raises(StorageError):
-        store.read_into("saves/a/x", 0, memoryview(target))
+        store.read("saves/a/x", [(0, memoryview(target))])
     server.wait_for(lambda requests: requests[-1].status == 206)
     assert target == bytes(4)
     # The memory is free again: nobody holds a view of it.
@@ -109,7 +109,7 @@ def test_an_unreachable_endpoint_is_named() -> None:
     options = {"key": "k", "secret": SECRET, "endpoint_url": f"http://127.0.0.1:{port}"}
     store = open_store("s3://bkt/run", storage_options=options, retry=ONCE)
     with pytest.raises(StorageError) as caught:
-        store.write("x", b"data")
+        store.put("x", b"data")
     assert caught.value.kind == "connection"
     assert caught.value.retryable
     assert f"127.0.0.1:{port}" in str(caught.value)
@@ -136,7 +136,7 @@ def test_a_refusal_is_told_with_what_to_do(
     """Kind, object, server code and the next step, on one line, and no retry."""
     server.faults([FaultRule(op="get", times=0, action="status", status=status, code=code)])
     with pytest.raises(StorageError) as caught:
-        plain(server).read("saves/a/x")
+        plain(server).get("saves/a/x")
     assert (caught.value.kind, caught.value.retryable) == (kind, False)
     assert "s3://bkt/run/saves/a/x" in str(caught.value)
     assert code in str(caught.value)
@@ -149,8 +149,8 @@ def test_a_missing_bucket_is_not_an_absent_object(server: S3Server) -> None:
     """Nothing is made of a bucket that is not there, and a reader is not told "not found"."""
     store = plain(server, "s3://nowhere/run")
     for call in (
-        lambda: store.read("x"),
-        lambda: store.write("x", b"data"),
+        lambda: store.get("x").data,
+        lambda: store.put("x", b"data"),
         lambda: store.list(""),
         lambda: store.create("commits/1", b"data"),
     ):
@@ -172,7 +172,7 @@ def test_no_error_log_or_pickle_shows_a_credential(
     for rule in [EXPIRED, *(FaultRule(action=action) for action in others)]:
         server.faults([replace(rule, op="get", times=0)])
         with pytest.raises(StorageError) as caught:
-            store.read("saves/a/x")
+            store.get("saves/a/x")
         errors.append(caught.value)
     for error in errors:
         texts += [str(error), repr(error), repr(error.__dict__), repr(pickle.dumps(error))]
@@ -191,13 +191,13 @@ from ckpt_storage.store import open_store
 endpoint = sys.argv[1]
 options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
 store = open_store("s3://bkt/run", storage_options=options)
-store.write("parent", b"before")
+store.put("parent", b"before")
 child = os.fork()
 if child == 0:
-    store.write("child", store.read("parent"))
+    store.put("child", store.get("parent").data)
     os._exit(0)
 _, status = os.waitpid(child, 0)
-store.write("parent", b"after")
+store.put("parent", b"after")
 sys.exit(os.waitstatus_to_exitcode(status))
 """
 

@@ -43,7 +43,7 @@ def server(shared: S3Server) -> S3Server:
 def test_a_write_survives_passing_faults(server: S3Server, rule: FaultRule) -> None:
     """Throttling, server errors, cut connections and lost answers are retried."""
     server.faults([rule])
-    retrying(server).write("saves/a/x", b"data" * 1000)
+    retrying(server).put("saves/a/x", b"data" * 1000)
     assert server.dump() == {"run/saves/a/x": b"data" * 1000}
     assert ops(server)["put"] == 3
 
@@ -63,43 +63,43 @@ def test_a_ranged_read_survives_passing_faults(server: S3Server, rule: FaultRule
     """Truncated bodies, too, are read again; an ignored range is cut out of the whole."""
     store = retrying(server)
     data = random.Random(1).randbytes(2000)
-    store.write("saves/a/x", data)
+    store.put("saves/a/x", data)
     server.faults([rule])
     target = bytearray(1000)
-    store.read_into("saves/a/x", 500, memoryview(target), size_bytes=2000)
+    store.read("saves/a/x", [(500, memoryview(target))], size_bytes=2000)
     assert bytes(target) == data[500:1500]
-    assert store.read("saves/a/x") == data
+    assert store.get("saves/a/x").data == data
 
 
 def test_a_body_that_always_ends_early_is_an_error(server: S3Server) -> None:
     """Bytes that never came are not made up: the read fails, and says that it may be tried."""
     store = plain(server)
-    store.write("saves/a/x", bytes(2000))
+    store.put("saves/a/x", bytes(2000))
     server.faults([FaultRule(op="get", times=0, action="truncate")])
     with pytest.raises(StorageError) as caught:
-        store.read_into("saves/a/x", 0, memoryview(bytearray(2000)), size_bytes=2000)
+        store.read("saves/a/x", [(0, memoryview(bytearray(2000)))], size_bytes=2000)
     assert caught.value.kind == "connection"
     assert caught.value.retryable
     with pytest.raises(StorageError):
-        store.read("saves/a/x")
+        store.get("saves/a/x")
 
 
 def test_an_ignored_range_of_a_large_object_is_refused(server: S3Server) -> None:
     """A server that would send a hundred times what was asked for is not read from."""
     store = plain(server)
-    store.write("saves/a/x", bytes(8_000_000))
+    store.put("saves/a/x", bytes(8_000_000))
     server.faults([FaultRule(op="get", times=0, action="ignore_range")])
     with pytest.raises(UnsupportedByStoreError, match="honours the Range header"):
-        store.read_into("saves/a/x", 7_000_000, memoryview(bytearray(70_000)))
+        store.read("saves/a/x", [(7_000_000, memoryview(bytearray(70_000)))])
 
 
 def test_a_wrong_length_is_found_without_another_request(server: S3Server) -> None:
     """The answer to a ranged read tells the object's length, which is compared."""
     store = plain(server)
-    store.write("saves/a/x", bytes(2000))
+    store.put("saves/a/x", bytes(2000))
     server.reset_counters()
     with pytest.raises(IntegrityError):
-        store.read_into("saves/a/x", 0, memoryview(bytearray(10)), size_bytes=2001)
+        store.read("saves/a/x", [(0, memoryview(bytearray(10)))], size_bytes=2001)
     assert ops(server) == {"get": 1}
 
 
@@ -184,7 +184,7 @@ def test_an_abort_does_not_delete_what_another_put_meanwhile(server: S3Server) -
     with ThreadPoolExecutor(1) as pool:
         aborting = pool.submit(upload.abort)
         server.wait_for(lambda seen: any(one.op == "delete" for one in seen))
-        plain(server).write("saves/a/x", b"another's")
+        plain(server).put("saves/a/x", b"another's")
         aborting.result()
     assert server.dump() == {"run/saves/a/x": b"another's"}
 
@@ -201,8 +201,8 @@ def test_a_lost_create_is_an_error_and_not_repeated_by_us(server: S3Server) -> N
     with pytest.raises(StorageError) as caught:
         retrying(server).create("commits/2", b"ours")
     assert caught.value.kind in {"connection", "exists"}
-    assert retrying(server).read("commits/2") == b"ours"
-    assert retrying(server).read("commits/1") == b"ours"
+    assert retrying(server).get("commits/2").data == b"ours"
+    assert retrying(server).get("commits/1").data == b"ours"
 
 
 def test_a_throttled_create_is_repeated(server: S3Server) -> None:
@@ -234,7 +234,7 @@ def test_every_condition_is_sent_in_one_request(server: S3Server) -> None:
     store = plain(server)
     store.create("commits/1", bytes(12 * 1024 * 1024))
     store.replace(".metadata", b"a")
-    token = store.read_version(".metadata").version
+    token = store.get(".metadata").version
     store.replace(".metadata", b"b", if_match=token)
     assert ops(server) == {"put": 3, "get": 1}
 
@@ -242,8 +242,8 @@ def test_every_condition_is_sent_in_one_request(server: S3Server) -> None:
 def test_saving_asks_for_no_bucket_and_no_listing(server: S3Server) -> None:
     """Uploads and writes need the rights to put objects only."""
     store = plain(server)
-    store.prepare(["saves", "commits"])
-    store.write("saves/a/manifest.json", b"{}")
+    store.make_folders(["saves", "commits"])
+    store.put("saves/a/manifest.json", b"{}")
     for parts in (PARTS, [b"small"]):
         upload = store.upload("saves/a/x")
         upload.complete(send(upload, parts))
@@ -256,7 +256,7 @@ def test_bulk_deletion_is_left_where_it_is_refused(server: S3Server) -> None:
     store = plain(server)
     names = [f"saves/a/{i}" for i in range(20)]
     for name in names:
-        store.write(name, b"data")
+        store.put(name, b"data")
     server.reset_counters()
     server.faults(
         [FaultRule(op="bulk_delete", times=0, action="status", status=400, code="InvalidRequest")]
@@ -274,7 +274,7 @@ def test_listings_and_uploads_of_many_pages_are_whole() -> None:
         store = plain(server)
         names = [f"saves/a/{i}/x" for i in range(10)]
         for name in names:
-            store.write(name, b"data")
+            store.put(name, b"data")
         uploads = [store.upload(f"{name}-up") for name in names]
         for upload in uploads:
             upload.write_part(0, 0, [memoryview(PARTS[0])], last=False)

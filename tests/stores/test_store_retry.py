@@ -41,18 +41,18 @@ AMPLE_S = 1.0
 WAIT_S = 30.0
 
 REPEATED: dict[str, tuple[str, Callable[[Store], object]]] = {
-    "prepare": ("make_folders", lambda store: store.prepare(["saves"])),
-    "read": ("get", lambda store: store.read("x")),
-    "read_into": ("read", lambda store: store.read_into("x", 0, memoryview(bytearray(4)))),
+    "make_folders": ("make_folders", lambda store: store.make_folders(["saves"])),
+    "get": ("get", lambda store: store.get("x")),
+    "read": ("read", lambda store: store.read("x", [(0, memoryview(bytearray(4)))])),
     "stat": ("stat", lambda store: store.stat("x")),
-    "write": ("put", lambda store: store.write("x", b"data")),
+    "put": ("put", lambda store: store.put("x", b"data")),
     "replace": ("put", lambda store: store.replace("x", b"data")),
     "ticket": ("begin_upload", lambda store: begun(store).ticket()),
     "list": ("list", lambda store: store.list("")),
     "delete": ("delete", lambda store: store.delete(["x"])),
     "delete_folder": ("delete_folder", lambda store: store.delete_folder("saves")),
     "abort_uploads": ("list_uploads", lambda store: store.abort_uploads("")),
-    "now_s": ("server_time", lambda store: store.now_s(".probe")),
+    "server_time": ("server_time", lambda store: store.server_time(".probe")),
 }
 EACH_OPERATION = pytest.mark.parametrize("name", sorted(REPEATED))
 
@@ -131,7 +131,7 @@ class Bench:
         self.location = Location.of(f"memory://{uuid.uuid4().hex}/run")
         self.inner = kind(self.location)
         self.plain = Store(self.inner, url="plain://root")
-        self.plain.write("x", b"data")
+        self.plain.put("x", b"data")
         self.time = Time()
         self.opened: list[tuple[Store, FaultBackend]] = []
 
@@ -228,7 +228,7 @@ def test_what_cannot_succeed_is_not_repeated(bench: Bench, name: str) -> None:
 def test_answers_are_never_repeated(bench: Bench, kind: str) -> None:
     """An answer of the storage is one, even if it is wrongly marked as retryable."""
     store = bench.store(fault("get", kind=kind, retryable=True))
-    assert error_of(lambda: store.read("x")).kind == kind
+    assert error_of(lambda: store.get("x").data).kind == kind
     assert bench.calls == ["get"]
 
 
@@ -236,14 +236,14 @@ def test_damage_is_never_repeated(bench: Bench) -> None:
     """Integrity errors pass through at once."""
     store = bench.store()
     with pytest.raises(IntegrityError):
-        store.read_into("x", 0, memoryview(bytearray(9)))
+        store.read("x", [(0, memoryview(bytearray(9)))])
     assert bench.calls.count("read") == 1
 
 
 def test_the_last_failure_is_raised_with_the_count(bench: Bench) -> None:
     """When attempts run out, the storage's own error comes back, noting the attempts."""
     store = bench.store(fault("get", hit_count=None))
-    error = error_of(lambda: store.read("x"))
+    error = error_of(lambda: store.get("x").data)
     assert error.kind == "connection"
     assert bench.calls.count("get") == 4
     assert "4 times" in error.__notes__[0]
@@ -259,7 +259,7 @@ def test_delays_grow_with_full_jitter(bench: Bench) -> None:
         policy=RetryPolicy(attempt_count=6, first_delay_s=1.0, max_delay_s=5.0),
         random=lambda: next(fractions),
     )
-    store.read("x")
+    store.get("x")
     assert bench.time.slept == [0.5 * 1, 0.25 * 2, 1.0 * 4, 0.0 * 5, 0.5 * 5]
 
 
@@ -269,7 +269,7 @@ def test_no_attempt_begins_after_the_deadline(bench: Bench) -> None:
         fault("get", hit_count=None),
         policy=RetryPolicy(attempt_count=100, first_delay_s=1.0, max_delay_s=1.0),
     ).bounded(Deadline("load", 2.25, bench.time.clock))
-    error = error_of(lambda: store.read("x"))
+    error = error_of(lambda: store.get("x").data)
     assert error.kind == "connection"
     assert bench.time.slept == [0.5] * 4
     assert bench.calls.count("get") == 5
@@ -293,7 +293,7 @@ def test_exclusive_operations_are_repeated_only_if_nothing_was_done(
 
     if operation == "put_absent" and attempt_count > 1:
         call()
-        assert bench.plain.read("commits/1") == b"one"
+        assert bench.plain.get("commits/1").data == b"one"
     else:
         error_of(call)
     assert bench.calls.count(operation) == attempt_count
@@ -359,9 +359,9 @@ def test_expired_credentials_are_refreshed_once(bench: Bench) -> None:
         inner = Expiring(bench.location, cured_by=cured_by)
         store = bench.store(backend=inner)
         if cured_by == 1:
-            assert store.read("x") == b"data"
+            assert store.get("x").data == b"data"
         else:
-            assert error_of(lambda: store.read("x")).kind == "credentials"  # noqa: B023
+            assert error_of(lambda: store.get("x").data).kind == "credentials"  # noqa: B023
         assert inner.refresh_count == refresh_count
     assert bench.time.slept == []
 
@@ -372,7 +372,9 @@ def test_threads_that_meet_one_expiry_refresh_once(bench: Bench) -> None:
     inner.barrier = threading.Barrier(4)
     store = bench.store(backend=inner)
     results: list[bytes] = []
-    threads = [threading.Thread(target=lambda: results.append(store.read("x"))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: results.append(store.get("x").data)) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -386,7 +388,7 @@ def test_a_hanging_operation_is_given_up_and_named(bench: Bench) -> None:
     store = bench.store(
         fault("get", action="hang"), policy=RetryPolicy(attempt_count=1), request_timeout_s=SHORT_S
     )
-    error = error_of(lambda: store.read("saves/what"))
+    error = error_of(lambda: store.get("saves/what").data)
     assert isinstance(error, AbandonedError)
     assert error.kind == "timeout"
     assert f"read of {store.url}/saves/what" in str(error)
@@ -404,7 +406,7 @@ def test_a_hanging_operation_is_given_up_and_named(bench: Bench) -> None:
 def test_a_hanging_read_is_repeated_in_another_thread(bench: Bench) -> None:
     """What returns fresh values may be asked for again while the first still hangs."""
     store = bench.store(fault("get", action="hang"), request_timeout_s=AMPLE_S)
-    assert store.read("x") == b"data"
+    assert store.get("x").data == b"data"
     assert bench.calls == ["get", "get"]
     assert abandoned_thread_count() == 1
 
@@ -413,7 +415,7 @@ def test_the_deadline_of_a_view_gives_up_a_hanging_operation(bench: Bench) -> No
     """The nearer of request deadline and phase deadline counts."""
     store = bench.store(fault("get", action="hang"))
     store = store.bounded(Deadline("load", SHORT_S, bench.time.clock))
-    assert isinstance(error_of(lambda: store.read("x")), AbandonedError)
+    assert isinstance(error_of(lambda: store.get("x").data), AbandonedError)
 
 
 @pytest.mark.parametrize("operation", ["read", "put", "put_absent"])
@@ -422,7 +424,7 @@ def test_what_may_take_effect_late_is_not_repeated(bench: Bench, operation: str)
     store = bench.store(fault(operation, action="hang"), request_timeout_s=SHORT_S)
     error = error_of(
         {
-            "read": lambda: store.read_into("x", 0, memoryview(bytearray(4))),
+            "read": lambda: store.read("x", [(0, memoryview(bytearray(4)))]),
             "put": lambda: store.replace("x", b"new"),
             "put_absent": lambda: store.create("commits/1", b"one"),
         }[operation]
@@ -448,7 +450,7 @@ def test_memory_is_not_filled_once_a_read_has_ended(bench: Bench) -> None:
             return super().read(path, noted())
 
     target = bytearray(4)
-    bench.store(backend=Keeping(bench.location)).read_into("x", 0, memoryview(target))
+    bench.store(backend=Keeping(bench.location)).read("x", [(0, memoryview(target))])
     with pytest.raises(ValueError, match="released"):
         lent[0][:] = b"late"
     assert target == b"data"
@@ -463,7 +465,7 @@ def test_what_the_reader_raises_comes_back_as_it_is(bench: Bench) -> None:
 
     store = bench.store()
     with pytest.raises(TimeoutError, match="mine"):
-        store.read_ranges("x", ranges())
+        store.read("x", ranges())
     assert bench.calls == ["read"]
 
 
@@ -534,7 +536,7 @@ def test_uploads_are_carried_on(operation: str, action: Action, kind: type[Remot
     """
     bench = Bench(kind)
     upload_of(bench.store(fault(operation, action=action, hit_count=3)))
-    assert bench.plain.read("saves/u") == b"abcd"
+    assert bench.plain.get("saves/u").data == b"abcd"
     assert bench.inner.open == {}
     bench.close()
 
@@ -549,7 +551,7 @@ def test_an_object_of_one_part_is_one_request(bench: Bench, action: Action) -> N
     buffer[:] = b"??"
     assert bench.calls == []
     upload.complete(2)
-    assert bench.plain.read("saves/u") == b"ab"
+    assert bench.plain.get("saves/u").data == b"ab"
     assert set(bench.calls) <= {"put_absent", "stat"}
 
 
@@ -561,10 +563,10 @@ def test_a_lost_completion_over_another_object_is_no_success(bench: Bench, part_
     if part_count > 1:
         upload.ticket()
     upload.write_part(0, 0, [memoryview(b"abcd")], last=True)
-    bench.plain.write("saves/u", b"else")
+    bench.plain.put("saves/u", b"else")
     assert error_of(lambda: upload.complete(4)).kind == "exists"
     upload.abort()
-    assert bench.plain.read("saves/u") == b"else"
+    assert bench.plain.get("saves/u").data == b"else"
     assert bench.inner.open == {}
 
 
@@ -592,7 +594,7 @@ def test_an_abort_takes_back_a_completion_that_may_have_worked(
     upload.write_part(0, 0, [memoryview(b"abcd")], last=True)
     error_of(lambda: upload.complete(4))
     if not is_ours:
-        bench.plain.write("saves/u", b"else")
+        bench.plain.put("saves/u", b"else")
     upload.abort()
     left = [entry.path for entry in bench.plain.list("saves")]
     assert left == ([] if is_ours else ["saves/u"])
@@ -665,7 +667,7 @@ def test_a_hanging_operation_ends_all_in_its_thread(bench: Bench) -> None:
         done.append("went on")
         yield 0, memoryview(bytearray(4))
 
-    assert isinstance(error_of(lambda: store.read_ranges("x", ranges())), AbandonedError)
+    assert isinstance(error_of(lambda: store.read("x", ranges())), AbandonedError)
     assert abandoned_thread_count() == 1
     bench.faults.script.release()
     wait_until(lambda: abandoned_thread_count() == 0)
@@ -687,7 +689,7 @@ def test_errors_hold_no_credentials(bench: Bench) -> None:
     store = Store(
         Telling(bench.location), url="told", scrub=lambda text: text.replace("hush", "***")
     )
-    for call in (lambda: store.stat("x"), lambda: store.read("x")):
+    for call in (lambda: store.stat("x"), lambda: store.get("x").data):
         error = error_of(call)
         assert "***" in str(error)
         assert "hush" not in f"{error}{error.args}{error.__context__}{error.__cause__}"
@@ -695,14 +697,14 @@ def test_errors_hold_no_credentials(bench: Bench) -> None:
 
 
 def _read_in_child(store: Store, out: multiprocessing.Queue[object]) -> None:
-    out.put((store.read("x"), abandoned_thread_count()))
+    out.put((store.get("x").data, abandoned_thread_count()))
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_store_works_in_a_forked_child(bench: Bench) -> None:
     """A child has none of its parent's threads, not even the abandoned ones, and starts its own."""
     store = bench.store(fault("get", action="hang"), request_timeout_s=AMPLE_S)
-    store.read("x")
+    store.get("x")
     assert abandoned_thread_count() == 1
     fork = multiprocessing.get_context("fork")
     out: multiprocessing.Queue[object] = fork.Queue()

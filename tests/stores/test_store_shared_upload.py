@@ -87,7 +87,7 @@ def test_processes_write_one_object(kind: str, tmp_path: Path, server: S3Server)
     if kind == "s3":
         root = s3_root(server)
     store = open_store(root[0], storage_options=root[1] or None)
-    store.prepare(["hf"])
+    store.make_folders(["hf"])
     owner = store.upload(PATH, if_absent=True, copies=True)
     context = multiprocessing.get_context("spawn")
     members = []
@@ -108,7 +108,7 @@ def test_processes_write_one_object(kind: str, tmp_path: Path, server: S3Server)
         process.join(WAIT_S)
         assert process.exitcode == 0
     owner.complete(3 * PART_BYTES + 3, receipts=receipts)
-    assert store.read(PATH) == part(0) + part(1) + part(2) + b"end"
+    assert store.get(PATH).data == part(0) + part(1) + part(2) + b"end"
     assert [entry.path for entry in store.list("")] == [PATH]
 
 
@@ -126,7 +126,7 @@ def test_what_is_no_receipt_is_refused(values: list[Any]) -> None:
 
 def local(tmp_path: Path, posix: Posix | None = None, policy: RetryPolicy = ONCE) -> Store:
     """Return a store with the folder for weight files."""
-    local_store(tmp_path / "run").prepare(["hf"])
+    local_store(tmp_path / "run").make_folders(["hf"])
     return local_store(tmp_path / "run", posix=posix, policy=policy)
 
 
@@ -166,7 +166,7 @@ def test_what_a_member_gave_receipts_for_survives_a_power_cut(tmp_path: Path) ->
     """A member syncs its own writes, as the owner's host may not have them in its cache."""
     posix = PowerCutPosix(tmp_path / "graveyard")
     store = local(tmp_path)
-    store.write("source", b"copied")
+    store.put("source", b"copied")
     owner = store.upload(PATH, if_absent=True, copies=True)
     member = local(tmp_path, posix).join(PATH, owner.ticket())
     member.write_part(0, 0, view(b"data"), last=False)
@@ -176,7 +176,7 @@ def test_what_a_member_gave_receipts_for_survives_a_power_cut(tmp_path: Path) ->
     receipts = member.receipts()
     posix.power_cut("data")
     owner.complete(10, receipts=receipts)
-    assert store.read(PATH) == b"datacopied"
+    assert store.get(PATH).data == b"datacopied"
 
 
 def test_a_member_closes_the_file_when_it_gives_its_receipts(tmp_path: Path) -> None:
@@ -261,14 +261,14 @@ def test_copies_within_the_kernel_go_on_after_faults(tmp_path: Path, action: Any
     posix = FaultPosix([Rule(action=action, operation="copy_file_range", errno=errno.EIO)])
     store = local(tmp_path, posix, POLICY)
     data = os.urandom(100_000)
-    store.write("source", data)
+    store.put("source", data)
     upload = store.upload(PATH, if_absent=True, copies=True)
     source = store.copy_source("source")
     assert source is not None
     upload.write_part(0, 0, view(b"12345678"), last=False)
     assert upload.copy_part(8, 8, source, 8, 99_992, source_bytes=100_000, last=True) is None
     upload.complete(100_000)
-    assert store.read(PATH) == b"12345678" + data[8:]
+    assert store.get(PATH).data == b"12345678" + data[8:]
 
 
 # Behind deadlines.
@@ -310,7 +310,7 @@ def test_every_step_is_repeated_after_a_passing_fault(
 ) -> None:
     """One error, or one lost answer, of any step of a shared upload changes nothing."""
     _, store = faulty(tmp_path, Rule(action=action, operation=operation))
-    store.write("source", b"source")
+    store.put("source", b"source")
     source = store.copy_source("source")
     assert source is not None
     upload = store.upload(PATH, if_absent=True, copies=True)
@@ -318,7 +318,7 @@ def test_every_step_is_repeated_after_a_passing_fault(
     member.write_part(0, 0, view(b"data"), last=False)
     upload.copy_part(4, 4, source, 0, 6, last=True)
     upload.complete(10, receipts=member.receipts())
-    assert store.read(PATH) == b"datasource"
+    assert store.get(PATH).data == b"datasource"
     other = store.upload("hf/other", if_absent=True, copies=True)
     other.ticket()
     other.abort()
@@ -353,7 +353,7 @@ def test_a_server_without_checksums_is_sent_none(
     """If a server does not say that it computes checksums, none are sent and none expected."""
     root = s3_root(server)
     store = s3_plain(root)
-    store.write("source", part(3))
+    store.put("source", part(3))
     source = store.copy_source("source")
     assert source is not None
     upload = store.upload(PATH, if_absent=True, copies=True)
@@ -369,14 +369,14 @@ def test_a_server_without_checksums_is_sent_none(
     upload.write_part(0, 0, view(part(0)), last=False)
     assert upload.copy_part(1, PART_BYTES, source, 0, PART_BYTES, last=True) is None
     upload.complete(2 * PART_BYTES)
-    assert store.read(PATH) == part(0) + part(3)
+    assert store.get(PATH).data == part(0) + part(3)
 
 
 def test_a_source_that_changes_between_copies_is_noticed(server: S3Server) -> None:
     """All copies of one source come from the version that the first one saw."""
     root = s3_root(server)
     store = s3_plain(root)
-    store.write("source", part(0) + part(1))
+    store.put("source", part(0) + part(1))
     source = store.copy_source("source")
     assert source is not None
     upload = store.upload(PATH, if_absent=True, copies=True)

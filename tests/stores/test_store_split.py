@@ -46,11 +46,11 @@ def test_each_object_goes_to_its_root(tmp_path: Path) -> None:
     """Slots, `.metadata` and probes go to the commit root, all else to the data root."""
     data, commits = (LocalBackend(str(tmp_path / name)) for name in ("data", "commits"))
     store = Store(SplitBackend(data, commits), url="split://")
-    store.prepare(["commits", "saves/a/ranks"])
+    store.make_folders(["commits", "saves/a/ranks"])
     for path in ("commits/00000001.json", ".metadata", ".ckpt-storage-probe-0"):
-        store.write(path, b"x")
+        store.put(path, b"x")
         assert (tmp_path / "commits" / path).read_bytes() == b"x"
-    store.write("saves/a/manifest.json", b"y")
+    store.put("saves/a/manifest.json", b"y")
     assert (tmp_path / "data/saves/a/manifest.json").read_bytes() == b"y"
     assert sorted(p.name for p in (tmp_path / "data").iterdir()) == ["saves"]
     assert {entry.path for entry in store.list("")} == {

@@ -307,13 +307,13 @@ def begun(store: Store, *, overwrite: bool = True, exclusive: bool = True) -> Gr
 def written(store: Store, grant: Grant) -> Attempt:
     """Write an attempt's files in the order in which the writer does."""
     shard, rank, stock_path, manifest = files_of(grant.save_id)
-    store.write(shard, b"shard of " + grant.save_id.encode())
-    store.write(rank, b"rank manifest")
+    store.put(shard, b"shard of " + grant.save_id.encode())
+    store.put(rank, b"rank manifest")
     pickled = pickle.dumps({"save": grant.save_id})
     stock_bytes = stockfooter.with_footer(pickled, slot=grant.last_slot + 1, save_id=grant.save_id)
-    store.write(stock_path, stock_bytes)
+    store.put(stock_path, stock_bytes)
     text = b"manifest of " + grant.save_id.encode()
-    store.write(manifest, text)
+    store.put(manifest, text)
     return Attempt(
         grant=grant,
         manifest=reference(manifest, text),

@@ -88,7 +88,7 @@ def saved(
     block_bytes: int = BLOCK_BYTES,
 ) -> ArraySource:
     """Write the chunks of `state` to one file per rank and return the source of them."""
-    store.prepare(["saves", "saves/s", "hf"])
+    store.make_folders(["saves", "saves/s", "hf"])
     content = [bytearray() for _ in range(ranks)]
     found: list[tuple[str, tuple[int, ...], int, int, bytes]] = []
     for fqn, tensor in state.items():

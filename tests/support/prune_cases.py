@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from commit_tools import (
@@ -31,7 +31,7 @@ from ckpt_storage.manager.pruning import Pruner, PruneReport
 from ckpt_storage.manager.retention import Keep
 from ckpt_storage.manager.stepnames import StepNames
 from ckpt_storage.store import Location
-from ckpt_storage.store.backend import Capabilities, Content, ObjectInfo
+from ckpt_storage.store.backend import Capabilities, Content, ObjectInfo, Range
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import PathFilter, Store
 
@@ -67,29 +67,25 @@ class Below:
         """The root, for messages."""
         return f"{self._inner.url}/{self._prefix}"
 
-    def prepare(self, folders: Sequence[str]) -> None:
+    def make_folders(self, folders: Sequence[str]) -> None:
         """Make folders."""
-        self._inner.prepare([self._prefix + folder for folder in folders])
+        self._inner.make_folders([self._prefix + folder for folder in folders])
 
-    def read(self, path: str, *, most_bytes: int | None = None) -> bytes:
-        """Return an object."""
-        return self._inner.read(self._prefix + path, most_bytes=most_bytes)
+    def get(self, path: str, *, max_bytes: int | None = None) -> Content:
+        """Return an object and its version."""
+        return self._inner.get(self._prefix + path, max_bytes=max_bytes)
 
-    def read_version(self, path: str, *, most_bytes: int | None = None) -> Content:
-        """Return an object and its token."""
-        return self._inner.read_version(self._prefix + path, most_bytes=most_bytes)
-
-    def read_into(self, path: str, start: int, target: memoryview, **more: Any) -> None:
-        """Fill `target`."""
-        self._inner.read_into(self._prefix + path, start, target, **more)
+    def read(self, path: str, ranges: Iterable[Range], **more: Any) -> None:
+        """Fill ranges."""
+        self._inner.read(self._prefix + path, ranges, **more)
 
     def stat(self, path: str) -> ObjectInfo:
         """Return size and time."""
         return self._inner.stat(self._prefix + path)
 
-    def write(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes) -> None:
         """Put an object."""
-        self._inner.write(self._prefix + path, data)
+        self._inner.put(self._prefix + path, data)
 
     def create(self, path: str, data: bytes) -> None:
         """Put an object if nothing is there."""
@@ -124,9 +120,9 @@ class Below:
         is_meant = None if only is None else lambda path: only(path[cut:])
         return self._inner.abort_uploads(self._prefix + prefix, only=is_meant)
 
-    def now_s(self, probe_path: str) -> float:
+    def server_time(self, probe_path: str) -> float:
         """Return the clock of the whole."""
-        return self._inner.now_s(probe_path)
+        return self._inner.server_time(probe_path)
 
     def close(self) -> None:
         """Do nothing."""

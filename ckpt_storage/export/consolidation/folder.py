@@ -86,7 +86,7 @@ class ExportFolder:
         names = self._names() or self._claimed()
         suffix = "" if names.fingerprint == self._fingerprint else suffix_of(self._fingerprint)
         earlier = self._earlier()
-        store.prepare([DOCUMENTS, records_folder(self._fingerprint)])
+        store.make_folders([DOCUMENTS, records_folder(self._fingerprint)])
         holder = Holder(
             run_id=self._run_id,
             fingerprint=self._fingerprint,
@@ -136,7 +136,7 @@ class ExportFolder:
                 phase="plan",
                 next_step="Give an output folder of its own, or move those files away.",
             )
-        store.prepare([DOCUMENTS])
+        store.make_folders([DOCUMENTS])
         claim = Names(fingerprint=self._fingerprint, stamp=stamp()).encode()
         for attempt in range(_CLAIM_COUNT):
             try:

@@ -72,7 +72,7 @@ def place_marks(source: Source, source_store: Store, target: Store, *, world_siz
         files = found[:: -(-len(found) // _SAMPLE_COUNT) or 1]
     if world_size > 1 and _may_be_apart(target):
         probe = probe_path()
-        target.write(probe, nonce)
+        target.put(probe, nonce)
     missing = tuple(path for path in files if not is_there(source_store, path))
     return Marks(files=tuple(files), missing=missing, probe=probe, nonce=nonce)
 
@@ -91,7 +91,7 @@ def look(marks: Marks, source_store: Store, target: Store) -> Seen:
     is_probe_missing = False
     if marks.probe is not None:
         try:
-            is_probe_missing = target.read(marks.probe) != marks.nonce
+            is_probe_missing = target.get(marks.probe).data != marks.nonce
         except StorageError as error:
             if error.kind != "not-found":
                 raise

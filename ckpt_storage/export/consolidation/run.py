@@ -205,7 +205,7 @@ class _Run:
                 # take what is made by these for made of that.
                 self._marks.check(self._source_store)
         if self._ranks.world_size > 1:
-            self._target.prepare([DOCUMENTS])
+            self._target.make_folders([DOCUMENTS])
         marks = place_marks(
             source, self._source_store, self._target, world_size=self._ranks.world_size
         )

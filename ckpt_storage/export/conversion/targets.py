@@ -57,7 +57,7 @@ class Finished:
         """Begin to fill the folder, as `ForeignFolder.begin`; what cannot be kept is deleted."""
         self._identity = identity
         is_resumed = self.folder.begin(identity, source=source, overwrite=overwrite)
-        self.store.prepare([RECORDS])
+        self.store.make_folders([RECORDS])
         if not is_resumed:
             return
         for name in self.names:
@@ -115,7 +115,7 @@ class Finished:
                 return False
             for start in range(0, reference.size_bytes, max(1, len(window))):
                 part = window[: reference.size_bytes - start]
-                self.store.read_into(reference.path, start, part, size_bytes=reference.size_bytes)
+                self.store.read(reference.path, [(start, part)], size_bytes=reference.size_bytes)
                 crc = integrity.crc32c_of(part, crc)
                 self.deadline.check(f"Checking {reference.path}")
         except IntegrityError:
@@ -225,7 +225,7 @@ def _write_ours(values: Values, target: Target) -> str:
             size_bytes=len(document),
             crc32c=integrity.crc32c_of(document),
         )
-        store.write(reference.path, document)
+        store.put(reference.path, document)
     except BaseException as error:
         # Nobody else knows of this attempt, and nothing was asked to commit it.
         _remove(store, grant.save_id, error)
@@ -385,7 +385,7 @@ def _write_torch(values: Values, target: Target) -> None:
         if is_taken and not store.capabilities.atomic_replace:
             store.delete([name])
 
-    store.prepare([])
+    store.make_folders([])
     write_torch_file(
         values,
         store,

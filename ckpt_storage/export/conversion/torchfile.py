@@ -234,7 +234,7 @@ class _StoreFile(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._size_bytes - self._at))
         if count:
-            self._store.read_into(self._path, self._at, view[:count], size_bytes=self._size_bytes)
+            self._store.read(self._path, [(self._at, view[:count])], size_bytes=self._size_bytes)
             if self._hidden is not None and self._at <= self._hidden < self._at + count:
                 view[self._hidden - self._at] = ord("?")
             self._at += count
@@ -298,7 +298,7 @@ def open_torch_file(store: Store, path: str, *, unsafe_pickle: bool) -> TorchFil
     shown = f"{store.url}/{path}"
     head = bytearray(min(len(_MAGIC), size_bytes))
     if head:
-        store.read_into(path, 0, memoryview(head), size_bytes=size_bytes)
+        store.read(path, [(0, memoryview(head))], size_bytes=size_bytes)
     if bytes(head) != _MAGIC:
         raise FormatError(
             f"{shown} is no file of torch.save, or one of the format before torch 1.6.",
