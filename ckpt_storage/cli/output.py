@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.inspect.markup import human_bytes, shown
+from ckpt_storage.inspect.facts import human_bytes, shown
 
 if TYPE_CHECKING:
     from ckpt_storage.inspect.checkpoint import Checkpoint
+    from ckpt_storage.inspect.facts import Entry
     from ckpt_storage.inspect.lazytensor import LazyTensor
-    from ckpt_storage.inspect.nametree import Entry
 
 
 def entries_of(checkpoint: Checkpoint) -> list[Entry]:

@@ -21,13 +21,13 @@ from ckpt_storage.store import Location
 
 from .arrays import elements_of, read_slabs
 from .comparing import CheckpointDiff, Tolerance, compare
+from .facts import Entry, HistoryEntry, StoredFile, StoredRank, human_bytes
 from .holdings import Holdings, Names
-from .markup import human_bytes
-from .nametree import Entry, Node, tree_of
-from .session import HistoryEntry, Session, Settings, StoredFile, StoredRank
+from .html import TreeView, checkpoint_html
+from .session import Session, Settings
 from .statistics import TensorStats, summarise
+from .tree import Node, checkpoint_text, tree_of
 from .verification import VerifyReport, verify
-from .views import TreeView, checkpoint_html, checkpoint_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -336,9 +336,7 @@ class Checkpoint(Mapping[str, Any]):
     def _entries(self) -> Iterator[Entry]:
         for fqn in self._holdings.tensors:
             outline = self._session.outline(fqn)
-            yield Entry(
-                fqn=fqn, dtype=outline.dtype, shape=outline.shape, size_bytes=outline.size_bytes
-            )
+            yield Entry(fqn=fqn, dtype=outline.dtype, shape=outline.shape)
         for fqn in self._holdings.objects:
             yield Entry(fqn=fqn)
 

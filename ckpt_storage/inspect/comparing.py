@@ -14,8 +14,9 @@ from ckpt_storage.options import Progress
 from ckpt_storage.progress import reporting
 
 from .arrays import Region, elements_of, read_regions, read_slabs
+from .facts import shown
 from .holdings import Holdings, Names
-from .markup import card, escaped, page, shown, table
+from .html import card, page, table
 from .session import Outline, Session
 
 if TYPE_CHECKING:
@@ -233,8 +234,8 @@ class CheckpointDiff:
             if names:
                 parts.append(table((title,), ((fqn,) for fqn in names[:_MOST_SHOWN])))
         title = "Equal" if self.is_equal else "Different"
-        urls = f'<code class="q">{escaped(self.left_url)}<br>{escaped(self.right_url)}</code>'
-        return page(card(title, self._facts(), urls, *parts))
+        urls = (self.left_url, self.right_url)
+        return page(card(title, self._facts(), *parts, note=urls))
 
 
 def _row(item: ValueDiff) -> Sequence[object]:
@@ -248,7 +249,7 @@ def _row(item: ValueDiff) -> Sequence[object]:
         item.max_relative,
         None if item.at is None else ", ".join(map(str, item.at)),
     )
-    return ["" if cell is None else cell for cell in cells]
+    return cells
 
 
 def compare(  # all named

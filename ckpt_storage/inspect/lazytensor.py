@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .arrays import Region, elements_of, read_regions
-from .drawing import Sharding, sharding_svg
+from .facts import Sharding, human_bytes, shape_text, shown
+from .html import card, page, sharding_svg
 from .indexing import select
-from .markup import card, human_bytes, page, shape_text, shown
 from .session import Session
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
@@ -30,50 +29,7 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.workers import Workers
 
-from .drawing import Sharding
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredFile:
-    """One file that holds values: its path below the checkpoint, length and CRC-32C.
-
-    `rank` wrote it. None: the format does not tell.
-    """
-
-    path: str
-    size_bytes: int
-    rank: int | None = None
-    crc32c: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRank:
-    """What one rank wrote; `host` is None where telling it would cost another request."""
-
-    rank: int
-    file_count: int
-    size_bytes: int
-    host: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryEntry:
-    """One commit slot: what was done to this checkpoint, by whom, when (RFC 3339, their clock).
-
-    type: "commit": `save_id` became the checkpoint. "fence": the attempts `fenced` were given up.
-        "deleted": the checkpoint was deleted.
-    is_open: whether this is the save that the open checkpoint reads.
-    """
-
-    slot: int
-    type: Literal["commit", "fence", "deleted"]
-    created_at: str
-    host: str
-    pid: int
-    save_id: str | None = None
-    fenced: tuple[str, ...] = ()
-    is_open: bool = False
-
+from .facts import Sharding, StoredFile
 
 _LOCAL_THREADS = 2
 _STOCK_FILE = re.compile(r"(?:.*/)?__([0-9]{1,9})_[0-9]+\.distcp")
@@ -213,7 +169,7 @@ class Session:
     def _made_sharding(self, fqn: str) -> Sharding:
         if isinstance(self.source, CommittedSource):
             record = self.source.manifest.tensors[fqn]
-            chunks = None if record.grid is not None else tuple(record.chunks or ())
+            chunks = () if record.grid is not None else tuple(record.chunks or ())
             return Sharding(shape=tuple(record.shape), grid=record.grid, chunks=chunks)
         info = self.source.tensors[fqn]
         return Sharding(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import InvalidInputError
 
-from .drawing import histogram_svg
-from .markup import DASH, card, page, shape_text, shown
+from .facts import DASH, shape_text, shown
+from .html import card, histogram_svg, page
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,9 +16,9 @@ import ckpt_storage
 from ckpt_storage.format.regions import Box
 from ckpt_storage.format.tiling import Grid
 from ckpt_storage.inspect.checkpoint import Checkpoint, diff, open_checkpoint
-from ckpt_storage.inspect.drawing import Sharding, sharding_svg
-from ckpt_storage.inspect.nametree import Entry, tree_of
-from ckpt_storage.inspect.views import TreeView
+from ckpt_storage.inspect.facts import Entry, Sharding
+from ckpt_storage.inspect.html import TreeView, sharding_svg
+from ckpt_storage.inspect.tree import tree_of
 
 EVIL = "<script>alert(1)</script>\"'&amp;.\x1b[31mred\u202eback\n"
 
@@ -92,8 +92,8 @@ def test_the_tree_shows_alike_layers_once(opened: Checkpoint) -> None:
 
 def test_layers_that_differ_are_not_folded() -> None:
     """One more value, another shape or type keeps a layer apart; two are no series."""
-    entries = [Entry(fqn=f"h.{i}.w", dtype="float32", shape=(4,), size_bytes=16) for i in range(12)]
-    entries[5] = Entry(fqn="h.5.w", dtype="float32", shape=(5,), size_bytes=20)
+    entries = [Entry(fqn=f"h.{i}.w", dtype="float32", shape=(4,)) for i in range(12)]
+    entries[5] = Entry(fqn="h.5.w", dtype="float32", shape=(5,))
     root = tree_of(reversed(entries))
     assert root.size_bytes == 12 * 16 + 4
     names = list(root.children["h"].children)
@@ -111,7 +111,7 @@ def test_a_name_may_be_a_prefix_of_another() -> None:
 def test_names_nested_without_end_are_shown() -> None:
     """Thousands of levels, branching or not, neither overflow the stack nor fill the page."""
     whole = Sharding(shape=(), chunks=[(Box((), ()), 0)])
-    deep = [Entry(fqn="a" + ".a" * i, dtype="int8", size_bytes=1) for i in range(1200)]
+    deep = [Entry(fqn="a" + ".a" * i, dtype="int8") for i in range(1200)]
     chain = [Entry(fqn=".".join("a" * 10_000), dtype="int8")]
     assert len(tree_of(chain).children) == 1
     for root in (tree_of(deep), tree_of(chain)):
@@ -192,9 +192,7 @@ def test_the_page_shows_facts_prefixes_and_shardings(opened: Checkpoint) -> None
 def test_a_huge_checkpoint_is_cut_short() -> None:
     """Views stay small however many names there are, and say that there are more."""
     names = [f"m.{'x' * (i % 7)}{i}.w" for i in range(5000)]
-    root = tree_of(
-        Entry(fqn=name, dtype="int8", shape=(1,), size_bytes=i) for i, name in enumerate(names)
-    )
+    root = tree_of(Entry(fqn=name, dtype="int8", shape=(i,)) for i, name in enumerate(names))
     whole = Sharding(shape=(1,), chunks=[(Box((0,), (1,)), 0)])
     view = TreeView(root=root, sharding_of=lambda _: whole)
     assert str(view).count("\n") <= 400

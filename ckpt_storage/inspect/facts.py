@@ -1,0 +1,178 @@
+"""What is told of a checkpoint without reading its values, and how people like to read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt_storage.format.regions import Box
+from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.tiling import Grid, find_grid
+
+TIMES = " \N{MULTIPLICATION SIGN} "
+DASH = "\N{EN DASH}"
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_ROUND_FROM = 100
+_MOST_RUNS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One value: a tensor, or, without a dtype, an object of unknown size."""
+
+    fqn: str
+    dtype: str | None = None
+    shape: tuple[int, ...] = ()
+
+    @property
+    def item_bytes(self) -> int:
+        """The size of one element; 0 for an object."""
+        return 0 if self.dtype is None else DTYPES[self.dtype].item_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all elements; 0 for an object."""
+        return math.prod(self.shape) * self.item_bytes
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]" if self.dtype else "object"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One chunk: offsets and sizes in elements, and the rank that wrote it, None if unknown."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """The chunks of a tensor of `shape`: cells of a `grid`, else a list. Iterating gives `Chunk`s.
+
+    No chunk of a grid is made before it is asked for.
+    """
+
+    shape: tuple[int, ...]
+    grid: Grid | None = None
+    chunks: Sequence[tuple[Box, int | None]] = ()
+
+    def __len__(self) -> int:
+        return len(self.chunks) if self.grid is None else len(self.grid.owners)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        pairs: Iterator[tuple[Box, int | None]] = iter(self.chunks)
+        if (grid := self.grid) is not None:
+            pairs = ((grid.box(at, self.shape), rank) for at, rank in enumerate(grid.owners))
+        for box, rank in pairs:
+            yield Chunk(offsets=box.offsets, sizes=box.sizes, rank=rank)
+
+    @property
+    def counts(self) -> tuple[int, ...] | None:
+        """Into how many parts each dimension is cut; None if the chunks make no grid."""
+        grid = self.grid
+        if grid is None and len(self) == 1:
+            return (1,) * len(self.shape)
+        grid = grid or find_grid(self.shape, [box for box, _ in self.chunks])
+        return None if grid is None else tuple(map(len, grid.cuts))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that wrote a chunk, ascending; empty where the format does not tell."""
+        if self.grid is not None:
+            return tuple(sorted(set(self.grid.owners)))
+        return tuple(sorted({rank for _, rank in self.chunks if rank is not None}))
+
+    def intersecting(self, box: Box) -> list[Box]:
+        """Return the chunks that share elements with `box`, which lies in the shape."""
+        if self.grid is not None:
+            return [self.grid.box(cell, self.shape) for cell in self.grid.intersecting(box)]
+        return [held for held, _ in self.chunks if held.intersect(box) is not None]
+
+    def __str__(self) -> str:
+        count, counts, ranks = len(self), self.counts, runs_text(self.ranks)
+        if count == 1:
+            return f"whole, rank {ranks}" if ranks else "whole"
+        is_grid = counts is not None and math.prod(counts) == count
+        cut = shape_text(counts or ()) if is_grid else f"{count} chunks"
+        return f"{cut}, ranks {ranks}" if ranks else cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """One file that holds values: its path below the checkpoint, length and CRC-32C.
+
+    `rank` wrote it. None: the format does not tell.
+    """
+
+    path: str
+    size_bytes: int
+    rank: int | None = None
+    crc32c: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRank:
+    """What one rank wrote; `host` is None where telling it would cost another request."""
+
+    rank: int
+    file_count: int
+    size_bytes: int
+    host: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryEntry:
+    """One commit slot: what was done to this checkpoint, by whom, when (RFC 3339, their clock).
+
+    type: "commit": `save_id` became the checkpoint. "fence": the attempts `fenced` were given up.
+        "deleted": the checkpoint was deleted.
+    is_open: whether this is the save that the open checkpoint reads.
+    """
+
+    slot: int
+    type: Literal["commit", "fence", "deleted"]
+    created_at: str
+    host: str
+    pid: int
+    save_id: str | None = None
+    fenced: tuple[str, ...] = ()
+    is_open: bool = False
+
+
+def shown(text: str) -> str:
+    """Return `text` with every character spelt out that could mislead a terminal or a reader.
+
+    Names come from a checkpoint: it may hold control characters and marks that turn writing round.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def human_bytes(count: int) -> str:
+    """Return a number of bytes for people, in decimal units: 1.26 GB."""
+    power = min((len(str(count)) - 1) // 3, len(_UNITS) - 1)
+    value = count / 1000**power
+    told = f"{value:.0f}" if value >= _ROUND_FROM else f"{value:.3g}"
+    return f"{told} {_UNITS[power]}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape for people: its sizes with times signs between, "scalar" if it has none."""
+    return TIMES.join(map(str, shape)) or "scalar"
+
+
+def runs_text(numbers: Sequence[int]) -> str:
+    """Return ascending numbers for people, as runs: 0 to 3 and 8 as "0-3, 8", with a dash."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    if len(runs) > _MOST_RUNS:
+        return f"{numbers[0]}…{numbers[-1]}"
+    return ", ".join(str(a) if a == b else f"{a}{DASH}{b}" for a, b in runs)
