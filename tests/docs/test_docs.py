@@ -7,10 +7,9 @@ share a namespace, in order, in an empty folder, with warnings as errors. A bloc
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-import subprocess
-import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from warm import run_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -172,23 +172,26 @@ def unknown_names(block: Block, root: Path) -> list[str]:
     return found
 
 
-def run_program(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the Python of `page` in `folder`, in a fresh interpreter, and return how it went."""
+STRICT = """
+import runpy, sys, warnings
+warnings.simplefilter("error")
+alone = "torch.distributed is disabled, unavailable or uninitialized"
+warnings.filterwarnings("ignore", alone, UserWarning)
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def run_program(page: Path, folder: Path) -> tuple[int, str]:
+    """Run the Python of `page` in `folder`, in a process of its own; return code and output."""
     code = folder / "code"
     work = folder / "work"
     code.mkdir()
     work.mkdir()
     script = code / f"{page.stem}.py"
     script.write_text(program_of(page), encoding="utf-8")
-    alone = "ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"
-    return subprocess.run(
-        [sys.executable, "-P", "-X", "faulthandler", "-W", "error", "-W", alone, str(script)],
-        cwd=work,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    strict = code / "strict.py"
+    strict.write_text(STRICT, encoding="utf-8")
+    return run_script(strict, str(script), folder=work, environment=os.environ)
 
 
 def name_of(page: Path) -> str:
@@ -214,8 +217,8 @@ def test_every_python_block_runs_or_says_why_not(page: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if program_of(page)], ids=name_of)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """The Python of a page runs from top to bottom in an empty folder without a warning."""
-    done = run_program(page, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = run_program(page, tmp_path)
+    assert code == 0, output
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

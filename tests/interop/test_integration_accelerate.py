@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from integration_tools import EXAMPLES, finish, need, torchrun
+from integration_tools import EXAMPLES, ROOT, finish, need, torchrun
+from warm import run_script
 
 import ckpt_storage
 
@@ -13,6 +15,12 @@ need("accelerate")
 
 SCRIPT = str(EXAMPLES / "accelerate_loop.py")
 CPU = {"ACCELERATE_USE_CPU": "true"}
+
+
+def train(folder: Path, url: str, last: int, *, ranks: int = 2) -> tuple[int, str]:
+    """Train up to a step; return exit code and output."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **CPU}
+    return run_script(SCRIPT, url, str(last), folder=folder, environment=environment, ranks=ranks)
 
 
 def losses_in(output: str) -> dict[tuple[int, int], str]:
@@ -24,7 +32,7 @@ def losses_in(output: str) -> dict[tuple[int, int], str]:
 
 def test_a_killed_loop_resumes_bit_for_bit(tmp_path: Path) -> None:
     """A rank is killed in the second epoch; each later loss is that of an undisturbed run."""
-    code, output = finish(torchrun(SCRIPT, str(tmp_path / "whole"), "9"), tmp_path, CPU)
+    code, output = train(tmp_path, str(tmp_path / "whole"), 9)
     assert code == 0, output
     whole = losses_in(output)
     assert len(whole) == 2 * 9
@@ -35,7 +43,7 @@ def test_a_killed_loop_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert "SIGKILL" in output or "exitcode: -9" in output, output
     assert len({step for _, step in losses_in(output)}) == 8
 
-    code, output = finish(torchrun(SCRIPT, url, "9"), tmp_path, CPU)
+    code, output = train(tmp_path, url, 9)
     assert code == 0, output
     # The save of step 6 may have been in flight.
     names = set(re.findall(r"rank [01] resumed from (step-\d{8})", output))
@@ -55,7 +63,7 @@ def test_a_loop_goes_on_with_another_number_of_processes(tmp_path: Path) -> None
     """Two processes saved; one goes on from their step, and two from that of the one."""
     url = str(tmp_path / "run")
     for ranks, last, before in ((2, 3, 0), (1, 6, 3), (2, 9, 6)):
-        code, output = finish(torchrun(SCRIPT, url, str(last), ranks=ranks), tmp_path, CPU)
+        code, output = train(tmp_path, url, last, ranks=ranks)
         assert code == 0, output
         resumed = re.findall(rf"resumed from step-{before:08d}", output)
         assert len(resumed) == (ranks if before else 0)

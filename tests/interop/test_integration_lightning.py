@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from integration_tools import EXAMPLES, ROOT, finish, need, torchrun
+from integration_tools import EXAMPLES, ROOT, finish, need
 from servers import Running
+from warm import run_script
 
 import ckpt_storage
 
@@ -90,8 +92,10 @@ def test_sharded_ranks_save_and_resume_on_another_number(tmp_path: Path) -> None
         job = json.dumps([str(tmp_path / "run"), steps, ranks, resume, str(tmp_path / out)])
         script = tmp_path / "job.py"
         script.write_text(SHARDED, encoding="utf-8")
-        environment = {"PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
-        code, output = finish(torchrun(str(script), job, ranks=ranks), tmp_path, environment)
+        environment = {**os.environ, "PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
+        code, output = run_script(
+            script, job, folder=tmp_path, environment=environment, ranks=ranks
+        )
         assert code == 0, output
         loaded: dict[str, Any] = torch.load(tmp_path / out)
         return loaded
@@ -115,6 +119,7 @@ def test_ddp_ranks_resume_from_object_storage(
 ) -> None:
     """Rank 0 of two saves to a bucket, both resume from it, and end as if never interrupted."""
     environment = {
+        **os.environ,
         "PYTHONPATH": f"{EXAMPLES}:{ROOT}",
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test-secret-of-moto",
@@ -126,7 +131,7 @@ def test_ddp_ranks_resume_from_object_storage(
 
     def fit(url: str, steps: int, resume: str | None, out: str) -> list[dict[str, Any]]:
         job = json.dumps([url, steps, resume, str(tmp_path / out)])
-        code, output = finish(torchrun(str(script), job), tmp_path, environment)
+        code, output = run_script(script, job, folder=tmp_path, environment=environment, ranks=2)
         assert code == 0, output
         return [torch.load(tmp_path / f"{out}-{rank}") for rank in (0, 1)]
 

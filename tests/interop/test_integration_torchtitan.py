@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from integration_tools import ROOT, finish, missing, torchrun
+from integration_tools import ROOT, missing
+from warm import run_script
 
 import ckpt_storage
 
@@ -78,9 +78,8 @@ def do(url: Path, *words: str) -> str:
     script.write_text(MANAGER, encoding="utf-8")
     (url.parent / "rendezvous").unlink(missing_ok=True)
     arguments = [str(SUPPORT), str(url), str(url.parent / "rendezvous"), *words]
-    code, output = finish(
-        [sys.executable, str(script), *arguments], url.parent, titan_environment(url.parent)
-    )
+    environment = titan_environment(url.parent)
+    code, output = run_script(script, *arguments, folder=url.parent, environment=environment)
     assert code == 0, output
     return output
 
@@ -100,6 +99,7 @@ def titan_environment(folder: Path) -> dict[str, str]:
     """Return what finds torchtitan, and lets it look for nothing in the network."""
     titan = os.environ.get("CKPT_STORAGE_TORCHTITAN", "")
     return {
+        **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [titan, str(ROOT)])),
         "HF_HOME": str(folder / "hf"),
         "HF_HUB_OFFLINE": "1",
@@ -118,10 +118,11 @@ def damage(checkpoint: Path) -> None:
 
 def run(url: Path, steps: int, mode: str) -> str:
     """Train up to `steps` on two ranks and return what was printed."""
-    code, output = finish(
-        torchrun(JOB, str(url), str(steps), mode),
-        url.parent,
-        titan_environment(url.parent),
+    code, output = run_script(
+        *(JOB, str(url), str(steps), mode),
+        folder=url.parent,
+        environment=titan_environment(url.parent),
+        ranks=2,
         deadline_s=180.0,
     )
     assert code == 0, output
@@ -181,9 +182,10 @@ def test_a_seed_is_loaded_without_other_states(tmp_path: Path) -> None:
 
 def test_weights_of_a_url_as_hugging_face_files_are_refused_at_once(tmp_path: Path) -> None:
     """They would be written to the disk of a node; so the configuration alone raises."""
-    code, output = finish(
-        [sys.executable, "-c", REFUSED, str(SUPPORT)], tmp_path, titan_environment(tmp_path)
-    )
+    script = tmp_path / "refused.py"
+    script.write_text(REFUSED, encoding="utf-8")
+    environment = titan_environment(tmp_path)
+    code, output = run_script(script, str(SUPPORT), folder=tmp_path, environment=environment)
     assert code == 1
     assert "ValueError: last_save_in_hf is not supported" in output
     assert "s3://bucket/run" in output

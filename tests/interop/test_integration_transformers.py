@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from integration_tools import EXAMPLES, ROOT, finish, need, torchrun
+from warm import run_script
 
 import ckpt_storage
 
@@ -72,17 +74,14 @@ def test_an_interrupted_training_resumes_bit_for_bit(tmp_path: Path, ranks: int)
     assert {name for name in names if name.startswith("rng.")} == rng
 
 
-def damaged_run(tmp_path: Path, *, ranks: int, keep: int) -> tuple[list[str], str]:
+def damaged_run(tmp_path: Path, *, ranks: int | None, keep: int) -> tuple[list[str], str]:
     """Train to step 7, damage the model of step 6, train again; return what is committed."""
     script = tmp_path / "job.py"
     script.write_text(DAMAGED, encoding="utf-8")
     url = str(tmp_path / "run")
     job = json.dumps([url, str(tmp_path / "out"), keep])
-    command = [sys.executable, str(script), job]
-    if ranks > 1:
-        command = torchrun(str(script), job, ranks=ranks)
-    environment = {"PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
-    code, output = finish(command, tmp_path, environment)
+    environment = {**os.environ, "PYTHONPATH": f"{EXAMPLES}:{ROOT}"}
+    code, output = run_script(script, job, folder=tmp_path, environment=environment, ranks=ranks)
     assert code == 0, output
     return [info.name for info in ckpt_storage.list_checkpoints(url)], output
 
@@ -100,7 +99,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 def test_retention_keeps_what_a_resumed_run_needs(tmp_path: Path) -> None:
     """With `keep=` the callback deletes older ones, and not the one that stands in."""
-    names, output = damaged_run(tmp_path, ranks=1, keep=2)
+    names, output = damaged_run(tmp_path, ranks=None, keep=2)
     assert json.dumps([0, 4, True]) in output, output
     assert names == ["step-00000006", "step-00000008"]
     assert ckpt_storage.verify(tmp_path / "run" / names[-1]).ok

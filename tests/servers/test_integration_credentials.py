@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from integration_tools import EXAMPLES, ROOT
 from servers import AZURE_KEY, Running
+from warm import run_script
 
 import ckpt_storage
 
@@ -45,15 +44,13 @@ PLAIN = {
 
 def round_trip(
     url: str, options: Mapping[str, Any], environment: Mapping[str, str], home: Path
-) -> subprocess.CompletedProcess[str]:
+) -> tuple[int, str]:
     """Save and load once in a process with `environment` and nothing of ours."""
-    return subprocess.run(
-        [sys.executable, "-c", ROUND_TRIP, json.dumps([url, options])],
-        env={**PLAIN, "HOME": str(home), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    script = home / "round_trip.py"
+    script.write_text(ROUND_TRIP, encoding="utf-8")
+    job = json.dumps([url, options])
+    return run_script(
+        script, job, folder=home, environment={**PLAIN, "HOME": str(home), **environment}
     )
 
 
@@ -89,17 +86,15 @@ def test_s3(moto_server: Running, moto_root: Running, tmp_path: Path, way: str) 
         options, environment = {"profile": "training"}, files
     else:
         environment = {**files, "AWS_PROFILE": "training"}
-    done = round_trip(url, options, environment, tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert round_trip(url, options, environment, tmp_path) == (0, "")
 
 
 def test_s3_without_credentials(moto_server: Running, moto_root: Running, tmp_path: Path) -> None:
     """Without any, the error says that credentials are what is missing."""
     url = f"{moto_root.url}/step-1"
     environment = {"AWS_ENDPOINT_URL": moto_server.url, "AWS_DEFAULT_REGION": "us-east-1"}
-    done = round_trip(url, {}, environment, tmp_path)
-    assert done.returncode == 3, done.stderr
-    assert done.stdout.startswith("kind credentials"), done.stdout
+    code, output = round_trip(url, {}, environment, tmp_path)
+    assert (code, output[:16]) == (3, "kind credentials"), output
 
 
 @pytest.mark.parametrize("way", ["options", "environment"])
@@ -112,8 +107,7 @@ def test_gcs(gcs_server: Running, gcs_root: Running, tmp_path: Path, way: str) -
         options["endpoint_url"] = gcs_server.url
     else:
         environment["STORAGE_EMULATOR_HOST"] = gcs_server.url
-    done = round_trip(url, options, environment, tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert round_trip(url, options, environment, tmp_path) == (0, "")
 
 
 @pytest.mark.parametrize("way", ["options", "environment"])
@@ -126,8 +120,7 @@ def test_azure(azure_root: Running, tmp_path: Path, way: str) -> None:
         options = {"connection_string": connection}
     else:
         environment = {"AZURE_STORAGE_CONNECTION_STRING": connection}
-    done = round_trip(f"{azure_root.url}/step-1", options, environment, tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert round_trip(f"{azure_root.url}/step-1", options, environment, tmp_path) == (0, "")
 
 
 def example(
@@ -135,18 +128,16 @@ def example(
 ) -> tuple[int, str]:
     """Run the example with `environment` and nothing of ours; return its code and its output."""
     words = [f"{key}={value}" for key, value in options.items()]
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "credentials.py"), url, *words],
-        env={**PLAIN, "HOME": str(home), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    code, output = run_script(
+        EXAMPLES / "credentials.py",
+        url,
+        *words,
+        folder=home,
+        environment={**PLAIN, "HOME": str(home), **environment},
     )
-    output = done.stdout + done.stderr
     assert "test-secret-of-moto" not in output
     assert AZURE_KEY not in output
-    return done.returncode, output
+    return code, output
 
 
 def test_the_example_on_s3(moto_server: Running, moto_root: Running, tmp_path: Path) -> None:
