@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.lifesigns import Sign
+from ckpt_storage.coordination.signs import Sign
 from ckpt_storage.errors import (
     CheckpointError,
     CommitUnknownError,

@@ -18,9 +18,9 @@ from typing import Any, Literal, Self
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from ckpt_storage.coordination.failures import as_checkpoint_errors, place_of
 from ckpt_storage.coordination.frontdoor import plain_state
-from ckpt_storage.coordination.groups import SaverChannel, group_of
-from ckpt_storage.coordination.reports import as_checkpoint_errors, place_of
+from ckpt_storage.coordination.ranks import SaverChannel, group_of
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.options import (
     PageCache,

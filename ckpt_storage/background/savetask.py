@@ -8,9 +8,9 @@ import threading
 from typing import Any
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.coordinator import Coordinator
+from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.reports import as_checkpoint_errors
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError, RankMismatchError
 from ckpt_storage.saves.saving import SaveOptions, run_save
 from ckpt_storage.store.timed import abandoned_thread_count
@@ -28,7 +28,7 @@ class SaveTask:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: Ranks,
         link: WorkerLink | None,
         status: SaveStatus,
         options: SaveOptions,

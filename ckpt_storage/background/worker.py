@@ -17,11 +17,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.coordinator import Coordinator, solo
-from ckpt_storage.coordination.groups import StoreAddress, StoreBoard
-from ckpt_storage.coordination.lifesigns import Sign
-from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.reports import travelling
+from ckpt_storage.coordination.failures import travelling
+from ckpt_storage.coordination.operation import BoardOperation, Operation
+from ckpt_storage.coordination.ranks import Ranks
+from ckpt_storage.coordination.signs import Sign
+from ckpt_storage.coordination.storeboard import StoreAddress, StoreBoard
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.saves.saving import SaveOptions, run_save
 from ckpt_storage.store.timed import abandoned_thread_count
@@ -89,7 +89,7 @@ class _Worker:
         self._control = control
         self._receiver = StateReceiver(states)
         self._sending = threading.Lock()
-        self._operation: Operation | None = None
+        self._operation: BoardOperation | None = None
         self._number = 0
         self._ended = threading.Event()
         trainer = multiprocessing.parent_process()
@@ -98,11 +98,11 @@ class _Worker:
         self._cancel: Cancel | None = None
         self._arrived = threading.Condition()
         if setup.address is None:
-            self._coordinator = solo()
+            self._coordinator = Ranks.alone()
         else:
             board = StoreBoard(setup.address.connect, setup.lane)
             # The trainer speaks for a worker that dies, not for itself.
-            self._coordinator = Coordinator(
+            self._coordinator = Ranks(
                 board, rank=setup.rank, world_size=setup.world_size, pid=self._trainer_pid
             )
 
@@ -169,6 +169,7 @@ class _Worker:
         return fail
 
     def _attach(self, operation: Operation) -> None:
+        assert isinstance(operation, BoardOperation)  # noqa: S101  # the ranks' own
         self._operation = operation
         # The trainer knows of a commit before it begins: if this process dies in it, the trainer
         # must not take it for a failure.

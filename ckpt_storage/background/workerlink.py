@@ -15,10 +15,10 @@ from multiprocessing.connection import wait
 import torch.distributed as dist
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.coordinator import Coordinator, solo
-from ckpt_storage.coordination.groups import StoreAddress, StoreBoard, coordinator_of, store_of
-from ckpt_storage.coordination.lifesigns import Sign
-from ckpt_storage.coordination.reports import COORDINATOR, as_checkpoint_errors
+from ckpt_storage.coordination.failures import COORDINATOR, as_checkpoint_errors
+from ckpt_storage.coordination.ranks import Ranks
+from ckpt_storage.coordination.signs import Sign
+from ckpt_storage.coordination.storeboard import StoreAddress, StoreBoard, store_of
 from ckpt_storage.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -57,10 +57,10 @@ class WorkerLink:
     def __init__(
         self, process_group: dist.ProcessGroup | None, lane: str, *, silence_s: float
     ) -> None:
-        group_coordinator = coordinator_of(process_group, lane=lane)
+        group_coordinator = Ranks.of(process_group, lane=lane)
         rank, world_size = group_coordinator.rank, group_coordinator.world_size
         address: StoreAddress | None = None
-        self.coordinator = solo()
+        self.coordinator = Ranks.alone()
         if world_size > 1:
             group = process_group or dist.group.WORLD
             assert group is not None  # noqa: S101  # or the coordinator were a lone one
@@ -68,7 +68,7 @@ class WorkerLink:
             # The stores' prefixes cannot be read back: the workers' keys have one of their own.
             lane = f"ckpt_storage/workers/{group.group_name}/{lane}"
             board = StoreBoard(address.connect, lane)
-            self.coordinator = Coordinator(board, rank=rank, world_size=world_size)
+            self.coordinator = Ranks(board, rank=rank, world_size=world_size)
         self._setup = Setup(
             address=address,
             lane=lane,

@@ -16,6 +16,8 @@ from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
 from ckpt_storage.format.slots import HeadRef
 
+from .failures import spell_ranks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
@@ -228,17 +230,3 @@ def _refuse_unlike(hellos: Sequence[Hello], fqn: str) -> None:
         phase="plan",
         next_step="Give each rank's value a name of its own, or make it the same on all ranks.",
     )
-
-
-def spell_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text, runs folded: 0-3, 7."""
-    parts: list[str] = []
-    start = previous = ranks[0]
-    for rank in [*ranks[1:], None]:
-        if rank is not None and rank == previous + 1:
-            previous = rank
-            continue
-        parts.append(str(start) if start == previous else f"{start}-{previous}")
-        if rank is not None:
-            start = previous = rank
-    return ", ".join(parts)

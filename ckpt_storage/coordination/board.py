@@ -55,6 +55,7 @@ class Waits:
         self.silence_s = silence_s
         self._grace_s = grace_s
         self._tidy = tidy
+        self.looks: list[Callable[[], CheckpointError | None]] = []
         self._failure: CheckpointError | None = None
         self._has_ended = False
         self._wake = threading.Event()
@@ -62,6 +63,8 @@ class Waits:
     @property
     def failure(self) -> CheckpointError | None:
         """Why there is nothing to wait for any more."""
+        for look in self.looks:
+            self._failure = self._failure or look()
         return self._failure
 
     def fail(self, error: CheckpointError) -> None:
@@ -86,8 +89,9 @@ class Waits:
             found = look()
             if found is not None:
                 return found
-            if self._failure is not None:
-                raise self._failure
+            failure = self.failure
+            if failure is not None:
+                raise failure
             if self._has_ended:
                 raise CheckpointError("What was waited for belongs to an operation that has ended.")
             if time.monotonic() > self.deadline.at_monotonic_s + self._grace_s:

@@ -26,8 +26,8 @@ from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 
 from .agreement import Hello, check_agreement
 from .board import BoardError, Waits
-from .lifesigns import RankProcess, start_ticks
-from .reports import COORDINATOR, name_ranks, of_rank
+from .failures import COORDINATOR, name_ranks, of_rank
+from .signs import RankProcess, start_ticks
 
 log = logging.getLogger("ckpt_storage")
 

@@ -12,22 +12,22 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, RankFailedError, SaveCancelledError
 from ckpt_storage.options import Phase, Timeouts
-from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.deadline import Deadline, Watch
 
 from .agreement import Hello
 from .board import Board, BoardError, Waits
-from .lifesigns import LifeSigns, RankProcess, Siblings, Sign
+from .failures import COORDINATOR, Report, lost_board, name_ranks, told_by, travelling
 from .meeting import GivenUp, Meeting
-from .reports import COORDINATOR, Report, name_ranks, told_by, travelling
+from .signs import RankProcess, Siblings, Sign, Signs
 from .steps import Steps
-from .watching import Watcher, lost_board
+from .watch import Watcher
 
 log = logging.getLogger("ckpt_storage")
 
@@ -52,7 +52,7 @@ _REPORT_S = 3.0
 
 
 class Group(Protocol):
-    """What an operation needs of the Coordinator that runs it."""
+    """What an operation needs of the ranks that run it."""
 
     rank: int
     world_size: int
@@ -76,16 +76,110 @@ class Group(Protocol):
         """Remove one thing that earlier operations left on the board; False if none is."""
 
 
-class Operation(Steps):
-    """One save, load or consolidation; a `Watch` for its transfers; a context manager.
+class Operation(Watch, Protocol):
+    """One save, load or consolidation, as one rank sees it; a `Watch` for its transfers.
 
     All ranks call `meet` first, and then the same steps (`gather`, `scatter`, `broadcast`,
-    `all_gather`) in the same order. An exception that leaves the block is reported to all ranks,
-    which raise within seconds wherever they are. All but `failure`, `advanced`, `give_up` and
-    `signs` belong to the thread that runs the operation.
+    `all_gather`, `outcome`) in the same order. All but `failure`, `advanced`, `expect`,
+    `ended_file`, `give_up` and `signs` belong to the thread that runs the operation.
 
-    `verdict` is the error that was reported first, the same on all ranks. It is set when the block
-    ends with an error; None where the ranks had not met or cannot reach one another.
+    `what` names it in messages ("the save to s3://..."). `save_id` is that of the save, once it is
+    known, and `committed` what was committed, while the operation goes on after that. `verdict` is
+    the error that was reported first, the same on all ranks; it is set when the operation has ended
+    with an error, None where the ranks had not met or cannot reach one another.
+    """
+
+    what: str
+    rank: int
+    world_size: int
+    is_coordinator: bool
+    timeouts: Timeouts
+    save_id: str | None
+    committed: CheckpointInfo | None
+    verdict: CheckpointError | None
+    on_phase: Callable[[], object]
+
+    def meet(self, terms: Mapping[str, str]) -> None:
+        """Wait for all ranks and check that they mean the same; the first of all steps.
+
+        `terms` maps the name of everything ranks must share to its value, as text. Raises
+        `RankMismatchError` listing value -> ranks, `RankFailedError` if a rank failed before it
+        came here, `PhaseTimeoutError` naming ranks that did not come; on all ranks that came.
+        """
+
+    def phase(
+        self, phase: Phase, timeout_s: float | None = None, *, total_bytes: int = 0
+    ) -> Deadline:
+        """Begin a phase on this rank and return its deadline, which knows of others' failures.
+
+        The default timeout is that of the operation's `Timeouts`.
+        """
+
+    @property
+    def deadline(self) -> Deadline:
+        """Of the phase that this rank is in."""
+
+    @property
+    def current_phase(self) -> Phase:
+        """The phase that this rank is in."""
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Send `payload` to the coordinator; it gets all in order of rank, others an empty list.
+
+        Others return at once. Raises `RankFailedError`, `PhaseTimeoutError` naming the missing.
+        """
+
+    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+        """Give each rank its own of the coordinator's `payloads` (others pass none)."""
+
+    def broadcast(self, payload: bytes) -> bytes:
+        """Return the coordinator's `payload` on every rank (others pass anything)."""
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Return the payloads of all ranks, in order of rank, on every rank."""
+
+    def announce(self, outcome: bytes) -> None:
+        """Tell all ranks how the operation ended; the coordinator's last word, also after errors.
+
+        A rank that fails while the coordinator commits may report it too late: then this counts.
+        """
+
+    def outcome(self) -> bytes:
+        """Return what the coordinator announces; on the other ranks.
+
+        Raises as `gather`; unless that is the coordinator's last word, only after a moment in
+        which that may still come.
+        """
+
+    def is_last_word(self, error: CheckpointError) -> bool:
+        """Return whether the coordinator failed, and `error`, raised by `outcome`, is how.
+
+        It is not where the coordinator only noticed that others are silent, or where its save was
+        cancelled from another thread: it may be committing.
+        """
+
+    def give_up(self, error: CheckpointError) -> None:
+        """End the operation on all ranks with `error`, from any thread; one that ended stays so.
+
+        Before all ranks have met, it takes effect when they do.
+        """
+
+    def also_watch(self, look: Callable[[], CheckpointError | None]) -> None:
+        """End all waits of this rank with what `look` returns, once that is not None.
+
+        `look` is called every few milliseconds, in any thread that waits.
+        """
+
+    @property
+    def signs(self) -> Mapping[int, Sign]:
+        """The last sign of life of each rank that this rank has heard of."""
+
+
+class BoardOperation(Steps):
+    """An `Operation` over a board; a context manager.
+
+    An exception that leaves the block is reported to all ranks, which raise within seconds wherever
+    they are.
     """
 
     def __init__(self, group: Group, what: str, timeouts: Timeouts) -> None:
@@ -119,7 +213,7 @@ class Operation(Steps):
             has_met=group.has_met,
             process=group.process,
         )
-        self._signs = LifeSigns(group.rank, group.world_size)
+        self._signs = Signs(group.rank, group.world_size)
         self._watcher: Watcher | None = None
         self._step = 0
         self._keys: list[str] = []
@@ -166,6 +260,10 @@ class Operation(Steps):
         """Return why the operation cannot go on; None while it can."""
         return self._waits.failure
 
+    def also_watch(self, look: Callable[[], CheckpointError | None]) -> None:
+        """End all waits of this rank with what `look` returns, once that is not None."""
+        self._waits.looks.append(look)
+
     def advanced(self, byte_count: int) -> None:
         """Note bytes done in this phase, for the signs of life."""
         self._signs.advanced(byte_count)
@@ -201,10 +299,7 @@ class Operation(Steps):
     def phase(
         self, phase: Phase, timeout_s: float | None = None, *, total_bytes: int = 0
     ) -> Deadline:
-        """Begin a phase on this rank and return its deadline, which knows of others' failures.
-
-        The default timeout is that of the operation's `Timeouts`.
-        """
+        """Begin a phase on this rank and return its deadline."""
         seconds: float = getattr(self.timeouts, phase) if timeout_s is None else timeout_s
         self._waits.deadline = Deadline(phase, seconds, watch=self)
         self._signs.begin(phase, total_bytes)
@@ -226,12 +321,7 @@ class Operation(Steps):
     # Steps.
 
     def meet(self, terms: Mapping[str, str]) -> None:
-        """Wait for all ranks and check that they mean the same; the first of all steps.
-
-        `terms` maps the name of everything ranks must share to its value, as text. Raises
-        `RankMismatchError` listing value -> ranks, `RankFailedError` if a rank failed before it
-        came here, `PhaseTimeoutError` naming ranks that did not come; on all ranks that came.
-        """
+        """Wait for all ranks and check that they mean the same; the first of all steps."""
         hello = Hello(
             nonce=self.nonce,
             rank=self.rank,
@@ -269,18 +359,16 @@ class Operation(Steps):
             self._watcher.start()
 
     def announce(self, outcome: bytes) -> None:
-        """Tell all ranks how the operation ended; the coordinator's last word, also after errors.
-
-        A rank that fails while the coordinator commits may report it too late: then this counts.
-        """
-        self._put(self._outcome_key, outcome)
+        """Tell all ranks how the operation ended; also after errors."""
+        with self._over_the_board():
+            self._put(self._outcome_key, outcome)
 
     def outcome(self) -> bytes:
-        """Return what the coordinator announces; on the other ranks.
+        """Return what the coordinator announces; on the other ranks."""
+        with self._over_the_board():
+            return self._outcome()
 
-        Raises as `gather`; unless that is the coordinator's last word, only after a moment in
-        which that may still come.
-        """
+    def _outcome(self) -> bytes:
         try:
             self._await({COORDINATOR: self._outcome_key})
         except BoardError:
@@ -294,11 +382,7 @@ class Operation(Steps):
         return self._read(self._outcome_key)
 
     def is_last_word(self, error: CheckpointError) -> bool:
-        """Return whether the coordinator failed, and `error` is how.
-
-        It is not where the coordinator only noticed that others are silent, or where its save was
-        cancelled from another thread: it may be committing.
-        """
+        """Return whether the coordinator failed, and `error` is how."""
         is_silence = isinstance(error, RankFailedError) and error.is_silent
         is_wish = isinstance(error, SaveCancelledError)
         return self._reporter == COORDINATOR and not is_silence and not is_wish
@@ -320,7 +404,7 @@ class Operation(Steps):
     def give_up(self, error: CheckpointError) -> None:
         """End the operation on all ranks with `error`, from any thread; one that ended stays so.
 
-        Before all ranks have met, it takes effect when they do. Raises `BoardError`.
+        Before all ranks have met, it takes effect when they do.
         """
         with self._lock:
             if not self.id:
@@ -359,10 +443,6 @@ class Operation(Steps):
     def lost(self, error: BoardError) -> RankFailedError:
         """Return what it means that the board cannot be reached."""
         return lost_board(error, self._waits.deadline, self.what)
-
-    def told_by(self, rank: int, error: CheckpointError) -> CheckpointError:
-        """Return what this rank raises when `rank` decided on `error`, for all."""
-        return told_by(Report(rank=rank, error=error, decides=True), self.what)
 
     def _report(self, error: BaseException) -> None:
         """Tell all ranks why this one leaves, unless they told it."""

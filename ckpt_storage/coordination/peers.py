@@ -26,9 +26,9 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError, RankFailedEr
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.timed import AbandonedError, TimedPool
 
-from .coordinator import Coordinator
-from .groups import StoreBoard
 from .operation import Operation
+from .ranks import Ranks
+from .storeboard import StoreBoard
 
 log = logging.getLogger("ckpt_storage")
 
@@ -42,15 +42,15 @@ _NOTICE_S = 5.0
 
 
 class Peers:
-    """Point-to-point messages between the ranks of a Coordinator.
+    """Point-to-point messages between the ranks of one group.
 
     All ranks `join` in the same operation before they send. Several threads may send and receive
     at a time, if no two use one tag with one rank. Every wait ends by its deadline, and
     soon after the operation failed on another rank.
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        # Weakly: `peers_of` keeps one for as long as there is the Coordinator.
+    def __init__(self, coordinator: Ranks) -> None:
+        # Weakly: `peers_of` keeps one for as long as there are the `Ranks`.
         self._coordinator = weakref.ref(coordinator)
         self._group: dist.ProcessGroupGloo | None = None
         self._was_lost = False
@@ -68,8 +68,8 @@ class Peers:
 
         Making it takes at most `limit_s` seconds.
 
-        Raises `RankFailedError`, `PhaseTimeoutError`, `InvalidInputError` (a Coordinator whose
-        ranks share no store).
+        Raises `RankFailedError`, `PhaseTimeoutError`, `InvalidInputError` (ranks
+        that share no store).
         """
         coordinator = self._coordinator()
         if coordinator is None or coordinator.world_size == 1:
@@ -78,7 +78,7 @@ class Peers:
         if not isinstance(board, StoreBoard):
             raise InvalidInputError(
                 "These ranks have no store over which they could find one another.",
-                next_step="Use a Coordinator of a process group.",
+                next_step="Use the ranks of a process group.",
             )
         # What is found dead is found by its silence; sockets tell only that somebody is gone.
         self._word_s = operation.timeouts.silence + _NOTICE_S
@@ -220,11 +220,11 @@ class Peers:
             ) from error
 
 
-_peers: weakref.WeakKeyDictionary[Coordinator, Peers] = weakref.WeakKeyDictionary()
+_peers: weakref.WeakKeyDictionary[Ranks, Peers] = weakref.WeakKeyDictionary()
 
 
-def peers_of(coordinator: Coordinator) -> Peers:
-    """Return the messages between the ranks of a Coordinator, the same each time."""
+def peers_of(coordinator: Ranks) -> Peers:
+    """Return the messages between ranks, the same each time."""
     found = _peers.get(coordinator)
     if found is None:
         found = _peers[coordinator] = Peers(coordinator)

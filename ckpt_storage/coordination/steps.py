@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 
-from .board import Waits
-from .lifesigns import LifeSigns
-from .reports import COORDINATOR, name_ranks
+from .board import BoardError, Waits
+from .failures import COORDINATOR, lost_board, name_ranks
+from .signs import Signs
 
 
 class Steps:
@@ -21,7 +22,7 @@ class Steps:
     is_coordinator: bool
     id: str
     _waits: Waits
-    _signs: LifeSigns
+    _signs: Signs
     _step: int
     _keys: list[str]
 
@@ -31,39 +32,52 @@ class Steps:
         Others return at once. Raises `RankFailedError`, `PhaseTimeoutError` naming the missing.
         """
         step = self._next_step("gather")
-        if not self.is_coordinator:
-            self._put(f"{step}/{self.rank}", payload)
-            return []
-        keys = {rank: f"{step}/{rank}" for rank in self._others()}
-        self._await(keys)
-        got = {rank: self._take(key) for rank, key in keys.items()}
+        with self._over_the_board():
+            if not self.is_coordinator:
+                self._put(f"{step}/{self.rank}", payload)
+                return []
+            keys = {rank: f"{step}/{rank}" for rank in self._others()}
+            self._await(keys)
+            got = {rank: self._take(key) for rank, key in keys.items()}
         return [got.get(rank, payload) for rank in range(self.world_size)]
 
     def scatter(self, payloads: Sequence[bytes]) -> bytes:
         """Give each rank its own of the coordinator's `payloads` (others pass none)."""
         step = self._next_step("scatter")
-        if self.is_coordinator:
-            for rank in self._others():
-                self._put(f"{step}/{rank}", payloads[rank])
-            return payloads[self.rank]
-        key = f"{step}/{self.rank}"
-        self._await({COORDINATOR: key})
-        return self._take(key)
+        with self._over_the_board():
+            if self.is_coordinator:
+                for rank in self._others():
+                    self._put(f"{step}/{rank}", payloads[rank])
+                return payloads[self.rank]
+            key = f"{step}/{self.rank}"
+            self._await({COORDINATOR: key})
+            return self._take(key)
 
     def broadcast(self, payload: bytes) -> bytes:
         """Return the coordinator's `payload` on every rank (others pass anything)."""
         step = self._next_step("broadcast")
-        if self.is_coordinator:
-            self._put(step, payload)
-            return payload
-        self._await({COORDINATOR: step})
-        return self._read(step)
+        with self._over_the_board():
+            if self.is_coordinator:
+                self._put(step, payload)
+                return payload
+            self._await({COORDINATOR: step})
+            return self._read(step)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks, in order of rank, on every rank."""
         packed = self.broadcast(pickle.dumps(self.gather(payload)))
         together: list[bytes] = pickle.loads(packed)  # noqa: S301  # our own ranks
         return together
+
+    @contextmanager
+    def _over_the_board(self) -> Iterator[None]:
+        """Raise that the store is lost as what it means for the operation."""
+        try:
+            yield
+        except BoardError as error:
+            raise self._waits.failure or lost_board(
+                error, self._waits.deadline, self.what
+            ) from error
 
     @property
     def _prefix(self) -> str:

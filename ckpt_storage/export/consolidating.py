@@ -6,15 +6,14 @@ Imports torch only where a process group is involved.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpt_storage.coordination.coordinator import Coordinator, solo
-from ckpt_storage.coordination.reports import as_checkpoint_errors, place_of
+from ckpt_storage.coordination.failures import as_checkpoint_errors, place_of
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.format.exports import DEFAULT_FOLDER
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
@@ -91,7 +90,8 @@ def consolidate(  # the public surface, all keyword-only
             calling again brings the new one to its end.
 
     """
-    coordinator = _coordinator_of(process_group)
+    # A lane of its own: a background thread may consolidate while another one saves.
+    coordinator = Ranks.of(process_group, lane="consolidate")
 
     def job() -> ConsolidateJob:
         source = Location.of(url, storage_options)
@@ -146,16 +146,6 @@ def output_location(
     if storage_options is None and location.protocol == source.protocol:
         return Location.of(output, source.storage_options)
     return location
-
-
-def _coordinator_of(process_group: dist.ProcessGroup | None) -> Coordinator:
-    """Return the ranks of a group; where torch was never imported, this process alone."""
-    if process_group is None and "torch.distributed" not in sys.modules:
-        return solo()
-    from ckpt_storage.coordination.groups import coordinator_of  # noqa: PLC0415  # imports torch
-
-    # A lane of its own: a background thread may consolidate while another one saves.
-    return coordinator_of(process_group, lane="consolidate")
 
 
 def track(

@@ -19,7 +19,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_storage.commit.slotlog import is_there
-from ckpt_storage.coordination.stalling import stalling_deadline
 from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError, StorageError
 from ckpt_storage.format import layout
 from ckpt_storage.format.layout import INDEX_NAME, STOCK_METADATA
@@ -40,6 +39,7 @@ from ckpt_storage.source.model import CommittedSource, Source, TensorInfo
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.stalling import stalling_deadline
 from ckpt_storage.store.store import Store
 
 from .consolidation.options import Selection, parse_bytes

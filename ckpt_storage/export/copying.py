@@ -33,7 +33,6 @@ from typing import Any
 from ckpt_storage.commit import publishing, slotlog, stockfooter
 from ckpt_storage.commit.publishing import not_published
 from ckpt_storage.commit.slotlog import CommitLog
-from ckpt_storage.coordination.stalling import stalling_deadline
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -54,6 +53,7 @@ from ckpt_storage.source.filemarks import open_marked
 from ckpt_storage.source.model import SourceFormat, gone, read_manifest
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.stalling import stalling_deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import Workers
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_storage.commit import slotlog
-from ckpt_storage.coordination.stalling import Stalling, stalling_deadline
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -38,6 +37,7 @@ from ckpt_storage.source.model import (
 )
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.stalling import Stalling, stalling_deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.pacing import Pacer
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ckpt_storage.coordination.coordinator import solo
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.loads.loading import load
 from ckpt_storage.options import Timeouts
@@ -74,7 +74,7 @@ class CheckpointStorageIO(CheckpointIO):
             overwrite=True,
             storage_options=_merged(self._storage_options, storage_options) or None,
         )
-        run_save(solo(), lambda: pack(checkpoint), path, lambda: options)
+        run_save(Ranks.alone(), lambda: pack(checkpoint), path, lambda: options)
 
     def load_checkpoint(
         self,

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
+from ckpt_storage.coordination.failures import as_checkpoint_errors, place_of
 from ckpt_storage.coordination.frontdoor import exchange_plans, is_stateful, plain_state
-from ckpt_storage.coordination.groups import coordinator_of
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.peers import Peers, peers_of
-from ckpt_storage.coordination.reports import as_checkpoint_errors, place_of
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 
@@ -87,7 +87,7 @@ def load(  # the public surface, all keyword-only
             request takes; no `load_state_dict` was called, unless the error is from one itself.
 
     """
-    coordinator = coordinator_of(process_group)
+    coordinator = Ranks.of(process_group)
     try:
         timeouts, refusal = Timeouts.of(timeout), None
     except CheckpointError as error:

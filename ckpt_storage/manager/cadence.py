@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ckpt_storage.coordination.board import Board, BoardError
-from ckpt_storage.coordination.coordinator import Coordinator
+from ckpt_storage.coordination.failures import lost_board
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.watching import lost_board
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store.deadline import Deadline
@@ -164,7 +164,7 @@ class Cadence:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: Ranks,
         notices: Notices,
         *,
         every_steps: int | None,

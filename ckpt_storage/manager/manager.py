@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from ckpt_storage.background.handle import SaveHandle
 from ckpt_storage.background.saver import AsyncSaver, Mode, OnError
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.groups import coordinator_of
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.loads.loading import load
 from ckpt_storage.options import (
@@ -160,7 +160,7 @@ class CheckpointManager:
         )
         self._closed = False
         with contextlib.ExitStack() as undo:
-            self._coordinator = coordinator_of(process_group, lane=self._channel)
+            self._coordinator = Ranks.of(process_group, lane=self._channel)
             undo.callback(self._coordinator.close)
             self._upkeep.begin(is_coordinator=self._coordinator.is_coordinator)
             self._notices = Notices(signals, preemption)
@@ -424,7 +424,7 @@ class CheckpointManager:
         """Compare root and names on all ranks, once: managers of other roots would never meet."""
         if self._has_met or self._coordinator.world_size == 1:
             return
-        ranks = coordinator_of(self._process_group, lane="manager")
+        ranks = Ranks.of(self._process_group, lane="manager")
         what = f"the first use of the manager of {self.url}"
         try:
             with ranks.operation(what, timeouts=self._timeouts) as operation:

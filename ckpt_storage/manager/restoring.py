@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.coordinator import Coordinator
+from ckpt_storage.coordination.failures import as_checkpoint_errors, travelling
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.reports import as_checkpoint_errors, travelling
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -91,7 +91,7 @@ class Restorer:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: Ranks,
         census: Census,
         claims: Claims,
         soundness: Soundness,

@@ -12,7 +12,7 @@ from ckpt_storage.background.handle import SaveHandle, SaveState
 from ckpt_storage.background.saver import AsyncSaver
 from ckpt_storage.commit.info import CheckpointInfo, user_record
 from ckpt_storage.coordination.frontdoor import plain_state
-from ckpt_storage.coordination.groups import coordinator_of
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.saves.saving import SaveOptions, run_save
 
@@ -76,7 +76,7 @@ class StepSaver:
         try:
             try:
                 info = run_save(
-                    coordinator_of(self._process_group), prepared, job.target, lambda: job.options
+                    Ranks.of(self._process_group), prepared, job.target, lambda: job.options
                 )
             finally:
                 self._census.forget(job.name)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.reports import as_checkpoint_errors
 from ckpt_storage.errors import CheckpointError, ConsolidationError, InvalidInputError, StorageError
 from ckpt_storage.export.consolidating import output_location, track
 from ckpt_storage.export.consolidation.job import ConsolidateJob, ConsolidationReport

@@ -22,12 +22,16 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.tiednames import settled_ties
-from ckpt_storage.coordination.board import BoardError
-from ckpt_storage.coordination.coordinator import Coordinator
+from ckpt_storage.coordination.failures import (
+    COORDINATOR,
+    Report,
+    as_checkpoint_errors,
+    place_of,
+    told_by,
+)
 from ckpt_storage.coordination.frontdoor import plain_state, takes
-from ckpt_storage.coordination.groups import coordinator_of
 from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.reports import COORDINATOR, as_checkpoint_errors, place_of
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -183,7 +187,7 @@ def save(  # the public surface, all keyword-only
             begun; and with `ConsolidationError`: only its consolidation failed.
 
     """
-    coordinator = coordinator_of(process_group)
+    coordinator = Ranks.of(process_group)
 
     def options() -> SaveOptions:
         return SaveOptions(
@@ -208,7 +212,7 @@ def save(  # the public surface, all keyword-only
 
 
 def run_save(
-    coordinator: Coordinator,
+    coordinator: Ranks,
     state: Callable[[], dict[str, Any]],
     url: str | os.PathLike[str],
     options: Callable[[], SaveOptions],
@@ -371,10 +375,10 @@ class _Save:
         operation = self._operation
         try:
             operation.gather(written)
-        except BoardError as error:
+        except CheckpointError as error:
             # It may have arrived all the same, and then the save is committed.
             operation.phase("commit", self._timeouts.commit)
-            raise self._without_coordinator(operation.lost(error)) from error
+            raise self._without_coordinator(error) from error
 
     def _write_part(self, state: dict[str, Any]) -> bytes:
         """Plan and write; return what the coordinator is to know of it.
@@ -438,9 +442,11 @@ class _Save:
             raise self._without_coordinator(error) from error
         if isinstance(outcome, CommitUnknownError | NotPublishedError):
             # Not `failure`: what is in doubt, or only not published, has not failed.
-            raise operation.told_by(COORDINATOR, outcome)
+            raise told_by(Report(rank=COORDINATOR, error=outcome, decides=True), operation.what)
         if isinstance(outcome, CheckpointError):
-            raise operation.failure() or operation.told_by(COORDINATOR, outcome)
+            raise operation.failure() or told_by(
+                Report(rank=COORDINATOR, error=outcome, decides=True), operation.what
+            )
         info: CheckpointInfo = outcome
         return info
 

@@ -25,7 +25,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import ckpt_storage
 from ckpt_storage.coordination import operation as operation_module
 from ckpt_storage.coordination.board import LocalBoard
-from ckpt_storage.coordination.coordinator import Coordinator
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointInProgressError,
@@ -191,7 +191,7 @@ class Folder:
 
         def rank_main(rank: int) -> None:
             self._rank.value = rank
-            coordinator = Coordinator(board, rank=rank, world_size=world_size, look_s=0.002)
+            coordinator = Ranks(board, rank=rank, world_size=world_size, look_s=0.002)
             try:
                 with coordinator.operation("the test", timeouts=job.timeouts) as operation:
                     operation.meet(job.terms())

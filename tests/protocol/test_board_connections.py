@@ -15,8 +15,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from ckpt_storage.coordination.board import Board, LocalBoard
-from ckpt_storage.coordination.coordinator import Coordinator
-from ckpt_storage.coordination.groups import StoreBoard
+from ckpt_storage.coordination.ranks import Ranks
+from ckpt_storage.coordination.storeboard import StoreBoard
 from ckpt_storage.errors import RankFailedError
 from ckpt_storage.options import Timeouts
 
@@ -24,18 +24,18 @@ LOOK_S = 0.002
 END_S = 30.0
 
 
-def group(board: Callable[[], Board]) -> list[Coordinator]:
+def group(board: Callable[[], Board]) -> list[Ranks]:
     """Return two ranks, each over a board of its own making."""
-    return [Coordinator(board(), rank=rank, world_size=2, look_s=LOOK_S) for rank in range(2)]
+    return [Ranks(board(), rank=rank, world_size=2, look_s=LOOK_S) for rank in range(2)]
 
 
 def operate(
-    ranks: list[Coordinator], ready: Callable[[], bool], timeout_s: float = 20.0
+    ranks: list[Ranks], ready: Callable[[], bool], timeout_s: float = 20.0
 ) -> list[BaseException | None]:
     """Run one operation, in which each rank waits until `ready`; return what each raised."""
     raised: dict[int, BaseException | None] = {}
 
-    def main(coordinator: Coordinator) -> None:
+    def main(coordinator: Ranks) -> None:
         error = None
         try:
             with coordinator.operation("the test", timeouts=Timeouts.of(timeout_s)) as operation:

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from ckpt_storage.coordination import operation as operation_module
 from ckpt_storage.coordination.board import Board, BoardError, LocalBoard
-from ckpt_storage.coordination.coordinator import Coordinator, solo
-from ckpt_storage.coordination.groups import StoreBoard
-from ckpt_storage.coordination.lifesigns import LifeSigns
 from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.ranks import Ranks
+from ckpt_storage.coordination.signs import Signs
+from ckpt_storage.coordination.storeboard import StoreBoard
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -61,19 +61,19 @@ class Ended:
     wall_s: float = 0.0
 
 
-def group(board: Board, world_size: int) -> list[Coordinator]:
+def group(board: Board, world_size: int) -> list[Ranks]:
     """Return the Coordinators of all ranks over one board."""
     return [
-        Coordinator(board.twin(), rank=rank, world_size=world_size, look_s=LOOK_S)
+        Ranks(board.twin(), rank=rank, world_size=world_size, look_s=LOOK_S)
         for rank in range(world_size)
     ]
 
 
-def run(coordinators: Sequence[Coordinator], body: Callable[[Coordinator], object]) -> list[Ended]:
+def run(coordinators: Sequence[Ranks], body: Callable[[Ranks], object]) -> list[Ended]:
     """Run `body` as every rank, each in a thread; fail if one does not end."""
     ended: dict[int, Ended] = {}
 
-    def main(coordinator: Coordinator) -> None:
+    def main(coordinator: Ranks) -> None:
         begin = time.monotonic()
         value, failure = None, None
         try:
@@ -141,7 +141,7 @@ def whole(operation: Operation) -> list[bytes]:
     return operation.all_gather(own)
 
 
-def together(coordinator: Coordinator, timeouts: Timeouts = LONG) -> list[bytes]:
+def together(coordinator: Ranks, timeouts: Timeouts = LONG) -> list[bytes]:
     """Run an operation of all steps."""
     with coordinator.operation("the test", timeouts=timeouts) as operation:
         return whole(operation)
@@ -169,7 +169,7 @@ def test_operations_leave_nothing_but_the_last_ones_words() -> None:
 def test_ranks_that_disagree_are_listed_by_value() -> None:
     """Each rank raises the same mismatch, which maps each value to its ranks."""
 
-    def body(coordinator: Coordinator) -> None:
+    def body(coordinator: Ranks) -> None:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             operation.meet({"overwrite": "False", "the URL": f"s3://b/{coordinator.rank // 2}"})
 
@@ -185,7 +185,7 @@ def test_a_rank_that_does_not_come_is_named_by_all_that_did(missing: list[int]) 
     """Ranks that came raise an error that names the missing ones, within the deadline."""
     timeouts = Timeouts(plan=0.5)
 
-    def body(coordinator: Coordinator) -> None:
+    def body(coordinator: Ranks) -> None:
         if coordinator.rank not in missing:
             together(coordinator, timeouts)
 
@@ -230,7 +230,7 @@ def test_a_rank_that_fails_is_named_by_all(who: int, at: str) -> None:
     """Wherever a rank fails, it raises its own error and all others one that says it."""
     board = LocalBoard()
 
-    def body(coordinator: Coordinator) -> None:
+    def body(coordinator: Ranks) -> None:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             operation.phase("write")
             if coordinator.rank == who:
@@ -257,7 +257,7 @@ def test_a_rank_that_fails_is_named_by_all(who: int, at: str) -> None:
 def test_what_is_wrong_with_the_checkpoint_is_raised_as_it_is_by_all() -> None:
     """An error about the checkpoint itself has the same type on every rank."""
 
-    def body(coordinator: Coordinator) -> None:
+    def body(coordinator: Ranks) -> None:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
             if coordinator.rank == 2:
@@ -290,7 +290,7 @@ def test_errors_that_do_not_pickle_reach_all(
     made = kind()
     said = str(made)
 
-    def body(coordinator: Coordinator) -> None:
+    def body(coordinator: Ranks) -> None:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             if coordinator.rank == who:
                 failing(operation, at, made)
@@ -335,7 +335,7 @@ def test_a_rank_that_falls_silent_is_named_with_phase_bytes_and_age(who: int) ->
         sign = operations[rank].signs.get(who) if rank in operations else None
         return sign is not None and sign.done_bytes == 250
 
-    def body(coordinator: Coordinator) -> None:
+    def body(coordinator: Ranks) -> None:
         rank = coordinator.rank
         with coordinator.operation("the test", timeouts=timeouts) as operation:
             operations[rank] = operation
@@ -375,7 +375,7 @@ def test_a_rank_that_met_and_was_never_heard_is_named() -> None:
     board.lost.add(2)
     hold = threading.Event()
 
-    def body(coordinator: Coordinator) -> None:
+    def body(coordinator: Ranks) -> None:
         with coordinator.operation("the test", timeouts=Timeouts(silence=SILENCE_S)) as operation:
             operation.meet(TERMS)
             if coordinator.rank == 2:
@@ -399,7 +399,7 @@ def test_a_busy_rank_is_given_up_at_its_deadline_not_before(who: int) -> None:
     timeouts = Timeouts(silence=SILENCE_S, write=2 * SILENCE_S)
     done = threading.Event()
 
-    def body(coordinator: Coordinator) -> None:
+    def body(coordinator: Ranks) -> None:
         with coordinator.operation("the test", timeouts=timeouts) as operation:
             operation.meet(TERMS)
             operation.phase("write", total_bytes=10)
@@ -424,7 +424,7 @@ def test_a_busy_rank_is_given_up_at_its_deadline_not_before(who: int) -> None:
 def test_a_dead_ranks_word_at_second_hand_is_no_sign_of_life() -> None:
     """What others say of a rank does not make it heard."""
     now = [0.0]
-    signs = [LifeSigns(rank, 3, lambda: now[0]) for rank in range(3)]
+    signs = [Signs(rank, 3, lambda: now[0]) for rank in range(3)]
     for sign in signs:
         sign.begin("write", 100)
         sign.start_listening()
@@ -492,7 +492,7 @@ def test_a_lost_board_is_a_failure_that_names_the_coordinator(how: str, when: st
     if when == "before":
         board.how = how
 
-    def body(coordinator: Coordinator) -> None:
+    def body(coordinator: Ranks) -> None:
         with coordinator.operation("the test", timeouts=timeouts) as operation:
             operation.meet(TERMS)
             operation.phase("write")
@@ -527,7 +527,7 @@ def _plans(world_size: int) -> st.SearchStrategy[list[Plan]]:
     return st.lists(plan, min_size=1, max_size=5)
 
 
-def _follow(coordinator: Coordinator, plans: Sequence[Plan]) -> list[BaseException | None]:
+def _follow(coordinator: Ranks, plans: Sequence[Plan]) -> list[BaseException | None]:
     seen: list[BaseException | None] = []
     for number, plan in enumerate(plans):
         time.sleep(plan.pauses_s[coordinator.rank])
@@ -571,7 +571,7 @@ def test_word_of_an_earlier_operation_is_not_taken_for_the_next() -> None:
     gave_up = threading.Barrier(3)
     short = Timeouts(plan=0.3)
 
-    def body(coordinator: Coordinator) -> list[bytes]:
+    def body(coordinator: Ranks) -> list[bytes]:
         late = coordinator.rank == 1
         if late:
             gave_up.wait(END_S)
@@ -612,7 +612,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_loses_that_operation_only(la
     """A rank whose word comes too late for one operation is in step again by the third."""
     gave_up = threading.Barrier(3)
 
-    def body(coordinator: Coordinator) -> list[str]:
+    def body(coordinator: Ranks) -> list[str]:
         ended = []
         if coordinator.rank == late:
             gave_up.wait(END_S)
@@ -642,7 +642,7 @@ def test_a_rank_that_comes_after_the_others_gave_up_loses_that_operation_only(la
 def test_reports_of_several_ranks_name_one_of_them() -> None:
     """When many fail at once each raises its own error or the first report, and none hangs."""
 
-    def body(coordinator: Coordinator) -> None:
+    def body(coordinator: Ranks) -> None:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
             operation.gather(b"")
@@ -661,7 +661,7 @@ def test_the_coordinator_stays_until_all_have_read_the_outcome(
     left = threading.Event()
     monkeypatch.setattr(operation_module, "_LEAVE_S", END_S)
 
-    def body(coordinator: Coordinator) -> bytes:
+    def body(coordinator: Ranks) -> bytes:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
             if coordinator.rank == 1:
@@ -681,7 +681,7 @@ def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_
     gone = threading.Event()
     board = Deaf()
 
-    def body(coordinator: Coordinator) -> bytes:
+    def body(coordinator: Ranks) -> bytes:
         with coordinator.operation("the test", timeouts=timeouts) as operation:
             operation.meet(TERMS)
             operation.phase("commit")
@@ -699,8 +699,8 @@ def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_
 
 
 def test_operations_of_one_process_take_turns() -> None:
-    """A second operation of a Coordinator waits for the first, and gives up at its deadline."""
-    alone = solo()
+    """A second operation of one process waits for the first, and gives up at its deadline."""
+    alone = Ranks.alone()
     with (
         alone.operation("the first", timeouts=LONG),
         pytest.raises(PhaseTimeoutError, match="the second"),
@@ -725,7 +725,7 @@ def test_torchs_stores_carry_operations_and_large_payloads(tmp_path: Any) -> Non
     """Over each kind of store 20 MB travel whole, and all operations do as in memory."""
     large = random.Random(3).randbytes(20_000_000)
 
-    def body(coordinator: Coordinator) -> bool:
+    def body(coordinator: Ranks) -> bool:
         with coordinator.operation("the test", timeouts=LONG) as operation:
             operation.meet(TERMS)
             gathered = operation.gather(large if coordinator.rank == 1 else b"small")
@@ -734,7 +734,7 @@ def test_torchs_stores_carry_operations_and_large_payloads(tmp_path: Any) -> Non
 
     for name, make in _stores(tmp_path):
         ranks = [
-            Coordinator(StoreBoard(make, "test"), rank=rank, world_size=2, look_s=LOOK_S)
+            Ranks(StoreBoard(make, "test"), rank=rank, world_size=2, look_s=LOOK_S)
             for rank in range(2)
         ]
         assert values(run(ranks, body)) == [True, True], name
@@ -753,7 +753,7 @@ def test_a_rank_that_can_start_no_thread_says_so_and_goes_on_later(
             raise RuntimeError("can't start new thread")
         real(thread)
 
-    def body(coordinator: Coordinator) -> list[bytes]:
+    def body(coordinator: Ranks) -> list[bytes]:
         with coordinator.operation("the trial", timeouts=LONG) as operation:
             operation.meet({})
             return operation.all_gather(b"%d" % coordinator.rank)

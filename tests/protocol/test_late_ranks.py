@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt_storage.coordination.board import LocalBoard
-from ckpt_storage.coordination.coordinator import Coordinator
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import Timeouts
 
@@ -38,7 +38,7 @@ def run(bodies: list[Callable[[], Any]]) -> list[Any]:
 
 
 def tried(
-    group: Coordinator, timeouts: Timeouts, terms: dict[str, str], said: bytes, number: int | None
+    group: Ranks, timeouts: Timeouts, terms: dict[str, str], said: bytes, number: int | None
 ) -> Any:
     """Run one operation; return what all said, or the error."""
     try:
@@ -54,7 +54,7 @@ def tried(
 def test_a_late_rank_is_not_taken_for_one_of_the_next_save(url: str, *, counted: bool) -> None:
     """A state that comes to save 1 after the others gave it up never enters save 2."""
     board = LocalBoard()
-    ranks = [Coordinator(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
+    ranks = [Ranks(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
     gave_up = threading.Event()
     terms = [{"url": "x"}, {"url": "x" if url == "same" else "y"}]
 
@@ -84,13 +84,13 @@ def test_a_late_rank_is_not_taken_for_one_of_the_next_save(url: str, *, counted:
 def test_a_late_failure_harms_no_later_operation(*, same_url: bool) -> None:
     """A rank that fails in save 1 after the others gave it up takes part in saves 2 to 4."""
     board = LocalBoard()
-    ranks = [Coordinator(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
+    ranks = [Ranks(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
     gave_up = threading.Event()
 
     def terms(step: int) -> dict[str, str]:
         return {"url": "x" if same_url else f"x{step}"}
 
-    def good(group: Coordinator) -> list[Any]:
+    def good(group: Ranks) -> list[Any]:
         return [tried(group, LONG, terms(step), b"%d" % step, None) for step in (2, 3, 4)]
 
     def coordinator() -> list[Any]:
@@ -115,7 +115,7 @@ def test_a_late_failure_harms_no_later_operation(*, same_url: bool) -> None:
 def test_a_rank_that_missed_a_call_takes_part_in_the_next() -> None:
     """Where each save has a URL of its own, one that was never called costs only itself."""
     board = LocalBoard()
-    ranks = [Coordinator(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
+    ranks = [Ranks(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
     gave_up = threading.Event()
 
     def coordinator() -> list[Any]:

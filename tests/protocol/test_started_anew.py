@@ -23,7 +23,7 @@ from test_coordination import (  # noqa: F401  # `quick` is taken in by pytest
 from ckpt_storage import PhaseTimeoutError, RankFailedError
 from ckpt_storage.coordination import meeting
 from ckpt_storage.coordination.board import BoardError, LocalBoard
-from ckpt_storage.coordination.coordinator import Coordinator
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.options import Timeouts
 
 
@@ -52,7 +52,7 @@ class EndedBoard(LocalBoard):
 
 def leave_word(board: LocalBoard, rank: int, *, number: int, url: str) -> None:
     """Leave on the board what a rank leaves that is ended in its operation `number`."""
-    ended = Coordinator(EndedBoard(board), rank=rank, world_size=3)
+    ended = Ranks(EndedBoard(board), rank=rank, world_size=3)
     with (
         pytest.raises(RankFailedError),
         ended.operation("the test", timeouts=Timeouts(), number=number) as operation,
@@ -62,7 +62,7 @@ def leave_word(board: LocalBoard, rank: int, *, number: int, url: str) -> None:
 
 def leave_last_word(board: LocalBoard, *, number: int, rank: int = 0) -> None:
     """Leave on the board what a rank leaves that is interrupted before it meets the others."""
-    ended = Coordinator(board, rank=rank, world_size=3)
+    ended = Ranks(board, rank=rank, world_size=3)
     with pytest.raises(SystemExit), ended.operation("the test", timeouts=Timeouts(), number=number):
         raise SystemExit
 
@@ -86,7 +86,7 @@ def test_word_of_ranks_that_were_ended_is_not_taken_for_their_successors(
         leave_word(board, rank, number=number, url=url)
     assert board.keys == ["hello/1", "hello/2"]
 
-    def body(coordinator: Coordinator) -> list[list[bytes]]:
+    def body(coordinator: Ranks) -> list[list[bytes]]:
         if coordinator.rank > 0:
             until_asked(board, 2)
         return [together(coordinator) for _ in range(3)]
@@ -102,7 +102,7 @@ def test_a_rank_that_is_not_started_anew_is_named() -> None:
     ranks = group(board, 3)
     present = [ranks[0], ranks[2]]
 
-    def alone(coordinator: Coordinator) -> str:
+    def alone(coordinator: Ranks) -> str:
         with pytest.raises(PhaseTimeoutError) as caught:
             together(coordinator, Timeouts(plan=0.5))
         return str(caught.value)
@@ -110,7 +110,7 @@ def test_a_rank_that_is_not_started_anew_is_named() -> None:
     told = values(run(present, alone))
     assert all("Rank 1 of 3 has not come" in one for one in told), told
 
-    def all_come(coordinator: Coordinator) -> list[bytes]:
+    def all_come(coordinator: Ranks) -> list[bytes]:
         if coordinator.rank == 1:
             with pytest.raises(PhaseTimeoutError, match="given up before"):
                 together(coordinator)
@@ -141,7 +141,7 @@ def test_last_word_of_a_rank_0_that_was_ended_is_not_taken_for_its_successors(
     assert board.keys == ["hello/0"]
     started_after()
 
-    def body(coordinator: Coordinator) -> list[list[bytes]]:
+    def body(coordinator: Ranks) -> list[list[bytes]]:
         end_s = time.monotonic() + END_S / 2
         while coordinator.rank == 0 and not {"hello/1", "hello/2"} <= set(board.keys):
             assert time.monotonic() < end_s, board.keys
@@ -168,7 +168,7 @@ def test_last_word_of_another_rank_counts_unless_that_was_started_anew(
     if is_old:
         started_after()
 
-    def body(coordinator: Coordinator) -> list[list[bytes]]:
+    def body(coordinator: Ranks) -> list[list[bytes]]:
         if coordinator.rank == 1:
             end_s = time.monotonic() + END_S / 4
             while question not in board.keys:
@@ -195,7 +195,7 @@ def test_last_word_of_this_rank_0_counts(
     if silence_s < END_S:
         started_after()
 
-    def body(coordinator: Coordinator) -> str:
+    def body(coordinator: Ranks) -> str:
         with pytest.raises(RankFailedError) as caught:
             together(coordinator, Timeouts(silence=silence_s))
         assert caught.value.rank == 0

@@ -18,7 +18,7 @@ from consolidate_cases import check, files_in
 from dcp_cases import seeded
 
 import ckpt_storage
-from ckpt_storage.coordination.coordinator import solo
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_storage.export.consolidating import consolidate, output_location
 from ckpt_storage.export.consolidation.folder import ExportFolder
@@ -116,7 +116,7 @@ def test_a_killed_rank_is_named_and_a_rerun_completes(
 
 def consolidated(job: ConsolidateJob) -> ConsolidationReport:
     """Run a job within an operation of one's own."""
-    with solo().operation("the test", timeouts=Timeouts()) as operation:
+    with Ranks.alone().operation("the test", timeouts=Timeouts()) as operation:
         operation.meet(job.terms())
         return run_consolidate(operation, job)
 

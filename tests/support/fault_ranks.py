@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 import ckpt_storage
-from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.operation import BoardOperation
 
 __all__ = ["OPERATIONS", "Job", "nursery", "rank_main", "state_of"]
 
@@ -130,19 +130,19 @@ def tell_of_waits(line: _Line) -> None:
 
 
 def _wrap(line: _Line, name: str) -> None:
-    inner = getattr(Operation, name)
+    inner = getattr(BoardOperation, name)
     if hasattr(inner, "inner"):
         return
     count = 0
 
-    def step(self: Operation, *args: Any) -> Any:
+    def step(self: BoardOperation, *args: Any) -> Any:
         nonlocal count
         count += 1
         line.tell(f"{name} {count}")
         return inner(self, *args)
 
     step.inner = inner  # type: ignore[attr-defined]  # the mark of a wrapped one
-    setattr(Operation, name, step)
+    setattr(BoardOperation, name, step)
 
 
 class HeldSavePlanner(DefaultSavePlanner):

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ckpt_storage import AsyncSaver, SaveHandle, Timeouts, load
 from ckpt_storage.commit import attempt as commit
-from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.operation import BoardOperation
 
 MODES: tuple[Literal["thread", "process"], ...] = ("thread", "process")
 
@@ -135,7 +135,7 @@ def _patch() -> None:
     """Let commits and members' waits for them look whether they are held; once a process."""
     if hasattr(commit.commit, "inner"):
         return
-    inner_commit, inner_outcome = commit.commit, Operation.outcome
+    inner_commit, inner_outcome = commit.commit, BoardOperation.outcome
 
     @functools.wraps(inner_commit)
     def held_commit(*args: Any, **kwargs: Any) -> Any:
@@ -145,13 +145,13 @@ def _patch() -> None:
         return record
 
     @functools.wraps(inner_outcome)
-    def held_outcome(self: Operation) -> bytes:
+    def held_outcome(self: BoardOperation) -> bytes:
         _pass("outcome")
         return inner_outcome(self)
 
     held_commit.inner = inner_commit  # type: ignore[attr-defined]  # the mark of a wrapped one
     commit.commit = held_commit
-    Operation.outcome = held_outcome  # type: ignore[method-assign]
+    BoardOperation.outcome = held_outcome  # type: ignore[method-assign]
 
 
 class HeldPlanner(DefaultSavePlanner):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt_storage.coordination.board import LocalBoard
-from ckpt_storage.coordination.coordinator import Coordinator
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.manager.cadence import Cadence
 from ckpt_storage.manager.preemption import Notices
 from ckpt_storage.options import Timeouts
@@ -152,7 +152,7 @@ def in_step(world_size: int, noticed: int, *, long_from: int, notice_at: int) ->
         now_s = [0.0]
         notices = Told()
         cadence = Cadence(
-            Coordinator(board, rank=rank, world_size=world_size, look_s=0.001),
+            Ranks(board, rank=rank, world_size=world_size, look_s=0.001),
             notices,  # type: ignore[arg-type]  # as much of them as is needed
             every_steps=None,
             every_s=None,

@@ -21,7 +21,7 @@ from ckpt_storage import (
     StorageError,
 )
 from ckpt_storage.background.handle import SaveStatus
-from ckpt_storage.coordination.lifesigns import Sign
+from ckpt_storage.coordination.signs import Sign
 from ckpt_storage.options import Phase
 
 INFO = CheckpointInfo(url="file:///c", name="c", format="ckpt_storage", save_id="s1", slot=1)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_storage.commit.slotlog import is_there
-from ckpt_storage.coordination.agreement import spell_ranks
+from ckpt_storage.coordination.failures import spell_ranks
 from ckpt_storage.errors import CheckpointError, RankMismatchError, StorageError
 from ckpt_storage.format.exports import probe_path
 from ckpt_storage.source.foreign import SafetensorsSource, StockSource

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckpt_storage.commit.slotlog import read_slot
-from ckpt_storage.coordination.agreement import spell_ranks
+from ckpt_storage.coordination.failures import spell_ranks
 from ckpt_storage.errors import CheckpointNotFoundError, RankMismatchError, StorageError
 from ckpt_storage.format import layout
 from ckpt_storage.format.documents import FileRef

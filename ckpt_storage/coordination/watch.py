@@ -12,8 +12,8 @@ from ckpt_storage.errors import CheckpointError, RankFailedError
 from ckpt_storage.store.deadline import Deadline
 
 from .board import Board, BoardError
-from .lifesigns import LifeSigns, Siblings
-from .reports import COORDINATOR, Report, name_ranks
+from .failures import COORDINATOR, Report, lost_board, name_ranks
+from .signs import Siblings, Signs
 
 log = logging.getLogger("ckpt_storage")
 
@@ -48,7 +48,7 @@ class Watcher:
         what: str,
         rank: int,
         world_size: int,
-        signs: LifeSigns,
+        signs: Signs,
         phase: Callable[[], Deadline],
         on_report: Callable[[Report], None],
         on_failure: Callable[[CheckpointError], None],
@@ -205,17 +205,3 @@ class Watcher:
             next_step="See whether those processes were killed or stopped (out of memory?); "
             "if they only had no time for it, raise Timeouts.silence.",
         )
-
-
-def lost_board(error: BoardError, deadline: Deadline, what: str) -> RankFailedError:
-    """Return what it means that the board cannot be reached."""
-    return RankFailedError(
-        f"The store that the ranks share cannot be reached in the {deadline.phase} phase of "
-        f"{what}: rank {COORDINATOR}, or the launcher that hosts the store, is gone or stopped "
-        f"({error}).",
-        failures={COORDINATOR: str(error)},
-        is_silent=True,
-        rank=COORDINATOR,
-        phase=deadline.phase,
-        next_step=f"See what became of rank {COORDINATOR} and its host.",
-    )

@@ -107,7 +107,7 @@ class Sign:
         return self.total_bytes - self.done_bytes
 
 
-class LifeSigns:
+class Signs:
     """Own progress, and what was heard of others; safe in any thread."""
 
     def __init__(

@@ -25,9 +25,10 @@ from ckpt_storage.errors import (
     SaveCancelledError,
 )
 from ckpt_storage.store import Location
+from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.redaction import without_secrets
 
-from .agreement import spell_ranks
+from .board import BoardError
 
 log = logging.getLogger("ckpt_storage")
 
@@ -169,3 +170,31 @@ def place_of(url: object) -> str:
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return ranks for the beginning of a sentence."""
     return f"Rank{'s' if len(ranks) != 1 else ''} {spell_ranks(ranks) if ranks else '?'}"
+
+
+def spell_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as text, runs folded: 0-3, 7."""
+    parts: list[str] = []
+    start = previous = ranks[0]
+    for rank in [*ranks[1:], None]:
+        if rank is not None and rank == previous + 1:
+            previous = rank
+            continue
+        parts.append(str(start) if start == previous else f"{start}-{previous}")
+        if rank is not None:
+            start = previous = rank
+    return ", ".join(parts)
+
+
+def lost_board(error: BoardError, deadline: Deadline, what: str) -> RankFailedError:
+    """Return what it means that the board cannot be reached."""
+    return RankFailedError(
+        f"The store that the ranks share cannot be reached in the {deadline.phase} phase of "
+        f"{what}: rank {COORDINATOR}, or the launcher that hosts the store, is gone or stopped "
+        f"({error}).",
+        failures={COORDINATOR: str(error)},
+        is_silent=True,
+        rank=COORDINATOR,
+        phase=deadline.phase,
+        next_step=f"See what became of rank {COORDINATOR} and its host.",
+    )

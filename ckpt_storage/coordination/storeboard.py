@@ -8,8 +8,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +19,6 @@ from ckpt_storage.errors import InvalidInputError, StorageError
 from ckpt_storage.store.timed import TimedPool
 
 from .board import BoardError
-from .coordinator import Coordinator, solo
 
 _T = TypeVar("_T")
 
@@ -191,92 +188,6 @@ class StoreAddress:
 
 def _piece(key: str, number: int) -> str:
     return f"{key}#{number}"
-
-
-_coordinators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Coordinator]] = (
-    weakref.WeakKeyDictionary()
-)
-_lock = threading.Lock()
-
-
-def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group that is meant: the given one or the default one; None: this process alone.
-
-    Raises `InvalidInputError` on a rank outside the group.
-    """
-    if process_group is None and dist.is_available() and dist.is_initialized():
-        process_group = dist.group.WORLD
-    # Outside of its members, `new_group` returns a mark of another type.
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        raise InvalidInputError(
-            "This process is not a member of process_group.",
-            next_step="Call this on the ranks of process_group only.",
-        )
-    return process_group
-
-
-def coordinator_of(process_group: dist.ProcessGroup | None, *, lane: str = "main") -> Coordinator:
-    """Return the Coordinator of a group (None: the default group, or this process alone).
-
-    The same one each time for the same group and `lane`, also after `close`: it counts the
-    operations of that name. Operations in different lanes may run at the same time. Talks to
-    nobody. Raises `InvalidInputError` on a rank outside the group.
-    """
-    process_group = group_of(process_group)
-    if process_group is None:
-        return solo()
-    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    if world_size == 1:
-        return solo()
-    with _lock:
-        lanes = _coordinators.setdefault(process_group, {})
-        if lane not in lanes:
-            store = store_of(process_group)
-            # Torch's stub of a store leaves `clone` out.
-            board = StoreBoard(store.clone, f"ckpt_storage/{lane}")  # type: ignore[attr-defined]
-            lanes[lane] = Coordinator(board, rank=rank, world_size=world_size)
-        return lanes[lane]
-
-
-class SaverChannel:
-    """The name under which the ranks of a group meet for the saves of one `AsyncSaver`.
-
-    One saver of a group has it at a time. Saves are counted per group and name, and the count
-    outlives `close`: what one rank makes alone shifts nothing.
-    """
-
-    def __init__(self, lane: str, coordinator: Coordinator) -> None:
-        self.lane = lane
-        self.coordinator = coordinator
-        self.save_count = 0
-        self.is_open = False
-
-    @classmethod
-    def take(cls, process_group: dist.ProcessGroup | None, name: str) -> SaverChannel:
-        """Return the channel of a name. Raises `InvalidInputError` while another saver has it."""
-        lane = f"async/{name}"
-        coordinator = coordinator_of(process_group, lane=lane)
-        group = group_of(process_group)
-        with _lock:
-            channels = {} if group is None else _channels.setdefault(group, {})
-            channel = channels.setdefault(lane, cls(lane, coordinator))
-            if channel.is_open:
-                raise InvalidInputError(
-                    f"An AsyncSaver named {name!r} is open in this process group.",
-                    next_step="Close it first, or give the second one a name of its own (name=).",
-                )
-            channel.is_open = True
-        return channel
-
-    def close(self) -> None:
-        """Give the name back, and let go of the connection."""
-        self.is_open = False
-        self.coordinator.close()
-
-
-_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, SaverChannel]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:
