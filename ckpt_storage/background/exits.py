@@ -1,4 +1,4 @@
-"""When the interpreter ends with saves in flight: flush them within bounds, or say what is lost."""
+"""The end of an interpreter with saves in flight: they are waited for within bounds, or named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GRACE_S = 3.0
 
 _LOOK_S = 0.1
 _ENDING = ("ckpt-storage save", "ckpt-storage watch")
-"""Threads that end with their save."""
+"""Threads that end with their saves."""
 
 _END_S = 5.0
 _HALT_S = 0.3
@@ -34,86 +34,41 @@ _HALT_S = 0.3
 
 _in_flight: dict[SaveStatus, tuple[float, Timeouts]] = {}
 _lost: list[SaveStatus] = []
-_lock = threading.Lock()
-_is_registered = False
-
-
-def _forget_all() -> None:
-    """Let a child of fork wait for none of its parent's saves: it has none of their threads."""
-    global _lock  # noqa: PLW0603  # its owner may be a thread that the child has not
-    _lock = threading.Lock()
-    _in_flight.clear()
-
-
-os.register_at_fork(after_in_child=_forget_all)
 
 
 def flush_at_exit(save: SaveStatus, timeout_s: float, timeouts: Timeouts) -> None:
-    """Let an interpreter that ends wait for a save that has begun, at most `timeout_s` seconds.
+    """Let an interpreter that ends wait for a save, as `flush` does, and name what it loses."""
+    _in_flight[save] = timeout_s, timeouts
+    save.when_ended(lambda: _in_flight.pop(save, None))
+    _register()
 
-    And no longer without progress than `STALL_S`, or than its phase may take and `_GRACE_S`. A save
-    that does not end by then is named on standard error.
-    """
-    global _is_registered  # one hook for the whole process
-    with _lock:
-        _in_flight[save] = timeout_s, timeouts
-        is_first, _is_registered = not _is_registered, True
-    save.when_ended(lambda: _forget(save))
-    if not is_first:
-        return
+
+def _register() -> None:
     # Before the executors of `concurrent.futures` are shut down, on which clients rely: their
     # hook came with the import above, and the last to register is the first to run. `atexit` runs
     # too late for that, but is all that a Python without this hook offers.
-    atexit.register(_rest)
-    register = getattr(threading, "_register_atexit", atexit.register)
+    if _hooks:
+        return
+    _hooks.append(atexit.register(_rest))
     try:
-        register(_flush)
+        getattr(threading, "_register_atexit", atexit.register)(_flush_all)
     except RuntimeError:
         log.warning("The interpreter is ending already: no save is waited for.")
 
 
-def _forget(save: SaveStatus) -> None:
-    with _lock:
-        _in_flight.pop(save, None)
+_hooks: list[object] = []
 
-
-def _flush() -> None:
-    with _lock:
-        waiting = list(_in_flight)
-    lost = flush(waiting)
-    for save in lost:
-        message = (
-            f"ckpt_storage: the save to {save.url} is lost: the process ended while it was "
-            f"{save.state.value}. Call result() or close() before the program ends."
-        )
-        if log.hasHandlers():
-            log.critical(message)
-        # Logging may be off or gone by now, and this must not be missed.
-        print(message, file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _rest() -> None:
-    """Let our daemon threads come to rest before the interpreter takes itself down.
-
-    After `_flush`, and after threads of the user's own, which may still save.
-    """
-    halt_threads()
-    end = time.monotonic() + (_HALT_S if _lost else _END_S)
-    # One whose save has ended still lets go of tensors, in torch's C++.
-    ending = [thread for thread in threading.enumerate() if thread.name.startswith(_ENDING)]
-    for thread in ending:
-        thread.join(max(0.0, end - time.monotonic()))
-    if ending:
-        time.sleep(_HALT_S)
+# A child of fork has none of the threads that its parent's saves need.
+os.register_at_fork(after_in_child=_in_flight.clear)
 
 
 def flush(saves: Sequence[SaveStatus]) -> list[SaveStatus]:
-    """Wait for saves in flight, no longer than `flush_at_exit` says, and return what has not ended.
+    """Wait for saves in flight and return those that have not ended; nobody waits for these again.
 
-    Nobody waits for these again when the interpreter ends.
+    Each is waited for as long as `flush_at_exit` was told; and no longer without progress than
+    `STALL_S`, or than its phase may take and `_GRACE_S`.
     """
-    with _lock:
-        limits = {save: _in_flight[save] for save in saves if save in _in_flight}
+    limits = {save: limit for save in saves if (limit := _in_flight.get(save)) is not None}
     start = moved = time.monotonic()
     seen: object = None
     while True:
@@ -132,7 +87,7 @@ def flush(saves: Sequence[SaveStatus]) -> list[SaveStatus]:
         waiting[0].ended.wait(_LOOK_S)
     lost = [save for save in limits if not save.ended.is_set()]
     for save in lost:
-        _forget(save)
+        _in_flight.pop(save, None)
     _lost.extend(lost)
     return lost
 
@@ -151,3 +106,30 @@ def _phase_s(save: SaveStatus, timeouts: Timeouts) -> float:
     # Who waits for a commit waits first for the slowest write.
     before_s = timeouts.write if own.phase == "commit" else 0.0
     return before_s + float(getattr(timeouts, own.phase)) + _GRACE_S
+
+
+def _flush_all() -> None:
+    for save in flush(list(_in_flight)):
+        message = (
+            f"ckpt_storage: the save to {save.url} is lost: the process ended while it was "
+            f"{save.state.value}. Call result() or close() before the program ends."
+        )
+        if log.hasHandlers():
+            log.critical(message)
+        # Logging may be off or gone by now, and this must not be missed.
+        print(message, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _rest() -> None:
+    """Let our daemon threads come to rest before the interpreter takes itself down.
+
+    After `_flush_all`, and after threads of the user's own, which may still save.
+    """
+    halt_threads()
+    end = time.monotonic() + (_HALT_S if _lost else _END_S)
+    # One whose save has ended still lets go of tensors, in torch's C++.
+    ending = [thread for thread in threading.enumerate() if thread.name.startswith(_ENDING)]
+    for thread in ending:
+        thread.join(max(0.0, end - time.monotonic()))
+    if ending:
+        time.sleep(_HALT_S)

@@ -12,15 +12,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors, place_of
 from ckpt_storage.coordination.frontdoor import plain_state
-from ckpt_storage.coordination.ranks import SaverChannel, group_of
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.ranks import Ranks, SaverChannel, group_of
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.options import (
     PageCache,
@@ -31,13 +34,13 @@ from ckpt_storage.options import (
     UnsafeValues,
 )
 from ckpt_storage.saves.chaining import Chained
-from ckpt_storage.saves.saving import SaveOptions
+from ckpt_storage.saves.saving import SaveOptions, run_save
 from ckpt_storage.store import anchored
 
 from .exits import flush, flush_at_exit
 from .handle import SaveHandle, SaveStatus, check_process
 from .hostbuffers import HostBuffers
-from .savetask import SaveTask
+from .queue import SaveJob, SaveQueue
 from .staging import begin_stage, stage
 from .workerlink import WorkerLink
 
@@ -122,8 +125,11 @@ class AsyncSaver:
         self._buffers = HostBuffers(
             "shared" if mode == "process" else "private", max_leases=max_pending
         )
+        self._queue = SaveQueue(
+            partial(_run, self._coordinator, self._link),
+            drained=self._link.close if self._link is not None else lambda: None,
+        )
         self._saves: list[SaveStatus] = []
-        self._last: SaveTask | None = None
         self._closed = False
         # A signal's handler may save in the middle of a save.
         self._turn = threading.RLock()
@@ -131,7 +137,7 @@ class AsyncSaver:
         self._exit_timeout_s = exit_timeout_s
         # Non-blocking: a saver that is forgotten lets its saves end, and its worker with them.
         self._finalizer = weakref.finalize(
-            self, _let_go, self._process_id, self._buffers, self._link, self._channel
+            self, _let_go, self._process_id, self._buffers, self._queue, self._channel
         )
         self._finalizer.atexit = False
 
@@ -228,57 +234,46 @@ class AsyncSaver:
         try:
             status = SaveStatus(place_of(url), self._coordinator.rank, limit_s=limit_s)
             self._channel.save_count += 1
-            task = SaveTask(
-                self._coordinator,
-                self._link,
-                status,
-                options,
-                url=url,
-                number=self._channel.save_count,
-            )
-            self._begin(task, state, prepare, block_until_staged=block_until_staged)
+            number = self._channel.save_count
+            job = SaveJob(status=status, options=options, url=url, number=number)
+            try:
+                self._stage(job, state, prepare, block_until_staged=block_until_staged)
+            except BaseException as error:
+                # The other ranks are in this save: a rank that raised and left would leave them
+                # alone there.
+                status.take()  # raised here, and not again by the next save
+                job.refusal = _refusal(status, error)
+                self._queue.put(job)
+                raise
+            self._queue.put(job)
             return SaveHandle(status)
         finally:
             self._turn.release()
 
-    def _begin(
+    def _stage(
         self,
-        task: SaveTask,
+        job: SaveJob,
         state: Mapping[str, Any],
         prepare: Callable[[], None],
         *,
         block_until_staged: bool,
     ) -> None:
-        status, timeouts = task.status, task.options.timeouts
+        status, timeouts = job.status, job.options.timeouts
         try:
-            # Each call is one operation of all ranks, also where it raises: a rank that raised
-            # what others were told before would leave them alone in this save.
-            try:
-                self._wait_for_room()
-            finally:
-                self._enlist(task)
-            with as_checkpoint_errors(f"the staging for {status.url}", status.rank):
-                # The trainer's working folder counts, as it is now.
-                task.url, task.options = anchored(task.url), task.options.anchored()
-                prepare()
-                task.lease = self._buffers.lease(timeout_s=timeouts.stage)
-                if block_until_staged:
-                    task.staged = stage(plain_state(state), task.lease)
-                    status.mark_staged()
-                else:
-                    task.staging = begin_stage(plain_state(state), task.lease)
-        except CheckpointError as error:
-            error.phase = error.phase or "stage"
-            error.rank = status.rank if error.rank is None else error.rank
-            status.take()  # raised here, and not again by the next save
-            task.start(refusal=error)
-            raise
-        except BaseException as error:
-            # An interrupt: the other ranks are in this save and must be told.
-            status.take()
-            task.start(refusal=_interrupted(status, error))
-            raise
-        task.start()
+            self._wait_for_room()
+        finally:
+            self._saves.append(status)
+            flush_at_exit(status, self._exit_timeout_s, timeouts)
+        with as_checkpoint_errors(f"the staging for {status.url}", status.rank):
+            # The trainer's working folder counts, as it is now.
+            job.url, job.options = anchored(job.url), job.options.anchored()
+            prepare()
+            job.lease = self._buffers.lease(timeout_s=timeouts.stage)
+            if block_until_staged:
+                job.staged = stage(plain_state(state), job.lease)
+                status.mark_staged()
+            else:
+                job.staging = begin_stage(plain_state(state), job.lease)
 
     @contextlib.contextmanager
     def step_guard(self) -> Iterator[None]:
@@ -334,13 +329,6 @@ class AsyncSaver:
         if surplus > 0:
             self._settle(self._saves[:surplus], None)
 
-    def _enlist(self, task: SaveTask) -> None:
-        if self._last is not None and not self._last.ended.is_set():
-            task.previous = self._last
-        self._last = task
-        self._saves.append(task.status)
-        flush_at_exit(task.status, self._exit_timeout_s, task.options.timeouts)
-
     def _settle(self, saves: list[SaveStatus], timeout: float | None) -> None:
         failure: CheckpointError | None = None
         for save in saves:
@@ -365,7 +353,12 @@ class AsyncSaver:
         return (len(self._saves) + 1) * one_s + _SLACK_S
 
 
-def _interrupted(status: SaveStatus, error: BaseException) -> CheckpointError:
+def _refusal(status: SaveStatus, error: BaseException) -> CheckpointError:
+    """Return what the other ranks are told of a save that was not begun here."""
+    if isinstance(error, CheckpointError):
+        error.phase = error.phase or "stage"
+        error.rank = status.rank if error.rank is None else error.rank
+        return error
     return CheckpointError(
         f"The save to {status.url} was not begun: rank {status.rank} was interrupted while it "
         f"copied its state ({type(error).__name__}).",
@@ -374,14 +367,38 @@ def _interrupted(status: SaveStatus, error: BaseException) -> CheckpointError:
     )
 
 
-def _let_go(
-    process_id: int, buffers: HostBuffers, link: WorkerLink | None, channel: SaverChannel
-) -> None:
+def _run(coordinator: Ranks, link: WorkerLink | None, job: SaveJob) -> CheckpointInfo:
+    """Carry a job out, in the worker if there is one; a refusal is told to the other ranks."""
+    status = job.status
+    if link is not None and job.staged is not None and job.refusal is None:
+        return link.save(status, job.staged, job.options, url=job.url, number=job.number)
+
+    def state() -> dict[str, Any]:
+        if job.refusal is not None:
+            raise job.refusal
+        assert job.staged is not None  # noqa: S101  # there is one or the other
+        return dict(job.staged.state)
+
+    def watch(operation: Operation) -> None:
+        status.follow(lambda: (operation.signs, operation.save_id))
+        status.on_cancel(operation.give_up)
+
+    return run_save(
+        coordinator,
+        state,
+        job.url,
+        lambda: job.options,
+        watch=watch,
+        number=job.number,
+        in_background=True,
+    )
+
+
+def _let_go(process_id: int, buffers: HostBuffers, queue: SaveQueue, channel: SaverChannel) -> None:
     if os.getpid() != process_id:
         return  # a child of fork owns nothing of this
     buffers.close()
-    if link is not None:
-        link.close()
+    queue.close()
     channel.close()
 
 

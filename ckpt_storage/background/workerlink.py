@@ -79,9 +79,6 @@ class WorkerLink:
         self._silence_s = silence_s
         self._pool = TimedPool("ckpt-storage pipe")
         self._sending = threading.Lock()
-        self._is_busy = False
-        self._is_closing = False
-        self._lock = threading.Lock()
         self._child: WorkerProcess | None = None
         try:
             self._child = WorkerProcess(self._setup)
@@ -98,11 +95,10 @@ class WorkerLink:
         return child.pid if child is not None and child.is_alive() else None
 
     def close(self) -> None:
-        """End the worker once its save has ended; idempotent, never waits."""
-        with self._lock:
-            self._is_closing = True
-            if not self._is_busy:
-                self._end_all()
+        """End the worker; after its last save, idempotent."""
+        self._end_child()
+        self.coordinator.close()
+        self._pool.close()
 
     def save(
         self,
@@ -118,18 +114,7 @@ class WorkerLink:
         `number` counts the saves of this saver, the same on every rank.
         A worker that dies, or gives no sign of life, is ended, and the other ranks are told.
         """
-        with self._lock:
-            self._is_busy = True
-        try:
-            return self._save(_Run(number=number, status=status, options=options, url=url), staged)
-        finally:
-            with self._lock:
-                self._is_busy = False
-                if self._is_closing:
-                    self._end_all()
-
-    def _save(self, run: _Run, staged: StagedState) -> CheckpointInfo:
-        status, options = run.status, run.options
+        run = _Run(number=number, status=status, options=options, url=url)
         with self._told(run):
             # Callables of the trainer stay here: they get what the worker's beats tell.
             sent = dataclasses.replace(options, progress=None)
@@ -333,11 +318,6 @@ class WorkerLink:
         if self._child is None:
             self._child = WorkerProcess(self._setup)
         return self._child
-
-    def _end_all(self) -> None:
-        self._end_child()
-        self.coordinator.close()
-        self._pool.close()
 
     def _end_child(self) -> None:
         child, self._child = self._child, None
