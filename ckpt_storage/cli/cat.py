@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 
 from . import elements, output
 from .options import common, fqn_argument, json_option, parse_slice, storage_options, url_argument

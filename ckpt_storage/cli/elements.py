@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.inspect.arrays import elements_of
 from ckpt_storage.inspect.indexing import Selection, select, slabs
 

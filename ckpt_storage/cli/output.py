@@ -59,7 +59,7 @@ def check_root(root: str, options: dict[str, Any] | None, timeout: float | None)
     Raises `CheckpointNotFoundError`, `InvalidInputError`, `StorageError`.
     """
     from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError, StorageError  # noqa: PLC0415  # as above
-    from ckpt_storage.format import layout  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.format.names import COMMITS, STOCK_METADATA  # noqa: PLC0415  # as above
     from ckpt_storage.options import Timeouts  # noqa: PLC0415  # as above
     from ckpt_storage.store import Location, open_store  # noqa: PLC0415  # as above
 
@@ -79,7 +79,7 @@ def check_root(root: str, options: dict[str, Any] | None, timeout: float | None)
             phase="load",
             next_step="Check the path, the bucket and the storage options.",
         )
-    if found & {f"{layout.COMMITS}/", layout.STOCK_METADATA}:
+    if found & {f"{COMMITS}/", STOCK_METADATA}:
         raise InvalidInputError(
             f"{location.url} is a checkpoint itself, no folder of checkpoints.",
             path=location.url,

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError, StorageError
-from ckpt_storage.format import integrity
-from ckpt_storage.format.columns import Columns, Counts
+from ckpt_storage.format.boxes import Box, Grid, compact, covers_exactly, find_grid
+from ckpt_storage.format.documents import Columns, Counts, unseal
 from ckpt_storage.format.manifest import InlineRanks, Manifest, TensorRecord
 from ckpt_storage.format.rankreport import RankReport
-from ckpt_storage.format.regions import Box
-from ckpt_storage.format.tensorlayout import compact, fits
-from ckpt_storage.format.tiling import Grid, covers_exactly, find_grid
+from ckpt_storage.format.tensorlayout import fits
 from ckpt_storage.store.store import Store
 
 from .reporttable import Chunks, Planned, ReportTable, incomplete
@@ -223,7 +221,7 @@ def _inlined(reports: Sequence[RankReport]) -> InlineRanks | None:
         document = report.read_document()
         if document is None:
             return None
-        bodies.append(integrity.unseal(document, path=report.ref.path))
+        bodies.append(unseal(document, path=report.ref.path))
     return InlineRanks(bodies, Columns(reports[0].ref.path))
 
 

@@ -17,9 +17,18 @@ from ckpt_storage.errors import (
     CommitUnknownError,
     StorageError,
 )
-from ckpt_storage.format import integrity, layout
-from ckpt_storage.format.documents import FileRef
-from ckpt_storage.format.slots import HeadRef, SlotRecord
+from ckpt_storage.format.commit_record import HeadRef, SlotRecord
+from ckpt_storage.format.documents import FileRef, seal
+from ckpt_storage.format.names import (
+    COMMITS,
+    STOCK_METADATA,
+    begun_path,
+    new_save_id,
+    new_write_id,
+    ranks_folder,
+    save_folder,
+    slot_path,
+)
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -62,7 +71,7 @@ def begin(
     """
     calls: list[Callable[[], Any]] = [lambda: read_log(store)]
     if not overwrite:
-        calls.append(lambda: is_there(store, layout.STOCK_METADATA))
+        calls.append(lambda: is_there(store, STOCK_METADATA))
     found: CommitLog
     found, is_shown = [*side_by_side(store, calls), False][:2]
     if not overwrite:
@@ -81,13 +90,13 @@ def begin(
                 phase="plan",
                 next_step="Save to another id, or pass overwrite=True to replace it.",
             )
-    save_id = layout.new_save_id()
-    store.make_folders([layout.COMMITS, layout.save_folder(save_id), layout.ranks_folder(save_id)])
+    save_id = new_save_id()
+    store.make_folders([COMMITS, save_folder(save_id), ranks_folder(save_id)])
     exclusive = probe(store)
     # Temporary files and open uploads show in no listing: without this, an attempt that dies before
     # its first file is complete would never be found and freed.
     begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
-    store.put(layout.begun_path(save_id), integrity.seal(begun))
+    store.put(begun_path(save_id), seal(begun))
     previous = found.head.head if found.head else None
     return Grant(
         save_id=save_id,
@@ -120,7 +129,7 @@ def commit(
         record = SlotRecord(
             type="commit",
             slot=slot,
-            write_id=layout.new_write_id(),
+            write_id=new_write_id(),
             head=HeadRef(slot=slot, save_id=grant.save_id),
             save_id=grant.save_id,
             manifest=manifest,
@@ -165,7 +174,7 @@ def _conflict(store: Store, save_id: str, holder: SlotRecord) -> CommitConflictE
     return CommitConflictError(
         f"Save {save_id} to {store.url} {what}; it is not committed.",
         winner=winner,
-        path=layout.slot_path(holder.slot),
+        path=slot_path(holder.slot),
         phase="commit",
         next_step=next_step,
     )
@@ -180,7 +189,7 @@ def take_slot(
     that nothing was created, and `CommitUnknownError` otherwise.
     """
     deadline.check(f"Taking slot {record.slot} of {store.url}")
-    path, data = layout.slot_path(record.slot), record.encode()
+    path, data = slot_path(record.slot), record.encode()
     cause: CheckpointError | None = None
     unsynced: CheckpointError | None = None
     in_doubt = False
@@ -224,7 +233,7 @@ def _unknown(store: Store, record: SlotRecord, why: str) -> CommitUnknownError:
         f"Whether {who} took slot {record.slot} of {store.url} {why}",
         save_id=record.save_id or "",
         slot=record.slot,
-        path=layout.slot_path(record.slot),
+        path=slot_path(record.slot),
         phase="commit",
         next_step="When the storage answers again, look at the slot: the save is committed if and "
         "only if its record names this save id.",

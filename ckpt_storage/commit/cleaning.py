@@ -11,9 +11,22 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckpt_storage.format import integrity, layout
-from ckpt_storage.format.ceilings import MOST_SLOT_BYTES
-from ckpt_storage.format.slots import SlotRecord
+from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.format.documents import MOST_SLOT_BYTES, unseal
+from ckpt_storage.format.names import (
+    SAVES,
+    STOCK_METADATA,
+    begun_path,
+    is_publishing_path,
+    is_save_id,
+    manifest_path,
+    markers_of,
+    new_write_id,
+    probe_path,
+    published_path,
+    save_folder,
+    slot_path,
+)
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -48,7 +61,7 @@ def free_superseded(
             continue
         if not is_there(store, record.manifest.path):
             # Who freed it may have been cut just before the end.
-            store.delete_folder(layout.save_folder(record.save_id))
+            store.delete_folder(save_folder(record.save_id))
             break  # the manifest goes last, and older attempts go first
         candidates.append(record)
     return _free_commits(store, head, candidates[::-1])
@@ -84,16 +97,16 @@ def _cannot_publish(store: Store, record: SlotRecord) -> bool:
     the marker, or with a note, only time tells.
     """
     save_id = record.save_id or ""
-    entries = store.list(layout.save_folder(save_id), recursive=False)
-    times_s = [entry.modified_s for entry in entries if layout.is_publishing_path(entry.path)]
-    if not is_there(store, layout.published_path(save_id)):
-        times_s.append(store.stat(layout.slot_path(record.slot)).modified_s)
+    entries = store.list(save_folder(save_id), recursive=False)
+    times_s = [entry.modified_s for entry in entries if is_publishing_path(entry.path)]
+    if not is_there(store, published_path(save_id)):
+        times_s.append(store.stat(slot_path(record.slot)).modified_s)
     if not times_s:
         return True
     known_s = [time_s for time_s in times_s if time_s is not None]
     if len(known_s) < len(times_s):
         return False
-    return store.server_time(layout.probe_path()) - max(known_s) > LEFTOVER_AGE_S
+    return store.server_time(probe_path()) - max(known_s) > LEFTOVER_AGE_S
 
 
 def delete_attempt(store: Store, save_id: str) -> None:
@@ -102,11 +115,11 @@ def delete_attempt(store: Store, save_id: str) -> None:
     The caller has made sure that nobody can need it. Idempotent. The markers by which that was
     made sure go with the folder, so that it still can be when this was cut half-way.
     """
-    folder = layout.save_folder(save_id)
+    folder = save_folder(save_id)
     store.abort_uploads(folder)
     paths = sorted(entry.path for entry in store.list(folder) if not entry.path.endswith("/"))
-    manifest = layout.manifest_path(save_id)
-    kept = {manifest, *layout.markers_of(save_id), *filter(layout.is_publishing_path, paths)}
+    manifest = manifest_path(save_id)
+    kept = {manifest, *markers_of(save_id), *filter(is_publishing_path, paths)}
     shards = [path for path in paths if path.endswith(".distcp")]
     store.delete(shards)
     store.delete([path for path in paths if path not in kept and not path.endswith(".distcp")])
@@ -132,7 +145,7 @@ def fence(
         record = SlotRecord(
             type="fence",
             slot=found.last_slot + 1,
-            write_id=layout.new_write_id(),
+            write_id=new_write_id(),
             head=found.head.head if found.head else None,
             fenced=tuple(save_ids),
             **stamp(),
@@ -168,7 +181,7 @@ def free_leftovers(
         times_s.pop(reference.save_id if reference else "", None)
     if not times_s:
         return []
-    now_s = store.server_time(layout.probe_path())
+    now_s = store.server_time(probe_path())
     old = [save_id for save_id, time_s in times_s.items() if now_s - time_s >= min_age_s]
     if not old:
         return []
@@ -202,11 +215,11 @@ def free_dead(
     storage full; `besides` is its own id. They are fenced first: one that lives after all fails
     with `CommitConflictError`.
     """
-    listed = {entry.path.split("/")[1] for entry in store.list(layout.SAVES)} - {besides}
+    listed = {entry.path.split("/")[1] for entry in store.list(SAVES)} - {besides}
     commits = _commits(store, read_log(store))
     dead = [
         save_id
-        for save_id in sorted(filter(layout.is_save_id, listed - commits.keys()))
+        for save_id in sorted(filter(is_save_id, listed - commits.keys()))
         if _has_ended(store, save_id)
     ]
     if not dead:
@@ -220,9 +233,9 @@ def free_dead(
 
 
 def _has_ended(store: Store, save_id: str) -> bool:
-    path = layout.begun_path(save_id)
+    path = begun_path(save_id)
     found = read_if_there(store, path, most_bytes=MOST_SLOT_BYTES)
-    begun = {} if found is None else integrity.unseal(found.data, path=path)
+    begun = {} if found is None else unseal(found.data, path=path)
     pid = begun.get("pid")
     if begun.get("host") != socket.gethostname() or not isinstance(pid, int):
         return False
@@ -244,11 +257,11 @@ def _last_changes(store: Store) -> dict[str, float]:
     """
     times_s: dict[str, float] = {}
     untold: set[str] = set()
-    for entry in store.list(layout.SAVES):
+    for entry in store.list(SAVES):
         save_id = entry.path.split("/")[1]
         if entry.modified_s is None:
             untold.add(save_id)
-        elif layout.is_save_id(save_id):
+        elif is_save_id(save_id):
             times_s[save_id] = max(times_s.get(save_id, 0.0), entry.modified_s)
     return {save_id: time_s for save_id, time_s in times_s.items() if save_id not in untold}
 
@@ -285,9 +298,9 @@ def delete_checkpoint(
     under the name of a deleted one. Exports below it: see `consolidation.removal`.
     """
     while True:
-        listed = {entry.path.split("/")[1] for entry in store.list(layout.SAVES)}
+        listed = {entry.path.split("/")[1] for entry in store.list(SAVES)}
         # What others keep in a folder of that name is no save of ours.
-        doomed = set(filter(layout.is_save_id, listed))
+        doomed = set(filter(is_save_id, listed))
         found = read_log(store)
         if found.last is None and not doomed:
             return False
@@ -303,7 +316,7 @@ def delete_checkpoint(
         record = SlotRecord(
             type="deleted",
             slot=found.last_slot + 1,
-            write_id=layout.new_write_id(),
+            write_id=new_write_id(),
             head=None,
             fenced=tuple(sorted(doomed)),
             **stamp(),
@@ -314,7 +327,7 @@ def delete_checkpoint(
         deadline.check(f"Deleting {store.url}")
     named = read_footer(store)
     if named is not None and named.slot < record.slot:
-        store.delete([layout.STOCK_METADATA])
+        store.delete([STOCK_METADATA])
         # A saver that began after the record may have published between look and deletion.
         publish(store)
     for save_id in record.fenced:

@@ -19,17 +19,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_storage._version import __version__
 from ckpt_storage.errors import CheckpointError, IntegrityError
-from ckpt_storage.format import integrity, layout
-from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format import names
+from ckpt_storage.format.commit_record import SlotRecord, with_footer
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
 from . import attempt as commit
-from . import cleaning, publishing, stockfooter
+from . import cleaning, publishing
 from .assemble import assemble, check_files, check_reports, read_report
 from .attempt import Grant
 from .stockwrite import planned_of, stock_metadata, stock_note
@@ -81,8 +82,8 @@ def commit_save(
             store.url,
             entry_count,
         )
-    stock_bytes = stockfooter.with_footer(pickled, slot=grant.last_slot + 1, save_id=save_id)
-    stock = _reference(layout.stock_copy_path(save_id), stock_bytes)
+    stock_bytes = with_footer(pickled, slot=grant.last_slot + 1, save_id=save_id)
+    stock = _reference(names.stock_copy_path(save_id), stock_bytes)
     manifest = dataclasses.replace(
         manifest,
         stock=stock,
@@ -90,10 +91,10 @@ def commit_save(
         created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         writer=_versions(),
     )
-    manifest_path = layout.manifest_path(save_id)
+    manifest_path = names.manifest_path(save_id)
     body = manifest.to_body()
     _check_readable(body, manifest_path)
-    document = integrity.seal(body)
+    document = seal(body)
     # Nothing leads to them before the commit, which comes when both are durable.
     calls: list[Callable[[], None]] = [
         lambda: store.put(stock.path, stock_bytes),
@@ -164,7 +165,7 @@ def _check_readable(body: Mapping[str, Any], path: str) -> None:
 
 
 def _reference(path: str, data: bytes) -> FileRef:
-    return FileRef(path=path, size_bytes=len(data), crc32c=integrity.crc32c_of(data))
+    return FileRef(path=path, size_bytes=len(data), crc32c=crc32c_of(data))
 
 
 def _versions() -> dict[str, str]:

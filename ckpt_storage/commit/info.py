@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.slots import SlotRecord
+from ckpt_storage.format.commit_record import SlotRecord
 
 _NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 

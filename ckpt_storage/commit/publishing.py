@@ -7,17 +7,17 @@ import logging
 from collections.abc import Callable
 
 from ckpt_storage.errors import IntegrityError, NotPublishedError, StorageError
-from ckpt_storage.format import integrity, layout
-from ckpt_storage.format.ceilings import MOST_STOCK_BYTES
-from ckpt_storage.format.documents import FileRef
-from ckpt_storage.format.slots import HeadRef, SlotRecord
+from ckpt_storage.format.commit_record import HeadRef, SlotRecord, split_footer, with_footer
+from ckpt_storage.format.documents import FileRef, seal
+from ckpt_storage.format.names import STOCK_METADATA, published_path, publishing_path
+from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.store.backend import Content
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
 from .info import CheckpointInfo
 from .slotlog import CommitLog, check_document, read_log, read_referenced, read_stock, stamp
-from .stockfooter import check_newest, read_footer, split_footer, with_footer
+from .stockfooter import check_newest, read_footer
 
 log = logging.getLogger("ckpt_storage")
 
@@ -53,7 +53,7 @@ def publish(
         f"{store.url}: .metadata was changed by others {_PUBLISH_ROUNDS} times while being "
         "published.",
         kind="precondition",
-        path=layout.STOCK_METADATA,
+        path=STOCK_METADATA,
         next_step="Find out what else writes there; the next save or load publishes again.",
     )
 
@@ -139,7 +139,7 @@ class _Publisher:
         if self._own is not None and self._own.save_id is not None and not self._is_marked:
             self._is_marked = True
             marker = {"format": "ckpt_storage.published/1", "save_id": self._own.save_id}
-            self._store.put(layout.published_path(self._own.save_id), integrity.seal(marker))
+            self._store.put(published_path(self._own.save_id), seal(marker))
 
     def _withdraw(self, named: HeadRef | None, last_slot: int) -> bool | None:
         """Undo a replacement during which the checkpoint was deleted.
@@ -148,7 +148,7 @@ class _Publisher:
         """
         if self._put is None or named is None or named.slot > last_slot:
             return False
-        self._store.delete([layout.STOCK_METADATA])
+        self._store.delete([STOCK_METADATA])
         self._put = None
         return None
 
@@ -159,10 +159,10 @@ class _Publisher:
         head once its note is there. So one of the two sees the other.
         """
         save_id = head.save_id or ""
-        path = layout.publishing_path(save_id)
+        path = publishing_path(save_id)
         note = {"format": "ckpt_storage.publishing/1", "save_id": save_id, **stamp()}
         try:
-            self._store.put(path, integrity.seal(note))
+            self._store.put(path, seal(note))
         except StorageError as error:
             if error.kind != "not-found" or self._is_head(head):
                 raise
@@ -179,7 +179,7 @@ class _Publisher:
             self._mark()
         elif self._is_marked and self._own is not None:
             # Whoever deleted the checkpoint may have listed its files before the marker was there.
-            left.append(layout.published_path(self._own.save_id or ""))
+            left.append(published_path(self._own.save_id or ""))
         if left:
             with contextlib.suppress(StorageError):
                 self._store.delete(left)
@@ -212,11 +212,11 @@ class _Publisher:
         self._put, before = head.head, self._put
         try:
             if not self._conditional:
-                self._store.replace(layout.STOCK_METADATA, data)
+                self._store.replace(STOCK_METADATA, data)
             elif current is None:
-                self._store.create(layout.STOCK_METADATA, data)
+                self._store.create(STOCK_METADATA, data)
             else:
-                self._store.replace(layout.STOCK_METADATA, data, if_match=current.version)
+                self._store.replace(STOCK_METADATA, data, if_match=current.version)
         except StorageError as error:
             if error.kind in {"precondition", "exists", "not-found"}:
                 self._put = before
@@ -235,7 +235,7 @@ def not_published(store: Store, record: SlotRecord, error: Exception) -> NotPubl
         f"Save {record.save_id} to {store.url} is committed and ckpt_storage loads it, but torch's "
         f"own readers may not find it, because replacing .metadata failed: {error}",
         info=CheckpointInfo.of(store.url, record),
-        path=layout.STOCK_METADATA,
+        path=STOCK_METADATA,
         phase="commit",
         next_step="Do not save it again. Once the cause is gone, call "
         f"ckpt_storage.publish({store.url!r}); the next save publishes, too.",

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ckpt_storage.errors import IntegrityError
-from ckpt_storage.format.columns import Counts
+from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.documents import Counts
 from ckpt_storage.format.rankreport import RankReport, Words
-from ckpt_storage.format.regions import Box
 
 PlannerPath = tuple[str | int, ...]
 

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from ckpt_storage.format import integrity
+from ckpt_storage.format.crc import BlockHasher, combine_each, combine_many, crc32c_of
 from ckpt_storage.format.manifest import ItemTable, ShardFile
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
@@ -85,8 +85,8 @@ class ShardFileWriter:
         # Thousands of these: as few calls as there can be.
         frame = b"".join(self._frame)
         self._frame.clear()
-        self.frame_crcs.append(integrity.crc32c_of(frame))
-        crc = integrity.crc32c_of(data)
+        self.frame_crcs.append(crc32c_of(frame))
+        crc = crc32c_of(data)
         if data:
             self.block_crcs.append(crc)
         self.chunk_crcs.append(crc)
@@ -101,7 +101,7 @@ class ShardFileWriter:
         self._end_frame()
         self._hand_on_gathered()
         start = self.position
-        hasher = integrity.BlockHasher(self.block_bytes)
+        hasher = BlockHasher(self.block_bytes)
         for view in views:
             # Hash and queue in bounded steps, so that sending starts before a huge view is hashed.
             for at in range(0, len(view), self.part_bytes):
@@ -128,7 +128,7 @@ class ShardFileWriter:
             count = -(-payload.size_bytes // self.block_bytes)
             blocks += self.block_crcs[payload.first_block : payload.first_block + count]
         sizes = [payload.size_bytes for payload in self._payloads]
-        found = integrity.combine_each(blocks, self.block_bytes, sizes)
+        found = combine_each(blocks, self.block_bytes, sizes)
         for payload, crc in zip(self._payloads, found, strict=True):
             self.chunk_crcs[payload.chunk] = self._crcs[payload.piece] = crc
         self._payloads.clear()
@@ -136,7 +136,7 @@ class ShardFileWriter:
     def _end_frame(self) -> None:
         data = b"".join(self._frame)
         self._frame.clear()
-        self.frame_crcs.append(integrity.crc32c_of(data))
+        self.frame_crcs.append(crc32c_of(data))
         self._gather(data)
 
     def _gather(self, data: bytes) -> None:
@@ -152,7 +152,7 @@ class ShardFileWriter:
         self._gathered.clear()
         self._gathered_bytes = 0
         # A second pass over these bytes costs less than combining the checksums of many pieces.
-        self._crcs.append(integrity.crc32c_of(data))
+        self._crcs.append(crc32c_of(data))
         self._lengths.append(len(data))
         self._append(memoryview(data))
 
@@ -181,7 +181,7 @@ class ShardFileWriter:
         self._send(last=True)
         self._combine_payloads()
         self._sender.complete(self.position)
-        return self.position, integrity.combine_many(self._crcs, self._lengths)
+        return self.position, combine_many(self._crcs, self._lengths)
 
     def abort(self) -> None:
         """Discard everything; idempotent; never raises in place of the error being handled."""

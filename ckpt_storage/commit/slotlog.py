@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any
 
 from ckpt_storage.errors import FormatError, IntegrityError, StorageError
-from ckpt_storage.format import integrity, layout
-from ckpt_storage.format.ceilings import MOST_DOCUMENT_BYTES, MOST_SLOT_BYTES, MOST_STOCK_BYTES
-from ckpt_storage.format.documents import DAMAGED, FileRef
-from ckpt_storage.format.slots import SlotRecord
+from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.documents import DAMAGED, MOST_DOCUMENT_BYTES, MOST_SLOT_BYTES, FileRef
+from ckpt_storage.format.names import STOCK_METADATA, slot_path
+from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.store.backend import Content
 from ckpt_storage.store.store import Store
 
@@ -35,7 +36,7 @@ def read_slot(store: Store, slot: int) -> SlotRecord | None:
     Raises `StorageError`, `IntegrityError`, `FormatError`.
     """
     try:
-        data = store.get(layout.slot_path(slot), max_bytes=MOST_SLOT_BYTES).data
+        data = store.get(slot_path(slot), max_bytes=MOST_SLOT_BYTES).data
     except StorageError as error:
         if error.kind == "not-found":
             return None
@@ -105,7 +106,7 @@ def _log_of(
         raise FormatError(
             f"{store.url}: slot {low} names slot {reference.slot} as the newest commit of "
             f"{reference.save_id}, which it is not.",
-            path=layout.slot_path(low),
+            path=slot_path(low),
             next_step="The folder commits/ was altered; restore it from a copy.",
         )
     return CommitLog(last_slot=low, last=low_record, head=head)
@@ -134,7 +135,7 @@ def stamp() -> dict[str, Any]:
 
 def read_stock(store: Store) -> Content | None:
     """Return `.metadata` with its version token, None if it is absent. As `read_if_there`."""
-    return read_if_there(store, layout.STOCK_METADATA, most_bytes=MOST_STOCK_BYTES)
+    return read_if_there(store, STOCK_METADATA, most_bytes=MOST_STOCK_BYTES)
 
 
 def read_referenced(
@@ -160,10 +161,10 @@ def read_referenced(
 
 def check_document(data: bytes, reference: FileRef) -> None:
     """Raise `IntegrityError` unless `data` has the length and checksum of `reference`."""
-    if len(data) != reference.size_bytes or integrity.crc32c_of(data) != reference.crc32c:
+    if len(data) != reference.size_bytes or crc32c_of(data) != reference.crc32c:
         raise IntegrityError(
             f"{reference.path} has {len(data)} bytes and checksum "
-            f"{integrity.crc32c_of(data):08x}; {reference.size_bytes} bytes and "
+            f"{crc32c_of(data):08x}; {reference.size_bytes} bytes and "
             f"{reference.crc32c:08x} were written.",
             path=reference.path,
             offset=0,

@@ -2,46 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 from ckpt_storage.errors import FormatError, IntegrityError, StorageError
-from ckpt_storage.format import layout
-from ckpt_storage.format.slots import HeadRef, SlotRecord
+from ckpt_storage.format.commit_record import HeadRef, SlotRecord, split_footer
+from ckpt_storage.format.names import STOCK_METADATA, published_path, slot_path
 from ckpt_storage.store.store import Store
 
 from .slotlog import CommitLog, is_there, read_log
 
 log = logging.getLogger("ckpt_storage")
 
-_FOOTER_MAGIC = b"CKPTSTO1"
 _PICKLE_STOP = b"."
-_FOOTER_TAIL_BYTES = 16
+
 _FOOTER_MOST_BYTES = 512
-
-
-def with_footer(pickled: bytes, *, slot: int, save_id: str) -> bytes:
-    """Return what is stored as `.metadata`: the pickle, then our footer."""
-    footer = json.dumps(
-        {"format": "ckpt_storage.stock/1", "slot": slot, "save_id": save_id},
-        separators=(",", ":"),
-    ).encode()
-    return pickled + footer + b"%08d" % len(footer) + _FOOTER_MAGIC
-
-
-def split_footer(data: bytes) -> tuple[bytes, HeadRef | None]:
-    """Return the pickle in a `.metadata` file, and what its footer names; None without a footer."""
-    if data[-8:] != _FOOTER_MAGIC or not data[-16:-8].isdigit():
-        return data, None
-    start = len(data) - _FOOTER_TAIL_BYTES - int(data[-16:-8])
-    if start < 0:
-        return data, None
-    try:
-        footer = json.loads(data[start:-_FOOTER_TAIL_BYTES])
-        reference = HeadRef(slot=int(footer["slot"]), save_id=str(footer["save_id"]))
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return data, None
-    return data[:start], reference
 
 
 def read_footer(store: Store) -> HeadRef | None:
@@ -54,9 +28,9 @@ def read_footer(store: Store) -> HeadRef | None:
 
 def _tail(store: Store) -> bytes:
     try:
-        size_bytes = store.stat(layout.STOCK_METADATA).size_bytes
+        size_bytes = store.stat(STOCK_METADATA).size_bytes
         tail = bytearray(min(size_bytes, _FOOTER_MOST_BYTES))
-        store.read(layout.STOCK_METADATA, [(size_bytes - len(tail), memoryview(tail))])
+        store.read(STOCK_METADATA, [(size_bytes - len(tail), memoryview(tail))])
     except IntegrityError:
         return b""  # replaced by a shorter one between the two requests
     except StorageError as error:
@@ -79,12 +53,12 @@ def check_newest(store: Store, head: SlotRecord, stock: bytes | None = None) -> 
         log.info("%s: .metadata cannot be read, and so is not looked at: %s", store.url, error)
         return
     named = split_footer(tail)[1]
-    ours = f"save {head.save_id} of {head.created_at} in {layout.slot_path(head.slot)}"
+    ours = f"save {head.save_id} of {head.created_at} in {slot_path(head.slot)}"
     if named is None and tail.endswith(_PICKLE_STOP) and _is_written_after(store, head):
         raise FormatError(
             f"{store.url} holds two checkpoints: {ours}, and a newer one that another tool, such "
             "as torch's own writer, saved over it (.metadata).",
-            path=layout.STOCK_METADATA,
+            path=STOCK_METADATA,
             phase="load",
             next_step="To keep the newer one, load it with torch's own reader. To keep the older "
             "one, delete .metadata. To replace both, save with overwrite=True.",
@@ -97,7 +71,7 @@ def check_newest(store: Store, head: SlotRecord, stock: bytes | None = None) -> 
         raise FormatError(
             f"{store.url}: .metadata names save {named.save_id} in slot {named.slot}, but the "
             f"newest commit that can be found is {ours}.",
-            path=layout.slot_path(named.slot),
+            path=slot_path(named.slot),
             phase="load",
             next_step="The folder commits/ lost files; restore it from a copy. torch's own "
             "readers still load what .metadata names, without checksums.",
@@ -106,11 +80,11 @@ def check_newest(store: Store, head: SlotRecord, stock: bytes | None = None) -> 
 
 def _is_written_after(store: Store, head: SlotRecord) -> bool:
     """Return whether a `.metadata` that is not ours is newer than `head`."""
-    if is_there(store, layout.published_path(head.save_id or "")):
+    if is_there(store, published_path(head.save_id or "")):
         return True
     # Somebody else than its saver may have published it: those leave no marker.
-    stock_s = store.stat(layout.STOCK_METADATA).modified_s
-    slot_s = store.stat(layout.slot_path(head.slot)).modified_s
+    stock_s = store.stat(STOCK_METADATA).modified_s
+    slot_s = store.stat(slot_path(head.slot)).modified_s
     return stock_s is not None and slot_s is not None and stock_s > slot_s
 
 
@@ -120,6 +94,6 @@ def is_foreign(store: Store, found: CommitLog) -> bool:
     `found` are its slots. Of a deleted checkpoint they stay, and another tool may save under its
     name later: it does if there is a `.metadata` without our footer. Raises `StorageError`.
     """
-    if found.head is not None or not is_there(store, layout.STOCK_METADATA):
+    if found.head is not None or not is_there(store, STOCK_METADATA):
         return False
     return found.last is None or read_footer(store) is None

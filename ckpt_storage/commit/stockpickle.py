@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt_storage.format.columns import Counts
+from ckpt_storage.format.documents import Counts
 
 _PROTOCOL = 3
 _Place = tuple[int, ...] | None

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.ceilings import MOST_STOCK_BYTES
-from ckpt_storage.format.columns import Counts
+from ckpt_storage.format.documents import Counts
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.rankreport import RankReport
+from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 
 from .reporttable import Planned, PlannerPath, boxes_of
 from .stockpickle import EntryTable, pickled

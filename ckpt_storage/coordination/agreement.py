@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
-from ckpt_storage.format.slots import HeadRef
+from ckpt_storage.format.commit_record import HeadRef
 
 from .failures import spell_ranks
 

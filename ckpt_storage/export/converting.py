@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError, StorageError
-from ckpt_storage.format import layout
-from ckpt_storage.format.layout import INDEX_NAME, STOCK_METADATA
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, new_write_id
 from ckpt_storage.options import (
     DEFAULT_MEMORY_LIMIT_BYTES,
     LOCAL_READ_BYTES,
@@ -334,7 +333,7 @@ class _Conversion:
     def _identity(self, names: set[str]) -> str:
         """Return what stands for the files to come; a new one if the source may change unseen."""
         if self._source_state is None:
-            return layout.new_write_id()
+            return new_write_id()
         what = [
             _LAYOUT,
             self.source.url,

@@ -25,12 +25,13 @@ from ckpt_storage.errors import (
     IntegrityError,
     StorageError,
 )
-from ckpt_storage.format import integrity, layout
-from ckpt_storage.format.ceilings import MOST_STOCK_BYTES
-from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.documents import FileRef, seal, unseal
+from ckpt_storage.format.file_checks import ShardSpans
 from ckpt_storage.format.manifest import Manifest, RankManifest
-from ckpt_storage.format.shardspans import ShardSpans
-from ckpt_storage.format.slots import SlotRecord
+from ckpt_storage.format.names import COMMITS, begun_path, ranks_folder, save_folder
+from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.source.model import read_document
 from ckpt_storage.store.deadline import Deadline
@@ -112,8 +113,8 @@ class CopyAttempt:
                 phase="plan",
                 next_step="Copy to another folder, or pass overwrite=True to replace it.",
             )
-        is_resumed = slotlog.is_there(store, layout.begun_path(save_id))
-        folders = [layout.COMMITS, layout.save_folder(save_id), layout.ranks_folder(save_id)]
+        is_resumed = slotlog.is_there(store, begun_path(save_id))
+        folders = [COMMITS, save_folder(save_id), ranks_folder(save_id)]
         store.make_folders(folders)
         probed = probe_exclusive_create(store, scope=means.scope)
         if not probed.exclusive:
@@ -123,7 +124,7 @@ class CopyAttempt:
             self._abort_uploads()
         else:
             begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **slotlog.stamp()}
-            store.put(layout.begun_path(save_id), integrity.seal(begun))
+            store.put(begun_path(save_id), seal(begun))
         grant = Grant(
             save_id=save_id,
             last_slot=found.last_slot,
@@ -134,7 +135,7 @@ class CopyAttempt:
 
     def _abort_uploads(self) -> None:
         try:
-            self._target.abort_uploads(layout.save_folder(self._save_id))
+            self._target.abort_uploads(save_folder(self._save_id))
         except StorageError as error:
             if error.kind not in {"permission", "unsupported"}:
                 raise
@@ -154,7 +155,7 @@ class CopyAttempt:
             for rank, data in zip(
                 numbers, self._fetched([ranks[rank] for rank in numbers]), strict=True
             ):
-                body = integrity.unseal(data, path=ranks[rank].path)
+                body = unseal(data, path=ranks[rank].path)
                 document = RankManifest.from_body(body, where=ranks[rank].path)
                 self._check_rank(rank, document, listed.get(rank, {}))
                 sent.append((self._renamed_path(ranks[rank].path), self._renamed(document, data)))
@@ -243,7 +244,7 @@ class CopyAttempt:
                 stock=stock,
                 inline_ranks=None,
             )
-            data = integrity.seal(renamed.to_body())
+            data = seal(renamed.to_body())
         path = self._renamed_path(reference.path)
         self._target.put(path, data)
         return _reference(path, data)
@@ -259,7 +260,7 @@ class CopyAttempt:
             dataclasses.replace(file, path=self._renamed_path(file.path)) for file in document.files
         ]
         renamed = dataclasses.replace(document, save_id=self._save_id, files=files)
-        return integrity.seal(renamed.to_body())
+        return seal(renamed.to_body())
 
     def _commit(self, grant: Grant, manifest: FileRef, stock: FileRef | None) -> SlotRecord:
         deadline = Deadline("commit", self._means.commit_timeout_s)
@@ -303,4 +304,4 @@ class CopyAttempt:
 
 
 def _reference(path: str, data: bytes) -> FileRef:
-    return FileRef(path=path, size_bytes=len(data), crc32c=integrity.crc32c_of(data))
+    return FileRef(path=path, size_bytes=len(data), crc32c=crc32c_of(data))

@@ -39,7 +39,7 @@ from ckpt_storage.errors import (
     IntegrityError,
     InvalidInputError,
 )
-from ckpt_storage.format.slots import SlotRecord
+from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.options import (
     LOCAL_READ_BYTES,
     PageCache,

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from ckpt_storage.commit.slotlog import check_document, is_there, read_if_there, stamp
 from ckpt_storage.errors import CheckpointError, StorageError
-from ckpt_storage.format.ceilings import MOST_DOCUMENT_BYTES
-from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef
 from ckpt_storage.format.exports import (
     DOCUMENTS,
     HOLDER_PATH,
@@ -25,8 +24,8 @@ from ckpt_storage.format.exports import (
     is_weight_file,
     records_folder,
 )
-from ckpt_storage.format.layout import BLOCKER, COMMITS, PROBE_PREFIX, SAVES, STOCK_METADATA
-from ckpt_storage.format.shardspans import WholeFile
+from ckpt_storage.format.file_checks import WholeFile
+from ckpt_storage.format.names import BLOCKER, COMMITS, PROBE_PREFIX, SAVES, STOCK_METADATA
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.store import Store
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
 from ckpt_storage.export.relay import Buffers, Paces, PartWorkers, timed
-from ckpt_storage.format.shardspans import SpanCheck
+from ckpt_storage.format.file_checks import SpanCheck
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store

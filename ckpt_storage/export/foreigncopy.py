@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from ckpt_storage.errors import IntegrityError
-from ckpt_storage.format import layout
-from ckpt_storage.format.layout import INDEX_NAME
+from ckpt_storage.format.names import INDEX_NAME, PROBE_PREFIX, STOCK_METADATA
 from ckpt_storage.source.filemarks import FileMarks, told_from_damage
 from ckpt_storage.source.foreign import StockSource
 from ckpt_storage.source.model import Source
@@ -45,7 +44,7 @@ def copy_foreign(
     entries = [entry for entry in source_store.list("") if _is_content(entry)]
     _check_whole(source, entries)
     sizes = {entry.path: entry.size_bytes for entry in entries}
-    last = layout.STOCK_METADATA if source.format == "dcp" else INDEX_NAME
+    last = STOCK_METADATA if source.format == "dcp" else INDEX_NAME
     files = [
         FileToCopy(path=path, target=path, size_bytes=size) for path, size in sorted(sizes.items())
     ]
@@ -71,9 +70,7 @@ def copy_foreign(
 def _is_content(entry: ObjectInfo) -> bool:
     name = entry.path.rpartition("/")[2]
     return not (
-        entry.path.endswith("/")
-        or is_of_the_work(entry.path)
-        or name.startswith(layout.PROBE_PREFIX)
+        entry.path.endswith("/") or is_of_the_work(entry.path) or name.startswith(PROBE_PREFIX)
     )
 
 

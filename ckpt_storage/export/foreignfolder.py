@@ -24,9 +24,9 @@ from ckpt_storage.errors import (
     InvalidInputError,
     StorageError,
 )
-from ckpt_storage.format import integrity, layout
+from ckpt_storage.format.documents import seal, unseal
 from ckpt_storage.format.exports import is_weight_file
-from ckpt_storage.format.layout import INDEX_NAME
+from ckpt_storage.format.names import BLOCKER, INDEX_NAME, STOCK_METADATA, is_blocker
 from ckpt_storage.store.store import Store
 
 NOTE = ".ckpt-storage-copy.json"
@@ -80,7 +80,7 @@ class ForeignFolder:
             if any(path.startswith(f"{RECORDS}/") for path in here):
                 store.delete_folder(RECORDS)
             head = {"format": "ckpt_storage.copy_note/1", "identity": identity, "source": source}
-            store.replace(NOTE, integrity.seal({**head, **slotlog.stamp()}))
+            store.replace(NOTE, seal({**head, **slotlog.stamp()}))
         return is_resumed
 
     def show(self, index: bytes | None) -> None:
@@ -100,7 +100,7 @@ class ForeignFolder:
         if found is None:
             return None
         try:
-            return str(integrity.unseal(found.data, path=NOTE).get("identity", ""))
+            return str(unseal(found.data, path=NOTE).get("identity", ""))
         except (FormatError, IntegrityError):
             return ""
 
@@ -127,7 +127,7 @@ class ForeignFolder:
         return path == INDEX_NAME or is_old(path)
 
     def _check_free(self, here: set[str], *, may_replace: bool) -> None:
-        taken = [*(here & {layout.STOCK_METADATA}), *self._in_the_way(here)]
+        taken = [*(here & {STOCK_METADATA}), *self._in_the_way(here)]
         if taken == [INDEX_NAME] and self._is_hidden():
             return  # cut between hiding the folder and writing the note
         if taken and not may_replace:
@@ -140,7 +140,7 @@ class ForeignFolder:
 
     def _is_whole(self, here: set[str]) -> bool:
         """Return whether readers take what would be replaced here for a checkpoint."""
-        if layout.STOCK_METADATA in here:
+        if STOCK_METADATA in here:
             return True
         if self._content == "metadata":
             return False
@@ -149,14 +149,14 @@ class ForeignFolder:
     def _is_hidden(self) -> bool:
         """Return whether the index is one that hides what is not complete."""
         found = slotlog.read_if_there(self._store, INDEX_NAME)
-        return found is not None and layout.is_blocker(found.data)
+        return found is not None and is_blocker(found.data)
 
     def _hide(self, here: set[str]) -> None:
         """Keep readers from taking what lies here, or some of what comes, for a whole."""
-        if layout.STOCK_METADATA in here:
-            self._store.delete([layout.STOCK_METADATA])
+        if STOCK_METADATA in here:
+            self._store.delete([STOCK_METADATA])
         if self._content != "metadata" and any(map(_is_weight, here | self._names)):
-            self._store.replace(INDEX_NAME, layout.BLOCKER)
+            self._store.replace(INDEX_NAME, BLOCKER)
 
 
 def is_of_the_work(path: str) -> bool:

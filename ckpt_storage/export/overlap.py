@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt_storage.commit import slotlog
 from ckpt_storage.errors import StorageError
-from ckpt_storage.format import layout
+from ckpt_storage.format.names import probe_path
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.store import Store
 
@@ -63,7 +63,7 @@ def place_within(source: Store, target: Store, *, is_deep: bool = True) -> str |
     """
     if not _holds_anything(target):
         return None
-    name = layout.probe_path()
+    name = probe_path()
     try:
         target.put(name, b"Is this folder the one that is read from?")
     except StorageError as error:

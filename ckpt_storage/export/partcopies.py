@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
 from ckpt_storage.export.relay import Buffers, Paces, timed
-from ckpt_storage.format.shardspans import SpanCheck, Spans
+from ckpt_storage.format.file_checks import SpanCheck, Spans
 from ckpt_storage.options import MIB, TransferOptions
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline

@@ -1,20 +1,254 @@
-"""What all documents of a checkpoint share: references to files, and strict access to JSON.
+"""Documents that carry their own checksum: strict access, packed columns, limits.
 
-Pure values; no I/O.
+What is inflated is bounded before it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import base64
+import binascii
+import json
+import re
+import sys
+import zlib
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from ckpt_storage.errors import FormatError
+import numpy as np
+from numpy.typing import NDArray
 
-from . import layout
+from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
+
+from .crc import crc32c_of
+from .names import checked_path
+
+MOST_RANKS = 1 << 20
+"""Of one save."""
+
+
+MOST_NAMES = 1 << 24
+"""In one list of a document."""
+
+
+MOST_ENTRIES = 1 << 26
+"""In one column of a document."""
+
+
+MOST_MANIFEST_BYTES = 256 << 20
+"""Of all columns and names of a manifest, inflated."""
+
+
+MOST_SLOT_BYTES = 4 << 20
+"""Of a commit record; metrics take 16 KiB of it at most, and a fenced attempt 36 bytes."""
+
+
+MOST_DOCUMENT_BYTES = 1 << 30
+"""Of every other document of ours, and of an index of others; no reader inflates more either."""
+
+
+_HEAD = b'{"crc32c":"'
+
+
+_MIDDLE = b'","body":'
+
+
+_TAIL = b"}\n"
+
+
+_DIGITS = slice(len(_HEAD), len(_HEAD) + 8)
+
+
+_BODY_START = _DIGITS.stop + len(_MIDDLE)
+
+
+_FORMAT = re.compile(r"ckpt_storage\.([a-z][a-z0-9_]*)/([1-9][0-9]{0,8})")
+
+
+_RESTORE = "Restore the file from a copy, or load another checkpoint."
+
+
+_WRONG_FILE = "Check that the URL names a checkpoint and that no other program wrote the file."
+
+
+def encode_crcs(crcs: Sequence[int]) -> str:
+    """Return checksums as packed CRCs: base64 of little-endian 32-bit words."""
+    words = array("I", crcs)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return base64.b64encode(words.tobytes()).decode("ascii")
+
+
+def decode_crcs(text: str, count: int, *, path: str | None = None) -> array[int]:
+    """Return the `count` checksums packed in `text` (type code "I").
+
+    Raises `FormatError`, with the `path` of the document, if `text` is not base64 or holds
+    another number of them.
+    """
+    try:
+        data = binascii.a2b_base64(text, strict_mode=True)
+    except ValueError:
+        data = None
+    if data is None or len(data) != 4 * count:
+        found = "not base64" if data is None else f"{len(data)} bytes"
+        raise FormatError(
+            f"{path or 'A document'} holds packed checksums that are {found}; {count} of them, "
+            f"{4 * count} bytes, belong there.",
+            path=path,
+            next_step=_WRONG_FILE,
+        )
+    words = array("I", data)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
+
+
+def seal(body: Mapping[str, object]) -> bytes:
+    """Return `body` as a sealed document: one line of JSON with the CRC-32C of its body.
+
+    Keys keep their order. Raises `InvalidInputError` for what JSON cannot say: a NaN, a lone
+    surrogate, an object of another type; and for a document longer than readers take.
+    """
+    try:
+        text = json.dumps(
+            dict(body), ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        ).encode()
+    except (RecursionError, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"A document of the checkpoint cannot be written as JSON: {error}.",
+            next_step="Use plain strings, numbers, lists and dictionaries.",
+        ) from error
+    sealed = b"".join((_HEAD, b"%08x" % crc32c_of(text), _MIDDLE, text, _TAIL))
+    if len(sealed) > MOST_DOCUMENT_BYTES:
+        raise InvalidInputError(
+            f"A document of the checkpoint would have {len(sealed)} bytes; readers take "
+            f"{MOST_DOCUMENT_BYTES}.",
+            next_step="Save fewer, larger tensors, or spread them over several checkpoints.",
+        )
+    return sealed
+
+
+def unseal(data: bytes, *, path: str) -> dict[str, Any]:
+    """Return the body of a sealed document after checking every byte of it.
+
+    Raises `IntegrityError` for a sealed document that was cut, extended or changed, with `path`
+    and the `offset` before which it is sound; `FormatError` for a file that never was one, and
+    for a body that is sound but no JSON object or that has a key twice.
+    """
+    damage = _envelope_damage(data)
+    if damage is not None:
+        offset, what = damage
+        raise IntegrityError(
+            f"{path} ({len(data)} bytes) is damaged at or after byte {offset}: {what}.",
+            path=path,
+            offset=offset,
+            next_step=_RESTORE,
+        )
+    if data[: len(_HEAD)] != _HEAD:
+        raise FormatError(
+            f"{path} ({len(data)} bytes) is not a document of a checkpoint: it begins with "
+            f"{data[:16]!r}.",
+            path=path,
+            next_step=_WRONG_FILE,
+        )
+    try:
+        body = json.loads(
+            data[_BODY_START : -len(_TAIL)].decode(),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_no_constant,
+        )
+        if b"\\ud" in data or b"\\uD" in data:
+            # Half of a surrogate pair, which only an escape can spell, is no text.
+            json.dumps(body, ensure_ascii=False).encode()
+    except (RecursionError, ValueError) as error:
+        raise FormatError(
+            f"{path} was written with a body that is not valid JSON: {error}.",
+            path=path,
+            next_step=_WRONG_FILE,
+        ) from error
+    if not isinstance(body, dict):
+        raise FormatError(
+            f"{path} was written with a body that is no JSON object.",
+            path=path,
+            next_step=_WRONG_FILE,
+        )
+    return body
+
+
+def encode_format(kind: str, major: int) -> str:
+    """Return what the key `format` of a document says: its kind and major version."""
+    return f"ckpt_storage.{kind}/{major}"
+
+
+def check_format(
+    body: Mapping[str, object], kind: str, major: int, *, path: str | None = None
+) -> None:
+    """Raise `FormatError` unless `body` is of this kind and major version; `path` is its file's."""
+    name = path or "A document"
+    found = body.get("format")
+    match = _FORMAT.fullmatch(found) if isinstance(found, str) else None
+    if match is None or match.group(1) != kind or int(match.group(2)) < major:
+        raise FormatError(
+            f"{name} has the format {found!r}; {encode_format(kind, major)!r} belongs there.",
+            path=path,
+            next_step=_WRONG_FILE,
+        )
+    if int(match.group(2)) > major:
+        raise FormatError(
+            f"{name} has the format {found!r}; the highest version that this release of "
+            f"ckpt_storage reads is {major}.",
+            path=path,
+            next_step="Install a newer ckpt_storage.",
+        )
+
+
+def _envelope_damage(data: bytes) -> tuple[int, str] | None:
+    """Return where a sealed document may be damaged first, and how; None if it is sound.
+
+    None also for a file that shows neither the beginning nor the middle of an envelope, which no
+    single fault does to a sealed document. Behind the head nothing vouches for one byte rather
+    than another, so the offset is then that of the checksum's digits.
+    """
+    head = data[: len(_HEAD)]
+    if not _HEAD.startswith(head):
+        if _MIDDLE not in data[: _BODY_START + 1]:
+            return None
+        offset = next(at for at, byte in enumerate(_HEAD) if data[at : at + 1] != bytes([byte]))
+        return offset, "its first bytes are not those of a sealed document"
+    if len(data) < _BODY_START + len(_TAIL):
+        return min(len(data), _DIGITS.start), "it is cut short"
+    digits = data[_DIGITS]
+    actual = b"%08x" % crc32c_of(memoryview(data)[_BODY_START : -len(_TAIL)])
+    if data[_DIGITS.stop : _BODY_START] != _MIDDLE:
+        what = "its body does not begin where it should"
+    elif not data.endswith(_TAIL):
+        what = "it does not end as a sealed document does; it was cut or extended"
+    elif digits != actual:
+        recorded = digits.decode("ascii", "backslashreplace")
+        what = f"its body has CRC-32C {actual.decode()}, and {recorded} is recorded"
+    else:
+        return None
+    return _DIGITS.start, what
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
 
 DAMAGED = "Restore the file from a copy, or load another checkpoint."
+
+
 _T = TypeVar("_T")
+
+
 # What tensor libraries and file systems count with; a larger number only overflows in them.
 _MOST = (1 << 63) - 1
 
@@ -107,7 +341,181 @@ def ref_from_json(value: object, where: str) -> FileRef:
     """Return the reference that a JSON object spells; its path stays below the checkpoint."""
     get = Getter(value, where)
     return FileRef(
-        path=layout.checked_path(get.string("path"), where=where),
+        path=checked_path(get.string("path"), where=where),
         size_bytes=get.count("bytes"),
         crc32c=get.crc("crc32c"),
     )
+
+
+Counts = NDArray[np.int64]
+
+
+MOST_INFLATED_BYTES = 1 << 30
+"""What all columns and names of one document may take together: 134 million integers."""
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+_PLAIN_COUNT = 64
+
+
+_PLAIN_CHARS = 2048
+
+
+_INTEGER_BYTES = 8
+
+
+_WIDTHS = (1, 2, 4, 8)
+
+
+# Deltas of ascending columns are small numbers with long runs; level 1 finds them all.
+_LEVEL = 1
+
+
+def pack_column(values: Sequence[int] | Counts) -> list[int] | dict[str, Any]:
+    """Return the JSON value of a column of integers that fit 64 bits."""
+    column: Counts = np.asarray(values, dtype=np.int64)
+    if len(column) <= _PLAIN_COUNT:
+        plain: list[int] = column.tolist()
+        return plain
+    differences = np.diff(column, prepend=np.int64(0))
+    # Differences of far numbers wrap around, and sums of them wrap back.
+    width, delta_width = _width(column), _width(differences)
+    delta = 0
+    packed = _deflate(column, width)
+    if delta_width <= width:
+        other = _deflate(differences, delta_width)
+        if len(other) < len(packed):
+            delta, width, packed = 1, delta_width, other
+    return {"count": len(column), "width": width, "delta": delta, "zlib": _text(packed)}
+
+
+def _width(column: Counts) -> int:
+    least, most = int(column.min()), int(column.max())
+    return next(w for w in _WIDTHS if -(1 << 8 * w - 1) <= least and most < 1 << 8 * w - 1)
+
+
+def _deflate(column: Counts, width: int) -> bytes:
+    return zlib.compress(column.astype(f"<i{width}").tobytes(), _LEVEL)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def pack_names(names: Sequence[str]) -> list[str] | dict[str, Any]:
+    """Return the JSON value of a list of strings.
+
+    Raises `InvalidInputError` for half of a surrogate pair, which no document can hold.
+    """
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError:
+        name = next((name for name in names if _SURROGATE.search(name)), "")
+        raise InvalidInputError(
+            f"The name {name!r:.200} holds half of a surrogate pair, which is no text.",
+            next_step="Give this value a name that UTF-8 can spell.",
+        ) from None
+    if sum(map(len, names)) <= _PLAIN_CHARS:
+        return list(names)
+    text = json.dumps(list(names), ensure_ascii=False, separators=(",", ":")).encode()
+    packed = _text(zlib.compress(text, 6))
+    return {"count": len(names), "bytes": len(text), "zlib": packed}
+
+
+@dataclass(slots=True)
+class Columns:
+    """Reads the columns and names of one document, which `where` names in errors.
+
+    `left_bytes` is what may still be inflated. One of them serves a whole document.
+    """
+
+    where: str
+    left_bytes: int = MOST_INFLATED_BYTES
+
+    def column(
+        self,
+        body: object,
+        key: str,
+        *,
+        count: int | None = None,
+        least: int = 0,
+        below: int = 1 << 63,
+    ) -> Counts:
+        """Return `count` integers from `least` on, less than `below`. Raises `FormatError`."""
+        get = Getter(body, self.where)
+        value = body.get(key) if isinstance(body, Mapping) else None
+        if isinstance(value, list):
+            self._check_count(get, key, len(value), MOST_ENTRIES)
+            self._take(get, key, len(value) * _INTEGER_BYTES)
+            column = np.array(get.counts(key, least=least), dtype=np.int64)
+        else:
+            column = self._inflated_column(Getter(get.mapping(key), self.where), key)
+        if count is not None and len(column) != count:
+            get.fail(f"has {len(column)} entries in {key!r}, where {count} belong")
+        if len(column) and (int(column.min()) < least or int(column.max()) >= below):
+            get.fail(f"has a number in {key!r} that cannot be")
+        return column
+
+    def _inflated_column(self, get: Getter, key: str) -> Counts:
+        count, width, delta = get.count("count"), get.count("width"), get.count("delta")
+        if width not in _WIDTHS or delta not in {0, 1}:
+            get.fail(f"packs {key!r} in a way that this release does not know")
+        self._check_count(get, key, count, MOST_ENTRIES)
+        self._take(get, key, count * _INTEGER_BYTES)
+        words = np.frombuffer(self._inflate(get, key, count * width), dtype=f"<i{width}")
+        column = words.astype(np.int64)
+        return np.cumsum(column, dtype=np.int64) if delta else column
+
+    def names(self, body: object, key: str, *, count: int | None = None) -> list[str]:
+        """Return `count` strings. Raises `FormatError`."""
+        get = Getter(body, self.where)
+        value = body.get(key) if isinstance(body, Mapping) else None
+        if isinstance(value, list):
+            names = get.strings(key)
+        else:
+            packed = Getter(get.mapping(key), self.where)
+            size_bytes = packed.count("bytes")
+            self._check_count(packed, key, packed.count("count"), MOST_NAMES)
+            self._take(packed, key, size_bytes)
+            names = self._parsed(packed, key, self._inflate(packed, key, size_bytes))
+            if len(names) != packed.count("count"):
+                get.fail(f"has another number of names in {key!r} than it says")
+        if count is not None and len(names) != count:
+            get.fail(f"has {len(names)} entries in {key!r}, where {count} belong")
+        return names
+
+    def _parsed(self, get: Getter, key: str, text: bytes) -> list[str]:
+        names: Any = None
+        try:
+            names = json.loads(text.decode())
+            # Half of a surrogate pair, which only an escape can spell, is no text.
+            json.dumps(names, ensure_ascii=False).encode()
+        except (RecursionError, ValueError):
+            names = None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            get.fail(f"has {key!r} that are no names")
+        return names
+
+    def _take(self, get: Getter, key: str, size_bytes: int) -> None:
+        self.left_bytes -= size_bytes
+        if self.left_bytes < 0:
+            get.fail(f"declares more than may be inflated of a document up to {key!r}")
+
+    def _check_count(self, get: Getter, key: str, count: int, most: int) -> None:
+        if count > most:
+            get.fail(f"declares more than {most} entries of {key!r}")
+
+    def _inflate(self, get: Getter, key: str, size_bytes: int) -> bytes:
+        """Return exactly `size_bytes`, which were taken from what may be inflated."""
+        inflater = zlib.decompressobj()
+        try:
+            data = binascii.a2b_base64(get.string("zlib"), strict_mode=True)
+            # One byte more than there may be, so that the end of a sound stream is seen.
+            found = inflater.decompress(data, size_bytes + 1)
+        except (ValueError, zlib.error):
+            found = b""
+        if len(found) != size_bytes or not inflater.eof or inflater.unused_data:
+            get.fail(f"has packed {key!r} that are not the {size_bytes} bytes that they should be")
+        return found

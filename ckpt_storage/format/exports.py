@@ -11,9 +11,8 @@ from typing import Any, Self
 
 from ckpt_storage.errors import FormatError
 
-from . import integrity, layout
-from .documents import FileRef, Getter, ref_from_json
-from .layout import INDEX_NAME
+from .documents import FileRef, Getter, check_format, encode_format, ref_from_json, seal, unseal
+from .names import INDEX_NAME, is_save_id
 
 __all__ = [
     "DEFAULT_FOLDER",
@@ -236,7 +235,7 @@ class ExportRecord:
         """Return what a document says. Raises `IntegrityError`, `FormatError`."""
         get = _opened(data, "export", path)
         save_id = get.body.get("save_id")
-        if save_id is not None and not (isinstance(save_id, str) and layout.is_save_id(save_id)):
+        if save_id is not None and not (isinstance(save_id, str) and is_save_id(save_id)):
             get.fail(f"has {save_id!r:.80} where a save id should be")
         return cls(
             fingerprint=_fingerprint(get),
@@ -276,12 +275,12 @@ class IndexTag:
 
 
 def _sealed(kind: str, body: Mapping[str, Any], stamp: Mapping[str, Any]) -> bytes:
-    return integrity.seal({"format": integrity.encode_format(kind, 1), **body, **stamp})
+    return seal({"format": encode_format(kind, 1), **body, **stamp})
 
 
 def _opened(data: bytes, kind: str, path: str) -> Getter:
-    body = integrity.unseal(data, path=path)
-    integrity.check_format(body, kind, 1, path=path)
+    body = unseal(data, path=path)
+    check_format(body, kind, 1, path=path)
     return Getter(body, path)
 
 

@@ -15,10 +15,22 @@ from typing import Any, overload
 
 from ckpt_storage.errors import CheckpointError, FormatError
 
-from . import integrity, layout
-from .ceilings import MOST_MANIFEST_BYTES, MOST_RANKS
-from .columns import Columns, pack_column, pack_names
-from .documents import FileRef, Getter, ref_from_json
+from .documents import (
+    MOST_MANIFEST_BYTES,
+    MOST_RANKS,
+    Columns,
+    FileRef,
+    Getter,
+    check_format,
+    decode_crcs,
+    encode_crcs,
+    encode_format,
+    pack_column,
+    pack_names,
+    ref_from_json,
+)
+from .dtypes import DTYPES
+from .names import checked_path, rank_manifest_path, save_folder, shard_path, stock_copy_path
 from .shardtable import (
     BoxTable,
     ItemTable,
@@ -28,7 +40,6 @@ from .shardtable import (
     decode_file,
     encode_file,
 )
-from .tensorfile import DTYPES
 from .tensorlayout import TensorRecord, decode_tensors, encode_tensors
 
 __all__ = [
@@ -71,7 +82,7 @@ class RankManifest:
         boxes = BoxTable()
         files = [encode_file(file, boxes) for file in self.files]
         body: dict[str, Any] = {
-            "format": integrity.encode_format("rank", _MAJOR),
+            "format": encode_format("rank", _MAJOR),
             "save_id": self.save_id,
             "rank": self.rank,
             "world_size": self.world_size,
@@ -99,7 +110,7 @@ class RankManifest:
         Raises `FormatError` for anything that contradicts itself, `UnsafeContentError` for a path
         that leaves the checkpoint.
         """
-        integrity.check_format(body, "rank", _MAJOR, path=where)
+        check_format(body, "rank", _MAJOR, path=where)
         get, columns = Getter(body, where), columns or Columns(where)
         fqns = columns.names(body, "fqns")
         dtypes = get.strings("dtypes")
@@ -127,7 +138,7 @@ class RankManifest:
             unsafe=_unsafe_from_json(get, fqns),
         )
         for file in manifest.files:
-            if not file.path.startswith(layout.save_folder(manifest.save_id) + "/"):
+            if not file.path.startswith(save_folder(manifest.save_id) + "/"):
                 get.fail(f"lists {file.path}, which belongs to another save")
         return manifest
 
@@ -209,7 +220,7 @@ class Manifest:
     def to_body(self) -> dict[str, Any]:
         """Return the JSON body."""
         body: dict[str, Any] = {
-            "format": integrity.encode_format("manifest", _MAJOR),
+            "format": encode_format("manifest", _MAJOR),
             "save_id": self.save_id,
             "world_size": self.world_size,
             "created_at": self.created_at,
@@ -244,7 +255,7 @@ class Manifest:
     @classmethod
     def from_body(cls, body: Mapping[str, Any], *, where: str) -> Manifest:
         """Return the manifest that `body` describes. Raises as `RankManifest.from_body`."""
-        integrity.check_format(body, "manifest", _MAJOR, path=where)
+        check_format(body, "manifest", _MAJOR, path=where)
         get, columns = Getter(body, where), Columns(where, MOST_MANIFEST_BYTES)
         save_id, world_size = get.string("save_id"), get.count("world_size")
         if world_size > MOST_RANKS:
@@ -310,7 +321,7 @@ def _parts(body: Mapping[str, Any], columns: Columns, save_id: str, world_size: 
     ranks = columns.column(files, "rank", below=world_size).tolist()
     paths = (
         [
-            layout.checked_path(path, where=columns.where)
+            checked_path(path, where=columns.where)
             for path in columns.names(files, "paths", count=len(ranks))
         ]
         if "paths" in files
@@ -318,7 +329,7 @@ def _parts(body: Mapping[str, Any], columns: Columns, save_id: str, world_size: 
     )
     documents = get.mapping("ranks")
     count = len(columns.column(documents, "bytes"))
-    document_paths = map(partial(layout.rank_manifest_path, save_id), range(count))
+    document_paths = map(partial(rank_manifest_path, save_id), range(count))
     return _Parts(
         tensors=decode_tensors(body, columns, world_size),
         blobs=dict(zip(blob_fqns, blob_ranks.tolist(), strict=True)),
@@ -331,28 +342,28 @@ def _parts(body: Mapping[str, Any], columns: Columns, save_id: str, world_size: 
 
 def _check_places(get: Getter, save_id: str, parts: _Parts, stock: FileRef | None) -> None:
     """Refuse what lies elsewhere than the layout says: who copies would write there."""
-    if stock is not None and stock.path != layout.stock_copy_path(save_id):
+    if stock is not None and stock.path != stock_copy_path(save_id):
         get.fail(f"names {stock.path!r:.200}, which is no document of this save")
-    folder = layout.save_folder(save_id) + "/"
+    folder = save_folder(save_id) + "/"
     for ref, _ in parts.files:
         if not ref.path.startswith(folder):
             get.fail(f"lists {ref.path!r:.200}, which belongs to another save")
     for rank, ref in enumerate(parts.ranks):
-        if ref.path != layout.rank_manifest_path(save_id, rank):
+        if ref.path != rank_manifest_path(save_id, rank):
             get.fail(f"lists {ref.path!r:.200}, which is not the manifest of rank {rank}")
 
 
 def _refs_to_json(refs: Sequence[FileRef]) -> dict[str, Any]:
     return {
         "bytes": pack_column([ref.size_bytes for ref in refs]),
-        "crc32c": integrity.encode_crcs([ref.crc32c for ref in refs]),
+        "crc32c": encode_crcs([ref.crc32c for ref in refs]),
     }
 
 
 def _refs_from_json(body: object, paths: Sequence[str], columns: Columns) -> list[FileRef]:
     sizes = columns.column(body, "bytes", count=len(paths)).tolist()
     text = Getter(body, columns.where).string("crc32c")
-    crcs = integrity.decode_crcs(text, len(paths), path=columns.where)
+    crcs = decode_crcs(text, len(paths), path=columns.where)
     return [
         FileRef(path=path, size_bytes=size_bytes, crc32c=crc)
         for path, size_bytes, crc in zip(paths, sizes, crcs, strict=True)
@@ -366,7 +377,7 @@ def _shard_paths(save_id: str, ranks: Sequence[int]) -> list[str]:
     for rank in ranks:
         index = counts.get(rank, 0)
         counts[rank] = index + 1
-        paths.append(layout.shard_path(save_id, rank, index))
+        paths.append(shard_path(save_id, rank, index))
     return paths
 
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import Counts
-from .documents import FileRef
+from .documents import Counts, FileRef
 from .manifest import INLINE_LIMIT_BYTES, RankManifest
 from .shardtable import BoxKey, BoxTable
 

@@ -18,10 +18,17 @@ from numpy.typing import NDArray
 
 from ckpt_storage.options import MIN_BLOCK_BYTES
 
-from . import integrity
-from .columns import Columns, Counts, pack_column
-from .documents import FileRef, Getter, ref_from_json
-from .tensorfile import DTYPES
+from .documents import (
+    Columns,
+    Counts,
+    FileRef,
+    Getter,
+    decode_crcs,
+    encode_crcs,
+    pack_column,
+    ref_from_json,
+)
+from .dtypes import DTYPES
 
 BoxKey = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a chunk."""
@@ -146,9 +153,9 @@ def encode_file(file: ShardFile, boxes: BoxTable) -> dict[str, Any]:
             "payload_start": pack_column(items.payload_start),
             "payload_bytes": pack_column(items.payload_bytes),
         },
-        "chunk_crcs": integrity.encode_crcs(items.chunk_crcs),
-        "block_crcs": integrity.encode_crcs(items.block_crcs),
-        "frame_crcs": integrity.encode_crcs(items.frame_crcs),
+        "chunk_crcs": encode_crcs(items.chunk_crcs),
+        "block_crcs": encode_crcs(items.block_crcs),
+        "frame_crcs": encode_crcs(items.frame_crcs),
     }
 
 
@@ -233,9 +240,9 @@ def decode_file(value: object, vocabulary: Vocabulary, columns: Columns) -> Shar
             item_bytes=item_bytes.tolist(),
             payload_start=payload_start.tolist(),
             payload_bytes=payload_bytes.tolist(),
-            chunk_crcs=integrity.decode_crcs(get.string("chunk_crcs"), count, path=where),
-            block_crcs=integrity.decode_crcs(get.string("block_crcs"), block_count, path=where),
-            frame_crcs=integrity.decode_crcs(get.string("frame_crcs"), count + 1, path=where),
+            chunk_crcs=decode_crcs(get.string("chunk_crcs"), count, path=where),
+            block_crcs=decode_crcs(get.string("block_crcs"), block_count, path=where),
+            frame_crcs=decode_crcs(get.string("frame_crcs"), count + 1, path=where),
         ),
     )
 

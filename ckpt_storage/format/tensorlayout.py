@@ -6,32 +6,21 @@ Tensors that are cut alike share one grid or list of chunks, in memory as in the
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
 from ckpt_storage.errors import FormatError
 
-from .columns import Columns, Counts, pack_column, pack_names
-from .documents import Getter
-from .regions import Box
+from .boxes import Box, Grid, compact, find_flaw
+from .documents import Columns, Getter, pack_column, pack_names
+from .dtypes import DTYPES
 from .shardtable import boxes_from_json, boxes_to_json
-from .tensorfile import DTYPES
-from .tiling import Grid
 
 Chunks = Sequence[tuple[Box, int]]
 """Chunks that form no grid, each with the rank that wrote it."""
-
-_MOST_COMPARED = 128
-"""Of up to as many chunks each is held against each; that takes no millisecond."""
-
-_CORNERS_PER_CHUNK = 64
-_FEW_CORNERS = 1 << 16
-_MOST_CORNERS = 1 << 24
-"""Corners of chunks that are looked at together: real tensors are cut in a few dimensions only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,63 +46,6 @@ class TensorRecord:
     def chunk_count(self) -> int:
         """How many chunks there are."""
         return len(self.grid.owners) if self.grid is not None else len(self.chunks or ())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flaw:
-    """The first element of a tensor, in C order, that not exactly one chunk holds.
-
-    `at` is None where there are more corners to look at than any real tensor has.
-    """
-
-    at: tuple[int, ...] | None
-    held_count: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GridBoxes(Sequence[Box]):
-    """The cells of a grid in C order, each made when it is asked for."""
-
-    grid: Grid
-    shape: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.grid.owners)
-
-    @overload
-    def __getitem__(self, index: int) -> Box: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Box]: ...
-
-    def __getitem__(self, index: int | slice) -> Box | list[Box]:
-        if isinstance(index, slice):
-            return [self.grid.box(at, self.shape) for at in range(*index.indices(len(self)))]
-        return self.grid.box(index + len(self) if index < 0 else index, self.shape)
-
-    def __iter__(self) -> Iterator[Box]:
-        return iter(self.grid.boxes(self.shape))
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, GridBoxes) and self.shape == other.shape:
-            return self.grid == other.grid or list(self) == list(other)
-        if isinstance(other, Sequence):
-            return len(self) == len(other) and all(map(Box.__eq__, self, other))
-        return NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # as a list
-
-
-def compact(numbers: Counts) -> Sequence[int]:
-    """Return integers from 0 on as a `range` if they are one, else as an array."""
-    count = len(numbers)
-    if count > 1:
-        step = int(numbers[1]) - int(numbers[0])
-        if step and bool((np.diff(numbers) == step).all()):
-            return range(int(numbers[0]), int(numbers[0]) + count * step, step)
-    elif count:
-        return range(int(numbers[0]), int(numbers[0]) + 1)
-    return array("q", numbers.tobytes())
 
 
 def encode_tensors(tensors: Iterable[TensorRecord]) -> dict[str, Any]:
@@ -268,112 +200,3 @@ def _has_flaw(shape: tuple[int, ...], layout: Grid | Chunks) -> bool:
     if isinstance(layout, Grid):
         return False
     return find_flaw(shape, [box for box, _ in layout]) is not None
-
-
-def find_flaw(shape: tuple[int, ...], boxes: Sequence[Box]) -> Flaw | None:
-    """Return where `boxes`, which lie in `shape`, hold an element never or twice; None if nowhere.
-
-    Boxes without elements count for nothing. Exact for boxes of any form, in O(m log m) for m
-    corners: as many as boxes times 2 to the number of dimensions, or fewer.
-
-    How many boxes hold an element is a sum of their indicator functions. Differences along each
-    dimension in turn leave, of such a function, the signed corners of its boxes; they can be summed
-    up again, so two functions are equal if and only if their corners are (the inclusion and
-    exclusion of summed-area tables, Crow 1984). Here the tensor itself is subtracted as one more
-    box; of what is left, the first corner is where the sum first is not zero, and its sign and size
-    are the sum.
-    """
-    solid = [box for box in boxes if not box.is_empty]
-    if 0 in shape or solid == [Box((0,) * len(shape), shape)]:
-        return None
-    is_moderate = 1 < len(solid) <= _MOST_COMPARED
-    if is_moderate and sum(box.volume for box in solid) == math.prod(shape) and not _overlap(solid):
-        return None
-    cells = [*solid, Box((0,) * len(shape), shape)]
-    starts = np.array([box.offsets for box in cells], dtype=np.int64).reshape(len(cells), -1)
-    stops = np.array([box.stops for box in cells], dtype=np.int64).reshape(len(cells), -1)
-    # Where all are whole, nothing can be told of them; a tensor has few other dimensions.
-    dims = [dim for dim in range(len(shape)) if (stops - starts)[:, dim].min() < shape[dim]]
-    found = _first_corner(starts[:, dims], stops[:, dims])
-    if found is None:
-        return None
-    corner, excess = found
-    if corner is None:
-        return Flaw(at=None, held_count=0)
-    at = [0] * len(shape)
-    for dim, index in zip(dims, corner, strict=True):
-        at[dim] = index
-    return Flaw(at=tuple(at), held_count=excess + 1)
-
-
-def _first_corner(starts: Counts, stops: Counts) -> tuple[Sequence[int] | None, int] | None:
-    """Return the first corner, and its weight, of boxes less the last one; None if there is none.
-
-    The corner is None where there are too many.
-    """
-    count, ndim = starts.shape
-    rest = _ranks_of_rests(starts, stops)
-    most = min(max(count * _CORNERS_PER_CHUNK, _FEW_CORNERS), _MOST_CORNERS)
-    # Signed corners in the dimensions seen so far, each of a box, all in order of their corners.
-    weights = np.ones(count, dtype=np.int64)
-    weights[-1] = -1
-    box = np.arange(count)
-    rank = np.zeros(count, dtype=np.int64)
-    # Of each dimension the corners' coordinates, and which corners before it they came from.
-    edges: list[Counts] = []
-    origins: list[Counts] = []
-    for dim in range(ndim + 1):
-        if dim:
-            if 2 * len(box) > most:
-                return None, 0
-            edge = np.concatenate((starts[box, dim - 1], stops[box, dim - 1]))
-            weights = np.concatenate((weights, -weights))
-            box = np.concatenate((box, box))
-            rank = _pair_ranks(np.concatenate((rank, rank)), edge)
-        # Corners at one place, of boxes that are alike in all other dimensions, are one.
-        _, first, which = np.unique(
-            _pair_ranks(rank, rest[dim][box]), return_index=True, return_inverse=True
-        )
-        sums = np.zeros(len(first), dtype=np.int64)
-        np.add.at(sums, which, weights)
-        kept = first[sums != 0]
-        if not len(kept):
-            return None
-        if dim:
-            edges.append(edge[kept])
-            origins.append(kept % (len(box) // 2))
-        box, rank, weights = box[kept], rank[kept], sums[sums != 0]
-    corner, at = list[int](), 0
-    for edge, origin in zip(reversed(edges), reversed(origins), strict=True):
-        corner.append(int(edge[at]))
-        at = int(origin[at])
-    return corner[::-1], int(weights[0])
-
-
-def _ranks_of_rests(starts: Counts, stops: Counts) -> list[Counts]:
-    """Return for each number of dimensions a number that is equal for boxes alike in the others."""
-    ranks = [np.zeros(len(starts), dtype=np.int64)]
-    for dim in reversed(range(starts.shape[1])):
-        edges = _pair_ranks(starts[:, dim], stops[:, dim])
-        ranks.append(_pair_ranks(edges, ranks[-1]))
-    return ranks[::-1]
-
-
-def _pair_ranks(first: Counts, second: Counts) -> Counts:
-    """Return the ranks of pairs, in the order of the first number and then of the second."""
-    values, minor = np.unique(second, return_inverse=True)
-    major = np.unique(first, return_inverse=True)[1]
-    ranks: Counts = np.unique(major * len(values) + minor, return_inverse=True)[1]
-    return ranks
-
-
-def _overlap(boxes: Sequence[Box]) -> bool:
-    """Return whether two of a moderate number of boxes share elements: each held against each."""
-    # Unsigned, so that no sum of two of them wraps around.
-    starts = np.array([box.offsets for box in boxes], dtype=np.uint64)
-    stops = starts + np.array([box.sizes for box in boxes], dtype=np.uint64)
-    met = ~np.eye(len(boxes), dtype=np.bool_)
-    for dim in range(starts.shape[1]):
-        start, stop = starts[:, dim], stops[:, dim]
-        met &= np.maximum(start[:, None], start) < np.minimum(stop[:, None], stop)
-    return bool(met.any())

@@ -16,8 +16,8 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, StorageError
-from ckpt_storage.format.regions import Box, coalesce, round_out, run_count
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.boxes import Box, coalesce, round_out, run_count
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 from ckpt_storage.source.model import Place, concerns
 from ckpt_storage.source.readplan import Request, bytes_request, plan_reads

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_storage.errors import UnsafeContentError
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import Progress
 from ckpt_storage.progress import reporting
 

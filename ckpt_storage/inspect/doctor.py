@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
-from ckpt_storage.format import layout
+from ckpt_storage.format.names import probe_path
 from ckpt_storage.options import DEFAULT_PART_BYTES, MIB, REMOTE_THREADS, RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
@@ -148,7 +148,7 @@ class _Visit:
     measures: list[Measure] = field(default_factory=list)
     clock: tuple[float, float] | None = None
     start_s: float = field(default_factory=time.monotonic)
-    folder: str = field(default_factory=layout.probe_path)
+    folder: str = field(default_factory=probe_path)
     objects: list[str] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)

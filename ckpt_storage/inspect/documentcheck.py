@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from ckpt_storage.commit import slotlog, stockfooter
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, StorageError
-from ckpt_storage.format import integrity, layout
-from ckpt_storage.format.ceilings import MOST_SLOT_BYTES, MOST_STOCK_BYTES
-from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.boxes import covers_exactly
+from ckpt_storage.format.commit_record import SlotRecord, split_footer, with_footer
+from ckpt_storage.format.documents import MOST_SLOT_BYTES, FileRef, unseal
 from ckpt_storage.format.manifest import Manifest, RankManifest
-from ckpt_storage.format.slots import SlotRecord
-from ckpt_storage.format.tiling import covers_exactly
+from ckpt_storage.format.names import STOCK_METADATA, markers_of
+from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.source.model import CommittedSource, Place, Source
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store.store import Store
@@ -120,12 +120,12 @@ class Findings:
 
 def check_markers(store: Store, save_id: str, findings: Findings) -> None:
     """Check that the markers of a save, where there are any, are sealed as they were written."""
-    for path in layout.markers_of(save_id):
+    for path in markers_of(save_id):
         try:
             found = slotlog.read_if_there(store, path, most_bytes=MOST_SLOT_BYTES)
             if found is not None:
                 findings.file_count += 1
-                integrity.unseal(found.data, path=path)
+                unseal(found.data, path=path)
         except CheckpointError as error:
             findings.note_or_raise(error, path=path)
 
@@ -213,11 +213,11 @@ def check_stock(store: Store, head: SlotRecord, manifest: Manifest, findings: Fi
     try:
         current = slotlog.read_stock(store)
     except IntegrityError as error:
-        findings.note_or_raise(error, path=layout.STOCK_METADATA)
+        findings.note_or_raise(error, path=STOCK_METADATA)
         return
-    named = stockfooter.split_footer(current.data)[1] if current else None
-    pickled = stockfooter.split_footer(copy)[0]
-    expected = stockfooter.with_footer(pickled, slot=head.slot, save_id=manifest.save_id)
+    named = split_footer(current.data)[1] if current else None
+    pickled = split_footer(copy)[0]
+    expected = with_footer(pickled, slot=head.slot, save_id=manifest.save_id)
     if current is None:
         what = ".metadata is missing; torch's own readers find no checkpoint."
         step = "Load it once with the right to write, or save again: either publishes it."
@@ -234,7 +234,7 @@ def check_stock(store: Store, head: SlotRecord, manifest: Manifest, findings: Fi
         step = "Delete .metadata and load the checkpoint once with the right to write."
     offset = 0 if current is None else _first_difference(current.data, expected)
     findings.problems.append(
-        Problem(message=what, next_step=step, file=layout.STOCK_METADATA, offset=offset)
+        Problem(message=what, next_step=step, file=STOCK_METADATA, offset=offset)
     )
 
 

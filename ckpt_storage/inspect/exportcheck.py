@@ -9,7 +9,7 @@ from functools import partial
 
 from ckpt_storage.commit.slotlog import check_document, is_there, read_if_there
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
-from ckpt_storage.format import integrity, layout
+from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import (
     DEFAULT_FOLDER,
@@ -19,6 +19,7 @@ from ckpt_storage.format.exports import (
     IndexTag,
     export_path,
 )
+from ckpt_storage.format.names import is_blocker
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.foreign import in_progress
 from ckpt_storage.store.deadline import Deadline
@@ -117,7 +118,7 @@ class _Check:
             self.problems.clear()
             if index is None:
                 return None
-            if layout.is_blocker(index):
+            if is_blocker(index):
                 url = f"{self._store.url}/{self._folder}".rstrip("/")
                 self._note(in_progress(url), f"{self._prefix}{INDEX_NAME}")
                 return None
@@ -258,7 +259,7 @@ def has_checksum(
     crcs: dict[int, int] = {}
 
     def take(start: int, view: memoryview) -> None:
-        crcs[start] = integrity.crc32c_of(view)
+        crcs[start] = crc32c_of(view)
 
     fetches = [
         Fetch(
@@ -272,4 +273,4 @@ def has_checksum(
     ]
     run_fetches(store, fetches, options=options, deadline=deadline, pacer=pacer)
     lengths = [min(step, file.size_bytes - start) for start in starts]
-    return integrity.combine_many([crcs[start] for start in starts], lengths) == file.crc32c
+    return combine_many([crcs[start] for start in starts], lengths) == file.crc32c

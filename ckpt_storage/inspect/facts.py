@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ckpt_storage.format.regions import Box
-from ckpt_storage.format.tensorfile import DTYPES
-from ckpt_storage.format.tiling import Grid, find_grid
+from ckpt_storage.format.boxes import Box, Grid, find_grid
+from ckpt_storage.format.dtypes import DTYPES
 
 TIMES = " \N{MULTIPLICATION SIGN} "
 DASH = "\N{EN DASH}"

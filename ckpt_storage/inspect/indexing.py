@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 
-from ckpt_storage.format.regions import Box, WindowCopy, interval_boxes
+from ckpt_storage.format.boxes import Box, WindowCopy, interval_boxes
 
 FinalIndex = tuple[int | slice | EllipsisType | None, ...]
 

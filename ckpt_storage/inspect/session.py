@@ -15,9 +15,9 @@ from functools import partial
 from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import InvalidInputError, StorageError
+from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import FileRef
-from ckpt_storage.format.slots import SlotRecord
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import LOCAL_READ_BYTES, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.source.costs import costs_for
 from ckpt_storage.source.filemarks import open_newest

@@ -21,10 +21,10 @@ from ckpt_storage.errors import (
     InvalidInputError,
     UnsafeContentError,
 )
-from ckpt_storage.format import layout
+from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.slots import SlotRecord
+from ckpt_storage.format.names import INDEX_NAME
 from ckpt_storage.options import LOCAL_READ_BYTES, Progress, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import open_source
@@ -238,7 +238,7 @@ class Verification:
             self.findings.note_or_raise(error)
         except CheckpointInProgressError as error:
             # The check of exports notes the folder of one that is not complete.
-            if self._part is not None or not (error.path or "").endswith(layout.INDEX_NAME):
+            if self._part is not None or not (error.path or "").endswith(INDEX_NAME):
                 raise
         except CheckpointGoneError as error:
             if self.save_id is None:

@@ -13,7 +13,7 @@ from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.errors import StorageError
 from ckpt_storage.export.consolidation.removal import remove_exports
-from ckpt_storage.format import layout
+from ckpt_storage.format.names import SAVES
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
@@ -71,7 +71,7 @@ def _is_folder(path: Path) -> bool:
 def _has_attempts(store: Store) -> bool:
     """Return whether a save lies there that never was committed."""
     try:
-        return bool(store.list(layout.SAVES, recursive=False))
+        return bool(store.list(SAVES, recursive=False))
     except StorageError as error:
         if error.kind != "not-found":
             raise

@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
 from torch.distributed.tensor import DTensor
 
-from ckpt_storage.format.regions import Box
-from ckpt_storage.format.tensorlayout import GridBoxes
+from ckpt_storage.format.boxes import Box, GridBoxes
 from ckpt_storage.source.model import Source, TensorInfo
 
 from .resolving import Parts, Placements, parts_of, placements_key

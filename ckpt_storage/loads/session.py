@@ -22,7 +22,7 @@ from ckpt_storage.commit import publishing
 from ckpt_storage.coordination import agreement
 from ckpt_storage.coordination.agreement import Hello
 from ckpt_storage.errors import CheckpointError, FormatError, InvalidInputError, StorageError
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import (
     LOCAL_READ_BYTES,
     Phase,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ckpt_storage.format.regions import Box, run_count, run_extent
+from ckpt_storage.format.boxes import Box, run_count, run_extent
 from ckpt_storage.options import KIB, MIB
 
 log = logging.getLogger("ckpt_storage")

@@ -17,9 +17,8 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.regions import Box, WindowCopy, run_count
-from ckpt_storage.format.tensorfile import DTYPES
-from ckpt_storage.format.tensorlayout import GridBoxes
+from ckpt_storage.format.boxes import Box, GridBoxes, WindowCopy, run_count
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.inspect.torchload import load_whole, scan_blob
 from ckpt_storage.source.model import Place, Source, concerns
 from ckpt_storage.source.readplan import Request, Sink, bytes_request, no_sink

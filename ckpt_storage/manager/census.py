@@ -19,8 +19,8 @@ from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.stockfooter import is_foreign, read_footer
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
-from ckpt_storage.format import layout
-from ckpt_storage.format.slots import SlotRecord
+from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.format.names import COMMITS, PROBE_PREFIX, SAVES, slot_path
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
@@ -164,7 +164,7 @@ class Census:
 
     def _sight(self, store: Store, name: str, known: SlotRecord | None, *, lists: bool) -> Sight:
         entries = _entries(store) if lists else None
-        if entries is not None and not entries - {f"{layout.COMMITS}/"}:
+        if entries is not None and not entries - {f"{COMMITS}/"}:
             return Sight(name=name, status="empty")
         found = slotlog.read_log(store, known=known)
         location, step = self.location.child(name), self.names.step_of(name)
@@ -179,15 +179,15 @@ class Census:
             if named is not None:
                 raise IntegrityError(
                     f"{location.url} has .metadata of save {named.save_id} but no commits/ folder.",
-                    path=layout.COMMITS,
+                    path=COMMITS,
                     next_step="Copy the whole checkpoint, commits/ included.",
                 )
             info = CheckpointInfo(url=location.url, name=name, format="dcp", step=step)
             return Sight(name=name, status="foreign", info=info)
         entries = _entries(store) if entries is None else entries
-        if f"{layout.SAVES}/" in entries and not store.list(layout.SAVES):
-            entries.discard(f"{layout.SAVES}/")
-        if not entries - {f"{layout.COMMITS}/"}:
+        if f"{SAVES}/" in entries and not store.list(SAVES):
+            entries.discard(f"{SAVES}/")
+        if not entries - {f"{COMMITS}/"}:
             return Sight(name=name, status="empty", last=found.last)
         return Sight(name=name, status="uncommitted", last=found.last)
 
@@ -316,7 +316,7 @@ class Census:
         def one(info: CheckpointInfo) -> None:
             store = self.store(info.name, deadline)
             try:
-                time_s = store.stat(layout.slot_path(info.slot or 0)).modified_s
+                time_s = store.stat(slot_path(info.slot or 0)).modified_s
             except StorageError as error:
                 if error.kind != "not-found":
                     raise
@@ -360,4 +360,4 @@ def _entries(store: Store) -> set[str]:
         if error.kind != "not-found":
             raise
         return set()
-    return {entry.path for entry in entries if not entry.path.startswith(layout.PROBE_PREFIX)}
+    return {entry.path for entry in entries if not entry.path.startswith(PROBE_PREFIX)}

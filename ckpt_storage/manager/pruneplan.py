@@ -18,9 +18,16 @@ from ckpt_storage.errors import (
     IntegrityError,
     StorageError,
 )
-from ckpt_storage.format import integrity, layout
-from ckpt_storage.format.columns import Columns, pack_column
-from ckpt_storage.format.documents import Getter
+from ckpt_storage.format.documents import (
+    Columns,
+    Getter,
+    check_format,
+    encode_format,
+    pack_column,
+    seal,
+    unseal,
+)
+from ckpt_storage.format.names import probe_path
 from ckpt_storage.inspect.partcheck import check_part
 from ckpt_storage.inspect.shardspots import Part
 from ckpt_storage.store.deadline import Deadline
@@ -89,8 +96,8 @@ class SettledSteps:
             self._empty = set(steps) - self._saved
 
     def _decode(self, data: bytes) -> list[int]:
-        body = integrity.unseal(data, path=SETTLED_PATH)
-        integrity.check_format(body, _KIND, 1, path=SETTLED_PATH)
+        body = unseal(data, path=SETTLED_PATH)
+        check_format(body, _KIND, 1, path=SETTLED_PATH)
         if Getter(body, SETTLED_PATH).string("names") != self._template:
             return []
         steps: list[int] = Columns(SETTLED_PATH).column(body, "steps").tolist()
@@ -130,12 +137,12 @@ class SettledSteps:
         if len(self._stored ^ empty) < _WORTH_COUNT:
             return
         body = {
-            "format": integrity.encode_format(_KIND, 1),
+            "format": encode_format(_KIND, 1),
             "names": self._template,
             "steps": pack_column(sorted(empty)),
         }
         try:
-            store.replace(SETTLED_PATH, integrity.seal(body))
+            store.replace(SETTLED_PATH, seal(body))
         except StorageError as error:
             log.info("%s: %s was not written: %s", store.url, SETTLED_PATH, error)
         else:
@@ -347,7 +354,7 @@ class Planner:
         if not goes_by_age and self._min_age_s == 0:
             return plan_prune(infos, self._policies, damaged=damaged, in_use=in_use)
         if now_s is None:
-            now_s = self._census.root(deadline).server_time(layout.probe_path())
+            now_s = self._census.root(deadline).server_time(probe_path())
         # The others are kept, whatever their age is: one that makes no difference will do.
         old = {info.name: 0.0 for info in infos if info.name not in times_s}
         return plan_prune(

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.loads.hostbytes import MAKE_PLAIN, dtype_name, fault_of
 
 from .tiedmemory import named_tensors

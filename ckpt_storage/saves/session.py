@@ -32,11 +32,12 @@ from ckpt_storage.errors import (
     PhaseTimeoutError,
     StorageError,
 )
-from ckpt_storage.format import integrity, layout
-from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.manifest import RankManifest
+from ckpt_storage.format.names import rank_manifest_path, shard_path
 from ckpt_storage.format.rankreport import RankReport
-from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.options import (
     STOCK_ENTRY_LIMIT,
     PageCache,
@@ -377,8 +378,8 @@ class SaveSession:
             if is_whole:
                 delete_attempt(store, save_id)
             else:
-                own = layout.shard_path(save_id, self.rank, 0)
-                store.delete([own, layout.rank_manifest_path(save_id, self.rank)])
+                own = shard_path(save_id, self.rank, 0)
+                store.delete([own, rank_manifest_path(save_id, self.rank)])
         except CheckpointError as error:
             log.warning("%s: files of failed save %s stay for now: %s", store.url, save_id, error)
 
@@ -398,8 +399,8 @@ class SaveSession:
                 with_bar=self.is_coordinator,
             )
             manifest = write_shards(store, plan, planner, job)
-            document = integrity.seal(manifest.to_body())
-            path = layout.rank_manifest_path(manifest.save_id, self.rank)
+            document = seal(manifest.to_body())
+            path = rank_manifest_path(manifest.save_id, self.rank)
             store.put(path, document)
         return [self._result(granted, manifest, path, document)]
 
@@ -449,7 +450,7 @@ class SaveSession:
     def _result(
         self, granted: Granted, manifest: RankManifest, path: str, document: bytes
     ) -> WriteResult:
-        ref = FileRef(path=path, size_bytes=len(document), crc32c=integrity.crc32c_of(document))
+        ref = FileRef(path=path, size_bytes=len(document), crc32c=crc32c_of(document))
         report = RankReport.of(
             manifest,
             ref,

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from ckpt_storage.commit.shardfile import ShardFileWriter, ShardTable
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
-from ckpt_storage.format import layout
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import RankManifest, ShardFile
-from ckpt_storage.format.tensorfile import DTYPES, PAYLOAD_ALIGN_BYTES, tensor_envelope
+from ckpt_storage.format.names import shard_path
+from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.inspect.torchload import name_in, refusal_of
 from ckpt_storage.loads.hostbytes import HostCopies, check_plain, dtype_name, host_bytes
 from ckpt_storage.loads.resolving import data_resolver, gives_own_tensors, plain_names
@@ -144,7 +145,7 @@ def _write_file(
     memory: WrittenMemory,
     unsafe: dict[str, str],
 ) -> ShardFile:
-    path = layout.shard_path(job.save_id, job.rank, 0)
+    path = shard_path(job.save_id, job.rank, 0)
     planned_bytes = sum(_planned_bytes(item) for item in plan.items)
     job.deadline.expect(planned_bytes)
     with reporting(

@@ -22,8 +22,8 @@ from ckpt_storage.errors import (
     IntegrityError,
     StorageError,
 )
-from ckpt_storage.format import layout
-from ckpt_storage.format.layout import INDEX_NAME
+from ckpt_storage.format.commit_record import split_footer
+from ckpt_storage.format.names import COMMITS, INDEX_NAME, SAVES, STOCK_METADATA
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.deadline import Deadline
@@ -93,14 +93,14 @@ def find_source(
         entries, refusal = list_or_describe(store, recursive=False)
     current = slotlog.read_stock(store)
     if current is not None:
-        named = stockfooter.split_footer(current.data)[1]
+        named = split_footer(current.data)[1]
         if named is None:
             # Perhaps under the name of one of ours that was deleted: its slots stay.
             return open_stock(store, current.data, options=options, deadline=deadline), entries
         if found.last is None:
             raise FormatError(
                 f"{store.url} has .metadata of save {named.save_id} but no commits/ folder.",
-                path=layout.COMMITS,
+                path=COMMITS,
                 next_step="Copy the whole checkpoint, commits/ included; torch's own readers "
                 "can load it as it is, without checksums.",
             )
@@ -130,7 +130,7 @@ def list_or_describe(
         refusal = error
     log.info("%s: cannot be listed; only its metadata is watched: %s", store.url, refusal)
     told = []
-    for path in (layout.STOCK_METADATA, INDEX_NAME):
+    for path in (STOCK_METADATA, INDEX_NAME):
         try:
             found = store.stat(path)
         except StorageError as error:
@@ -153,7 +153,7 @@ def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
             phase="load",
             next_step="Load another checkpoint.",
         )
-    if f"{layout.SAVES}/" in names:
+    if f"{SAVES}/" in names:
         return CheckpointInProgressError(
             f"{store.url} holds a save that has not committed: it is still running, or it died.",
             path=store.url,
@@ -188,10 +188,10 @@ def _nothing(store: Store, found: CommitLog, names: list[str]) -> Exception:
     )
 
 
-_MARKED = (layout.STOCK_METADATA, INDEX_NAME, ".distcp", ".safetensors")
+_MARKED = (STOCK_METADATA, INDEX_NAME, ".distcp", ".safetensors")
 """How the names of files end that another writer's checkpoint consists of."""
 
-_DESCRIBING = frozenset({layout.STOCK_METADATA, INDEX_NAME})
+_DESCRIBING = frozenset({STOCK_METADATA, INDEX_NAME})
 
 _MOST_ASKED = 8
 """Files that are asked for alone; more of them are listed."""

@@ -19,20 +19,13 @@ from ckpt_storage.errors import (
     IntegrityError,
     StorageError,
 )
-from ckpt_storage.format import layout
-from ckpt_storage.format.ceilings import MOST_DOCUMENT_BYTES
-from ckpt_storage.format.layout import INDEX_NAME
-from ckpt_storage.format.regions import Box
-from ckpt_storage.format.stockmeta import StockMetadata, StockTensor, decode_stock_metadata
-from ckpt_storage.format.tensorfile import (
-    DTYPES,
-    NeedMoreBytes,
-    SafetensorsHeader,
-    parse_safetensors_header,
-    parse_tensor_item,
-)
-from ckpt_storage.format.tensorlayout import Flaw, find_flaw
-from ckpt_storage.format.tiling import covers_exactly
+from ckpt_storage.format.boxes import Box, Flaw, covers_exactly, find_flaw
+from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
+from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, checked_path, is_blocker
+from ckpt_storage.format.safetensors import SafetensorsHeader, parse_safetensors_header
+from ckpt_storage.format.shard_item import NeedMoreBytes, parse_tensor_item
+from ckpt_storage.format.stock_metadata import StockMetadata, StockTensor, decode_stock_metadata
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.costs import costs_for
 from ckpt_storage.store.backend import ObjectInfo
@@ -110,9 +103,8 @@ class StockSource:
         item = self.metadata.items.get(key)
         if item is None:
             raise FormatError(
-                f"{layout.STOCK_METADATA} says that {fqn} has a part at {offsets} but not where "
-                "it lies.",
-                path=layout.STOCK_METADATA,
+                f"{STOCK_METADATA} says that {fqn} has a part at {offsets} but not where it lies.",
+                path=STOCK_METADATA,
                 next_step="The save was incomplete; load another checkpoint.",
             )
         if item.transforms:
@@ -122,7 +114,7 @@ class StockSource:
                 next_step="Load it with torch's FileSystemReader and that extension.",
             )
         return Place(
-            path=layout.checked_path(item.relative_path, where=layout.STOCK_METADATA),
+            path=checked_path(item.relative_path, where=STOCK_METADATA),
             fqn=fqn,
             start=item.offset,
             size_bytes=item.length,
@@ -180,7 +172,7 @@ class StockSource:
         if parsed.shape != self._sizes[key]:
             raise FormatError(
                 f"{place.fqn} in {place.path} has the shape {list(parsed.shape)}; "
-                f"{layout.STOCK_METADATA} says {list(self._sizes[key])}.",
+                f"{STOCK_METADATA} says {list(self._sizes[key])}.",
                 path=place.path,
                 next_step=_RESTORE,
             )
@@ -209,7 +201,7 @@ def _stock_info(fqn: str, tensor: StockTensor) -> TensorInfo:
     if tensor.dtype not in DTYPES:
         raise FormatError(
             f"{fqn} has dtype {tensor.dtype}, which this release does not read.",
-            path=layout.STOCK_METADATA,
+            path=STOCK_METADATA,
             next_step="Load it with torch's FileSystemReader.",
         )
     boxes = [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
@@ -217,9 +209,9 @@ def _stock_info(fqn: str, tensor: StockTensor) -> TensorInfo:
     flaw = find_flaw(tensor.shape, list(dict.fromkeys(boxes)))
     if flaw is not None:
         raise FormatError(
-            f"{layout.STOCK_METADATA} describes chunks of {fqn} that do not make up its shape "
+            f"{STOCK_METADATA} describes chunks of {fqn} that do not make up its shape "
             f"{list(tensor.shape)}: {_flaw_text(tensor.shape, boxes, flaw)}.",
-            path=layout.STOCK_METADATA,
+            path=STOCK_METADATA,
             next_step="The save was incomplete, or the file is damaged; load another checkpoint.",
         )
     return TensorInfo(fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, boxes=boxes)
@@ -384,7 +376,7 @@ def in_progress(url: str) -> CheckpointInProgressError:
 
 def _read_index(store: Store) -> dict[str, str]:
     data = store.get(INDEX_NAME, max_bytes=MOST_DOCUMENT_BYTES).data
-    if layout.is_blocker(data):
+    if is_blocker(data):
         raise in_progress(store.url)
     try:
         weight_map = json.loads(data)["weight_map"]
@@ -398,7 +390,7 @@ def _read_index(store: Store) -> dict[str, str]:
             path=INDEX_NAME,
             next_step=_RESTORE,
         )
-    return {fqn: layout.checked_path(name, where=INDEX_NAME) for fqn, name in weight_map.items()}
+    return {fqn: checked_path(name, where=INDEX_NAME) for fqn, name in weight_map.items()}
 
 
 def _read_headers(

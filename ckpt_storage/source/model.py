@@ -16,13 +16,12 @@ from ckpt_storage.errors import (
     IntegrityError,
     StorageError,
 )
-from ckpt_storage.format import integrity, layout
-from ckpt_storage.format.ceilings import MOST_DOCUMENT_BYTES
-from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.boxes import Box, GridBoxes
+from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.format.crc import first_wrong_block
+from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, unseal
 from ckpt_storage.format.manifest import ItemTable, Manifest, RankManifest, TensorRecord
-from ckpt_storage.format.regions import Box
-from ckpt_storage.format.slots import SlotRecord
-from ckpt_storage.format.tensorlayout import GridBoxes
+from ckpt_storage.format.names import slot_path
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -65,7 +64,7 @@ class Place:
         if self.crcs is None:
             return
         size = self.block_bytes
-        at = integrity.first_wrong_block(view, size, self.crcs, first_byte // size)
+        at = first_wrong_block(view, size, self.crcs, first_byte // size)
         if at is not None:
             raise self.damage(first_byte + at)
 
@@ -466,7 +465,7 @@ def read_document(
 def read_rank_manifest(store: Store, reference: FileRef, *, save_id: str) -> RankManifest:
     """Return one rank manifest of `save_id`, checked. Raises as `read_document`."""
     document = read_document(store, reference, save_id=save_id)
-    body = integrity.unseal(document, path=reference.path)
+    body = unseal(document, path=reference.path)
     return RankManifest.from_body(body, where=reference.path)
 
 
@@ -474,9 +473,9 @@ def read_manifest(store: Store, record: SlotRecord) -> Manifest:
     """Return the manifest that a commit record names, checked. Raises as `read_document`."""
     reference, save_id = record.manifest, record.save_id
     if reference is None or save_id is None:  # pragma: no cover  # SlotRecord.decode refuses it
-        raise FormatError(f"{layout.slot_path(record.slot)} names no manifest.")
+        raise FormatError(f"{slot_path(record.slot)} names no manifest.")
     document = read_document(store, reference, save_id=save_id)
-    body = integrity.unseal(document, path=reference.path)
+    body = unseal(document, path=reference.path)
     manifest = Manifest.from_body(body, where=reference.path)
     if manifest.save_id != record.save_id:
         raise FormatError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 
-from ckpt_storage.format.regions import (
+from ckpt_storage.format.boxes import (
     Box,
     WindowCopy,
     byte_runs,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from ckpt_storage.errors import CheckpointError, StorageError
-from ckpt_storage.format import layout
+from ckpt_storage.format.names import probe_path
 
 from .store import Store
 
@@ -55,7 +55,7 @@ def probe_exclusive_create(
 
 
 def _ask(store: Store) -> ProbeResult:
-    path = layout.probe_path()
+    path = probe_path()
     first, second = (f"{name} {os.urandom(16).hex()}\n".encode() for name in ("first", "second"))
     try:
         refusal = _create_first(store, path, first)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt_storage.errors import StorageError
-from ckpt_storage.format import layout
+from ckpt_storage.format.names import COMMITS, PROBE_PREFIX, STOCK_METADATA
 
 from .backend import (
     Backend,
@@ -44,8 +44,8 @@ class SplitBackend(Backend):
 
     def _of(self, path: str) -> Backend:
         first = path.partition("/")[0]
-        is_commit = first in {layout.COMMITS, layout.STOCK_METADATA}
-        return self._commits if is_commit or first.startswith(layout.PROBE_PREFIX) else self._data
+        is_commit = first in {COMMITS, STOCK_METADATA}
+        return self._commits if is_commit or first.startswith(PROBE_PREFIX) else self._data
 
     def _shares(self, paths: Sequence[str]) -> Iterator[tuple[Backend, list[str]]]:
         for part in (self._data, self._commits):

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import ckpt_storage
-from ckpt_storage.format.regions import Box
-from ckpt_storage.format.tiling import Grid
+from ckpt_storage.format.boxes import Box, Grid
 from ckpt_storage.inspect.checkpoint import Checkpoint, diff, open_checkpoint
 from ckpt_storage.inspect.facts import Entry, Sharding
 from ckpt_storage.inspect.html import TreeView, sharding_svg

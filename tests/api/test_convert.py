@@ -44,7 +44,7 @@ from ckpt_storage.errors import (
     UnsafeContentError,
 )
 from ckpt_storage.export.converting import FORMATS, TargetFormat, convert
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import MIB
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.ranks import RankPool

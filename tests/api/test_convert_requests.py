@@ -33,7 +33,7 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.export.converting import TargetFormat, convert
-from ckpt_storage.format.regions import Box
+from ckpt_storage.format.boxes import Box
 from ckpt_storage.transfer import ranges
 
 

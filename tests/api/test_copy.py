@@ -29,7 +29,7 @@ from ckpt_storage.commit import cleaning
 from ckpt_storage.errors import CheckpointExistsError, IntegrityError, InvalidInputError
 from ckpt_storage.export import partcopies
 from ckpt_storage.export.copying import copy
-from ckpt_storage.format import integrity
+from ckpt_storage.format.documents import seal
 from ckpt_storage.options import MIB, ProgressEvent
 from ckpt_storage.store import open_store
 from ckpt_storage.store.deadline import Deadline
@@ -593,7 +593,7 @@ def test_a_note_that_was_left_behind_gives_no_leave_to_overwrite(
             if kind == "indexed":
                 index = {"metadata": {}, "weight_map": {"a": "model.safetensors"}}
                 (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    note = integrity.seal({"identity": "of another"}) if is_sealed else b"{}"
+    note = seal({"identity": "of another"}) if is_sealed else b"{}"
     (tmp_path / "2" / ".ckpt-storage-copy.json").write_bytes(note)
     before = files_below(tmp_path / "2")
     with pytest.raises(CheckpointExistsError):

@@ -22,7 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_storage.background.hostbuffers import HostBuffers, Kind, Lease
 from ckpt_storage.background.staging import stage
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.testing.ranks import RankPool
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  # the untyped kind is what users have

@@ -43,11 +43,12 @@ from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit.assemble import assemble
 from ckpt_storage.commit.committing import commit_save
 from ckpt_storage.commit.stockwrite import planned_of
-from ckpt_storage.format import integrity, layout
-from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.manifest import ItemTable, RankManifest, ShardFile
+from ckpt_storage.format.names import rank_manifest_path, shard_path
 from ckpt_storage.format.rankreport import RankReport
-from ckpt_storage.format.regions import Box
 from ckpt_storage.options import RetryPolicy, TransferOptions
 from ckpt_storage.source.filemarks import open_source
 from ckpt_storage.store import Location, open_store
@@ -138,7 +139,7 @@ class World:
             frame_crcs=crcs(count + 1),
         )
         file = ShardFile(
-            path=layout.shard_path(save_id, rank, 0),
+            path=shard_path(save_id, rank, 0),
             size_bytes=at,
             crc32c=rank,
             block_bytes=_BLOCK_BYTES,
@@ -316,12 +317,12 @@ def _reported(
 ) -> tuple[RankReport, float]:
     """Return what a rank reports, and the seconds that encoding, storing and reporting took."""
     started = time.perf_counter()
-    path = layout.rank_manifest_path(manifest.save_id, manifest.rank)
-    document = integrity.seal(manifest.to_body())
+    path = rank_manifest_path(manifest.save_id, manifest.rank)
+    document = seal(manifest.to_body())
     if manifest.rank == _RANK:
         # Thousands of them would fill the memory.
         store.put(path, document)
-    ref = FileRef(path=path, size_bytes=len(document), crc32c=integrity.crc32c_of(document))
+    ref = FileRef(path=path, size_bytes=len(document), crc32c=crc32c_of(document))
     report = RankReport.of(manifest, ref, document, with_places=with_places)
     return report, time.perf_counter() - started
 

@@ -19,16 +19,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import ckpt_storage
 from ckpt_storage import FormatError
-from ckpt_storage.format.columns import Columns
-from ckpt_storage.format.regions import Box
-from ckpt_storage.format.tensorlayout import (
-    GridBoxes,
-    TensorRecord,
-    decode_tensors,
-    encode_tensors,
-    find_flaw,
-)
-from ckpt_storage.format.tiling import Grid
+from ckpt_storage.format.boxes import Box, Grid, GridBoxes, find_flaw
+from ckpt_storage.format.documents import Columns
+from ckpt_storage.format.tensorlayout import TensorRecord, decode_tensors, encode_tensors
 
 
 def pieces_of(shape: tuple[int, ...], cut_count: int, seed: int) -> list[Box]:

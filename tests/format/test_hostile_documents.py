@@ -15,8 +15,8 @@ import torch
 import ckpt_storage
 from ckpt_storage import FormatError, InvalidInputError
 from ckpt_storage.export.conversion.torchzip import lists_are_plausible
-from ckpt_storage.format import integrity
-from ckpt_storage.format.columns import Columns
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.documents import Columns, seal, unseal
 from ckpt_storage.format.manifest import InlineRanks
 
 Change = Callable[[dict[str, Any]], object]
@@ -30,7 +30,7 @@ def manifest_of(root: Path) -> Path:
 
 def body_of(path: Path) -> dict[str, Any]:
     """Return the body of a sealed document."""
-    return dict(integrity.unseal(path.read_bytes(), path=path.name))
+    return dict(unseal(path.read_bytes(), path=path.name))
 
 
 def change(root: Path, to_manifest: Change, to_slot: Change = lambda _: None) -> None:
@@ -38,13 +38,13 @@ def change(root: Path, to_manifest: Change, to_slot: Change = lambda _: None) ->
     path = manifest_of(root)
     body = body_of(path)
     to_manifest(body)
-    path.write_bytes(integrity.seal(body))
+    path.write_bytes(seal(body))
     slot = root / "commits" / "00000001.json"
     record = body_of(slot)
     data = path.read_bytes()
-    record["manifest"] |= {"bytes": len(data), "crc32c": f"{integrity.crc32c_of(data):08x}"}
+    record["manifest"] |= {"bytes": len(data), "crc32c": f"{crc32c_of(data):08x}"}
     to_slot(record)
-    slot.write_bytes(integrity.seal(record))
+    slot.write_bytes(seal(record))
 
 
 def forge(path: Path, body: dict[str, Any]) -> None:
@@ -55,11 +55,11 @@ def forge(path: Path, body: dict[str, Any]) -> None:
     """
     wanted = path.read_bytes()
     body |= {"writer": {}, "created_at": "", "pad": ""}
-    pad = ["A"] * (len(wanted) - len(integrity.seal(body)))
+    pad = ["A"] * (len(wanted) - len(seal(body)))
     assert len(pad) >= 12, "too short to be forged"
 
     def crc() -> int:
-        sealed = integrity.seal(body | {"pad": "".join(pad)})
+        sealed = seal(body | {"pad": "".join(pad)})
         return int(sealed[11:19], 16)
 
     first = crc()
@@ -80,8 +80,8 @@ def forge(path: Path, body: dict[str, Any]) -> None:
     for number in range(48):
         if chosen >> number & 1:
             pad[number // 4] = chr(ord(pad[number // 4]) ^ 1 << number % 4)
-    path.write_bytes(integrity.seal(body | {"pad": "".join(pad)}))
-    assert integrity.crc32c_of(path.read_bytes()) == integrity.crc32c_of(wanted)
+    path.write_bytes(seal(body | {"pad": "".join(pad)}))
+    assert crc32c_of(path.read_bytes()) == crc32c_of(wanted)
 
 
 def test_a_copy_of_a_manifest_elsewhere_is_not_taken_for_it(tmp_path: Path) -> None:

@@ -16,7 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
-from ckpt_storage.format import integrity
+from ckpt_storage.format.crc import (
+    BlockHasher,
+    block_crcs,
+    combine,
+    combine_blocks,
+    combine_each,
+    crc32c_of,
+)
+from ckpt_storage.format.documents import (
+    check_format,
+    decode_crcs,
+    encode_crcs,
+    encode_format,
+    seal,
+    unseal,
+)
 
 QUICK = settings(max_examples=150, deadline=None)
 PIECES = st.lists(st.binary(max_size=40), max_size=8)
@@ -67,7 +82,7 @@ def first_difference(left: bytes, right: bytes) -> int:
 )
 def test_the_checksum_is_that_of_the_rfc(data: bytes, crc: int) -> None:
     """The vectors of RFC 3720, B.4, and the customary check value come out."""
-    assert integrity.crc32c_of(data) == crc
+    assert crc32c_of(data) == crc
     assert slow_crc(data) == crc
 
 
@@ -77,7 +92,7 @@ def test_block_checksums_do_not_depend_on_the_pieces(pieces: list[bytes], block_
     """However a payload is cut into buffers, its blocks are counted from its start."""
     data = b"".join(pieces)
     blocks = [data[at : at + block_bytes] for at in range(0, len(data), block_bytes)]
-    crcs = integrity.block_crcs(map(memoryview, pieces), block_bytes)
+    crcs = block_crcs(map(memoryview, pieces), block_bytes)
     assert crcs.typecode == "I"
     assert list(crcs) == [slow_crc(block) for block in blocks]
 
@@ -85,7 +100,7 @@ def test_block_checksums_do_not_depend_on_the_pieces(pieces: list[bytes], block_
 def test_a_hasher_takes_any_contiguous_buffer() -> None:
     """Arrays of other types, of several dimensions and without elements are hashed as bytes."""
     values = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
-    hasher = integrity.BlockHasher(100)
+    hasher = BlockHasher(100)
     hasher.update(values[0].data)
     hasher.update(np.empty((0, 7), dtype=np.int64).data)
     hasher.update(values[1:].data)
@@ -101,7 +116,7 @@ def test_a_hasher_takes_any_contiguous_buffer() -> None:
 @given(left=st.binary(max_size=60), right=st.binary(max_size=60))
 def test_two_checksums_combine(left: bytes, right: bytes) -> None:
     """The checksum of a concatenation follows from those of its halves and a length."""
-    combined = integrity.combine(slow_crc(left), slow_crc(right), len(right))
+    combined = combine(slow_crc(left), slow_crc(right), len(right))
     assert combined == slow_crc(left + right)
 
 
@@ -111,7 +126,7 @@ def test_block_checksums_combine_to_that_of_the_payload(data: bytes, block_bytes
     """Few blocks and many, with a whole or a shorter last one, give the payload's checksum."""
     crcs = [slow_crc(data[at : at + block_bytes]) for at in range(0, len(data), block_bytes)]
     for given_crcs in (crcs, array("I", crcs), np.array(crcs, dtype=np.uint32)):
-        combined = integrity.combine_blocks(given_crcs, block_bytes, len(data))  # type: ignore[arg-type]  # numpy's arrays are no Sequence to mypy
+        combined = combine_blocks(given_crcs, block_bytes, len(data))  # type: ignore[arg-type]  # numpy's arrays are no Sequence to mypy
         assert combined == slow_crc(data)
         assert type(combined) is int
 
@@ -128,7 +143,7 @@ def test_block_checksums_of_many_payloads_combine_to_those_of_each(
         for at in range(0, len(data), block_bytes)
     ]
     for given_crcs in (crcs, array("I", crcs)):
-        combined = integrity.combine_each(given_crcs, block_bytes, [len(d) for d in payloads])
+        combined = combine_each(given_crcs, block_bytes, [len(d) for d in payloads])
         assert combined == [slow_crc(data) for data in payloads]
         assert all(type(crc) is int for crc in combined)
 
@@ -138,8 +153,8 @@ def test_block_checksums_of_many_payloads_combine_to_those_of_each(
 def test_packed_checksums_are_little_endian_words(crcs: list[int]) -> None:
     """Packing writes base64 of little-endian 32-bit words, and unpacking reads it."""
     packed = base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
-    assert integrity.encode_crcs(array("I", crcs)) == packed
-    assert list(integrity.decode_crcs(packed, len(crcs))) == crcs
+    assert encode_crcs(array("I", crcs)) == packed
+    assert list(decode_crcs(packed, len(crcs))) == crcs
 
 
 @pytest.mark.parametrize(
@@ -160,14 +175,14 @@ def test_packed_checksums_are_little_endian_words(crcs: list[int]) -> None:
 def test_packed_checksums_of_another_number_are_refused(text: str, count: int) -> None:
     """Text of another length, or that is not strictly base64, names the document."""
     with pytest.raises(FormatError, match=r"ranks/rank-00003\.json .*checksums") as caught:
-        integrity.decode_crcs(text, count, path="ranks/rank-00003.json")
+        decode_crcs(text, count, path="ranks/rank-00003.json")
     assert caught.value.path == "ranks/rank-00003.json"
 
 
 def test_a_sealed_document_is_one_line_of_compact_json() -> None:
     """Keys keep their order, nothing is escaped that JSON allows, and the envelope is exact."""
     body = b'{"z":[1,2.5,null,true],"a":{"\xc3\xa9":"\\n"}}'
-    sealed = integrity.seal({"z": [1, 2.5, None, True], "a": {"é": "\n"}})
+    sealed = seal({"z": [1, 2.5, None, True], "a": {"é": "\n"}})
     assert sealed == sealed_by_hand(body)
 
 
@@ -175,9 +190,9 @@ def test_a_sealed_document_is_one_line_of_compact_json() -> None:
 @given(body=BODIES)
 def test_unsealing_returns_what_was_sealed(body: dict[str, Any]) -> None:
     """A document comes back equal, with its keys in order, and any JSON reader reads it."""
-    sealed = integrity.seal(body)
-    assert integrity.unseal(sealed, path="x") == body
-    assert list(integrity.unseal(sealed, path="x")) == list(body)
+    sealed = seal(body)
+    assert unseal(sealed, path="x") == body
+    assert list(unseal(sealed, path="x")) == list(body)
     assert json.loads(sealed)["body"] == body
 
 
@@ -189,13 +204,13 @@ def test_unsealing_returns_what_was_sealed(body: dict[str, Any]) -> None:
 def test_what_json_cannot_say_is_not_sealed(value: object) -> None:
     """A value that a strict JSON reader could not read back is refused before it is written."""
     with pytest.raises(InvalidInputError, match="cannot be written as JSON"):
-        integrity.seal({"key": value})
+        seal({"key": value})
 
 
 def assert_found(damaged: bytes, original: bytes) -> None:
     """Assert that unsealing finds the damage and places it no later than it begins."""
     with pytest.raises(IntegrityError) as caught:
-        integrity.unseal(damaged, path="commits/00000001.json")
+        unseal(damaged, path="commits/00000001.json")
     assert caught.value.path == "commits/00000001.json"
     assert caught.value.offset is not None
     assert 0 <= caught.value.offset <= first_difference(damaged, original)
@@ -233,7 +248,7 @@ def test_bytes_behind_a_document_are_found(extra: bytes) -> None:
 def test_a_file_that_never_was_sealed_is_of_another_format(data: bytes) -> None:
     """Foreign content is not called damaged."""
     with pytest.raises(FormatError, match="is not a document of a checkpoint") as caught:
-        integrity.unseal(data, path="manifest.json")
+        unseal(data, path="manifest.json")
     assert caught.value.path == "manifest.json"
 
 
@@ -258,22 +273,22 @@ def test_a_sound_body_must_be_a_strict_json_object(body: bytes) -> None:
     """A body that was written wrong is a format error although its checksum matches."""
     sealed = b'{"crc32c":"%08x","body":' % reference_crc(body) + body + b"}\n"
     with pytest.raises(FormatError, match="was written with a body") as caught:
-        integrity.unseal(sealed, path="manifest.json")
+        unseal(sealed, path="manifest.json")
     assert caught.value.path == "manifest.json"
 
 
 def test_a_document_of_this_version_is_accepted() -> None:
     """An older one is not: none was ever released."""
-    assert integrity.encode_format("rank", 2) == "ckpt_storage.rank/2"
-    integrity.check_format({"format": "ckpt_storage.rank/2"}, "rank", 2)
+    assert encode_format("rank", 2) == "ckpt_storage.rank/2"
+    check_format({"format": "ckpt_storage.rank/2"}, "rank", 2)
     with pytest.raises(FormatError, match=r"'ckpt_storage\.rank/2' belongs there"):
-        integrity.check_format({"format": "ckpt_storage.rank/1"}, "rank", 2)
+        check_format({"format": "ckpt_storage.rank/1"}, "rank", 2)
 
 
 def test_a_newer_version_is_refused_with_both_numbers() -> None:
     """The message says which version was found, which is the highest read, and to upgrade."""
     with pytest.raises(FormatError) as caught:
-        integrity.check_format({"format": "ckpt_storage.rank/12"}, "rank", 3, path="a/b.json")
+        check_format({"format": "ckpt_storage.rank/12"}, "rank", 3, path="a/b.json")
     message = str(caught.value)
     assert "ckpt_storage.rank/12" in message
     assert "reads is 3" in message
@@ -299,6 +314,6 @@ def test_a_newer_version_is_refused_with_both_numbers() -> None:
 def test_a_document_of_another_kind_is_refused(found: object) -> None:
     """A manifest is not taken for a rank manifest, nor is anything that names no version."""
     with pytest.raises(FormatError, match=r"'ckpt_storage\.rank/1' belongs there"):
-        integrity.check_format({"format": found}, "rank", 1)
+        check_format({"format": found}, "rank", 1)
     with pytest.raises(FormatError):
-        integrity.check_format({}, "rank", 1)
+        check_format({}, "rank", 1)

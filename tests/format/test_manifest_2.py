@@ -29,10 +29,9 @@ from ckpt_storage import (
 )
 from ckpt_storage.commit.assemble import assemble
 from ckpt_storage.commit.reporttable import Planned
-from ckpt_storage.format import integrity
-from ckpt_storage.format.columns import Columns, pack_column, pack_names
+from ckpt_storage.format.documents import Columns, pack_column, pack_names, seal, unseal
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import Manifest, RankManifest
-from ckpt_storage.format.tensorfile import DTYPES
 
 STATE = {
     "w": torch.arange(6.0).reshape(2, 3),
@@ -57,8 +56,8 @@ def written(name: str, chunk: list[tuple[int, int]] | None) -> Written:
 def test_a_rank_manifest_comes_back(items: list[Written]) -> None:
     """Through the sealed document, with every column, whatever was written."""
     manifest = manifest_of(1, 3, items)
-    document = integrity.seal(manifest.to_body())
-    found = RankManifest.from_body(integrity.unseal(document, path="here"), where="here")
+    document = seal(manifest.to_body())
+    found = RankManifest.from_body(unseal(document, path="here"), where="here")
     assert found.fqns == list(manifest.fqns)
     assert found.dtypes == list(manifest.dtypes)
     assert (found.rank, found.world_size, found.host) == (1, 3, "here")
@@ -89,8 +88,8 @@ def test_a_manifest_comes_back(tensors: dict[str, tuple[int, bool]], world_size:
     planner_data: dict[str, tuple[str | int, ...]] = {name: (name, 3, "x") for name in tensors}
     plan = Planned(tensors=shapes, blobs=frozenset(), planner_data=planner_data)
     manifest = assemble(reports_of(ranks), plan, {})
-    document = integrity.seal(manifest.to_body())
-    found = Manifest.from_body(integrity.unseal(document, path="here"), where="here")
+    document = seal(manifest.to_body())
+    found = Manifest.from_body(unseal(document, path="here"), where="here")
     assert found.planner_data == planner_data
     assert (found.save_id, found.world_size) == (SAVE_ID, world_size)
     assert list(found.files) == list(manifest.files)
@@ -196,7 +195,7 @@ def test_planner_data_comes_back_whatever_its_keys_are(count: int) -> None:
     data = {f"{n} {key}": (key, *keys[: n % 9]) for n in range(count) for key in keys} | {"": ()}
     manifest = Manifest.from_body(simple_body(), where="here")
     body = dataclasses.replace(manifest, planner_data=data).to_body()
-    document = integrity.unseal(integrity.seal(body), path="here")
+    document = unseal(seal(body), path="here")
     assert Manifest.from_body(document, where="here").planner_data == data
 
 

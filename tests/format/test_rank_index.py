@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from report_tools import SAVE_ID, Written, manifest_of
 
+from ckpt_storage.format.boxes import Grid
+from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.slots import HeadRef, SlotRecord
 from ckpt_storage.format.tensorlayout import TensorRecord
-from ckpt_storage.format.tiling import Grid
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import CommittedSource
 from ckpt_storage.store import Location, open_store

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckpt_storage.errors import FormatError, InvalidInputError
-from ckpt_storage.format.tensorfile import (
-    DTYPES,
+from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.safetensors import (
     SafetensorsEntry,
     SafetensorsHeader,
     encode_safetensors_header,

@@ -11,10 +11,9 @@ import torch
 from copy_cases import save
 
 from ckpt_storage.errors import IntegrityError
-from ckpt_storage.format import integrity
-from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.documents import FileRef, unseal
+from ckpt_storage.format.file_checks import ShardSpans, SpanCheck, WholeFile
 from ckpt_storage.format.manifest import RankManifest
-from ckpt_storage.format.shardspans import ShardSpans, SpanCheck, WholeFile
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +23,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> tuple[ShardSpans, bytes]:
     state = {"a": torch.randn(50_000), "b": torch.ones(3), "c": torch.randn(70_000), "step": 3}
     save(state, root)
     (path,) = root.rglob("rank-00000.json")
-    body = integrity.unseal(path.read_bytes(), path="rank")
+    body = unseal(path.read_bytes(), path="rank")
     document = RankManifest.from_body(body, where="rank")
     (file,) = document.files
     return ShardSpans(document, file), (root / file.path).read_bytes()

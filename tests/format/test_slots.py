@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from report_tools import SAVE_ID
 
-from ckpt_storage.format import integrity
-from ckpt_storage.format.documents import FileRef
-from ckpt_storage.format.slots import HeadRef, SlotRecord
+from ckpt_storage.format.commit_record import HeadRef, SlotRecord
+from ckpt_storage.format.documents import FileRef, seal, unseal
 
 RECORD = SlotRecord(
     type="commit",
@@ -25,6 +24,6 @@ RECORD = SlotRecord(
 @pytest.mark.parametrize("user", [None, [], "step", 3, True, [["step", 3]], 1.5])
 def test_a_user_record_that_is_no_object_is_left_out(user: Any) -> None:
     """The checkpoint can be read whatever is there."""
-    body = integrity.unseal(RECORD.encode(), path="here") | {"user": user}
-    assert SlotRecord.decode(integrity.seal(body), slot=1).user == {}
+    body = unseal(RECORD.encode(), path="here") | {"user": user}
+    assert SlotRecord.decode(seal(body), slot=1).user == {}
     assert SlotRecord.decode(RECORD.encode(), slot=1) == RECORD

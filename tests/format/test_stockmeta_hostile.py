@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_storage.errors import CheckpointError, FormatError, UnsafeContentError
-from ckpt_storage.format.stockmeta import StockMetadata, decode_stock_metadata
+from ckpt_storage.format.stock_metadata import StockMetadata, decode_stock_metadata
 
 
 class Call:
@@ -127,7 +127,7 @@ class TestHostileFiles:
         (tmp_path / "evil_module.py").write_text("raise SystemExit('imported')\n", encoding="utf-8")
         data = b"\x80\x02cevil_module\nf\n)R."
         code = (
-            "import sys; from ckpt_storage.format.stockmeta import decode_stock_metadata\n"
+            "import sys; from ckpt_storage.format.stock_metadata import decode_stock_metadata\n"
             "from ckpt_storage.errors import UnsafeContentError\n"
             "def hook(event, args):\n"
             "    if event.split('.')[0] in {'import', 'os', 'subprocess', 'exec', 'pickle'}:\n"
@@ -312,7 +312,7 @@ class TestOddFiles:
 
     def test_files_beyond_the_limit_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Length alone decides, before anything is read."""
-        monkeypatch.setattr("ckpt_storage.format.stockmeta.MOST_STOCK_BYTES", 100)
+        monkeypatch.setattr("ckpt_storage.format.stock_metadata.MOST_STOCK_BYTES", 100)
         with pytest.raises(FormatError, match="100 is the limit"):
             decode_stock_metadata(b"x" * 101)
 

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_save
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
-from ckpt_storage.format.tensorfile import (
-    DTYPES,
+from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.shard_item import (
     PAYLOAD_ALIGN_BYTES,
     ItemHeader,
     NeedMoreBytes,
@@ -315,7 +315,7 @@ def _rewritten(
 def test_the_containers_need_no_torch() -> None:
     """Importing the containers and the metadata reader leaves torch and numpy unimported."""
     code = (
-        "import sys, ckpt_storage.format.tensorfile, ckpt_storage.format.stockmeta;"
+        "import sys, ckpt_storage.format.shard_item, ckpt_storage.format.stock_metadata;"
         "assert not {'torch', 'numpy', 'pickle'} & set(sys.modules), 'imported'"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

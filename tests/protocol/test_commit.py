@@ -44,8 +44,8 @@ from ckpt_storage.errors import (
     PhaseTimeoutError,
     StorageError,
 )
-from ckpt_storage.format import layout
-from ckpt_storage.format.slots import HeadRef
+from ckpt_storage.format.commit_record import HeadRef
+from ckpt_storage.format.names import slot_path
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Buffers
@@ -485,7 +485,7 @@ def test_errors_name_the_slot_and_the_next_step(store: DictStore) -> None:
         committed(store, mine)
     assert "overwrite" not in str(caught.value), "nobody is told to replace the winner"
     error = caught.value
-    assert error.path == layout.slot_path(1)
+    assert error.path == slot_path(1)
     assert error.phase == "commit"
     assert mine.save_id in str(error)
     assert str(os.getpid()) in str(error)

@@ -29,8 +29,9 @@ from commit_tools import (
 )
 from local_stores import local_store
 
-from ckpt_storage.commit import cleaning, publishing, stockfooter
+from ckpt_storage.commit import cleaning, publishing
 from ckpt_storage.errors import CommitConflictError
+from ckpt_storage.format.commit_record import split_footer, with_footer
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
@@ -77,8 +78,8 @@ def test_what_metadata_names_is_not_freed_before_it_names_the_head(store: DictSt
 def test_what_metadata_names_is_not_freed_whatever_its_footer_says(store: DictStore) -> None:
     """A footer with a slot that there is not keeps `.metadata` as it is, and its save."""
     ids = [saved(store) for _ in range(3)]
-    pickled, _ = stockfooter.split_footer(store.disk.files[f"saves/{ids[0]}/stock.metadata"])
-    store.disk.put(".metadata", stockfooter.with_footer(pickled, slot=99, save_id=ids[0]))
+    pickled, _ = split_footer(store.disk.files[f"saves/{ids[0]}/stock.metadata"])
+    store.disk.put(".metadata", with_footer(pickled, slot=99, save_id=ids[0]))
     assert cleaning.free_superseded(store, keep_previous=0) == [ids[1]]
     assert is_whole(store.disk.files, ids[0])
 

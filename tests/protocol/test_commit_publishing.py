@@ -18,8 +18,9 @@ from commit_tools import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_storage.commit import publishing, stockfooter
+from ckpt_storage.commit import publishing
 from ckpt_storage.errors import IntegrityError, StorageError
+from ckpt_storage.format.commit_record import split_footer
 from ckpt_storage.testing.faults import Rule
 
 
@@ -191,5 +192,5 @@ def test_a_damaged_copy_is_not_published(store: DictStore, harm: str) -> None:
 )
 def test_no_footer_makes_the_reader_of_footers_fail(data: bytes) -> None:
     """Whatever stands at the end of a `.metadata`, a footer is found or it is not."""
-    _, named = stockfooter.split_footer(data)
+    _, named = split_footer(data)
     assert named is None or isinstance(named.slot, int)

@@ -23,7 +23,7 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.export.converting import TargetFormat, convert
 from ckpt_storage.export.copying import copy
-from ckpt_storage.format import stockmeta
+from ckpt_storage.format.stock_metadata import decode_stock_metadata
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.transfer import ranges
 
@@ -71,7 +71,7 @@ def swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A stock checkpoint that is saved again, tensors swapped, once its metadata was decoded."""
     folder = tmp_path / "run"
     stock(folder, {"a": 1, "b": 7})
-    decode = stockmeta.decode_stock_metadata
+    decode = decode_stock_metadata
     saves: Iterator[dict[str, int]] = iter([{"b": 9, "a": 5}])
 
     def decode_then_save(data: bytes) -> Any:
@@ -163,7 +163,7 @@ def test_what_looks_like_damage_is_told_as_what_it_is(
     """A file that got shorter meanwhile belongs to another save: it is not called damaged."""
     folder = tmp_path / "run"
     stock(folder, {"a": 1, "b": 7})
-    decode = stockmeta.decode_stock_metadata
+    decode = decode_stock_metadata
 
     def decode_then_cut(data: bytes) -> Any:
         file = folder / "__0_0.distcp"

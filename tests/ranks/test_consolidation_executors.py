@@ -39,7 +39,7 @@ from ckpt_storage.export.consolidation.storagecopy import (
     cut_region,
     number_unit_bytes,
 )
-from ckpt_storage.format import integrity
+from ckpt_storage.format.crc import combine_many
 from ckpt_storage.options import MIB, TransferOptions
 from ckpt_storage.source.model import Place
 from ckpt_storage.store import open_store
@@ -244,7 +244,7 @@ def test_s3_copies_large_runs_by_itself(s3: S3Server, world_size: int) -> None:
     assert sum(p.read_bytes for p in portions) <= plan.total_bytes - copied + blocks
     (data,) = files.values()
     lengths = [portion.stop - portion.start for portion in portions]
-    assert integrity.combine_many([p.crc32c for p in portions], lengths) == crc32c(data)
+    assert combine_many([p.crc32c for p in portions], lengths) == crc32c(data)
 
 
 def test_damage_of_copied_bytes_is_found_without_reading_them(s3: S3Server) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_storage import InvalidInputError
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.testing.ranks import RankPool
 
 NAMES = [name for name in DTYPES if not name.startswith("bits")]

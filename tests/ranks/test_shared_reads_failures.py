@@ -12,7 +12,7 @@ import pytest
 from local_stores import local_store
 
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.format.regions import Box, WindowCopy
+from ckpt_storage.format.boxes import Box, WindowCopy
 from ckpt_storage.loads.sharedreads import SharedReads
 from ckpt_storage.loads.sharing import Key, ShareOrder, SharePolicy, plan_shares
 from ckpt_storage.options import TransferOptions

@@ -25,9 +25,10 @@ from ckpt_storage import (
     NotPublishedError,
 )
 from ckpt_storage.commit import slotlog, stockwrite
-from ckpt_storage.format import integrity, layout
-from ckpt_storage.format.ceilings import MOST_SLOT_BYTES
-from ckpt_storage.format.slots import HeadRef, SlotRecord
+from ckpt_storage.format import documents
+from ckpt_storage.format.commit_record import HeadRef, SlotRecord
+from ckpt_storage.format.documents import MOST_SLOT_BYTES, seal, unseal
+from ckpt_storage.format.names import slot_path
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
@@ -73,13 +74,13 @@ def only(folder: Path, pattern: str) -> Path:
 def slot_says(folder: Path, **changes: Any) -> None:
     """Change the commit record, as who made it could."""
     path = folder / "commits" / "00000001.json"
-    path.write_bytes(integrity.seal({**slot_of(folder), **changes}))
+    path.write_bytes(seal({**slot_of(folder), **changes}))
 
 
 def slot_of(folder: Path) -> dict[str, Any]:
     """Return what the commit record says."""
     path = folder / "commits" / "00000001.json"
-    return dict(integrity.unseal(path.read_bytes(), path=path.name))
+    return dict(unseal(path.read_bytes(), path=path.name))
 
 
 def listed(root: Path) -> list[str | None]:
@@ -195,10 +196,10 @@ def test_writers_refuse_what_readers_would(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(record_of(fenced=many[:-100]).encode()) <= MOST_SLOT_BYTES
     with pytest.raises(InvalidInputError, match=f"readers take {MOST_SLOT_BYTES}"):
         record_of(fenced=many).encode()
-    monkeypatch.setattr(integrity, "MOST_DOCUMENT_BYTES", 1000)
-    assert len(integrity.seal({"x": "y" * 900})) < 1000
+    monkeypatch.setattr(documents, "MOST_DOCUMENT_BYTES", 1000)
+    assert len(seal({"x": "y" * 900})) < 1000
     with pytest.raises(InvalidInputError, match="readers take 1000"):
-        integrity.seal({"x": "y" * 1000})
+        seal({"x": "y" * 1000})
 
 
 def test_metadata_that_no_reader_would_take_is_not_committed(
@@ -297,7 +298,7 @@ def test_a_stranger_on_s3_does_not_hide_the_others(
     options = server.storage_options
     ckpt_storage.save(STATE, "s3://bkt/root/good", storage_options=options)
     store = open_store("s3://bkt/root/odd", storage_options=options)
-    store.put(layout.slot_path(1), bytes(MOST_SLOT_BYTES + 1))
+    store.put(slot_path(1), bytes(MOST_SLOT_BYTES + 1))
     found = ckpt_storage.list_checkpoints("s3://bkt/root", storage_options=options)
     assert [info.name for info in found] == ["good"]
     assert "s3://bkt/root/odd is left out of the list" in caplog.text

@@ -16,11 +16,11 @@ import crc32c
 import pytest
 
 from ckpt_storage.commit import attempt as commit
-from ckpt_storage.commit import cleaning, publishing, slotlog, stockfooter
+from ckpt_storage.commit import cleaning, publishing, slotlog
 from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.errors import StorageError
+from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.documents import FileRef
-from ckpt_storage.format.slots import SlotRecord
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store.backend import (
     Backend,
@@ -310,7 +310,7 @@ def written(store: Store, grant: Grant) -> Attempt:
     store.put(shard, b"shard of " + grant.save_id.encode())
     store.put(rank, b"rank manifest")
     pickled = pickle.dumps({"save": grant.save_id})
-    stock_bytes = stockfooter.with_footer(pickled, slot=grant.last_slot + 1, save_id=grant.save_id)
+    stock_bytes = with_footer(pickled, slot=grant.last_slot + 1, save_id=grant.save_id)
     store.put(stock_path, stock_bytes)
     text = b"manifest of " + grant.save_id.encode()
     store.put(manifest, text)

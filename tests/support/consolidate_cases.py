@@ -26,7 +26,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 import ckpt_storage
 from ckpt_storage.export.consolidating import consolidate
 from ckpt_storage.export.consolidation.job import ConsolidationReport
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import RetryPolicy
 
 INDEX = "model.safetensors.index.json"

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_storage.export.consolidation.plan import ExportPlan, Piece, PieceFinder, Region, windows
-from ckpt_storage.format.regions import Box
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.source.model import Place, SourceFormat, TensorInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store

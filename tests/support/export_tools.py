@@ -12,7 +12,7 @@ import torch
 from crc32c import crc32c
 
 from ckpt_storage.errors import IntegrityError
-from ckpt_storage.format.regions import Box
+from ckpt_storage.format.boxes import Box
 from ckpt_storage.source.model import Place, SourceFormat, TensorInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store

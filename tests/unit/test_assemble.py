@@ -16,8 +16,8 @@ from report_tools import Written, reports_of
 from ckpt_storage.commit.assemble import assemble
 from ckpt_storage.commit.reporttable import Planned
 from ckpt_storage.errors import IntegrityError
+from ckpt_storage.format.boxes import Box, interval_boxes
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.regions import Box, interval_boxes
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -29,8 +29,8 @@ from ckpt_storage.export.consolidation.plan import (
     windows,
     with_suffix,
 )
-from ckpt_storage.format.regions import Box
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.source.model import TensorInfo
 
 QUICK = settings(max_examples=100, deadline=None)

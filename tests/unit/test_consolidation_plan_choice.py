@@ -20,7 +20,7 @@ from ckpt_storage.export.consolidation.options import (
     parse_bytes,
 )
 from ckpt_storage.export.consolidation.plan import ExportPlan, WriteRules, plan_export
-from ckpt_storage.format.regions import Box
+from ckpt_storage.format.boxes import Box
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.filemarks import open_source
 from ckpt_storage.store import open_store

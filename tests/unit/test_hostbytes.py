@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.loads.hostbytes import HostCopies, host_bytes
 
 Make = Callable[[], torch.Tensor]

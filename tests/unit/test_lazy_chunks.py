@@ -17,9 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_storage import CheckpointStorageReader
-from ckpt_storage.format.regions import Box
-from ckpt_storage.format.tensorlayout import GridBoxes
-from ckpt_storage.format.tiling import Grid
+from ckpt_storage.format.boxes import Box, Grid, GridBoxes
 from ckpt_storage.loads.loadplanner import ChunkList
 from ckpt_storage.source.model import TensorInfo
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_storage.errors import IntegrityError
-from ckpt_storage.format.regions import Box, WindowCopy
+from ckpt_storage.format.boxes import Box, WindowCopy
 from ckpt_storage.source.costs import LOCAL_COSTS, REMOTE_COSTS, ReadCosts
 from ckpt_storage.source.model import Place
 from ckpt_storage.source.readplan import Request, Span, bytes_request, plan_reads, plan_spans

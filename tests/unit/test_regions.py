@@ -15,7 +15,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.regions import (
+from ckpt_storage.format.boxes import (
     Box,
     ByteRun,
     WindowCopy,

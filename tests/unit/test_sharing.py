@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_storage.format.regions import Box
+from ckpt_storage.format.boxes import Box
 from ckpt_storage.loads.sharing import Key, ShareOrder, SharePolicy, plan_shares
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_storage.format.regions import Box
+from ckpt_storage.format.boxes import Box
 from ckpt_storage.loads.targets import tensor_sink
 from ckpt_storage.source.model import Place
 from ckpt_storage.source.readplan import Request, deliver

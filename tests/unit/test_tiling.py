@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_regions import QUICK, SHAPES, SOLID_SHAPES, boxes_in, mask
 
-from ckpt_storage.format.regions import Box
-from ckpt_storage.format.tiling import covers_exactly, find_grid
+from ckpt_storage.format.boxes import Box, covers_exactly, find_grid
 
 
 @st.composite

@@ -15,7 +15,7 @@ from math import prod
 from typing import Literal
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.source.model import Source, TensorInfo
 
 from .options import CASTABLE, ConsolidateOptions, selected

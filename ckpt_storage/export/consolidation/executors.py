@@ -17,7 +17,7 @@ from typing import Literal
 
 from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.export.relay import Buffers, Paces, PartWorkers, timed
-from ckpt_storage.format import integrity
+from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.options import MIB, TransferOptions
 from ckpt_storage.source.model import Source
 from ckpt_storage.store.backend import Capabilities
@@ -224,7 +224,7 @@ class _Job:
             file=region.file,
             start=region.start,
             stop=region.stop,
-            crc32c=integrity.combine_many(crcs, lengths),
+            crc32c=combine_many(crcs, lengths),
             read_bytes=self._read_bytes,
             sent_bytes=self._sent_bytes,
             copied_bytes=self._copied_bytes,
@@ -289,7 +289,7 @@ class _Job:
             read_bytes = means.reader.fill(
                 self._region.file, part.start, part.stop, window, scratch
             )
-            crc32c = integrity.crc32c_of(window)
+            crc32c = crc32c_of(window)
             with self._my_turn(part), timed(means.paces.target, length):
                 self._upload.write_part(part.number, part.start, [window], last=part.is_last)
         with self._lock:

@@ -20,7 +20,7 @@ from ckpt_storage.errors import (
     IntegrityError,
     StorageError,
 )
-from ckpt_storage.format import integrity, layout
+from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import (
     DOCUMENTS,
@@ -42,6 +42,7 @@ from ckpt_storage.format.exports import (
     suffix_of,
     weight_file_path,
 )
+from ckpt_storage.format.names import BLOCKER
 from ckpt_storage.store.backend import Content, ObjectInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -100,7 +101,7 @@ class ExportFolder:
                 log.info("%s: %d uploads that were left open are gone", store.url, count)
         if self._index is None:
             # Else readers would take the first files of a run that died for the whole.
-            self._put_index(layout.BLOCKER)
+            self._put_index(BLOCKER)
             self._index = read_if_there(store, INDEX_NAME)
         return suffix
 
@@ -239,9 +240,7 @@ class ExportFolder:
         plan, store = self._plan, self._store
         self._check_holder()
         index = index_document(plan)
-        reference = FileRef(
-            path=INDEX_NAME, size_bytes=len(index), crc32c=integrity.crc32c_of(index)
-        )
+        reference = FileRef(path=INDEX_NAME, size_bytes=len(index), crc32c=crc32c_of(index))
         known = self.record()
         if known is None or (list(known.files), known.index) != (list(files), reference):
             record = ExportRecord(

@@ -118,7 +118,7 @@ class ConsolidateOptions:
 
     @property
     def cast_to(self) -> str | None:
-        """`dtype` as a name of `tensorfile.DTYPES`; None: nothing is cast."""
+        """`dtype` as a name of `DTYPES`; None: nothing is cast."""
         if self.dtype is None:
             return None
         # Without importing torch: a dtype prints as "torch.bfloat16".

@@ -19,8 +19,15 @@ from functools import lru_cache
 from typing import Literal
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.regions import Box, ByteRun, interval_boxes, run_count, run_extent
-from ckpt_storage.format.tiling import Grid, find_grid
+from ckpt_storage.format.boxes import (
+    Box,
+    ByteRun,
+    Grid,
+    find_grid,
+    interval_boxes,
+    run_count,
+    run_extent,
+)
 from ckpt_storage.source.model import Source, SourceFormat, TensorInfo
 
 from .choice import Choice, Skipped, choose

@@ -6,7 +6,6 @@ import logging
 
 from ckpt_storage.commit.slotlog import read_if_there, stamp
 from ckpt_storage.errors import CheckpointError, StorageError
-from ckpt_storage.format import layout
 from ckpt_storage.format.exports import (
     DOCUMENTS,
     HOLDER_PATH,
@@ -16,6 +15,7 @@ from ckpt_storage.format.exports import (
     Holder,
     is_weight_file,
 )
+from ckpt_storage.format.names import COMMITS, SAVES, new_write_id
 from ckpt_storage.store.store import Store
 
 log = logging.getLogger("ckpt_storage")
@@ -36,7 +36,7 @@ def remove_exports(store: Store) -> list[str]:
     others: list[str] = []
     for entry in store.list("", recursive=False):
         folder = entry.path.rstrip("/")
-        if entry.path.endswith("/") and folder not in {layout.COMMITS, layout.SAVES}:
+        if entry.path.endswith("/") and folder not in {COMMITS, SAVES}:
             others += _remove(store, folder)
     return others
 
@@ -45,7 +45,7 @@ def _remove(store: Store, folder: str) -> list[str]:
     paths = _below(store, folder)
     if not any(path.startswith(f"{DOCUMENTS}/") for path in paths):
         return [f"{folder}/{path}" for path in paths]
-    run_id = layout.new_write_id()
+    run_id = new_write_id()
     holder = Holder(run_id=run_id, fingerprint=_NOTHING, stamp=stamp())
     holder = holder.after(_holder(store, folder))
     store.replace(f"{folder}/{HOLDER_PATH}", holder.encode())

@@ -17,10 +17,10 @@ from functools import partial
 from ckpt_storage.commit.slotlog import read_slot
 from ckpt_storage.coordination.failures import spell_ranks
 from ckpt_storage.errors import CheckpointNotFoundError, RankMismatchError, StorageError
-from ckpt_storage.format import layout
+from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import DOCUMENTS, INDEX_NAME
-from ckpt_storage.format.slots import SlotRecord
+from ckpt_storage.format.names import STOCK_METADATA
 from ckpt_storage.inspect.exportcheck import has_checksum
 from ckpt_storage.options import Phase
 from ckpt_storage.source.filemarks import FileMarks, open_newest, open_source
@@ -218,7 +218,7 @@ class _Run:
         )
         if marks is not None:
             # The export may lie below the source, and be another one by now.
-            own = {*source_files(source), layout.STOCK_METADATA, INDEX_NAME}
+            own = {*source_files(source), STOCK_METADATA, INDEX_NAME}
             of = {path: mark for path, mark in marks.of.items() if path in own}
             self._marks = replace(marks, of=of)
         return source

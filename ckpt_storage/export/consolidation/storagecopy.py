@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from ckpt_storage.format import integrity
+from ckpt_storage.format.crc import combine_blocks
 from ckpt_storage.source.model import Place
 from ckpt_storage.store.backend import Capabilities
 
@@ -230,6 +230,4 @@ def _crc_of(place: Place, start: int, stop: int) -> int | None:
     if place.crcs is None:
         return None
     size = place.block_bytes
-    return integrity.combine_blocks(
-        place.crcs[start // size : -(-stop // size)], size, stop - start
-    )
+    return combine_blocks(place.crcs[start // size : -(-stop // size)], size, stop - start)

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format import integrity
-from ckpt_storage.format.regions import WindowCopy
+from ckpt_storage.format.boxes import WindowCopy
+from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.costs import costs_for
 from ckpt_storage.source.model import Place, Source, concerns
@@ -207,7 +207,7 @@ class WindowReader:
                 size_bytes=place.file_bytes,
             )
             self._run([fetch], scratch, [place])
-            crc = integrity.crc32c_of(scratch[: end - at], crc)
+            crc = crc32c_of(scratch[: end - at], crc)
         return crc
 
     def scratch_bytes(self) -> int:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.tensorfile import DTYPES, SafetensorsEntry, encode_safetensors_header
+from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.safetensors import SafetensorsEntry, encode_safetensors_header
 
 from .choice import Chosen
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Self
 
 from ckpt_storage.errors import CheckpointError, StorageError
-from ckpt_storage.format import integrity
+from ckpt_storage.format.crc import combine_many
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.store.backend import Part
 from ckpt_storage.store.deadline import Deadline
@@ -92,7 +92,7 @@ def whole_crc(plan: ExportPlan, file: int, portions: Sequence[Portion]) -> int:
             phase="consolidate",
             next_step="Consolidate again; this is a bug.",
         )
-    return integrity.combine_many([portion.crc32c for portion in ordered], lengths)
+    return combine_many([portion.crc32c for portion in ordered], lengths)
 
 
 class RankWork:

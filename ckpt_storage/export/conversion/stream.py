@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.regions import Box, WindowCopy, interval_boxes
-from ckpt_storage.format.tensorfile import DTYPES
-from ckpt_storage.format.tensorlayout import GridBoxes
+from ckpt_storage.format.boxes import Box, GridBoxes, WindowCopy, interval_boxes
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.costs import costs_for
 from ckpt_storage.source.model import Place, TensorInfo, concerns

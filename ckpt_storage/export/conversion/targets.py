@@ -24,9 +24,16 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.export.foreignfolder import RECORDS, ForeignFolder
-from ckpt_storage.format import integrity, layout
-from ckpt_storage.format.documents import FileRef, ref_from_json
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.documents import FileRef, ref_from_json, seal, unseal
 from ckpt_storage.format.manifest import RankManifest
+from ckpt_storage.format.names import (
+    STOCK_METADATA,
+    rank_manifest_path,
+    save_folder,
+    shard_name,
+    shard_path,
+)
 from ckpt_storage.format.rankreport import RankReport
 from ckpt_storage.options import RetryPolicy, TransferOptions
 from ckpt_storage.store import Location
@@ -87,7 +94,7 @@ class Finished:
             reference, more = write()
             known = {"identity": self._identity, "file": reference.as_json(), **more}
             head = {"format": "ckpt_storage.copy_record/1"}
-            self.store.replace(_record_path(name), integrity.seal({**head, **known}))
+            self.store.replace(_record_path(name), seal({**head, **known}))
         return known
 
     def is_kept(self, name: str) -> bool:
@@ -101,7 +108,7 @@ class Finished:
         if found is None:
             return None
         try:
-            record = integrity.unseal(found.data, path=path)
+            record = unseal(found.data, path=path)
         except (FormatError, IntegrityError):
             return None
         return record if record.get("identity") == self._identity else None
@@ -116,7 +123,7 @@ class Finished:
             for start in range(0, reference.size_bytes, max(1, len(window))):
                 part = window[: reference.size_bytes - start]
                 self.store.read(reference.path, [(start, part)], size_bytes=reference.size_bytes)
-                crc = integrity.crc32c_of(part, crc)
+                crc = crc32c_of(part, crc)
                 self.deadline.check(f"Checking {reference.path}")
         except IntegrityError:
             return False
@@ -211,7 +218,7 @@ def _write_ours(values: Values, target: Target) -> str:
     try:
         manifest = ShardTarget(
             store=store,
-            path_of=partial(layout.shard_path, grant.save_id, 0),
+            path_of=partial(shard_path, grant.save_id, 0),
             save_id=grant.save_id,
             options=target.options_for(store),
             deadline=target.deadline,
@@ -219,11 +226,11 @@ def _write_ours(values: Values, target: Target) -> str:
             max_file_bytes=target.max_file_bytes,
         ).write(values)
         values.check_unchanged()
-        document = integrity.seal(manifest.to_body())
+        document = seal(manifest.to_body())
         reference = FileRef(
-            path=layout.rank_manifest_path(grant.save_id, 0),
+            path=rank_manifest_path(grant.save_id, 0),
             size_bytes=len(document),
-            crc32c=integrity.crc32c_of(document),
+            crc32c=crc32c_of(document),
         )
         store.put(reference.path, document)
     except BaseException as error:
@@ -270,10 +277,10 @@ def _write_dcp(values: Values, target: Target) -> int:
     from .shards import ShardTarget, bytes_of, planned_files, stock_pickle  # noqa: PLC0415  # imports torch
 
     store = target.open(target.location)
-    path_of = partial(layout.shard_name, 0)
+    path_of = partial(shard_name, 0)
     groups = planned_files(values, target.max_file_bytes)
     names = [path_of(number) for number in range(len(groups))]
-    folder = ForeignFolder(store, [*names, layout.STOCK_METADATA], content="metadata")
+    folder = ForeignFolder(store, [*names, STOCK_METADATA], content="metadata")
     finished = _begun(folder, store, names, target)
     shards = ShardTarget(
         store=store,
@@ -288,7 +295,7 @@ def _write_dcp(values: Values, target: Target) -> int:
     def write(number: int) -> tuple[FileRef, dict[str, Any]]:
         written = shards.write_file(values, number, groups[number])
         reference = written.files[0].ref()
-        return reference, {"rank": _moved(written, layout.save_folder(_NO_SAVE) + "/").to_body()}
+        return reference, {"rank": _moved(written, save_folder(_NO_SAVE) + "/").to_body()}
 
     written: list[RankManifest] = []
     for number, name in enumerate(names):
@@ -297,7 +304,7 @@ def _write_dcp(values: Values, target: Target) -> int:
         record = finished.write(name, partial(write, number))
         written.append(_moved(RankManifest.from_body(record["rank"], where=RECORDS), ""))
     values.check_unchanged()
-    store.replace(layout.STOCK_METADATA, stock_pickle(values, written, target.location.url))
+    store.replace(STOCK_METADATA, stock_pickle(values, written, target.location.url))
     finished.end()
     return finished.kept_count
 

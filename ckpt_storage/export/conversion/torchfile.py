@@ -17,8 +17,8 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, UnsafeContentError
-from ckpt_storage.format.regions import Box
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import Place, TensorInfo
 from ckpt_storage.source.readplan import bytes_request

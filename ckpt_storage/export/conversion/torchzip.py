@@ -22,7 +22,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from ckpt_storage.commit.shardfile import ShardFileWriter
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsafeContentError
-from ckpt_storage.format.tensorfile import DTYPES
+from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.store.deadline import Deadline

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckpt_storage.export.consolidation.options import Selection, selected
-from ckpt_storage.format.regions import Box
+from ckpt_storage.format.boxes import Box
 from ckpt_storage.source.model import TensorInfo
 
 from .stream import Item, TensorStream, payload_bytes

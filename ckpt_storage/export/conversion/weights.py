@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from ckpt_storage.commit.shardfile import ShardFileWriter
 from ckpt_storage.errors import StorageError
+from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.documents import FileRef
-from ckpt_storage.format.regions import Box
-from ckpt_storage.format.tensorfile import DTYPES, SafetensorsEntry, encode_safetensors_header
+from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.safetensors import SafetensorsEntry, encode_safetensors_header
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store

@@ -12,7 +12,7 @@ from typing import Any
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt_storage.errors import IntegrityError, StorageError
-from ckpt_storage.format import integrity
+from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.store.backend import (
     Backend,
     Buffers,
@@ -171,7 +171,7 @@ class MemoryBackend(Backend):
             number=copy.number,
             offset=copy.offset,
             size_bytes=len(data),
-            crc32c=integrity.crc32c_of(data),
+            crc32c=crc32c_of(data),
         )
 
     def complete_upload(

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ckpt_storage.errors import IntegrityError, UnsupportedByStoreError
-from ckpt_storage.format import integrity
+from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import (
     DELETE_COUNT,
@@ -317,7 +317,7 @@ class S3Backend(Backend):
         if algorithm:
             crc32c = 0
             for view in data:
-                crc32c = integrity.crc32c_of(view, crc32c)
+                crc32c = crc32c_of(view, crc32c)
             checksum = {"ChecksumCRC32C": _encoded(crc32c)}
         answer = self._requests.send(
             "upload_part",
@@ -392,7 +392,7 @@ class S3Backend(Backend):
         extra: dict[str, object] = {"IfNoneMatch": "*"} if if_absent else {}
         crcs = [_decoded(text) for receipt in receipts for text in receipt[1:]]
         if token.startswith(_ALGORITHM) and len(crcs) == len(parts):
-            whole = integrity.combine_many(crcs, [part.size_bytes for part in parts])
+            whole = combine_many(crcs, [part.size_bytes for part in parts])
             extra |= {"ChecksumCRC32C": _encoded(whole), "ChecksumType": "FULL_OBJECT"}
         with _exists_if_taken(path, if_absent=if_absent):
             self._requests.send(

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ckpt_storage.errors import IntegrityError
 
-from . import integrity
+from .crc import combine_many, crc32c_of
 from .documents import FileRef
 from .manifest import RankManifest, ShardFile
 
@@ -126,7 +126,7 @@ class ShardSpans:
         """Return the checksum of `[start, stop)`, both of which are edges."""
         spans = list(self.within(start, stop))
         lengths = [span.stop - span.start for span in spans]
-        return integrity.combine_many([span.crc32c for span in spans], lengths)
+        return combine_many([span.crc32c for span in spans], lengths)
 
     def damage(self, span: Span) -> IntegrityError:
         """Return the error that says `span` is not what was written."""
@@ -158,13 +158,13 @@ class SpanCheck:
         stop = start + len(view)
         for span in self._spans.within(start, stop):
             low, high = max(span.start, start), min(span.stop, stop)
-            crc = integrity.crc32c_of(view[low - start : high - start])
+            found = crc32c_of(view[low - start : high - start])
             if high - low < span.stop - span.start:
-                whole = self._joined(span, low, high - low, crc)
+                whole = self._joined(span, low, high - low, found)
                 if whole is None:
                     continue
-                crc = whole
-            if crc != span.crc32c:
+                found = whole
+            if found != span.crc32c:
                 raise self._spans.damage(span)
 
     def _joined(self, span: Span, at: int, length: int, crc: int) -> int | None:
@@ -176,7 +176,7 @@ class SpanCheck:
                 return None
             del self._pieces[span.start]
         ordered = [pieces[key] for key in sorted(pieces)]
-        return integrity.combine_many([crc for crc, _ in ordered], [size for _, size in ordered])
+        return combine_many([crc for crc, _ in ordered], [size for _, size in ordered])
 
     def check_complete(self) -> None:
         """Raise `IntegrityError` if a span came in part only: it was not judged."""

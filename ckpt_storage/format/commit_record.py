@@ -1,16 +1,16 @@
-"""The records under `commits/` as values, with a strict codec to and from sealed JSON."""
+"""What names a commit: the records under `commits/` and the footer of `.metadata`, with codecs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckpt_storage.errors import FormatError, InvalidInputError, UnsafeContentError
 
-from . import integrity, layout
-from .ceilings import MOST_SLOT_BYTES
-from .documents import FileRef, Getter, ref_from_json
+from .documents import MOST_SLOT_BYTES, FileRef, Getter, check_format, ref_from_json, seal, unseal
+from .names import is_save_id, manifest_path, slot_path, stock_copy_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +72,12 @@ class SlotRecord:
         if self.type != "commit":
             body["fenced"] = list(self.fenced)
         body.update(created_at=self.created_at, host=self.host, pid=self.pid)
-        sealed = integrity.seal(body)
+        sealed = seal(body)
         if len(sealed) > MOST_SLOT_BYTES:
             raise InvalidInputError(
-                f"The record in {layout.slot_path(self.slot)} would have {len(sealed)} bytes; "
+                f"The record in {slot_path(self.slot)} would have {len(sealed)} bytes; "
                 f"readers take {MOST_SLOT_BYTES}.",
-                path=layout.slot_path(self.slot),
+                path=slot_path(self.slot),
                 next_step="Keep fewer annotations with a save."
                 if self.user
                 else "Delete leftovers below saves/ by hand, once no job saves here.",
@@ -90,9 +90,9 @@ class SlotRecord:
 
         Raises `IntegrityError` for damage, `FormatError` for a record this release cannot follow.
         """
-        where = layout.slot_path(slot)
-        body = integrity.unseal(data, path=where)
-        integrity.check_format(body, "commit", 1, path=where)
+        where = slot_path(slot)
+        body = unseal(data, path=where)
+        check_format(body, "commit", 1, path=where)
         get = Getter(body, where)
         kind = get.string("type")
         if kind not in {"commit", "fence", "deleted"}:
@@ -124,18 +124,18 @@ class SlotRecord:
         if kind == "commit" and (
             record.manifest is None
             or not record.save_id
-            or not layout.is_save_id(record.save_id)
+            or not is_save_id(record.save_id)
             or record.head != HeadRef(slot=slot, save_id=record.save_id)
         ):
             get.fail("is a commit record without a save id, a manifest or itself as head")
         for reference, path_of in (
-            (record.manifest, layout.manifest_path),
-            (record.stock, layout.stock_copy_path),
+            (record.manifest, manifest_path),
+            (record.stock, stock_copy_path),
         ):
             # Who copies writes to the same place below another root.
             if kind == "commit" and reference and reference.path != path_of(record.save_id or ""):
                 get.fail(f"names {reference.path!r:.200}, which is no document of this save")
-        if not all(map(layout.is_save_id, record.fenced)):
+        if not all(map(is_save_id, record.fenced)):
             # Folders of these names get deleted.
             raise UnsafeContentError(
                 f"{where} fences {list(record.fenced)!r:.200}, which are no save ids.",
@@ -155,3 +155,33 @@ def _head_from_json(value: object, where: str) -> HeadRef | None:
         return None
     get = Getter(value, where)
     return HeadRef(slot=get.count("slot"), save_id=get.string("save_id"))
+
+
+_FOOTER_MAGIC = b"CKPTSTO1"
+
+
+_FOOTER_TAIL_BYTES = 16
+
+
+def with_footer(pickled: bytes, *, slot: int, save_id: str) -> bytes:
+    """Return what is stored as `.metadata`: the pickle, then our footer."""
+    footer = json.dumps(
+        {"format": "ckpt_storage.stock/1", "slot": slot, "save_id": save_id},
+        separators=(",", ":"),
+    ).encode()
+    return pickled + footer + b"%08d" % len(footer) + _FOOTER_MAGIC
+
+
+def split_footer(data: bytes) -> tuple[bytes, HeadRef | None]:
+    """Return the pickle in a `.metadata` file, and what its footer names; None without a footer."""
+    if data[-8:] != _FOOTER_MAGIC or not data[-16:-8].isdigit():
+        return data, None
+    start = len(data) - _FOOTER_TAIL_BYTES - int(data[-16:-8])
+    if start < 0:
+        return data, None
+    try:
+        footer = json.loads(data[start:-_FOOTER_TAIL_BYTES])
+        reference = HeadRef(slot=int(footer["slot"]), save_id=str(footer["save_id"]))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return data, None
+    return data[:start], reference

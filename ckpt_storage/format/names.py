@@ -12,8 +12,12 @@ from datetime import UTC, datetime
 from ckpt_storage.errors import UnsafeContentError
 
 STOCK_METADATA = ".metadata"
+
+
 INDEX_NAME = "model.safetensors.index.json"
 """What Hugging Face calls the map from tensors to weight files."""
+
+
 BLOCKER = (
     b'{"metadata": {"total_size": 0}, "weight_map": {"ckpt_storage is still writing here": '
     b'"still-being-written.safetensors"}}\n'
@@ -22,12 +26,23 @@ BLOCKER = (
 
 Readers that follow an index refuse it. A file that is there already would be loaded by some.
 """
+
+
 COMMITS = "commits"
+
+
 SAVES = "saves"
+
+
 PROBE_PREFIX = ".ckpt-storage-probe-"
 
+
 _SAVE_ID = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{16}")
+
+
 _PUBLISHING = re.compile(r"saves/[^/]+/publishing-[0-9a-f]{16}\.json")
+
+
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
 

@@ -1,7 +1,7 @@
-"""The `.metadata` file of torch's own DCP writers, read without running any of it.
+"""The `.metadata` file of DCP: torch's pickle, read without running any of it, and our footer.
 
-It reads no storage, imports no torch, and judges neither whether the chunks cover their tensors, as
-`foreign` does, nor whether the files exist.
+It reads no storage, imports no torch, and judges neither whether the chunks cover their tensors
+nor whether the files exist.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from pathlib import PurePosixPath, PureWindowsPath
 
 from ckpt_storage.errors import FormatError, UnsafeContentError
 
-from . import layout
-from .ceilings import MOST_STOCK_BYTES
-from .tensorfile.dtypes import DTYPES
-from .tensorfile.inertpickle import (
+from .dtypes import DTYPES
+from .inert_pickle import (
     Allowed,
     ForbiddenGlobalError,
     Global,
@@ -26,12 +24,21 @@ from .tensorfile.inertpickle import (
     build_ordered_dict,
     interpret,
 )
+from .names import STOCK_METADATA, checked_path
 
 # Torch has no tensors of more dimensions, and addresses elements with 63 bits.
 _MAX_DIMS = 64
+
+
 _MAX_COUNT = (1 << 63) - 1
+
+
 _MAX_PATH_CHARS = 1 << 16
+
+
 _MAX_PATH_PARTS = 1 << 10
+
+
 _SHOWN_CHARS = 200
 
 
@@ -47,7 +54,7 @@ class StockChunk:
 class StockTensor:
     """A tensor as the metadata describes it; `dtype` is torch's name without `torch.`.
 
-    The dtype may be one that `tensorfile.DTYPES` lacks, such as a quantised one.
+    The dtype may be one that `DTYPES` lacks, such as a quantised one.
     """
 
     dtype: str
@@ -70,6 +77,7 @@ class StockItem:
 
 StockKey = tuple[str, tuple[int, ...] | None]
 """FQN and chunk offsets; None instead of offsets for a blob."""
+
 
 ObjectPath = tuple[str | int, ...]
 
@@ -94,7 +102,7 @@ class StockMetadata:
     pickle_bytes: int
 
 
-def decode_stock_metadata(data: bytes, *, path: str = layout.STOCK_METADATA) -> StockMetadata:
+def decode_stock_metadata(data: bytes, *, path: str = STOCK_METADATA) -> StockMetadata:
     """Return what the `.metadata` file with these bytes says.
 
     Only the classes that stock torch pickles there are accepted, and they too become inert
@@ -132,23 +140,47 @@ def _unusable(path: str, problem: str) -> FormatError:
 
 
 _META = "torch.distributed.checkpoint.metadata."
+
+
 _METADATA = f"{_META}Metadata"
+
+
 _TENSOR = f"{_META}TensorStorageMetadata"
+
+
 _BYTES = f"{_META}BytesStorageMetadata"
+
+
 _CHUNK = f"{_META}ChunkStorageMetadata"
+
+
 _INDEX = f"{_META}MetadataIndex"
+
+
 _STORAGE_META = f"{_META}StorageMeta"
+
+
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+
+
 # Files of torch 2.0 to 2.2 name the older place.
 _OLD_META = "torch.distributed._shard.sharded_tensor.metadata."
+
+
 _PROPERTIES = frozenset((f"{_META}TensorProperties", f"{_OLD_META}TensorProperties"))
+
+
 _ENUMS = frozenset((f"{_META}_MEM_FORMAT_ENCODING", f"{_OLD_META}MEM_FORMAT_ENCODING"))
+
+
 # Python 3.13 alone calls the module of paths `pathlib._local`.
 _PATHS = frozenset(
     f"{module}.{name}"
     for module in ("pathlib", "pathlib._local")
     for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 )
+
+
 _DTYPES = {
     f"torch.{name}": name
     for name in (
@@ -297,7 +329,7 @@ class _Decoder:
         fields = _fields(value, _INFO)
         relative_path = _text(fields.get("relative_path"))
         if relative_path not in self._checked:
-            self._checked.add(layout.checked_path(relative_path, where=self._path))
+            self._checked.add(checked_path(relative_path, where=self._path))
         transforms = fields.get("transform_descriptors") or ()
         if not isinstance(transforms, tuple | list):
             raise PickleMalformedError("the transforms of an item are no list")
@@ -347,3 +379,10 @@ def _path_text(value: object) -> str | None:
             return str(flavour(*map(_text, parts)))
         case _:
             return _optional_text(value)
+
+
+MOST_STOCK_BYTES = 4 << 30
+"""Of `.metadata`: ten thousand ranks with two thousand tensors each have 3.4 GB by torch's count.
+
+Storages take twice that in no single put (S3 5 GiB, Azure 5,000 MiB), and need no more of us.
+"""

@@ -1,66 +1,67 @@
-"""CRC-32C of blocks, how such checksums combine, and documents that carry their own.
+"""CRC-32C of a buffer and of each of its blocks, and how such checksums combine.
 
-numpy is imported by the functions that need it, so that small documents do without.
+numpy is imported by the functions that need it.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
-import re
-import sys
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
-
-from .ceilings import MOST_DOCUMENT_BYTES
-from .checksums import crc32c_of, crcs_of_blocks
+from crc32c import crc32c as _crc32c
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-__all__ = [
-    "BlockHasher",
-    "block_crcs",
-    "check_format",
-    "combine",
-    "combine_blocks",
-    "combine_each",
-    "combine_many",
-    "crc32c_of",
-    "decode_crcs",
-    "encode_crcs",
-    "encode_format",
-    "first_wrong_block",
-    "seal",
-    "unseal",
-]
+
+# Up to this length the interpreter's lock is kept: 16 MiB take well under a millisecond. A thread
+# that gives the lock away gets it back only after `sys.getswitchinterval()` (5 ms) when another
+# runs Python.
+_KEEP_LOCK_BYTES = 16 << 20
+
+
+_KEEP_LOCK, _RELEASE_LOCK = 0, 1
+
+
+def crc32c_of(data: Buffer, crc: int = 0) -> int:
+    """Return the CRC-32C of what `crc` stands for followed by the bytes of `data`.
+
+    `data` is any C-contiguous buffer. Other Python threads may run meanwhile.
+    """
+    return _crc32c(data, crc, _lock_mode(memoryview(data).nbytes))
+
+
+def crcs_of_blocks(view: memoryview, block_bytes: int) -> list[int]:
+    """Return the CRC-32C of each block of `view`, which is of bytes; the last may be shorter."""
+    mode = _lock_mode(block_bytes)
+    starts = range(0, len(view), block_bytes)
+    return [_crc32c(view[at : at + block_bytes], 0, mode) for at in starts]
+
+
+def _lock_mode(size_bytes: int) -> int:
+    return _KEEP_LOCK if size_bytes <= _KEEP_LOCK_BYTES else _RELEASE_LOCK
+
 
 _POLYNOMIAL = 0x82F63B78
+
+
 _ALL_ONES = 0xFFFFFFFF
+
+
 # Polynomials are reflected, as in the checksum itself: the highest bit is the coefficient of 1.
 _ONE = 1 << 31
+
+
 _X = 1 << 30
+
 
 # Below this many blocks plain integers beat numpy's cost per call.
 _SCALAR_BLOCK_COUNT = 10
-
-_HEAD = b'{"crc32c":"'
-_MIDDLE = b'","body":'
-_TAIL = b"}\n"
-_DIGITS = slice(len(_HEAD), len(_HEAD) + 8)
-_BODY_START = _DIGITS.stop + len(_MIDDLE)
-_FORMAT = re.compile(r"ckpt_storage\.([a-z][a-z0-9_]*)/([1-9][0-9]{0,8})")
-
-_RESTORE = "Restore the file from a copy, or load another checkpoint."
-_WRONG_FILE = "Check that the URL names a checkpoint and that no other program wrote the file."
 
 
 def first_wrong_block(
@@ -221,137 +222,6 @@ def combine_each(crcs: Sequence[int], block_bytes: int, totals: Sequence[int]) -
     return combined
 
 
-def encode_crcs(crcs: Sequence[int]) -> str:
-    """Return checksums as packed CRCs: base64 of little-endian 32-bit words."""
-    words = array("I", crcs)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return base64.b64encode(words.tobytes()).decode("ascii")
-
-
-def decode_crcs(text: str, count: int, *, path: str | None = None) -> array[int]:
-    """Return the `count` checksums packed in `text` (type code "I").
-
-    Raises `FormatError`, with the `path` of the document, if `text` is not base64 or holds
-    another number of them.
-    """
-    try:
-        data = binascii.a2b_base64(text, strict_mode=True)
-    except ValueError:
-        data = None
-    if data is None or len(data) != 4 * count:
-        found = "not base64" if data is None else f"{len(data)} bytes"
-        raise FormatError(
-            f"{path or 'A document'} holds packed checksums that are {found}; {count} of them, "
-            f"{4 * count} bytes, belong there.",
-            path=path,
-            next_step=_WRONG_FILE,
-        )
-    words = array("I", data)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words
-
-
-def seal(body: Mapping[str, object]) -> bytes:
-    """Return `body` as a sealed document: one line of JSON with the CRC-32C of its body.
-
-    Keys keep their order. Raises `InvalidInputError` for what JSON cannot say: a NaN, a lone
-    surrogate, an object of another type; and for a document longer than readers take.
-    """
-    try:
-        text = json.dumps(
-            dict(body), ensure_ascii=False, allow_nan=False, separators=(",", ":")
-        ).encode()
-    except (RecursionError, TypeError, ValueError) as error:
-        raise InvalidInputError(
-            f"A document of the checkpoint cannot be written as JSON: {error}.",
-            next_step="Use plain strings, numbers, lists and dictionaries.",
-        ) from error
-    sealed = b"".join((_HEAD, b"%08x" % crc32c_of(text), _MIDDLE, text, _TAIL))
-    if len(sealed) > MOST_DOCUMENT_BYTES:
-        raise InvalidInputError(
-            f"A document of the checkpoint would have {len(sealed)} bytes; readers take "
-            f"{MOST_DOCUMENT_BYTES}.",
-            next_step="Save fewer, larger tensors, or spread them over several checkpoints.",
-        )
-    return sealed
-
-
-def unseal(data: bytes, *, path: str) -> dict[str, Any]:
-    """Return the body of a sealed document after checking every byte of it.
-
-    Raises `IntegrityError` for a sealed document that was cut, extended or changed, with `path`
-    and the `offset` before which it is sound; `FormatError` for a file that never was one, and
-    for a body that is sound but no JSON object or that has a key twice.
-    """
-    damage = _envelope_damage(data)
-    if damage is not None:
-        offset, what = damage
-        raise IntegrityError(
-            f"{path} ({len(data)} bytes) is damaged at or after byte {offset}: {what}.",
-            path=path,
-            offset=offset,
-            next_step=_RESTORE,
-        )
-    if data[: len(_HEAD)] != _HEAD:
-        raise FormatError(
-            f"{path} ({len(data)} bytes) is not a document of a checkpoint: it begins with "
-            f"{data[:16]!r}.",
-            path=path,
-            next_step=_WRONG_FILE,
-        )
-    try:
-        body = json.loads(
-            data[_BODY_START : -len(_TAIL)].decode(),
-            object_pairs_hook=_unique_keys,
-            parse_constant=_no_constant,
-        )
-        if b"\\ud" in data or b"\\uD" in data:
-            # Half of a surrogate pair, which only an escape can spell, is no text.
-            json.dumps(body, ensure_ascii=False).encode()
-    except (RecursionError, ValueError) as error:
-        raise FormatError(
-            f"{path} was written with a body that is not valid JSON: {error}.",
-            path=path,
-            next_step=_WRONG_FILE,
-        ) from error
-    if not isinstance(body, dict):
-        raise FormatError(
-            f"{path} was written with a body that is no JSON object.",
-            path=path,
-            next_step=_WRONG_FILE,
-        )
-    return body
-
-
-def encode_format(kind: str, major: int) -> str:
-    """Return what the key `format` of a document says: its kind and major version."""
-    return f"ckpt_storage.{kind}/{major}"
-
-
-def check_format(
-    body: Mapping[str, object], kind: str, major: int, *, path: str | None = None
-) -> None:
-    """Raise `FormatError` unless `body` is of this kind and major version; `path` is its file's."""
-    name = path or "A document"
-    found = body.get("format")
-    match = _FORMAT.fullmatch(found) if isinstance(found, str) else None
-    if match is None or match.group(1) != kind or int(match.group(2)) < major:
-        raise FormatError(
-            f"{name} has the format {found!r}; {encode_format(kind, major)!r} belongs there.",
-            path=path,
-            next_step=_WRONG_FILE,
-        )
-    if int(match.group(2)) > major:
-        raise FormatError(
-            f"{name} has the format {found!r}; the highest version that this release of "
-            f"ckpt_storage reads is {major}.",
-            path=path,
-            next_step="Install a newer ckpt_storage.",
-        )
-
-
 def _multiply(a: int, b: int) -> int:
     """Return the product of two polynomials modulo the CRC's (zlib's `multmodp`)."""
     product = 0
@@ -436,43 +306,3 @@ def _fold(rows: NDArray[np.uint32], block_bytes: int) -> NDArray[np.uint32]:
         )
         length *= 2
     return rows[:, 0]
-
-
-def _envelope_damage(data: bytes) -> tuple[int, str] | None:
-    """Return where a sealed document may be damaged first, and how; None if it is sound.
-
-    None also for a file that shows neither the beginning nor the middle of an envelope, which no
-    single fault does to a sealed document. Behind the head nothing vouches for one byte rather
-    than another, so the offset is then that of the checksum's digits.
-    """
-    head = data[: len(_HEAD)]
-    if not _HEAD.startswith(head):
-        if _MIDDLE not in data[: _BODY_START + 1]:
-            return None
-        offset = next(at for at, byte in enumerate(_HEAD) if data[at : at + 1] != bytes([byte]))
-        return offset, "its first bytes are not those of a sealed document"
-    if len(data) < _BODY_START + len(_TAIL):
-        return min(len(data), _DIGITS.start), "it is cut short"
-    digits = data[_DIGITS]
-    actual = b"%08x" % crc32c_of(memoryview(data)[_BODY_START : -len(_TAIL)])
-    if data[_DIGITS.stop : _BODY_START] != _MIDDLE:
-        what = "its body does not begin where it should"
-    elif not data.endswith(_TAIL):
-        what = "it does not end as a sealed document does; it was cut or extended"
-    elif digits != actual:
-        recorded = digits.decode("ascii", "backslashreplace")
-        what = f"its body has CRC-32C {actual.decode()}, and {recorded} is recorded"
-    else:
-        return None
-    return _DIGITS.start, what
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("an object has a key twice")
-    return found
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,724 @@
+"""Boxes in index space: the bytes they occupy, the grids they form, what they leave out.
+
+Offsets and sizes are in elements, positions in a payload in bytes; a payload holds the elements of
+one chunk in C order. A 0-dimensional box holds one element. All intervals are half open.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import add, ge, le, mul, sub
+from typing import NamedTuple, overload
+
+import numpy as np
+
+from ckpt_storage.errors import InvalidInputError
+
+from .documents import Counts
+
+_CALLER = "This is a bug in the caller or a checkpoint that contradicts itself."
+
+
+class Box(NamedTuple):
+    """An axis-aligned box of elements; both tuples have one entry per dimension.
+
+    Nothing is checked here: `covers_exactly` and the codecs judge what comes from outside.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the box holds no element."""
+        return 0 in self.sizes
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """The first index behind the box, per dimension."""
+        return tuple(map(add, self.offsets, self.sizes))
+
+    def intersect(self, other: Box) -> Box | None:
+        """Return the box of the elements in both, None if there is none."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        sizes = tuple(map(sub, map(min, self.stops, other.stops), starts))
+        return Box(starts, sizes) if min(sizes, default=1) > 0 else None
+
+    def relative_to(self, other: Box) -> Box:
+        """Return the same elements counted from the first element of `other`."""
+        return Box(tuple(map(sub, self.offsets, other.offsets)), self.sizes)
+
+    def contains(self, other: Box) -> bool:
+        """Return whether every element of `other` is in this box; an empty one is in any."""
+        return other.is_empty or (
+            all(map(le, self.offsets, other.offsets)) and all(map(ge, self.stops, other.stops))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRun:
+    """The bytes [start, stop) of a payload."""
+
+    start: int
+    stop: int
+
+
+def byte_runs(chunk_sizes: Sequence[int], region: Box, item_bytes: int) -> Iterator[ByteRun]:
+    """Yield the byte runs of `region` in the payload of a chunk, ascending, none adjacent.
+
+    `region` counts from the chunk's first element. There can be as many runs as the region has
+    rows; `run_count` tells. Raises `InvalidInputError` if the region leaves the chunk.
+    """
+    _check_inside(chunk_sizes, region)
+    if region.is_empty:
+        return
+    strides = _strides(chunk_sizes)
+    first = _dot(region.offsets, strides) * item_bytes
+    outer = _run_dimension(chunk_sizes, region)
+    length = region.volume // math.prod(region.sizes[:outer]) * item_bytes
+    steps = [
+        range(0, size * stride * item_bytes, stride * item_bytes)
+        for size, stride in zip(region.sizes[:outer], strides[:outer], strict=True)
+    ]
+    for step in itertools.product(*steps):
+        start = first + sum(step)
+        yield ByteRun(start, start + length)
+
+
+def run_count(chunk_sizes: Sequence[int], region: Box) -> int:
+    """Return how many runs `byte_runs` yields, without making them."""
+    return _run_count(tuple(chunk_sizes), region)
+
+
+@functools.lru_cache(maxsize=256)
+def _run_count(chunk_sizes: tuple[int, ...], region: Box) -> int:
+    # Remembered as `rows_of`.
+    _check_inside(chunk_sizes, region)
+    if region.is_empty:
+        return 0
+    return math.prod(region.sizes[: _run_dimension(chunk_sizes, region)])
+
+
+def run_bytes(region: Box, item_bytes: int) -> int:
+    """Return how many bytes the runs of `region` hold together."""
+    return region.volume * item_bytes
+
+
+def run_extent(chunk_sizes: Sequence[int], region: Box, item_bytes: int) -> ByteRun:
+    """Return the shortest interval that holds all runs of `region`; [0, 0) if it has none.
+
+    Raises `InvalidInputError` if `region` leaves the chunk.
+    """
+    _check_inside(chunk_sizes, region)
+    if region.is_empty:
+        return ByteRun(0, 0)
+    strides = _strides(chunk_sizes)
+    first = _dot(region.offsets, strides)
+    last = first + _dot([size - 1 for size in region.sizes], strides)
+    return ByteRun(first * item_bytes, (last + 1) * item_bytes)
+
+
+def interval_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Return boxes that hold elements [start, stop) of the C-order linearisation of `shape`.
+
+    They follow one another in that order, each of them contiguous in it. At most one of them is
+    of whole rows of the first dimension that is cut, and for each inner dimension there is at
+    most one before and one behind: max(1, 2 ndim - 1) in all. Raises `InvalidInputError` if the
+    interval is not within the shape.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise InvalidInputError(
+            f"Elements [{start}, {stop}) are not within the shape {list(shape)}.",
+            next_step=_CALLER,
+        )
+    return list(_interval_boxes((), tuple(shape), start, stop))
+
+
+def _interval_boxes(
+    prefix: tuple[int, ...], inner: tuple[int, ...], start: int, stop: int
+) -> Iterator[Box]:
+    """Yield boxes for elements [start, stop) of the slab of shape `inner` at index `prefix`."""
+    if start == stop:
+        return
+    ones = (1,) * len(prefix)
+    if not inner:
+        yield Box(prefix, ones)
+        return
+    row, inner = math.prod(inner[1:]), inner[1:]
+    first, before = divmod(start, row)
+    last, behind = divmod(stop, row)
+    if first == last:
+        yield from _interval_boxes((*prefix, first), inner, before, behind)
+        return
+    if before:
+        yield from _interval_boxes((*prefix, first), inner, before, row)
+        first += 1
+    if first < last:
+        yield Box((*prefix, first, *(0 for _ in inner)), (*ones, last - first, *inner))
+    yield from _interval_boxes((*prefix, last), inner, 0, behind)
+
+
+class WindowCopy(NamedTuple):
+    """One strided copy out of a window of a payload; everything in elements.
+
+    The source is the array of shape `sizes` that begins `source_offset_elements` behind the
+    window's start and has `source_strides`; it does not reach out of the window. The destination
+    is the box of the same `sizes` at `dest_offsets` in the array of the region's shape.
+    """
+
+    source_offset_elements: int
+    source_strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dest_offsets: tuple[int, ...]
+
+
+def window_copies(
+    chunk_sizes: Sequence[int], region: Box, start_element: int, stop_element: int
+) -> list[WindowCopy]:
+    """Return what to copy from elements [start, stop) of a chunk's payload into a region.
+
+    `region` counts from the chunk's first element. There are at most max(1, 2 ndim - 1) copies,
+    whatever the sizes; over windows that partition the payload each element of the region is
+    copied once. Raises `InvalidInputError` if the region or the window leaves the chunk.
+    """
+    rows = rows_of(tuple(chunk_sizes), region)
+    row = rows.row_elements
+    if row and not (start_element % row or stop_element % row):
+        first, last = start_element // row, stop_element // row
+        if 0 <= first < last <= chunk_sizes[0]:
+            # Whole rows, as in most windows: nothing to cut.
+            low, high = max(first, rows.first_row), min(last, rows.last_row)
+            if low >= high:
+                return []
+            copy = WindowCopy(
+                source_offset_elements=(low - first) * row + rows.inner_start,
+                source_strides=rows.strides,
+                sizes=(high - low, *rows.inner_sizes),
+                dest_offsets=(low - rows.first_row, *rows.inner_zeros),
+            )
+            return [copy]
+    copies = []
+    for box in interval_boxes(chunk_sizes, start_element, stop_element):
+        part = box.intersect(region)
+        if part is not None:
+            copy = WindowCopy(
+                source_offset_elements=_dot(part.offsets, rows.strides) - start_element,
+                source_strides=rows.strides,
+                sizes=part.sizes,
+                dest_offsets=part.relative_to(region).offsets,
+            )
+            copies.append(copy)
+    return copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """One read: bytes [start, stop), which hold the intervals at positions `members`."""
+
+    start: int
+    stop: int
+    members: tuple[int, ...]
+
+
+def coalesce(intervals: Sequence[tuple[int, int]], gap: int, max_bytes: int) -> list[Extent]:
+    """Return few extents that hold all `intervals`, which are half open and sorted by start.
+
+    Neighbours at most `gap` bytes apart share an extent while it stays within `max_bytes`. An
+    extent is longer only if its first member is, and then it is as long as that member. Raises
+    `InvalidInputError` if an interval is reversed or out of order.
+    """
+    extents: list[Extent] = []
+    first, begin, end, previous = 0, 0, 0, 0
+    for index, (start, stop) in enumerate(intervals):
+        if stop < start or (index and start < previous):
+            raise InvalidInputError(
+                f"Interval {index}, [{start}, {stop}), is reversed or out of order.",
+                next_step=_CALLER,
+            )
+        previous = start
+        reach = max(stop, end)
+        if index and start - end <= gap and reach - begin <= max(max_bytes, end - begin):
+            end = reach
+            continue
+        if index:
+            extents.append(Extent(start=begin, stop=end, members=tuple(range(first, index))))
+        first, begin, end = index, start, stop
+    if intervals:
+        extents.append(Extent(start=begin, stop=end, members=tuple(range(first, len(intervals)))))
+    return extents
+
+
+def round_out(start: int, stop: int, block: int, total: int) -> tuple[int, int]:
+    """Return the shortest interval of whole blocks that holds [start, stop).
+
+    The last block ends at `total`. An empty interval stays empty.
+    """
+    first = start - start % block
+    return (first, min(stop + -stop % block, total)) if start < stop else (first, first)
+
+
+def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the C-order strides of an array, in elements."""
+    inner = itertools.accumulate(reversed(sizes[1:]), mul, initial=1)
+    return tuple(inner)[::-1] if sizes else ()
+
+
+class Rows(NamedTuple):
+    """What all windows of a chunk have in common for one region of it; everything in elements.
+
+    A row is what one index of the first dimension holds; those of the region are
+    [first_row, last_row), none if it is empty. In each its part begins at `inner_start`.
+    """
+
+    strides: tuple[int, ...]
+    row_elements: int
+    first_row: int
+    last_row: int
+    inner_start: int
+    inner_sizes: tuple[int, ...]
+    inner_zeros: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def rows_of(chunk_sizes: tuple[int, ...], region: Box) -> Rows:
+    """Work out what windows have in common, after making sure that the region lies in the chunk.
+
+    Remembered, because many windows of one chunk follow one another.
+    """
+    _check_inside(chunk_sizes, region)
+    strides = _strides(chunk_sizes)
+    if not strides or region.is_empty:
+        return Rows(strides, strides[0] if strides else 0, 0, 0, 0, (), ())
+    inner = region.sizes[1:]
+    return Rows(
+        strides=strides,
+        row_elements=strides[0],
+        first_row=region.offsets[0],
+        last_row=region.offsets[0] + region.sizes[0],
+        inner_start=_dot(region.offsets[1:], strides[1:]),
+        inner_sizes=inner,
+        inner_zeros=(0,) * len(inner),
+    )
+
+
+def _dot(left: Sequence[int], right: Sequence[int]) -> int:
+    return sum(map(mul, left, right))
+
+
+def _run_dimension(chunk_sizes: Sequence[int], region: Box) -> int:
+    """Return the outermost dimension along which the region's elements are one run."""
+    dim = max(len(chunk_sizes) - 1, 0)
+    while dim and region.sizes[dim] == chunk_sizes[dim]:
+        dim -= 1
+    return dim
+
+
+def _check_inside(chunk_sizes: Sequence[int], region: Box) -> None:
+    chunk = Box((0,) * len(chunk_sizes), tuple(chunk_sizes))
+    same_ndim = len(region.offsets) == len(region.sizes) == len(chunk_sizes)
+    if not same_ndim or min(region.sizes, default=0) < 0 or not chunk.contains(region):
+        raise InvalidInputError(
+            f"The region at {list(region.offsets)} of sizes {list(region.sizes)} leaves a chunk "
+            f"of sizes {list(chunk_sizes)}.",
+            next_step=_CALLER,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """How boxes cover a shape; each finding is None where there is nothing to find.
+
+    `gap` is a box of elements that no box holds; `overlap` the indices, ascending, of two boxes
+    that share elements of the shape; `outside` the index of the first box that leaves the shape,
+    has another number of dimensions or a negative size. Of several gaps or overlaps the first one
+    met is given, which need not be the first in C order.
+    """
+
+    gap: Box | None = None
+    overlap: tuple[int, int] | None = None
+    outside: int | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every element is held by exactly one box."""
+        return self.gap is None and self.overlap is None and self.outside is None
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Chunks that tile a tensor as a cartesian grid.
+
+    `cuts` has for each dimension the start offsets, ascending from 0; cell i, in C order, belongs
+    to `owners[i]`. The shape stands beside a grid, not in it, as in the manifest. What is regular
+    may be a `range`, which takes no memory however many cells there are.
+    """
+
+    cuts: tuple[Sequence[int], ...]
+    owners: Sequence[int]
+
+    def box(self, cell: int, shape: Sequence[int]) -> Box:
+        """Return one cell of a tensor of `shape`, without making the others."""
+        if not 0 <= cell < len(self.owners):
+            raise IndexError(f"cell {cell} of {len(self.owners)}")
+        offsets: list[int] = []
+        sizes: list[int] = []
+        for cuts, size in zip(reversed(self.cuts), reversed(shape), strict=True):
+            cell, at = divmod(cell, len(cuts))
+            stop = cuts[at + 1] if at + 1 < len(cuts) else size
+            offsets.append(cuts[at])
+            sizes.append(stop - cuts[at])
+        return Box(tuple(reversed(offsets)), tuple(reversed(sizes)))
+
+    def boxes(self, shape: Sequence[int]) -> list[Box]:
+        """Return all cells of a tensor of `shape`, in C order."""
+        sizes = map(_cell_sizes, self.cuts, shape)
+        return list(map(Box, itertools.product(*self.cuts), itertools.product(*sizes)))
+
+    def cell_at(self, offsets: Sequence[int]) -> int | None:
+        """Return the cell that begins at `offsets`, None if none does."""
+        if len(offsets) != len(self.cuts):
+            return None
+        cell = 0
+        for cuts, offset in zip(self.cuts, offsets, strict=True):
+            at = bisect_left(cuts, offset)
+            if at == len(cuts) or cuts[at] != offset:
+                return None
+            cell = cell * len(cuts) + at
+        return cell
+
+    def intersecting(self, box: Box) -> list[int]:
+        """Return the cells, ascending, that share elements with `box`, which lies in the shape.
+
+        Costs two bisections per dimension and one step per cell found.
+        """
+        if box.is_empty:
+            return []
+        cells = [0]
+        for cuts, first, stop in zip(self.cuts, box.offsets, box.stops, strict=True):
+            here = range(bisect_right(cuts, first) - 1, bisect_left(cuts, stop))
+            cells = [cell * len(cuts) + at for cell in cells for at in here]
+        return cells
+
+
+def find_grid(shape: Sequence[int], boxes: Sequence[Box]) -> Grid | None:
+    """Return the grid whose cells are exactly `boxes`, in any order; None if they are none.
+
+    Owners are positions in `boxes`. The boxes of a grid cover `shape` exactly. An empty box
+    belongs to a grid only where a dimension of the shape is 0; a caller that has others drops
+    them first. Costs one sort of the distinct offsets per dimension and a few look-ups per box.
+    """
+    ndim = len(shape)
+    if any(len(box.offsets) != ndim or len(box.sizes) != ndim for box in boxes):
+        return None
+    places = [0] * len(boxes)
+    cell_count = 1
+    cuts: list[tuple[int, ...]] = []
+    for dim, size in enumerate(shape):
+        starts = [box.offsets[dim] for box in boxes]
+        cut = tuple(sorted(set(starts)))
+        cell_count *= len(cut)
+        if not cut or cut[0] != 0 or cut[-1] >= max(size, 1) or cell_count > len(boxes):
+            return None
+        expected = dict(zip(cut, _cell_sizes(cut, size), strict=True))
+        if [expected[start] for start in starts] != [box.sizes[dim] for box in boxes]:
+            return None
+        at = {start: index for index, start in enumerate(cut)}
+        places = [place * len(cut) + at[start] for place, start in zip(places, starts, strict=True)]
+        cuts.append(cut)
+    owners = [-1] * cell_count
+    for index, place in enumerate(places):
+        owners[place] = index
+    # As many boxes as cells and no cell without a box: then none has two.
+    if len(boxes) != cell_count or -1 in owners:
+        return None
+    return Grid(tuple(cuts), tuple(owners))
+
+
+def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> Coverage:
+    """Return whether `boxes` hold every element of a tensor of `shape` once, and what is wrong.
+
+    Empty boxes are ignored, wherever they are. A cartesian grid is recognised in
+    O(n log n). Otherwise space is halved at the median of the boxes' faces, in the dimension
+    where that cuts the fewest boxes, until one box fills a part or none reaches it: the
+    partition of Overmars and Yap ("New upper bounds in Klee's measure problem", 1991). Its depth
+    is at most the sum over the dimensions of log2 of the number of faces.
+    """
+    solid = [(index, box) for index, box in enumerate(boxes) if not box.is_empty]
+    whole = Box((0,) * len(shape), tuple(shape))
+    if find_grid(shape, [box for _, box in solid]) is not None:
+        return Coverage()
+    outside = None
+    inside: list[_Solid] = []
+    for index, box in solid:
+        fits = len(box.offsets) == len(box.sizes) == len(shape)
+        part = box.intersect(whole) if fits else None
+        if part is not None:
+            inside.append((index, part.offsets, part.stops))
+        if part != box and outside is None:
+            outside = index
+    if whole.is_empty:
+        return Coverage(outside=outside)
+    search = _Search()
+    search.visit(whole.offsets, whole.stops, inside)
+    return Coverage(gap=search.gap, overlap=search.overlap, outside=outside)
+
+
+_Solid = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A box that holds elements: its position in the caller's list, its offsets, its stops."""
+
+
+class _Search:
+    """One gap and one overlap among boxes, found by halving space."""
+
+    __slots__ = ("gap", "overlap")
+
+    def __init__(self) -> None:
+        self.gap: Box | None = None
+        self.overlap: tuple[int, int] | None = None
+
+    def visit(
+        self, starts: tuple[int, ...], stops: tuple[int, ...], boxes: Sequence[_Solid]
+    ) -> None:
+        """Search the part of space from `starts` to `stops`, which exactly `boxes` reach."""
+        if self.gap is not None and self.overlap is not None:
+            return
+        if not boxes:
+            if self.gap is None:
+                self.gap = Box(starts, tuple(map(sub, stops, starts)))
+            return
+        filling = next((box for box in boxes if _fills(box, starts, stops)), None)
+        if filling is not None:
+            others = [box[0] for box in boxes if box is not filling]
+            if others and self.overlap is None:
+                self.overlap = (min(filling[0], others[0]), max(filling[0], others[0]))
+            return
+        dim, cut = _best_cut(starts, stops, boxes)
+        self.visit(
+            starts,
+            (*stops[:dim], cut, *stops[dim + 1 :]),
+            [box for box in boxes if box[1][dim] < cut],
+        )
+        self.visit(
+            (*starts[:dim], cut, *starts[dim + 1 :]),
+            stops,
+            [box for box in boxes if box[2][dim] > cut],
+        )
+
+
+def _fills(box: _Solid, starts: tuple[int, ...], stops: tuple[int, ...]) -> bool:
+    return all(map(le, box[1], starts)) and all(map(ge, box[2], stops))
+
+
+def _best_cut(
+    starts: tuple[int, ...], stops: tuple[int, ...], boxes: Sequence[_Solid]
+) -> tuple[int, int]:
+    """Return the dimension and the place at which to halve a part that no box fills.
+
+    A box that does not fill a part has a face strictly inside it.
+    """
+    cuts = []
+    for dim, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        faces = [box[1][dim] for box in boxes if box[1][dim] > start]
+        faces += [box[2][dim] for box in boxes if box[2][dim] < stop]
+        if faces:
+            faces.sort()
+            median = faces[len(faces) // 2]
+            crossing_count = sum(box[1][dim] < median < box[2][dim] for box in boxes)
+            cuts.append((crossing_count, -len(faces), dim, median))
+    _, _, dim, cut = min(cuts)
+    return dim, cut
+
+
+def _cell_sizes(cuts: Sequence[int], size: int) -> tuple[int, ...]:
+    return tuple(map(sub, (*cuts[1:], size), cuts))
+
+
+_MOST_COMPARED = 128
+"""Of up to as many chunks each is held against each; that takes no millisecond."""
+
+
+_CORNERS_PER_CHUNK = 64
+
+
+_FEW_CORNERS = 1 << 16
+
+
+_MOST_CORNERS = 1 << 24
+"""Corners of chunks that are looked at together: real tensors are cut in a few dimensions only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flaw:
+    """The first element of a tensor, in C order, that not exactly one chunk holds.
+
+    `at` is None where there are more corners to look at than any real tensor has.
+    """
+
+    at: tuple[int, ...] | None
+    held_count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GridBoxes(Sequence[Box]):
+    """The cells of a grid in C order, each made when it is asked for."""
+
+    grid: Grid
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.grid.owners)
+
+    @overload
+    def __getitem__(self, index: int) -> Box: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Box]: ...
+
+    def __getitem__(self, index: int | slice) -> Box | list[Box]:
+        if isinstance(index, slice):
+            return [self.grid.box(at, self.shape) for at in range(*index.indices(len(self)))]
+        return self.grid.box(index + len(self) if index < 0 else index, self.shape)
+
+    def __iter__(self) -> Iterator[Box]:
+        return iter(self.grid.boxes(self.shape))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, GridBoxes) and self.shape == other.shape:
+            return self.grid == other.grid or list(self) == list(other)
+        if isinstance(other, Sequence):
+            return len(self) == len(other) and all(map(Box.__eq__, self, other))
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+
+def compact(numbers: Counts) -> Sequence[int]:
+    """Return integers from 0 on as a `range` if they are one, else as an array."""
+    count = len(numbers)
+    if count > 1:
+        step = int(numbers[1]) - int(numbers[0])
+        if step and bool((np.diff(numbers) == step).all()):
+            return range(int(numbers[0]), int(numbers[0]) + count * step, step)
+    elif count:
+        return range(int(numbers[0]), int(numbers[0]) + 1)
+    return array("q", numbers.tobytes())
+
+
+def find_flaw(shape: tuple[int, ...], boxes: Sequence[Box]) -> Flaw | None:
+    """Return where `boxes`, which lie in `shape`, hold an element never or twice; None if nowhere.
+
+    Boxes without elements count for nothing. Exact for boxes of any form, in O(m log m) for m
+    corners: as many as boxes times 2 to the number of dimensions, or fewer.
+
+    How many boxes hold an element is a sum of their indicator functions. Differences along each
+    dimension in turn leave, of such a function, the signed corners of its boxes; they can be summed
+    up again, so two functions are equal if and only if their corners are (the inclusion and
+    exclusion of summed-area tables, Crow 1984). Here the tensor itself is subtracted as one more
+    box; of what is left, the first corner is where the sum first is not zero, and its sign and size
+    are the sum.
+    """
+    solid = [box for box in boxes if not box.is_empty]
+    if 0 in shape or solid == [Box((0,) * len(shape), shape)]:
+        return None
+    is_moderate = 1 < len(solid) <= _MOST_COMPARED
+    if is_moderate and sum(box.volume for box in solid) == math.prod(shape) and not _overlap(solid):
+        return None
+    cells = [*solid, Box((0,) * len(shape), shape)]
+    starts = np.array([box.offsets for box in cells], dtype=np.int64).reshape(len(cells), -1)
+    stops = np.array([box.stops for box in cells], dtype=np.int64).reshape(len(cells), -1)
+    # Where all are whole, nothing can be told of them; a tensor has few other dimensions.
+    dims = [dim for dim in range(len(shape)) if (stops - starts)[:, dim].min() < shape[dim]]
+    found = _first_corner(starts[:, dims], stops[:, dims])
+    if found is None:
+        return None
+    corner, excess = found
+    if corner is None:
+        return Flaw(at=None, held_count=0)
+    at = [0] * len(shape)
+    for dim, index in zip(dims, corner, strict=True):
+        at[dim] = index
+    return Flaw(at=tuple(at), held_count=excess + 1)
+
+
+def _first_corner(starts: Counts, stops: Counts) -> tuple[Sequence[int] | None, int] | None:
+    """Return the first corner, and its weight, of boxes less the last one; None if there is none.
+
+    The corner is None where there are too many.
+    """
+    count, ndim = starts.shape
+    rest = _ranks_of_rests(starts, stops)
+    most = min(max(count * _CORNERS_PER_CHUNK, _FEW_CORNERS), _MOST_CORNERS)
+    # Signed corners in the dimensions seen so far, each of a box, all in order of their corners.
+    weights = np.ones(count, dtype=np.int64)
+    weights[-1] = -1
+    box = np.arange(count)
+    rank = np.zeros(count, dtype=np.int64)
+    # Of each dimension the corners' coordinates, and which corners before it they came from.
+    edges: list[Counts] = []
+    origins: list[Counts] = []
+    for dim in range(ndim + 1):
+        if dim:
+            if 2 * len(box) > most:
+                return None, 0
+            edge = np.concatenate((starts[box, dim - 1], stops[box, dim - 1]))
+            weights = np.concatenate((weights, -weights))
+            box = np.concatenate((box, box))
+            rank = _pair_ranks(np.concatenate((rank, rank)), edge)
+        # Corners at one place, of boxes that are alike in all other dimensions, are one.
+        _, first, which = np.unique(
+            _pair_ranks(rank, rest[dim][box]), return_index=True, return_inverse=True
+        )
+        sums = np.zeros(len(first), dtype=np.int64)
+        np.add.at(sums, which, weights)
+        kept = first[sums != 0]
+        if not len(kept):
+            return None
+        if dim:
+            edges.append(edge[kept])
+            origins.append(kept % (len(box) // 2))
+        box, rank, weights = box[kept], rank[kept], sums[sums != 0]
+    corner, at = list[int](), 0
+    for edge, origin in zip(reversed(edges), reversed(origins), strict=True):
+        corner.append(int(edge[at]))
+        at = int(origin[at])
+    return corner[::-1], int(weights[0])
+
+
+def _ranks_of_rests(starts: Counts, stops: Counts) -> list[Counts]:
+    """Return for each number of dimensions a number that is equal for boxes alike in the others."""
+    ranks = [np.zeros(len(starts), dtype=np.int64)]
+    for dim in reversed(range(starts.shape[1])):
+        edges = _pair_ranks(starts[:, dim], stops[:, dim])
+        ranks.append(_pair_ranks(edges, ranks[-1]))
+    return ranks[::-1]
+
+
+def _pair_ranks(first: Counts, second: Counts) -> Counts:
+    """Return the ranks of pairs, in the order of the first number and then of the second."""
+    values, minor = np.unique(second, return_inverse=True)
+    major = np.unique(first, return_inverse=True)[1]
+    ranks: Counts = np.unique(major * len(values) + minor, return_inverse=True)[1]
+    return ranks
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Return whether two of a moderate number of boxes share elements: each held against each."""
+    # Unsigned, so that no sum of two of them wraps around.
+    starts = np.array([box.offsets for box in boxes], dtype=np.uint64)
+    stops = starts + np.array([box.sizes for box in boxes], dtype=np.uint64)
+    met = ~np.eye(len(boxes), dtype=np.bool_)
+    for dim in range(starts.shape[1]):
+        start, stop = starts[:, dim], stops[:, dim]
+        met &= np.maximum(start[:, None], start) < np.minimum(stop[:, None], stop)
+    return bool(met.any())
