@@ -13,16 +13,17 @@ from ckpt_storage.format.documents import MOST_SLOT_BYTES, FileRef, unseal
 from ckpt_storage.format.manifest import Manifest, RankManifest
 from ckpt_storage.format.names import STOCK_METADATA, markers_of
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
-from ckpt_storage.source.model import CommittedSource, Place, Source
+from ckpt_storage.source.model import CommittedSource, Source
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.chunks import ChunkPlace
 
 
 def check_foreign(store: Store, source: Source, findings: Findings) -> None:
     """Check that what another writer left can be read; it carries no checksums."""
     keys = value_keys(source)
     source.require(keys)
-    ends: dict[str, Place] = {}
+    ends: dict[str, ChunkPlace] = {}
     for key in keys:
         place = source.place(*key)
         end = ends.get(place.path)
@@ -50,7 +51,7 @@ def check_foreign(store: Store, source: Source, findings: Findings) -> None:
             )
 
 
-def _missing_of(source: Source, place: Place) -> CheckpointError:
+def _missing_of(source: Source, place: ChunkPlace) -> CheckpointError:
     error = source.explain_missing(place)
     if not isinstance(error, CheckpointError):  # pragma: no cover  # sources return ours
         raise error

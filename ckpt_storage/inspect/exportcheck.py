@@ -25,7 +25,7 @@ from ckpt_storage.source.foreign import in_progress
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.pacing import Pacer
-from ckpt_storage.transfer.ranges import Fetch, run_fetches
+from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 
 log = logging.getLogger("ckpt_storage")
 
@@ -261,16 +261,16 @@ def has_checksum(
     def take(start: int, view: memoryview) -> None:
         crcs[start] = crc32c_of(view)
 
-    fetches = [
-        Fetch(
+    reads = [
+        RangeRead(
             path=file.path,
             start=start,
             stop=min(start + step, file.size_bytes),
             done=partial(take, start),
-            size_bytes=file.size_bytes,
+            file_bytes=file.size_bytes,
         )
         for start in starts
     ]
-    run_fetches(store, fetches, options=options, deadline=deadline, pacer=pacer)
+    RangeReader(store, options, deadline, pacer=pacer).run(reads)
     lengths = [min(step, file.size_bytes - start) for start in starts]
     return combine_many([crcs[start] for start in starts], lengths) == file.crc32c

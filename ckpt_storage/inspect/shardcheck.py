@@ -10,7 +10,7 @@ from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.pacing import Pacer
-from ckpt_storage.transfer.ranges import Fetch, run_fetches
+from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 from ckpt_storage.transfer.workers import Workers
 
 from .documentcheck import Findings
@@ -113,8 +113,8 @@ class ShardCheck:
 
     def _read_files(self, files: Sequence[tuple[Shard, int]]) -> None:
         part_bytes = self._options.part_bytes
-        fetches = [
-            self._fetch(shard.file.path, group)
+        reads = [
+            self._read(shard.file.path, group)
             for shard, size_bytes in files
             for group in grouped(
                 [
@@ -125,27 +125,22 @@ class ShardCheck:
                 part_bytes,
             )
         ]
-        run_fetches(
-            self._store,
-            fetches,
-            options=self._options,
-            deadline=self._deadline,
-            pacer=self._pacer,
-        )
-        self._findings.checked_bytes += sum(fetch.stop - fetch.start for fetch in fetches)
+        ranges = RangeReader(self._store, self._options, self._deadline, pacer=self._pacer)
+        ranges.run(reads)
+        self._findings.checked_bytes += sum(read.stop - read.start for read in reads)
 
     def _is_ours(self, span: Span) -> bool:
         """Return whether a span is of this part: the one that it begins in."""
         return self._stretches is None or span.start in self._stretches.get(span.place.path, ())
 
-    def _fetch(self, path: str, group: Sequence[Span]) -> Fetch:
+    def _read(self, path: str, group: Sequence[Span]) -> RangeRead:
         arrived = ArrivedSpans(group)
 
         def done(_: memoryview) -> None:
             for span, error in arrived.damaged:
                 self._note_block(span, error)
 
-        return Fetch(
+        return RangeRead(
             path=path,
             start=group[0].start,
             stop=group[-1].stop,

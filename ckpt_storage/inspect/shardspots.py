@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.manifest import RankManifest, ShardFile
-from ckpt_storage.source.model import Place
+from ckpt_storage.transfer.chunks import ChunkPlace
 
 _WIDEST = 1 << 20
 """Bytes of a span: few enough for ranges of one read, many enough to be cheap."""
@@ -66,7 +66,7 @@ class Part:
 class Span:
     """Bytes `[start, stop)` of a file that are checked together, and what to call them."""
 
-    place: Place
+    place: ChunkPlace
     start: int
     stop: int
     what: str
@@ -84,7 +84,7 @@ def spans_of(shard: Shard, part_bytes: int) -> list[Span]:
     for index, (start, stop) in enumerate(file.frames()):
         # A frame is the end of one item and the beginning of the next; the last has no next.
         fqn = document.fqns[items.fqn[min(index, len(items) - 1)]] if len(items) else ""
-        frame = Place(
+        frame = ChunkPlace(
             path=file.path,
             fqn=fqn,
             start=start,
@@ -97,7 +97,7 @@ def spans_of(shard: Shard, part_bytes: int) -> list[Span]:
         spans.append(Span(place=frame, start=start, stop=stop, what=what))
         if index == len(items):
             break
-        place = Place(
+        place = ChunkPlace(
             path=file.path,
             fqn=document.fqns[items.fqn[index]],
             start=items.payload_start[index],

@@ -12,11 +12,11 @@ from commit_tools import CAS, DictBackend, Disk
 
 from ckpt_storage.inspect.shardspots import ArrivedSpans, Span
 from ckpt_storage.options import RetryPolicy, TransferOptions
-from ckpt_storage.source.model import Place
 from ckpt_storage.store.backend import Range
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.ranges import Fetch, run_fetches
+from ckpt_storage.transfer.chunks import ChunkPlace
+from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 
 BLOCK = 64
 BASE = 1000
@@ -32,7 +32,7 @@ def laid_out(seed: int) -> tuple[list[Span], bytes]:
             begin, piece = len(data), chosen.randbytes(size)
             step = block_bytes or max(1, size)
             crcs = [crc32c.crc32c(piece[at : at + step]) for at in range(0, max(1, size), step)]
-            place = Place(
+            place = ChunkPlace(
                 path="f",
                 fqn=f"t{number}",
                 start=BASE + begin,
@@ -108,7 +108,7 @@ def test_what_an_attempt_that_broke_off_brought_is_no_damage() -> None:
     store = Store(backend, url="dict://root", policy=RetryPolicy(first_delay_s=0.0))
     arrived = ArrivedSpans(spans)
     left: list[object] = [None]
-    fetch = Fetch(
+    read = RangeRead(
         path="f",
         start=BASE,
         stop=BASE + len(data),
@@ -117,7 +117,7 @@ def test_what_an_attempt_that_broke_off_brought_is_no_damage() -> None:
         edge_before=arrived.edge_before,
     )
     options = TransferOptions(thread_count=1)
-    run_fetches(store, [fetch], options=options, deadline=Deadline("load", 60))
+    RangeReader(store, options, Deadline("load", 60)).run([read])
     store.close()
     assert backend.attempt_count == 2
     assert left == []
