@@ -88,13 +88,14 @@ def test_small_chunks_are_read_together(
     state = {f"w{number}": seeded(number, 10, 10) for number in range(30)}
     row_by_row(state, tmp_path / "source")
     batches = itertools.count()
-    run = ranges.RangeReader.run
+    fetch = ranges.run_fetches
 
     def counted(*arguments: Any, **options: Any) -> None:
         next(batches)
-        run(*arguments, **options)
+        fetch(*arguments, **options)
 
-    monkeypatch.setattr(ranges.RangeReader, "run", counted)
+    for module in ("ckpt_storage.source.foreign", "ckpt_storage.export.conversion.stream"):
+        monkeypatch.setattr(f"{module}.run_fetches", counted)
     convert(tmp_path / "source", tmp_path / "target", to=to)
     files = 10 if to == "dcp_safetensors" else 1
     assert next(batches) <= 2 * files + 2
