@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from .inspect.doctor import Diagnosis, diagnose
     from .inspect.lazytensor import LazyTensor
     from .inspect.statistics import TensorStats
-    from .inspect.verify import VerifyReport, verify
+    from .inspect.verification import VerifyReport, verify
     from .loads.loading import load
     from .manager.manager import CheckpointManager
     from .manager.pruning import PruneReport
@@ -183,7 +183,7 @@ _DEFINED_IN = {
     "UnsafeContentError": "errors",
     "UnsupportedByStoreError": "errors",
     "ValueDiff": "inspect.comparing",
-    "VerifyReport": "inspect.verify",
+    "VerifyReport": "inspect.verification",
     "consolidate": "export.consolidating",
     "convert": "export.converting",
     "copy": "export.copying",
@@ -196,7 +196,7 @@ _DEFINED_IN = {
     "open_checkpoint": "inspect.checkpoint",
     "save": "saves.saving",
     "save_async": "background.saver",
-    "verify": "inspect.verify",
+    "verify": "inspect.verification",
 }
 
 if not TYPE_CHECKING:

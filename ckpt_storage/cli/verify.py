@@ -12,7 +12,7 @@ from .options import common, json_option, memory_option, storage_options, url_ar
 from .output import FOUND, SOUND
 
 if TYPE_CHECKING:
-    from ckpt_storage.inspect.verify import VerifyReport
+    from ckpt_storage.inspect.verification import VerifyReport
 
 
 @click.command(short_help="Is every byte what was written?")
@@ -41,7 +41,7 @@ def verify(
     that is damaged, and what to do. Of checkpoints of other writers, which carry no checksums,
     only that all files are there and long enough.
     """
-    from ckpt_storage.inspect.verify import verify as run  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.inspect.verification import verify as run  # noqa: PLC0415  # called, not imported
 
     report = run(
         url,

@@ -6,25 +6,23 @@ numpy lacks are read alike.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, StorageError
-from ckpt_storage.format.boxes import Box, coalesce, round_out, run_count
+from ckpt_storage.format.boxes import Box, WindowCopy
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.options import DEFAULT_BLOCK_BYTES
-from ckpt_storage.source.model import Place, concerns
-from ckpt_storage.source.readplan import Request, bytes_request, plan_reads
+from ckpt_storage.format.selections import clip
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.ranges import Fetch, run_fetches
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, Gaps, concerns
+from ckpt_storage.transfer.ranges import RangeReader
 
-from .indexing import clip, slabs, strided_copies, touched_spans
+from .indexing import slabs
 from .session import Key, Session
 
 if TYPE_CHECKING:
@@ -36,9 +34,6 @@ if TYPE_CHECKING:
 
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 """The numpy type that moves an element of so many bytes as it is."""
-
-_DIRECT_MIN_BYTES = 4 << 20
-"""From here on reading into place saves more than the requests for ragged ends cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,54 +56,41 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """The part of a region that lies in one chunk, and the memory for it."""
+    """The part of a region that lies in one chunk, and the array for it."""
 
-    place: Place
+    place: ChunkPlace
     item_bytes: int
     chunk_sizes: tuple[int, ...]
     ranges: tuple[range, ...]
     target: Words
 
     @property
-    def is_one_run(self) -> bool:
-        """Whether its bytes are adjacent in the payload and in memory."""
-        box = Box(tuple(r.start for r in self.ranges), tuple(map(len, self.ranges)))
-        return (
-            self.target.flags.c_contiguous
-            and all(len(r) == 1 or r.step == 1 for r in self.ranges)
-            and run_count(self.chunk_sizes, box) == 1
-        )
+    def memory(self) -> memoryview | None:
+        """The bytes of the array, if they are adjacent."""
+        if not self.target.flags.c_contiguous:
+            return None
+        return memoryview(self.target.reshape(-1).view("u1"))  # type: ignore[arg-type]  # as in loads
 
-    def request(self) -> Request:
-        """Return the request that reads one run into place."""
-        box = Box(tuple(r.start for r in self.ranges), tuple(map(len, self.ranges)))
-        return Request(
+    def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        """Copy elements into the array."""
+        _copy(window, self.target, copies)
+
+    def read(self) -> ChunkRead:
+        """Return the read that fills the array."""
+        return ChunkRead(
             place=self.place,
             item_bytes=self.item_bytes,
             chunk_sizes=self.chunk_sizes,
-            region=box,
-            sink=lambda window, copies: _copy(window, self.target, copies),
-            target=memoryview(self.target.reshape(-1).view("u1")),  # type: ignore[arg-type]  # as in loads
+            where=self.ranges,
+            target=self,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Window:
-    piece: _Piece
-    start: int  # bytes in the payload, as is stop
-    stop: int
-
-    @property
-    def interval(self) -> tuple[int, int]:
-        origin = self.piece.place.start
-        return origin + self.start, origin + self.stop
 
 
 def read_regions(
     session: Session,
     regions: Sequence[Region],
     *,
-    gaps: Literal["none", "cheap"] = "none",
+    gaps: Gaps = "none",
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[Words]:
     """Return the elements of each region as an array of words, all read in one batch.
@@ -126,7 +108,7 @@ def read_regions(
         np.empty(region.shape, _WORDS[session.outline(region.fqn).item_bytes]) for region in regions
     ]
     store, deadline = session.begin()
-    known: list[Place] = []
+    known: list[ChunkPlace] = []
     with (
         deadline.governs(f"Reading from {session.url}"),
         _explained(session, known, store),
@@ -138,18 +120,12 @@ def read_regions(
             partial(session.places, store=store, deadline=deadline),
         )
         known.extend(piece.place for piece in pieces)
-        run = partial(
-            run_fetches,
-            store,
-            options=session.options,
-            deadline=deadline,
-            on_bytes=on_bytes,
-            pacer=session.pacer,
-        )
-        run(_plan(session, [p for p in pieces if p.place.container == "raw"], gaps))
+        ranges = RangeReader(store, session.options, deadline, pacer=session.pacer)
+        chunks = ChunkReader(ranges, session.costs)
+        plain = [piece.read() for piece in pieces if piece.place.kind == "raw"]
+        chunks.read(plain, gaps=gaps, on_bytes=on_bytes)
         for place, users in _wholes(pieces):
-            buffer = bytearray(place.size_bytes)
-            run(_plan_bytes(session, [bytes_request(place, buffer)]))
+            (buffer,) = chunks.read_bytes([place], on_bytes=on_bytes)
             _deliver_whole(buffer, place, users)
     return arrays
 
@@ -159,33 +135,25 @@ def read_blobs(
     fqns: Sequence[str],
     *,
     on_bytes: Callable[[int], None] = lambda _: None,
-) -> list[tuple[bytearray, Place]]:
+) -> list[tuple[bytearray, ChunkPlace]]:
     """Return the stored bytes of values that are no tensors, verified, all read in one batch.
 
     Raises as `read_regions`.
     """
     store, deadline = session.begin()
-    known: list[Place] = []
+    known: list[ChunkPlace] = []
     with (
         deadline.governs(f"Reading from {session.url}"),
         _explained(session, known, store),
     ):
         known.extend(session.places([(fqn, None) for fqn in fqns], store, deadline))
-        buffers = [bytearray(place.size_bytes) for place in known]
-        requests = [bytes_request(*pair) for pair in zip(known, buffers, strict=True)]
-        run_fetches(
-            store,
-            _plan_bytes(session, requests),
-            options=session.options,
-            deadline=deadline,
-            on_bytes=on_bytes,
-            pacer=session.pacer,
-        )
+        ranges = RangeReader(store, session.options, deadline, pacer=session.pacer)
+        buffers = ChunkReader(ranges, session.costs).read_bytes(known, on_bytes=on_bytes)
     return list(zip(buffers, known, strict=True))
 
 
 @contextmanager
-def _explained(session: Session, places: Sequence[Place], store: Store) -> Iterator[None]:
+def _explained(session: Session, places: Sequence[ChunkPlace], store: Store) -> Iterator[None]:
     """Make of errors, and of files that changed meanwhile, what they mean to whoever reads.
 
     `places` are filled in by the block, as far as it comes.
@@ -203,7 +171,7 @@ def _explained(session: Session, places: Sequence[Place], store: Store) -> Itera
     session.check_unchanged(store, places)
 
 
-def _named(error: IntegrityError, places: Sequence[Place]) -> IntegrityError:
+def _named(error: IntegrityError, places: Sequence[ChunkPlace]) -> IntegrityError:
     """Return `error`, which a store raised about a file, with what the file holds."""
     place = next((place for place in places if concerns(error, place.path)), None)
     if place is None:
@@ -258,7 +226,7 @@ def _pieces(
     session: Session,
     regions: Sequence[Region],
     arrays: Sequence[Words],
-    places_of: Callable[[Sequence[Key]], list[Place]],
+    places_of: Callable[[Sequence[Key]], list[ChunkPlace]],
 ) -> list[_Piece]:
     parts: list[tuple[Key, int, tuple[int, ...], tuple[range, ...], Words]] = []
     for region, array in zip(regions, arrays, strict=True):
@@ -279,8 +247,6 @@ def _pieces(
     _check_whole(session, regions, parts)
     pieces = []
     for place, (_, item_bytes, sizes, ranges, target) in zip(places, parts, strict=True):
-        if place.container == "raw" and place.size_bytes != math.prod(sizes) * item_bytes:
-            raise _contradiction(place, f"{place.size_bytes} bytes", sizes)
         pieces.append(
             _Piece(
                 place=place,
@@ -313,98 +279,7 @@ def _check_whole(
             )
 
 
-def _plan(
-    session: Session, pieces: Sequence[_Piece], gaps: Literal["none", "cheap"]
-) -> list[Fetch]:
-    """Return the reads for `pieces`, in order of file and offset."""
-    part_bytes, costs = session.options.part_bytes, session.costs
-    if gaps == "none":
-        costs = dataclasses.replace(costs, gap_max_bytes=0)
-    gap_bytes = costs.gap_bytes
-    direct: list[Request] = []
-    windows: dict[str, list[_Window]] = {}
-    for piece in pieces:
-        if piece.target.nbytes >= _DIRECT_MIN_BYTES and piece.is_one_run:
-            direct.append(piece.request())
-        else:
-            windows.setdefault(piece.place.path, []).extend(_windows(piece, part_bytes, gap_bytes))
-    fetches = plan_reads(
-        direct, part_bytes=part_bytes, costs=costs, stream_count=session.options.thread_count
-    )
-    for path, wanted in windows.items():
-        wanted.sort(key=lambda window: window.interval)
-        for extent in coalesce([window.interval for window in wanted], gap_bytes, part_bytes):
-            members = [wanted[i] for i in extent.members]
-            fetches.append(
-                Fetch(
-                    path=path,
-                    start=extent.start,
-                    stop=extent.stop,
-                    done=partial(_deliver, members, extent.start),
-                    size_bytes=members[0].piece.place.file_bytes,
-                )
-            )
-    fetches.sort(key=lambda fetch: (fetch.path, fetch.start))
-    return fetches
-
-
-def _plan_bytes(session: Session, requests: Sequence[Request]) -> list[Fetch]:
-    """Return the reads for whole items, which nobody cuts out of."""
-    options = session.options
-    return plan_reads(
-        requests,
-        part_bytes=options.part_bytes,
-        costs=session.costs,
-        stream_count=options.thread_count,
-    )
-
-
-def _windows(piece: _Piece, part_bytes: int, gap_bytes: int) -> Iterator[_Window]:
-    """Yield the intervals of whole blocks to read for `piece`, in windows of one part at the most.
-
-    Without checksums there are no blocks to heed: then what costs less than a request is read
-    over.
-    """
-    place = piece.place
-    block = place.block_bytes
-    grain = max(DEFAULT_BLOCK_BYTES if place.crcs is None else block, gap_bytes)
-    step = max(block, part_bytes - part_bytes % block)
-    step = max(piece.item_bytes, step - step % piece.item_bytes)
-    spans = touched_spans(piece.chunk_sizes, piece.ranges, piece.item_bytes, grain)
-    for start, stop in _rounded(spans, block, place.size_bytes):
-        for at in range(start, stop, step):
-            yield _Window(piece=piece, start=at, stop=min(at + step, stop))
-
-
-def _rounded(spans: Iterable[tuple[int, int]], block: int, total: int) -> Iterator[tuple[int, int]]:
-    """Yield `spans`, which ascend, rounded out to whole blocks, those that then meet as one."""
-    held: tuple[int, int] | None = None
-    for start, stop in spans:
-        first, last = round_out(start, stop, block, total)
-        if held is not None and first <= held[1]:
-            held = (held[0], max(held[1], last))
-            continue
-        if held is not None:
-            yield held
-        held = (first, last)
-    if held is not None:
-        yield held
-
-
-def _deliver(members: Sequence[_Window], extent_start: int, view: memoryview) -> None:
-    for window in members:
-        piece = window.piece
-        start, stop = window.interval
-        part = view[start - extent_start : stop - extent_start]
-        piece.place.check(part, window.start)
-        size = piece.item_bytes
-        copies = strided_copies(
-            piece.chunk_sizes, piece.ranges, window.start // size, window.stop // size
-        )
-        _copy(part, piece.target, copies)
-
-
-def _copy(window: memoryview, target: Words, copies: Sequence[Any]) -> None:
+def _copy(window: memoryview, target: Words, copies: Sequence[WindowCopy]) -> None:
     import numpy as np  # noqa: PLC0415  # read_regions imported it
 
     size = target.itemsize
@@ -428,17 +303,17 @@ def _view_index(where: tuple[slice, ...]) -> tuple[slice | EllipsisType, ...]:
     return (*where, ...)
 
 
-def _wholes(pieces: Sequence[_Piece]) -> Iterator[tuple[Place, list[_Piece]]]:
+def _wholes(pieces: Sequence[_Piece]) -> Iterator[tuple[ChunkPlace, list[_Piece]]]:
     """Yield the items that only torch itself can read, each with all that is wanted of it."""
     found: dict[tuple[str, int], list[_Piece]] = {}
     for piece in pieces:
-        if piece.place.container == "torch_zip":
+        if piece.place.kind == "opaque":
             found.setdefault((piece.place.path, piece.place.start), []).append(piece)
     for users in found.values():
         yield users[0].place, users
 
 
-def _deliver_whole(buffer: bytearray, place: Place, users: Sequence[_Piece]) -> None:
+def _deliver_whole(buffer: bytearray, place: ChunkPlace, users: Sequence[_Piece]) -> None:
     from .torchload import words_of  # noqa: PLC0415  # torch, where nothing else can read it
 
     words = words_of(buffer, place, users[0].target.dtype.str)
@@ -449,7 +324,7 @@ def _deliver_whole(buffer: bytearray, place: Place, users: Sequence[_Piece]) -> 
         piece.target[...] = words[where]
 
 
-def _contradiction(place: Place, found: str, sizes: tuple[int, ...]) -> FormatError:
+def _contradiction(place: ChunkPlace, found: str, sizes: tuple[int, ...]) -> FormatError:
     return FormatError(
         f"{place.fqn} in {place.path} has {found}; the metadata says {list(sizes)} elements.",
         path=place.path,

@@ -1,7 +1,4 @@
-"""numpy's basic indexing as arithmetic: which elements an index means, and which bytes hold them.
-
-Positions in a payload are in bytes; a payload holds the elements of one chunk in C order.
-"""
+"""numpy's basic indexing as arithmetic: which elements an index means."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-
-from ckpt_storage.format.boxes import Box, WindowCopy, interval_boxes
 
 FinalIndex = tuple[int | slice | EllipsisType | None, ...]
 
@@ -96,31 +91,6 @@ def _one(entry: object, size: int, axis: int) -> range:
     return range(at, at + 1)
 
 
-def clip(ranges: Sequence[range], box: Box) -> tuple[tuple[range, ...], tuple[slice, ...]] | None:
-    """Return which of the selected positions lie in `box`, and where they are in the selection.
-
-    The positions count from the first element of the box. None if there are none.
-    """
-    inside: list[range] = []
-    where: list[slice] = []
-    for positions, offset, size in zip(ranges, box.offsets, box.sizes, strict=True):
-        low, high = _between(positions, offset, offset + size)
-        if low >= high:
-            return None
-        start = positions.start + low * positions.step - offset
-        count = high - low
-        inside.append(range(start, start + (count - 1) * positions.step + 1, positions.step))
-        where.append(slice(low, high))
-    return tuple(inside), tuple(where)
-
-
-def _between(positions: range, start: int, stop: int) -> tuple[int, int]:
-    """Return the interval of indices of `positions`, which ascend, that fall in [start, stop)."""
-    low = -((positions.start - start) // positions.step)
-    high = -((positions.start - stop) // positions.step)
-    return max(low, 0), min(high, len(positions))
-
-
 def slabs(shape: Sequence[int], most_count: int) -> Iterator[tuple[range, ...]]:
     """Yield regions of at most `most_count` elements that follow one another in C order.
 
@@ -143,67 +113,3 @@ def slabs(shape: Sequence[int], most_count: int) -> Iterator[tuple[range, ...]]:
     for before in outer:
         for start in range(0, size, step):
             yield (*before, range(start, min(start + step, size)), *inner)
-
-
-def touched_spans(
-    chunk_sizes: Sequence[int], ranges: Sequence[range], item_bytes: int, grain_bytes: int
-) -> Iterator[tuple[int, int]]:
-    """Yield byte intervals of a payload that hold all selected elements, ascending.
-
-    Between two selected elements of one interval lie fewer than `grain_bytes` bytes: with the
-    size of a block for grain, each block that an interval reaches holds a selected element. There
-    are at most a few intervals per `grain_bytes` of the payload. Nothing may be empty.
-    """
-    strides = _strides(chunk_sizes)
-    length = item_bytes
-    dim = len(ranges)
-    while dim:
-        positions = ranges[dim - 1]
-        pitch = positions.step * strides[dim - 1] * item_bytes
-        if len(positions) > 1 and pitch - length >= grain_bytes:
-            break
-        length += (len(positions) - 1) * pitch
-        dim -= 1
-    first = sum(map(operator.mul, (r.start for r in ranges), strides)) * item_bytes
-    steps = [
-        range(0, len(r) * r.step * stride * item_bytes, r.step * stride * item_bytes)
-        for r, stride in zip(ranges[:dim], strides[:dim], strict=True)
-    ]
-    for step in itertools.product(*steps):
-        start = first + sum(step)
-        yield start, start + length
-
-
-def strided_copies(
-    chunk_sizes: Sequence[int], ranges: Sequence[range], start_element: int, stop_element: int
-) -> list[WindowCopy]:
-    """Return what to copy from elements [start, stop) of a payload into the array of the selection.
-
-    As `regions.window_copies`, for positions that need not be adjacent.
-    """
-    strides = _strides(chunk_sizes)
-    copies = []
-    for box in interval_boxes(chunk_sizes, start_element, stop_element):
-        part = [
-            _between(positions, offset, offset + size)
-            for positions, offset, size in zip(ranges, box.offsets, box.sizes, strict=True)
-        ]
-        if any(low >= high for low, high in part):
-            continue
-        firsts = [r.start + low * r.step for r, (low, _) in zip(ranges, part, strict=True)]
-        copies.append(
-            WindowCopy(
-                source_offset_elements=sum(map(operator.mul, firsts, strides)) - start_element,
-                source_strides=tuple(
-                    r.step * stride for r, stride in zip(ranges, strides, strict=True)
-                ),
-                sizes=tuple(high - low for low, high in part),
-                dest_offsets=tuple(low for low, _ in part),
-            )
-        )
-    return copies
-
-
-def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the C-order strides of an array, in elements."""
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))

@@ -19,13 +19,14 @@ from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import LOCAL_READ_BYTES, RetryPolicy, Timeouts, TransferOptions
-from ckpt_storage.source.costs import costs_for
 from ckpt_storage.source.filemarks import open_newest
 from ckpt_storage.source.foreign import StockSource
-from ckpt_storage.source.model import CommittedSource, Place, Source, SourceFormat, concerns
+from ckpt_storage.source.model import CommittedSource, Source, SourceFormat
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.chunks import ChunkPlace, concerns
+from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.workers import Workers
 
@@ -176,13 +177,13 @@ class Session:
             shape=tuple(info.shape), grid=None, chunks=tuple((box, None) for box in info.boxes)
         )
 
-    def places(self, keys: Sequence[Key], store: Store, deadline: Deadline) -> list[Place]:
+    def places(self, keys: Sequence[Key], store: Store, deadline: Deadline) -> list[ChunkPlace]:
         """Return where chunks (FQN, offsets; None for a blob) lie, fetching what tells it."""
         with self._lock:
             self.source.renew(store, deadline)
             return list(self.source.places(keys))
 
-    def explain(self, error: StorageError, places: Iterable[Place]) -> Exception:
+    def explain(self, error: StorageError, places: Iterable[ChunkPlace]) -> Exception:
         """Return what it means that the file of one of `places` could not be read."""
         if error.kind != "not-found":
             return error
@@ -193,7 +194,7 @@ class Session:
             return self._marks.gone(missing.path, "is gone")
         return self.source.explain_missing(missing)
 
-    def check_unchanged(self, store: Store, places: Iterable[Place]) -> None:
+    def check_unchanged(self, store: Store, places: Iterable[ChunkPlace]) -> None:
         """Raise `CheckpointGoneError` if another writer has touched their files since the opening.
 
         Ours are write-once, and their bytes have checksums: nothing is asked of the storage then.

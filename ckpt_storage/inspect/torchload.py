@@ -13,7 +13,7 @@ import torch
 
 from ckpt_storage.errors import CheckpointError, FormatError, UnsafeContentError
 from ckpt_storage.format.inert_pickle import is_inert_with_numpy
-from ckpt_storage.source.model import Place
+from ckpt_storage.transfer.chunks import ChunkPlace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,7 +41,7 @@ def tensor_of(words: NDArray[np.generic], dtype: str, device: Device | None) -> 
     return tensor if device is None else tensor.to(device)
 
 
-def words_of(buffer: bytearray, place: Place, word: str) -> NDArray[Any]:
+def words_of(buffer: bytearray, place: ChunkPlace, word: str) -> NDArray[Any]:
     """Return the tensor in an item that is no plain contiguous one, as numpy words."""
     whole = load_whole(buffer, place).resolve_conj().resolve_neg().contiguous()
     flat = whole.reshape(-1).view(torch.uint8).numpy()
@@ -49,7 +49,7 @@ def words_of(buffer: bytearray, place: Place, word: str) -> NDArray[Any]:
     return words
 
 
-def blob_value(buffer: bytearray, place: Place, *, unsafe_pickle: bool) -> object:
+def blob_value(buffer: bytearray, place: ChunkPlace, *, unsafe_pickle: bool) -> object:
     """Return the object in a blob.
 
     What torch loads with `weights_only=True`, and arrays of numbers; with `unsafe_pickle`
@@ -82,7 +82,7 @@ _FORBIDDEN = re.compile(r"GLOBAL ([\w.]+)")
 _ZIP_START = b"PK\x03\x04"
 
 
-def load_whole(buffer: bytearray, place: Place) -> torch.Tensor:
+def load_whole(buffer: bytearray, place: ChunkPlace) -> torch.Tensor:
     """Return the tensor in an item that is no plain contiguous one, read by torch itself."""
     try:
         tensor = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
@@ -121,7 +121,7 @@ def name_in(refusal: Exception) -> str:
     return found[1] if found else "unknown type"
 
 
-def scan_blob(buffer: bytearray, place: Place) -> None:
+def scan_blob(buffer: bytearray, place: ChunkPlace) -> None:
     """Raise `UnsafeContentError` or `FormatError` if `refusal_of` a blob says why."""
     refusal = refusal_of(io.BytesIO(buffer))
     if refusal is not None:
@@ -129,7 +129,7 @@ def scan_blob(buffer: bytearray, place: Place) -> None:
         raise _not_loadable(refusal, place, step) from refusal
 
 
-def _not_loadable(error: Exception, place: Place, step: str) -> CheckpointError:
+def _not_loadable(error: Exception, place: ChunkPlace, step: str) -> CheckpointError:
     """Return in one line what torch's restricted unpickler says in many."""
     found = _FORBIDDEN.search(str(error))
     if isinstance(error, EOFError) or "PytorchStreamReader" in str(error):

@@ -12,11 +12,11 @@ from ckpt_storage.coordination.peers import Peers
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
 from ckpt_storage.options import Progress, TransferOptions
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.costs import costs_for
-from ckpt_storage.source.readplan import plan_reads
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.ranges import Fetch, run_fetches
+from ckpt_storage.transfer.chunks import ChunkReader
+from ckpt_storage.transfer.costs import costs_for
+from ckpt_storage.transfer.ranges import RangeReader
 
 from .sharedreads import SharedReads
 from .sharing import ShareOrder
@@ -127,18 +127,13 @@ class LoadReads:
         load, options = self.load, self.options
         is_remote = self.store.capabilities.is_remote
         costs = costs_for(is_remote=is_remote)
-        store = self.store.bounded(deadline)
+        ranges = RangeReader(self.store.bounded(deadline), options, deadline)
+        chunks = ChunkReader(ranges, costs)
         # First what others wait for.
-        fetches = [] if shared is None else shared.fetches(costs)
-        fetches += plan_reads(
-            load.requests,
-            part_bytes=options.part_bytes,
-            costs=costs,
-            stream_count=options.thread_count,
-            # A disk likes order; servers like to be asked for several things at a time.
-            turn=self.rank if is_remote else None,
-        )
-        total_bytes = sum(fetch.stop - fetch.start for fetch in fetches)
+        reads = [] if shared is None else shared.ranges(costs)
+        # A disk likes order; servers like to be asked for several things at a time.
+        reads += chunks.plan(load.requests, turn=self.rank if is_remote else None)
+        total_bytes = sum(read.stop - read.start for read in reads)
         total_bytes += 0 if shared is None else shared.awaited_bytes
         deadline.expect(total_bytes)
         with reporting(
@@ -149,16 +144,12 @@ class LoadReads:
             save_id=self.save_id,
             with_bar=self.with_bar,
         ) as on_bytes:
-
-            def run(fetches: list[Fetch]) -> None:
-                run_fetches(store, fetches, options=options, deadline=deadline, on_bytes=on_bytes)
-
             try:
                 if shared is None:
-                    run(fetches)
+                    ranges.run(reads, on_bytes=on_bytes)
                 else:
-                    shared.run(store, fetches, options=options, on_bytes=on_bytes)
+                    shared.run(ranges, reads, on_bytes=on_bytes)
                 for request in load.wholes():
-                    run(plan_reads([request], part_bytes=options.part_bytes))
+                    chunks.read([request], on_bytes=on_bytes)
             except (StorageError, IntegrityError) as error:
                 raise load.explain(error) from error

@@ -31,12 +31,12 @@ from ckpt_storage.options import (
     Timeouts,
     TransferOptions,
 )
-from ckpt_storage.source.costs import REMOTE_READ_BYTES
 from ckpt_storage.source.filemarks import FileMarks, open_marked, told_from_damage
 from ckpt_storage.source.model import Source
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.costs import REMOTE_READ_BYTES
 
 from .loadplanner import lazy_metadata_of, metadata_of
 from .loadreads import LoadReads, Sharing

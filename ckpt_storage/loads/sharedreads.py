@@ -15,16 +15,16 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.options import TransferOptions
-from ckpt_storage.source.costs import ReadCosts
-from ckpt_storage.source.model import Place
-from ckpt_storage.source.readplan import Request, Span, deliver, plan_spans
+from ckpt_storage.format.boxes import coalesce
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.ranges import Fetch, run_fetches
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, put
+from ckpt_storage.transfer.costs import ReadCosts
+from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 
 from .sharing import Key, ShareOrder, Unit
 
@@ -51,9 +51,58 @@ class Transport(Protocol):
         """Fill `into` with what any rank sends under `tag`; return which."""
 
 
-def fits_units(place: Place, unit_bytes: int) -> bool:
+def fits_units(place: ChunkPlace, unit_bytes: int) -> bool:
     """Return whether no block of the chunk lies in two units."""
     return unit_bytes % place.block_bytes == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Bytes `[start, stop)` of a payload, both ends between blocks; `token` is the caller's."""
+
+    place: ChunkPlace
+    start: int
+    stop: int
+    token: int
+
+
+def plan_spans(
+    spans: Sequence[Span],
+    taken: Callable[[Sequence[tuple[int, Span]], memoryview], None],
+    *,
+    part_bytes: int,
+    costs: ReadCosts,
+) -> list[RangeRead]:
+    """Return reads of whole spans, neighbours together; `taken` gets where each lies in one."""
+    by_path: dict[str, list[Span]] = {}
+    for span in spans:
+        by_path.setdefault(span.place.path, []).append(span)
+    reads = []
+    for path in sorted(by_path):
+        held = sorted(by_path[path], key=lambda span: span.place.start + span.start)
+        intervals = [(s.place.start + s.start, s.place.start + s.stop) for s in held]
+        for extent in coalesce(intervals, costs.gap_bytes, part_bytes):
+            members = [(intervals[at][0] - extent.start, held[at]) for at in extent.members]
+            reads.append(
+                RangeRead(
+                    path=path,
+                    start=extent.start,
+                    stop=extent.stop,
+                    done=partial(_verify_spans, members, taken),
+                    file_bytes=held[extent.members[0]].place.file_bytes,
+                )
+            )
+    return reads
+
+
+def _verify_spans(
+    members: Sequence[tuple[int, Span]],
+    taken: Callable[[Sequence[tuple[int, Span]], memoryview], None],
+    view: memoryview,
+) -> None:
+    for at, span in members:
+        span.place.check(view[at : at + span.stop - span.start], span.start)
+    taken(members, view)
 
 
 class SharedReads:
@@ -66,7 +115,7 @@ class SharedReads:
     def __init__(
         self,
         order: ShareOrder,
-        requests: Mapping[Key, Sequence[Request]],
+        requests: Mapping[Key, Sequence[ChunkRead]],
         transport: Transport,
         deadline: Deadline,
     ) -> None:
@@ -107,26 +156,25 @@ class SharedReads:
         """Bytes that others read for this rank."""
         return sum(self._spans[n].stop - self._spans[n].start for n in self._awaited)
 
-    def fetches(self, costs: ReadCosts) -> list[Fetch]:
+    def ranges(self, costs: ReadCosts) -> list[RangeRead]:
         """Return the reads of what this rank owns; each is delivered and passed on when it came."""
         groups: dict[tuple[int, ...], list[Span]] = {}
         for span in self._own:
             groups.setdefault(self._receivers[span.token], []).append(span)
         return [
-            fetch
+            read
             for spans in groups.values()
-            for fetch in plan_spans(spans, self._take, part_bytes=self._unit_bytes, costs=costs)
+            for read in plan_spans(spans, self._take, part_bytes=self._unit_bytes, costs=costs)
         ]
 
     def run(
         self,
-        store: Store,
-        fetches: Sequence[Fetch],
+        ranges: RangeReader,
+        reads: Sequence[RangeRead],
         *,
-        options: TransferOptions,
         on_bytes: Callable[[int], None],
     ) -> None:
-        """Do the `fetches`, and take what ranks read for this one, to the end.
+        """Do the `reads`, and take what ranks read for this one, to the end.
 
         Raises the first failure, here or of the operation that the deadline belongs to, whatever
         its kind, after the other ranks were told; no thread of this rank writes into a target
@@ -139,7 +187,7 @@ class SharedReads:
             receiver = threading.Thread(target=self._receive, name=name, daemon=True)
             receiver.start()
         try:
-            run_fetches(store, fetches, options=options, deadline=self._deadline, on_bytes=on_bytes)
+            ranges.run(reads, on_bytes=on_bytes)
             # Each wait ends by the deadline, or soon after the operation failed.
             if receiver is not None:
                 receiver.join()
@@ -240,7 +288,7 @@ class SharedReads:
             if self._failures:
                 # The caller may use the targets again, though this thread came back late.
                 raise CheckpointError(f"The load of rank {self._rank} was given up.")
-            deliver(request, span.start, part)
+            put(request, span.start, part)
 
     def _nonsense(self, source: int) -> CheckpointError:
         return CheckpointError(

@@ -1,6 +1,6 @@
 """One rank's part of a load: targets of its plan, the requests that fill them, the commit to them.
 
-Where bytes lie it learns from `source`, how they are read from `readplan`.
+Where bytes lie it learns from `source`, how they are read from `transfer.chunks`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.boxes import Box, GridBoxes, WindowCopy, run_count
+from ckpt_storage.format.boxes import Box, GridBoxes, WindowCopy
 from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.selections import box_selection
 from ckpt_storage.inspect.torchload import load_whole, scan_blob
-from ckpt_storage.source.model import Place, Source, concerns
-from ckpt_storage.source.readplan import Request, Sink, bytes_request, no_sink
+from ckpt_storage.source.model import Source
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, bytes_read, concerns
 
 from .hostbytes import dtype_name, is_freed
 from .resolving import target_resolver
@@ -29,41 +30,51 @@ from .sharedreads import fits_units
 from .sharing import Key
 
 
-def tensor_sink(target: torch.Tensor, dtype: torch.dtype) -> Sink:
-    """Return what copies elements of `dtype` out of windows of a payload into `target`.
+class TensorTarget:
+    """A tensor, or a part of one, that gets the elements of a selection; autograd sees none of it.
 
-    It may be called by several threads; autograd sees none of it.
+    `dtype` is that of the stored elements.
     """
-    # Several windows of one target arrive in several threads.
-    lock = threading.Lock() if target.device.type != "cpu" else None
-    shape = tuple(target.shape)
 
-    def sink(window: memoryview, copies: Sequence[WindowCopy]) -> None:
+    __slots__ = ("_dtype", "_lock", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        self._tensor = tensor
+        self._dtype = dtype
+        # Several windows of one target arrive in several threads.
+        self._lock = threading.Lock() if tensor.device.type != "cpu" else None
+
+    @property
+    def memory(self) -> memoryview | None:
+        """The memory of the tensor, if it takes the stored bytes as they are."""
+        return _direct_view(self._tensor, self._dtype)
+
+    def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        """Copy elements out of a window, converted to the tensor's own type."""
+        if self._tensor.is_inference():
+            # The mode is a thread's own, and such a tensor can be written to in it alone.
+            with torch.inference_mode():
+                self._copy(window, copies)
+        else:
+            self._copy(window, copies)
+
+    def _copy(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
         raw = torch.frombuffer(window, dtype=torch.uint8)
-        if raw.data_ptr() % dtype.itemsize:
+        if raw.data_ptr() % self._dtype.itemsize:
             raw = raw.clone()  # torch's kernels rely on natural alignment; some crash without
-        flat = raw.view(dtype)
+        flat = raw.view(self._dtype)
+        shape = self._tensor.shape
         for copy in copies:
             source = flat.as_strided(copy.sizes, copy.source_strides, copy.source_offset_elements)
-            dest = target
+            dest = self._tensor
             for dim, size in enumerate(copy.sizes):
                 if size != shape[dim]:
                     dest = dest.narrow(dim, copy.dest_offsets[dim], size)
-            if lock is None:
+            if self._lock is None:
                 dest.copy_(source)
             else:
-                with lock:
+                with self._lock:
                     dest.copy_(source)
-
-    if not target.is_inference():
-        return sink
-
-    def in_inference_mode(window: memoryview, copies: Sequence[WindowCopy]) -> None:
-        # The mode is a thread's own, and such a tensor can be written to in it alone.
-        with torch.inference_mode():
-            sink(window, copies)
-
-    return in_inference_mode
 
 
 class LoadJob:
@@ -79,17 +90,19 @@ class LoadJob:
         self._planner = planner
         self._verify = verify
         self._allow_lossy = allow_lossy
-        self.requests: list[Request] = []
-        self.shared: dict[Key, list[Request]] = {}
+        self.requests: list[ChunkRead] = []
+        self.shared: dict[Key, list[ChunkRead]] = {}
         # Of each request the chunk it is for, None for a blob.
         self._keys: list[Key | None] = []
-        self._places: dict[str, list[Place]] = {}
+        self._places: dict[str, list[ChunkPlace]] = {}
         # In two columns: thousands of pairs are as many objects for the collector to look at.
         self._items: list[ReadItem] = []
         self._targets: list[torch.Tensor] = []
-        self._blobs: list[tuple[ReadItem, bytearray, Place]] = []
+        self._blobs: list[tuple[ReadItem, bytearray, ChunkPlace]] = []
         self._sizes: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
-        self._wholes: dict[tuple[str, int], tuple[Place, list[tuple[ReadItem, torch.Tensor]]]] = {}
+        self._wholes: dict[
+            tuple[str, int], tuple[ChunkPlace, list[tuple[ReadItem, torch.Tensor]]]
+        ] = {}
 
     def plan(self, items: Sequence[ReadItem]) -> None:
         """Turn read items into requests; resolves every target, reads no payload."""
@@ -111,7 +124,7 @@ class LoadJob:
         self,
         items: Sequence[ReadItem],
         keys: Sequence[tuple[str, tuple[int, ...] | None]],
-        places: Sequence[Place],
+        places: Sequence[ChunkPlace],
     ) -> None:
         resolve = target_resolver(self._planner)
         for item, (fqn, _), place in zip(items, keys, places, strict=True):
@@ -120,7 +133,7 @@ class LoadJob:
                 buffer = bytearray(place.size_bytes)
                 self._blobs.append((item, buffer, place))
                 self._keys.append(None)
-                self.requests.append(bytes_request(place, buffer))
+                self.requests.append(bytes_read(place, memoryview(buffer)))
                 continue
             target = resolve(item)
             if target.requires_grad:
@@ -148,7 +161,7 @@ class LoadJob:
                 self._check_cast(fqn, target)
             self._items.append(item)
             self._targets.append(target)
-            if place.container == "torch_zip":
+            if place.kind == "opaque":
                 key = (place.path, place.start)
                 self._wholes.setdefault(key, (place, []))[1].append((item, target))
             else:
@@ -164,7 +177,7 @@ class LoadJob:
                 next_step="Load into a target of the stored kind, or pass allow_lossy=True.",
             )
 
-    def _check_memory(self, places: Sequence[Place]) -> None:
+    def _check_memory(self, places: Sequence[ChunkPlace]) -> None:
         """Refuse targets that begin at one address and would get values of other checksums."""
         known: dict[tuple[torch.device, int], tuple[str, object]] = {}
         for item, target, place in zip(self._items, self._targets, places, strict=True):
@@ -193,7 +206,7 @@ class LoadJob:
         self.shared = {key: [] for key in chunks}
         if not chunks:
             return
-        own: list[Request] = []
+        own: list[ChunkRead] = []
         for key, request in zip(self._keys, self.requests, strict=True):
             (own if key is None else self.shared.get(key, own)).append(request)
         self.requests = own
@@ -217,14 +230,14 @@ class LoadJob:
             self.requests.extend(requests)
         self.shared.clear()
 
-    def wholes(self) -> Iterator[Request]:
+    def wholes(self) -> Iterator[ChunkRead]:
         """Yield, one at a time, the requests for items that only torch itself can read.
 
         Each must have been read when the next is asked for; so one item is in memory at a time.
         """
         for place, users in self._wholes.values():
             buffer = bytearray(place.size_bytes)
-            yield bytes_request(place, buffer)
+            yield bytes_read(place, memoryview(buffer))
             whole = load_whole(buffer, place)
             for item, target in users:
                 sizes = self._chunk_sizes(item)
@@ -237,7 +250,7 @@ class LoadJob:
                     tensor = tensor.narrow(dim, start, size)
                 target.copy_(tensor)
 
-    def _region(self, item: ReadItem, target: torch.Tensor, place: Place) -> None:
+    def _region(self, item: ReadItem, target: torch.Tensor, place: ChunkPlace) -> None:
         key = (item.storage_index.fqn, _offsets_of(item) or ())
         info = self._source.tensors[key[0]]
         dtype, item_bytes = _dtype(info.dtype)
@@ -245,24 +258,17 @@ class LoadJob:
         # A chunk as large as its tensor has its shape: nothing to look up for an unsharded one.
         if sizes != info.shape or place.size_bytes != math.prod(sizes) * item_bytes:
             sizes = self._chunk_sizes(item)
-        if place.size_bytes != math.prod(sizes) * item_bytes:
-            raise _contradiction(place, f"{place.size_bytes} bytes", sizes)
-        region = None
+        where = None
         if any(item.storage_offsets) or tuple(item.lengths) != sizes:
-            region = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        memory = None
-        if region is None or run_count(sizes, region) <= 1:
-            # Of what lies in pieces nothing is put there as it comes: no need to look.
-            memory = _direct_view(target, dtype)
+            where = box_selection(Box(tuple(item.storage_offsets), tuple(item.lengths)))
         self._keys.append(key)
         self.requests.append(
-            Request(
+            ChunkRead(
                 place=place,
                 item_bytes=item_bytes,
                 chunk_sizes=sizes,
-                region=region,
-                sink=no_sink if region is None and memory else tensor_sink(target, dtype),
-                target=memory,
+                where=where,
+                target=TensorTarget(target, dtype),
             )
         )
 
@@ -340,7 +346,7 @@ def wanted_regions(plans: Sequence[LoadPlan]) -> dict[Key, list[tuple[int, Box]]
     return wants
 
 
-def _contradiction(place: Place, found: str, sizes: tuple[int, ...]) -> FormatError:
+def _contradiction(place: ChunkPlace, found: str, sizes: tuple[int, ...]) -> FormatError:
     return FormatError(
         f"{place.fqn} in {place.path} has {found}; the metadata says {list(sizes)} elements.",
         path=place.path,

@@ -27,15 +27,15 @@ from ckpt_storage.format.safetensors import SafetensorsHeader, parse_safetensors
 from ckpt_storage.format.shard_item import NeedMoreBytes, parse_tensor_item
 from ckpt_storage.format.stock_metadata import StockMetadata, StockTensor, decode_stock_metadata
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.source.costs import costs_for
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, bytes_read, concerns
+from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
-from ckpt_storage.transfer.ranges import Fetch, run_fetches
+from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 
-from .model import Place, SourceFormat, TensorInfo, concerns
-from .readplan import bytes_request, plan_reads
+from .model import SourceFormat, TensorInfo
 
 log = logging.getLogger("ckpt_storage")
 
@@ -54,7 +54,7 @@ def is_rank_local(name: str) -> bool:
     return _RANK_LOCAL.fullmatch(name) is not None
 
 
-def _missing(store: Store, place: Place) -> IntegrityError:
+def _missing(store: Store, place: ChunkPlace) -> IntegrityError:
     return IntegrityError(
         f"{store.url}: {place.path}, which {place.fqn} needs, is missing.",
         fqn=place.fqn,
@@ -77,7 +77,7 @@ class StockSource:
     tensors: Mapping[str, TensorInfo] = field(init=False)
     blobs: frozenset[str] = field(init=False)
     planner_data: Mapping[str, tuple[str | int, ...]] | None = field(init=False)
-    _places: dict[Key, Place] = field(default_factory=dict)
+    _places: dict[Key, ChunkPlace] = field(default_factory=dict)
     _sizes: dict[Key, tuple[int, ...]] = field(init=False)
     _pacer: Pacer = field(init=False, repr=False)
 
@@ -98,7 +98,7 @@ class StockSource:
         """Take over the store and deadline of the step that begins."""
         self.store, self.deadline = store, deadline
 
-    def _item_place(self, key: Key) -> Place:
+    def _item_place(self, key: Key) -> ChunkPlace:
         fqn, offsets = key
         item = self.metadata.items.get(key)
         if item is None:
@@ -113,12 +113,12 @@ class StockSource:
                 path=item.relative_path,
                 next_step="Load it with torch's FileSystemReader and that extension.",
             )
-        return Place(
+        return ChunkPlace(
             path=checked_path(item.relative_path, where=STOCK_METADATA),
             fqn=fqn,
             start=item.offset,
             size_bytes=item.length,
-            container="raw" if offsets is None else "torch_zip",
+            kind="raw" if offsets is None else "opaque",
         )
 
     def require(self, chunks: Iterable[Key]) -> None:
@@ -130,28 +130,21 @@ class StockSource:
             buffers = {
                 key: bytearray(min(size, place.size_bytes))
                 for key, (place, size) in wanted.items()
-                if place.container == "torch_zip"
+                if place.kind == "opaque"
             }
-            requests = [bytes_request(wanted[key][0], buffer) for key, buffer in buffers.items()]
-            fetches = plan_reads(
-                requests,
-                part_bytes=self.options.part_bytes,
-                costs=costs_for(is_remote=self.store.capabilities.is_remote),
-            )
+            heads = [
+                bytes_read(wanted[key][0], memoryview(buffer)) for key, buffer in buffers.items()
+            ]
+            ranges = RangeReader(self.store, self.options, self.deadline, pacer=self._pacer)
+            costs = costs_for(is_remote=self.store.capabilities.is_remote)
             try:
-                run_fetches(
-                    self.store,
-                    fetches,
-                    options=self.options,
-                    deadline=self.deadline,
-                    pacer=self._pacer,
-                )
+                ChunkReader(ranges, costs).read(heads)
             except StorageError as error:
                 if error.kind != "not-found":
                     raise
                 place = next((p for p, _ in wanted.values() if concerns(error, p.path)), None)
                 raise (_missing(self.store, place) if place else error) from error
-            again: dict[Key, tuple[Place, int]] = {}
+            again: dict[Key, tuple[ChunkPlace, int]] = {}
             for key, (place, _) in wanted.items():
                 if key not in buffers:
                     self._places[key] = place
@@ -163,7 +156,9 @@ class StockSource:
                     self._places[key] = found
             wanted = again
 
-    def _raw_place(self, key: Key, place: Place, head: bytearray) -> Place | NeedMoreBytes:
+    def _raw_place(
+        self, key: Key, place: ChunkPlace, head: bytearray
+    ) -> ChunkPlace | NeedMoreBytes:
         parsed = parse_tensor_item(bytes(head), item_bytes=place.size_bytes, path=place.path)
         if isinstance(parsed, NeedMoreBytes):
             return parsed
@@ -180,19 +175,19 @@ class StockSource:
             place,
             start=place.start + parsed.payload_offset,
             size_bytes=parsed.payload_bytes,
-            container="raw",
+            kind="raw",
         )
 
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
         """Return where a chunk or blob lies."""
         return self._places[fqn, offsets]
 
-    def places(self, keys: Sequence[Key]) -> list[Place]:
+    def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
         """Return where chunks and blobs lie."""
         self.require(keys)
         return [self.place(*key) for key in keys]
 
-    def explain_missing(self, place: Place) -> Exception:
+    def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return the error for a file that is not there."""
         return _missing(self.store, place)
 
@@ -247,7 +242,7 @@ class SafetensorsSource:
     store: Store
     format: SourceFormat
     tensors: Mapping[str, TensorInfo]
-    held: Mapping[Key, Place]
+    held: Mapping[Key, ChunkPlace]
     save_id: str | None = None
     blobs: frozenset[str] = frozenset()
     planner_data: Mapping[str, tuple[str | int, ...]] | None = None
@@ -260,16 +255,16 @@ class SafetensorsSource:
         del deadline
         self.store = store
 
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
         """Return where a chunk or blob lies."""
         return self.held[fqn, offsets]
 
-    def places(self, keys: Sequence[Key]) -> list[Place]:
+    def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
         """Return where chunks and blobs lie."""
         self.require(keys)
         return [self.place(*key) for key in keys]
 
-    def explain_missing(self, place: Place) -> Exception:
+    def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return the error for a file that is not there."""
         return _missing(self.store, place)
 
@@ -299,7 +294,7 @@ def open_safetensors(
     boxes: dict[str, list[Box]] = {}
     kinds: dict[str, tuple[str, int]] = {}
     homes: dict[str, str] = {}
-    places: dict[Key, Place] = {}
+    places: dict[Key, ChunkPlace] = {}
     sharded = False
     sizes = {name: sizes[name] for name in weights}
     headers = _read_headers(store, sizes, options=options, deadline=deadline)
@@ -321,7 +316,7 @@ def open_safetensors(
                     next_step="Remove the files of other checkpoints from this folder.",
                 )
             boxes.setdefault(fqn, []).append(Box(offsets, entry.shape))
-            places[fqn, offsets] = Place(
+            places[fqn, offsets] = ChunkPlace(
                 path=name,
                 fqn=fqn,
                 start=header.data_offset + entry.start,
@@ -411,10 +406,12 @@ def _read_headers(
 
     while wanted:
         again: dict[str, int] = {}
-        fetches = [
-            Fetch(path=name, start=0, stop=stop, done=partial(parse, name), size_bytes=sizes[name])
+        reads = [
+            RangeRead(
+                path=name, start=0, stop=stop, done=partial(parse, name), file_bytes=sizes[name]
+            )
             for name, stop in wanted.items()
         ]
-        run_fetches(store, fetches, options=options, deadline=deadline)
+        RangeReader(store, options, deadline).run(reads)
         wanted = again
     return headers

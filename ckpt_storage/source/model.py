@@ -10,7 +10,6 @@ from typing import Literal, Protocol
 
 from ckpt_storage.commit import slotlog
 from ckpt_storage.errors import (
-    CheckpointError,
     CheckpointGoneError,
     FormatError,
     IntegrityError,
@@ -18,13 +17,13 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.boxes import Box, GridBoxes
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.format.crc import first_wrong_block
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, unseal
 from ckpt_storage.format.manifest import ItemTable, Manifest, RankManifest, TensorRecord
 from ckpt_storage.format.names import slot_path
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.chunks import ChunkPlace
 from ckpt_storage.transfer.workers import Workers
 
 Key = tuple[str, tuple[int, ...] | None]
@@ -33,54 +32,6 @@ Key = tuple[str, tuple[int, ...] | None]
 SourceFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors"]
 
 _RESTORE = "Restore the file from a copy, or load another checkpoint."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where the bytes of one chunk or blob lie, and their checksums if there are any.
-
-    `start` and `size_bytes` delimit the payload in the file, in bytes; `file_bytes` is the
-    length the file must have, None if unknown. `crcs` are of its blocks of `block_bytes`; None:
-    no checksums. `container` is "torch_zip" while the payload's place inside a zip is still to
-    be found: then start and size are those of the whole item.
-    """
-
-    path: str
-    fqn: str
-    start: int
-    size_bytes: int
-    file_bytes: int | None = None
-    rank: int | None = None
-    block_bytes: int = 1
-    crcs: Sequence[int] | None = None
-    container: Literal["raw", "torch_zip"] = "raw"
-
-    def check(self, view: memoryview, first_byte: int) -> None:
-        """Raise `IntegrityError` unless `view` is what was written from `first_byte` on.
-
-        `first_byte` is a multiple of `block_bytes`, and the view ends with a block or with the
-        payload.
-        """
-        if self.crcs is None:
-            return
-        size = self.block_bytes
-        at = first_wrong_block(view, size, self.crcs, first_byte // size)
-        if at is not None:
-            raise self.damage(first_byte + at)
-
-    def damage(self, payload_byte: int) -> IntegrityError:
-        """Return the error that says the block at `payload_byte` is not what was written."""
-        offset = self.start + payload_byte
-        by = f" (written by rank {self.rank})" if self.rank is not None else ""
-        return IntegrityError(
-            f"{self.path}{by} is damaged: the block of {self.fqn} at byte {offset} does not have "
-            "the checksum it was written with. Targets of this load hold undefined values.",
-            fqn=self.fqn,
-            offset=offset,
-            path=self.path,
-            rank=self.rank,
-            next_step=_RESTORE,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +90,13 @@ class Source(Protocol):
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Take over the store and deadline of the step that begins."""
 
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
         """Return where a chunk (or, with None, a blob) lies. `require` was called for it."""
 
-    def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> Sequence[Place]:
+    def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> Sequence[ChunkPlace]:
         """Return where chunks and blobs lie; does what `require` does first."""
 
-    def explain_missing(self, place: Place) -> Exception:
+    def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return the error to raise when the file of `place` is not there."""
 
 
@@ -347,11 +298,11 @@ class CommittedSource:
             )
         return found
 
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
         """Return where a chunk or blob lies. Raises `FormatError` if documents disagree."""
         return self._place((fqn, offsets), *self._chunk(fqn, offsets))
 
-    def places(self, keys: Sequence[Key]) -> list[Place]:
+    def places(self, keys: Sequence[Key]) -> list[ChunkPlace]:
         """Return where chunks and blobs lie, after fetching what tells it, in parallel.
 
         Raises as `place`.
@@ -361,7 +312,7 @@ class CommittedSource:
             self._fetch_all(rank for _, rank in chunks)
         return [self._place(key, box, rank) for key, (box, rank) in zip(keys, chunks, strict=True)]
 
-    def _place(self, key: Key, box: Box | None, rank: int) -> Place:
+    def _place(self, key: Key, box: Box | None, rank: int) -> ChunkPlace:
         index = self._indexes.get(rank)
         if index is None:
             index = self._indexes[rank] = _RankIndex.of(self.rank_manifest(rank))
@@ -383,7 +334,7 @@ class CommittedSource:
             if found != self.manifest.tensors[key[0]].dtype or sizes != box.sizes:
                 raise self._contradiction(key[0], box, found, sizes, rank)
         starts = index.block_starts[number]
-        return Place(
+        return ChunkPlace(
             path=file.path,
             fqn=key[0],
             start=items.payload_start[item],
@@ -406,7 +357,7 @@ class CommittedSource:
             next_step=_RESTORE,
         )
 
-    def explain_missing(self, place: Place) -> Exception:
+    def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return `CheckpointGoneError` if the head has moved, else `IntegrityError`."""
         return gone(self.store, self.manifest.save_id, place.path) or IntegrityError(
             f"{place.path}, which rank {place.rank} wrote and {place.fqn} needs, is missing.",
@@ -416,11 +367,6 @@ class CommittedSource:
             offset=0,
             next_step=_RESTORE,
         )
-
-
-def concerns(error: CheckpointError, path: str) -> bool:
-    """Return whether `error` is about the file at `path`; stores may name it by its whole URL."""
-    return error.path is not None and (error.path == path or error.path.endswith(f"/{path}"))
 
 
 def gone(store: Store, save_id: str, path: str) -> CheckpointGoneError | None:

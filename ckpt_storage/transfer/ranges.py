@@ -33,102 +33,110 @@ memory already, and nobody may hold some and wait for more."""
 os.register_at_fork(after_in_child=_BUDGET.reset)
 
 
+def whole_only(count: int) -> int:
+    """Return that nothing can be judged before all has arrived."""
+    del count
+    return 0
+
+
+def ignore(_: object) -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fetch:
+class RangeRead:
     """One ranged read: bytes `[start, stop)` of a file, and who takes them.
 
-    With `target`, a writable view of that length, the bytes are read straight into it;
-    otherwise into a buffer that is reused after `done` returns. `done` gets the view of the
-    bytes, in a thread of the transfer, verifies them and copies them out. `size_bytes` is the
-    length the file must have.
+    With `into`, a writable view of that length, the bytes are read straight into it; otherwise
+    into a buffer that is used again once `done` has returned. `done` gets the view of the bytes,
+    in a thread of the reader. `file_bytes` is the length that the file must have.
 
-    `check` gets the bytes as they arrive, with their distance from `start`, every byte once an
-    attempt; what it gets ends at a multiple of `check_bytes`, or where `edge_before` says that
-    the first so many bytes can be judged without the rest, or with the range.
+    `check` gets the bytes as they arrive, with their distance from `start`, each once an attempt.
+    What it gets ends where `edge_before` says that the first so many bytes can be judged without
+    the rest, or with the range.
     """
 
     path: str
     start: int
     stop: int
-    done: Callable[[memoryview], None] = lambda _: None
-    target: memoryview | None = None
-    size_bytes: int | None = None
+    file_bytes: int | None = None
+    into: memoryview | None = None
     check: Callable[[memoryview, int], None] | None = None
-    check_bytes: int = 1
-    edge_before: Callable[[int], int] | None = None
+    edge_before: Callable[[int], int] = whole_only
+    done: Callable[[memoryview], None] = ignore
 
     def judged(self, count: int) -> int:
         """Return how many of the first `count` bytes can be judged without the rest."""
-        if count == self.stop - self.start:
-            return count
-        if self.edge_before is not None:
-            return self.edge_before(count)
-        return count - count % self.check_bytes
+        return count if count == self.stop - self.start else self.edge_before(count)
 
 
-def run_fetches(
-    store: Store,
-    fetches: Sequence[Fetch],
-    *,
-    options: TransferOptions,
-    deadline: Deadline,
-    on_bytes: Callable[[int], None] = lambda _: None,
-    pacer: Pacer | None = None,
-) -> None:
-    """Do all reads, at most `thread_count` at a time, in the given order of start.
+class RangeReader:
+    """Reads many byte ranges of one store, bounded; may be used by several threads.
 
-    Where a request costs a round trip, how many are under way follows what the storage bears; who
-    reads from it again passes the same `pacer`, which remembers.
-    Buffers, and the answers that clients hold meanwhile, take at most `memory_limit_bytes` in
-    all of the process's reads. Raises the first failure; targets are then undefined.
+    At most `options.thread_count` requests are under way in each `run`. Where a request costs a
+    round trip, their number follows what the storage bears; readers that follow one another pass
+    the same `pacer`, which remembers. Buffers, and the answers that clients hold meanwhile, take
+    at most `memory_limit_bytes` in all reads of the process.
     """
-    if not fetches:
-        return
-    run = _Run(store, fetches, options=options, deadline=deadline, on_bytes=on_bytes, pacer=pacer)
-    try:
-        run.go(fetches)
-    finally:
-        run.given_up.set()
-
-
-class _Run:
-    """One call of `run_fetches`: its pace, its buffers and its share of the memory."""
 
     def __init__(
         self,
         store: Store,
-        fetches: Sequence[Fetch],
-        *,
         options: TransferOptions,
         deadline: Deadline,
-        on_bytes: Callable[[int], None],
-        pacer: Pacer | None,
+        *,
+        pacer: Pacer | None = None,
+    ) -> None:
+        self.store = store
+        self.options = options
+        self.deadline = deadline
+        # All at once: reads wait for the first byte, and a storage that has too many says so.
+        self.pacer = pacer or Pacer(options.thread_count)
+
+    def run(self, reads: Sequence[RangeRead], *, on_bytes: Callable[[int], None] = ignore) -> None:
+        """Do all reads, in the given order of start.
+
+        Raises the first failure; what was to be filled is then undefined.
+        """
+        if not reads:
+            return
+        run = _Run(self, reads, on_bytes)
+        try:
+            run.go(reads)
+        finally:
+            run.given_up.set()
+
+
+class _Run:
+    """One call of `RangeReader.run`: its buffers and its share of the memory."""
+
+    def __init__(
+        self, reader: RangeReader, reads: Sequence[RangeRead], on_bytes: Callable[[int], None]
     ) -> None:
         self.given_up = threading.Event()
-        self.deadline = deadline
+        self.deadline = reader.deadline
         self.on_bytes = on_bytes
-        self._is_remote = store.capabilities.is_remote
-        self._limit_bytes = options.memory_limit_bytes
-        self._buffer_bytes = max((f.stop - f.start for f in fetches if f.target is None), default=0)
+        self._is_remote = reader.store.capabilities.is_remote
+        self._limit_bytes = reader.options.memory_limit_bytes
+        self._buffer_bytes = max((r.stop - r.start for r in reads if r.into is None), default=0)
         # Fresh memory costs the kernel more than the copy out of it: buffers are used again.
         self._buffers: list[memoryview] = []
-        dearest = max(map(self._cost_bytes, fetches))
-        affordable = options.memory_limit_bytes // max(1, dearest)
-        self._most = max(1, min(options.thread_count, len(fetches), affordable))
-        # All at once: reads wait for the first byte, and a storage that has too many says so.
-        self._pacer = pacer or Pacer(self._most)
-        self._store = store.bounded(
-            deadline, self.given_up.is_set, throttled=self._pacer.slowed_down
+        dearest = max(map(self._cost_bytes, reads))
+        affordable = self._limit_bytes // max(1, dearest)
+        self._most = max(1, min(reader.options.thread_count, len(reads), affordable))
+        self._pacer = reader.pacer
+        self._store = reader.store.bounded(
+            self.deadline, self.given_up.is_set, throttled=self._pacer.slowed_down
         )
 
-    def go(self, fetches: Sequence[Fetch]) -> None:
+    def go(self, reads: Sequence[RangeRead]) -> None:
         """Do the reads."""
-        batches = [[fetch] for fetch in fetches]
+        batches = [[read] for read in reads]
         if self._most == 1:
             if not self._is_remote:
                 # From a kernel's cache a read takes little longer than a file takes to be opened
                 # by another thread, on another core where nothing of what was read is in cache.
-                same = groupby(fetches, key=lambda fetch: (fetch.path, fetch.size_bytes))
+                same = groupby(reads, key=lambda read: (read.path, read.file_bytes))
                 batches = [list(those) for _, those in same]
             for batch in batches:
                 self.deadline.check(f"Reading {batch[0].path}")
@@ -157,25 +165,25 @@ class _Run:
                 # Before the threads are waited for.
                 self.given_up.set()
 
-    def _cost_bytes(self, fetch: Fetch) -> int:
+    def _cost_bytes(self, read: RangeRead) -> int:
         """Return the memory that a read takes beside its target: a buffer, a client's copy."""
-        buffer_bytes = self._buffer_bytes if fetch.target is None else 0
-        return buffer_bytes + (fetch.stop - fetch.start if self._is_remote else 0)
+        buffer_bytes = self._buffer_bytes if read.into is None else 0
+        return buffer_bytes + (read.stop - read.start if self._is_remote else 0)
 
-    def _claim(self, batch: Sequence[Fetch]) -> None:
+    def _claim(self, batch: Sequence[RangeRead]) -> None:
         # One at a time is under way.
         cost_bytes = max(map(self._cost_bytes, batch))
         if cost_bytes:
             _BUDGET.acquire(cost_bytes, limit_bytes=self._limit_bytes, deadline=self.deadline)
 
-    def _release(self, batch: Sequence[Fetch]) -> None:
+    def _release(self, batch: Sequence[RangeRead]) -> None:
         _BUDGET.release(max(map(self._cost_bytes, batch)))
 
-    def _read(self, batch: Sequence[Fetch]) -> None:
+    def _read(self, batch: Sequence[RangeRead]) -> None:
         first = batch[0]
         ranges = _Ranges(self, batch, None if self._is_remote else _PIECE_BYTES)
-        if any(fetch.start < fetch.stop for fetch in batch):
-            self._store.read(first.path, ranges, size_bytes=first.size_bytes)
+        if any(read.start < read.stop for read in batch):
+            self._store.read(first.path, ranges, size_bytes=first.file_bytes)
         else:
             deque(ranges, maxlen=0)
         ranges.finish()
@@ -208,7 +216,7 @@ class _Ranges:
     nothing is checked before that.
     """
 
-    def __init__(self, run: _Run, batch: Sequence[Fetch], piece_bytes: int | None) -> None:
+    def __init__(self, run: _Run, batch: Sequence[RangeRead], piece_bytes: int | None) -> None:
         self._run = run
         self._left = deque(batch)
         self._piece_bytes = piece_bytes
@@ -217,49 +225,49 @@ class _Ranges:
 
     def __iter__(self) -> Iterator[Range]:
         while True:
-            fetch = self._left[0]
-            self._run.deadline.check(f"Reading {fetch.path}")
+            read = self._left[0]
+            self._run.deadline.check(f"Reading {read.path}")
             # Of an earlier attempt none: a request that was left behind may still fill it.
-            self._buffer = self._run.buffer() if fetch.target is None else None
-            length = fetch.stop - fetch.start
-            view = fetch.target if self._buffer is None else self._buffer[:length]
+            self._buffer = self._run.buffer() if read.into is None else None
+            length = read.stop - read.start
+            view = read.into if self._buffer is None else self._buffer[:length]
             assert view is not None  # noqa: S101  # either of the two
             self._view = view
-            yield from self._pieces(fetch, view)
+            yield from self._pieces(read, view)
             if len(self._left) == 1:
                 return
             self._end()
 
     def finish(self) -> None:
-        """Check what is not checked yet, and end the last fetch."""
-        fetch = self._left[0]
-        if fetch.check is not None and self._piece_bytes is None and len(self._view):
-            fetch.check(self._view, 0)
+        """Check what is not checked yet, and end the last read."""
+        read = self._left[0]
+        if read.check is not None and self._piece_bytes is None and len(self._view):
+            read.check(self._view, 0)
         self._end()
 
     def _end(self) -> None:
-        fetch, run = self._left.popleft(), self._run
+        read, run = self._left.popleft(), self._run
         if run.given_up.is_set():
-            raise CheckpointError(f"The read of {fetch.path} was given up.")
-        fetch.done(self._view)
+            raise CheckpointError(f"The read of {read.path} was given up.")
+        read.done(self._view)
         if self._buffer is not None:
             run.keep(self._buffer)
-        length = fetch.stop - fetch.start
+        length = read.stop - read.start
         run.deadline.advanced(length)
         run.on_bytes(length)
 
-    def _pieces(self, fetch: Fetch, view: memoryview) -> Iterator[Range]:
+    def _pieces(self, read: RangeRead, view: memoryview) -> Iterator[Range]:
         length, checked = len(view), 0
-        check = None if self._piece_bytes is None else fetch.check
+        check = None if self._piece_bytes is None else read.check
         step = (check and self._piece_bytes) or length or 1
         for start in range(0, length, step):
             stop = min(start + step, length)
             begin_s = time.monotonic()
-            yield fetch.start + start, view[start:stop]
+            yield read.start + start, view[start:stop]
             self._run.taken(time.monotonic() - begin_s, stop - start)
             if self._run.given_up.is_set():
-                raise CheckpointError(f"The read of {fetch.path} was given up.")
-            judged = fetch.judged(stop)
+                raise CheckpointError(f"The read of {read.path} was given up.")
+            judged = read.judged(stop)
             if check is not None and checked < judged:
                 check(view[checked:judged], checked)
                 checked = judged

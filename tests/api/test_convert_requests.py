@@ -88,14 +88,13 @@ def test_small_chunks_are_read_together(
     state = {f"w{number}": seeded(number, 10, 10) for number in range(30)}
     row_by_row(state, tmp_path / "source")
     batches = itertools.count()
-    fetch = ranges.run_fetches
+    run = ranges.RangeReader.run
 
     def counted(*arguments: Any, **options: Any) -> None:
         next(batches)
-        fetch(*arguments, **options)
+        run(*arguments, **options)
 
-    for module in ("ckpt_storage.source.foreign", "ckpt_storage.export.conversion.stream"):
-        monkeypatch.setattr(f"{module}.run_fetches", counted)
+    monkeypatch.setattr(ranges.RangeReader, "run", counted)
     convert(tmp_path / "source", tmp_path / "target", to=to)
     files = 10 if to == "dcp_safetensors" else 1
     assert next(batches) <= 2 * files + 2

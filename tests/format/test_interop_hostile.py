@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 import ckpt_storage
 from ckpt_storage import CheckpointStorageReader, FormatError, UnsafeContentError, verify
 from ckpt_storage.inspect.torchload import blob_value, scan_blob
-from ckpt_storage.source.model import Place
+from ckpt_storage.transfer.chunks import ChunkPlace
 
 
 class Attack:
@@ -122,7 +122,7 @@ def test_a_pickle_with_an_archive_of_numbers_behind_it_runs_nothing(tmp_path: Pa
             archive.writestr(name, source.read(name))
     reader: Any = torch._C.PyTorchFileReader(io.BytesIO(both.getvalue()))  # noqa: SLF001
     assert reader.has_record("data.pkl")
-    place = Place(path="f", fqn="evil", start=0, size_bytes=len(both.getvalue()))
+    place = ChunkPlace(path="f", fqn="evil", start=0, size_bytes=len(both.getvalue()))
     with pytest.raises(UnsafeContentError):
         scan_blob(bytearray(both.getvalue()), place)
     with pytest.raises(UnsafeContentError):
@@ -136,7 +136,7 @@ def test_a_pickle_with_an_archive_of_numbers_behind_it_runs_nothing(tmp_path: Pa
 @pytest.mark.parametrize("damage", [b"", b"\x80\x04 no pickle", b"PK\x03\x04 no archive"])
 def test_a_trusted_blob_that_cannot_be_unpickled_is_a_format_error(damage: bytes) -> None:
     """No error of torch's own leaves the door: ours names the value and the file, in one line."""
-    place = Place(path="saves/f", fqn="object", start=0, size_bytes=len(damage))
+    place = ChunkPlace(path="saves/f", fqn="object", start=0, size_bytes=len(damage))
     with pytest.raises(FormatError, match=r"object in saves/f cannot be unpickled") as caught:
         blob_value(bytearray(damage), place, unsafe_pickle=True)
     assert caught.value.path == "saves/f"

@@ -205,13 +205,13 @@ def test_a_conversion_notices_a_save_over_its_source(
         to = "dcp_safetensors"
     write(source, 1)
     again = once(lambda: write(source, 2))
-    fetch = ranges.run_fetches
+    run = ranges.RangeReader.run
 
-    def fetch_then_save(*arguments: Any, **options: Any) -> None:
-        fetch(*arguments, **options)
+    def read_then_save(*arguments: Any, **options: Any) -> None:
+        run(*arguments, **options)
         again(None)
 
-    monkeypatch.setattr("ckpt_storage.export.conversion.stream.run_fetches", fetch_then_save)
+    monkeypatch.setattr(ranges.RangeReader, "run", read_then_save)
     with pytest.raises(CheckpointGoneError, match="written again"):
         convert(source, target, to=to)
     if to == "torch_save":

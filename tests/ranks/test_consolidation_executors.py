@@ -41,7 +41,6 @@ from ckpt_storage.export.consolidation.storagecopy import (
 )
 from ckpt_storage.format.crc import combine_many
 from ckpt_storage.options import MIB, TransferOptions
-from ckpt_storage.source.model import Place
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Capabilities, Part
 from ckpt_storage.store.backends.local import LocalBackend
@@ -49,6 +48,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.testing.s3_server import S3Server
+from ckpt_storage.transfer.chunks import ChunkPlace
 
 OPTIONS = TransferOptions(thread_count=3, part_bytes=64 * 1024, memory_limit_bytes=8 * MIB)
 
@@ -273,7 +273,7 @@ def test_a_wrong_copy_is_no_damage_of_the_source(
         exported(s3_plan(source, 1), source, store, copies="always", options=S3_OPTIONS)
 
 
-def flip(store: Store, place: Place, byte: int) -> None:
+def flip(store: Store, place: ChunkPlace, byte: int) -> None:
     """Change one byte of a payload."""
     data = bytearray(store.get(place.path).data)
     data[place.start + byte] ^= 1
@@ -397,7 +397,7 @@ def test_what_only_torch_can_read_is_refused(store: Store) -> None:
     source = saved(store, big_rows())
     key = ("one", (0,))
     places = dict(source.known)
-    places[key] = dataclasses.replace(places[key], container="torch_zip")
+    places[key] = dataclasses.replace(places[key], kind="opaque")
     source.known = places
     plan = plan_of(source)
     upload = store.upload("hf/x", if_absent=True, copies=True)
@@ -480,7 +480,7 @@ def test_every_cut_of_a_region_is_legal(
         if size <= 0:
             break
         offset = blocks_before * BLOCK_BYTES
-        place = Place(
+        place = ChunkPlace(
             path="p",
             fqn="f",
             start=0,

@@ -15,7 +15,8 @@ from manager_cases import damage, restore, state_of
 
 import ckpt_storage
 from ckpt_storage.errors import IntegrityError, PhaseTimeoutError
-from ckpt_storage.inspect.verify import Part, check_part, part_bytes
+from ckpt_storage.inspect.partcheck import check_part, part_bytes
+from ckpt_storage.inspect.shardspots import Part
 from ckpt_storage.manager import restoring
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.pruning import prune_checkpoints
@@ -24,7 +25,7 @@ from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.ranks import RankPool
-from ckpt_storage.transfer.ranges import Fetch
+from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 
 
 @given(sizes=st.lists(st.integers(0, 50), max_size=8), count=st.integers(1, 9))
@@ -120,15 +121,13 @@ def test_what_no_load_needs_is_no_reason_to_go_back(tmp_path: Path, what: str) -
     assert (found.step, found.skipped) == (2, ())
 
 
-def moves_for_ever(
-    store: object, fetches: Sequence[Fetch], *, deadline: Deadline, **more: object
-) -> None:
+def moves_for_ever(reader: RangeReader, reads: Sequence[RangeRead], **more: object) -> None:
     """Stand for reads of a very large checkpoint: something arrives, and there is no end."""
-    del store, fetches, more
+    del reads, more
     while True:
-        deadline.advanced(1)
-        deadline.check("The read")
-        deadline.sleep(0.01)
+        reader.deadline.advanced(1)
+        reader.deadline.check("The read")
+        reader.deadline.sleep(0.01)
 
 
 def test_a_check_that_does_not_end_is_given_up(
@@ -136,7 +135,7 @@ def test_a_check_that_does_not_end_is_given_up(
 ) -> None:
     """However steadily bytes arrive, a rank that checks has an end that the others know."""
     saved(tmp_path, 1)
-    monkeypatch.setattr("ckpt_storage.inspect.verify.run_fetches", moves_for_ever)
+    monkeypatch.setattr(RangeReader, "run", moves_for_ever)
     with (
         CheckpointManager(tmp_path, timeout=Timeouts(load=1.0)) as manager,
         pytest.raises(PhaseTimeoutError, match="load phase"),

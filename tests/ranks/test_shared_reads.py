@@ -253,17 +253,16 @@ def test_two_ranks_share_what_spares_64_mib(ranks: RankPool, server: S3Server) -
 def load_with_a_sink_that_breaks(rank: int, options: dict[str, Any], where: str) -> str:
     """Load where rank 1 cannot deliver; return what is raised, or what is left behind."""
     from ckpt_storage.loads import sharedreads  # noqa: PLC0415  # in the rank
-    from ckpt_storage.source import readplan  # noqa: PLC0415  # in the rank
 
-    original = readplan.deliver
+    original = vars(sharedreads)["put"]
 
-    def deliver(*args: Any) -> None:
+    def put(*args: Any) -> None:
         is_receiver = threading.current_thread().name.startswith("shared reads")
         if rank == 1 and is_receiver == (where == "receiver"):
             raise RuntimeError("the sink broke")
         original(*args)
 
-    vars(sharedreads)["deliver"] = deliver
+    vars(sharedreads)["put"] = put
     begin = time.monotonic()
     try:
         target = zeros_like(model())
@@ -272,7 +271,7 @@ def load_with_a_sink_that_breaks(rank: int, options: dict[str, Any], where: str)
         left = [t.name for t in threading.enumerate() if t.name.startswith("shared reads")]
         return f"{left} {time.monotonic() - begin < 20} {error}"
     finally:
-        vars(sharedreads)["deliver"] = original
+        vars(sharedreads)["put"] = original
     return "loaded"
 
 

@@ -13,13 +13,14 @@ from local_stores import local_store
 
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.format.boxes import Box, WindowCopy
+from ckpt_storage.format.selections import box_selection
 from ckpt_storage.loads.sharedreads import SharedReads
 from ckpt_storage.loads.sharing import Key, ShareOrder, SharePolicy, plan_shares
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.source.costs import LOCAL_COSTS
-from ckpt_storage.source.model import Place
-from ckpt_storage.source.readplan import Request
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead
+from ckpt_storage.transfer.costs import LOCAL_COSTS
+from ckpt_storage.transfer.ranges import RangeReader
 
 MIB = 1 << 20
 UNIT_COUNT = 4
@@ -113,6 +114,15 @@ def numbers(*values: int) -> bytes:
     return b"".join(value.to_bytes(8, "little") for value in values)
 
 
+class Sink:
+    """A target without memory, of which `put` is given."""
+
+    memory = None
+
+    def __init__(self, put: Callable[[memoryview, Any], None]) -> None:
+        self.put = put
+
+
 class Case:
     """Rank 0's part of a shared read, over a folder, whose sink is `sink`."""
 
@@ -120,9 +130,13 @@ class Case:
         (folder / "f").write_bytes(bytes(CHUNK_BYTES))
         # Two runs: no part of it goes straight into a target.
         region = Box((0, 0), (2, CHUNK_BYTES // 2 - 1))
-        place = Place(path="f", fqn="w", start=0, size_bytes=CHUNK_BYTES)
-        request = Request(
-            place=place, item_bytes=1, chunk_sizes=(2, CHUNK_BYTES // 2), region=region, sink=sink
+        place = ChunkPlace(path="f", fqn="w", start=0, size_bytes=CHUNK_BYTES)
+        request = ChunkRead(
+            place=place,
+            item_bytes=1,
+            chunk_sizes=(2, CHUNK_BYTES // 2),
+            where=box_selection(region),
+            target=Sink(sink),
         )
         order = orders()[0]
         self.operation = Operation()
@@ -133,8 +147,8 @@ class Case:
 
     def run(self) -> None:
         """Read and receive."""
-        fetches = self.shared.fetches(LOCAL_COSTS)
-        self.shared.run(self.store, fetches, options=OPTIONS, on_bytes=lambda _: None)
+        ranges = RangeReader(self.store, OPTIONS, self.deadline)
+        self.shared.run(ranges, self.shared.ranges(LOCAL_COSTS), on_bytes=lambda _: None)
 
 
 def is_receiver() -> bool:

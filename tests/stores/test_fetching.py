@@ -18,7 +18,7 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.store.timed import AbandonedError
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.transfer.pacing import Pacer
-from ckpt_storage.transfer.ranges import Fetch, run_fetches
+from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 
 KIB = 1024
 PART_BYTES = 64 * KIB
@@ -70,14 +70,14 @@ def content(count: int) -> bytes:
     return b"".join(bytes([number]) * PART_BYTES for number in range(count))
 
 
-def fetches_of(count: int, got: dict[int, bytes]) -> list[Fetch]:
+def reads_of(count: int, got: dict[int, bytes]) -> list[RangeRead]:
     """Return the reads of all parts through buffers, each noted in `got`."""
 
     def note(number: int, view: memoryview) -> None:
         got[number] = bytes(view)
 
     return [
-        Fetch(
+        RangeRead(
             path="f",
             start=number * PART_BYTES,
             stop=(number + 1) * PART_BYTES,
@@ -104,7 +104,7 @@ def test_reads_keep_to_the_memory_limit(tmp_path: Path, parts: int) -> None:
     store = CountingBackend(str(tmp_path), parts)
     got: dict[int, bytes] = {}
     deadline = Deadline("load", 60)
-    run_fetches(facade(store), fetches_of(24, got), options=options_for(parts), deadline=deadline)
+    RangeReader(facade(store), options_for(parts), deadline).run(reads_of(24, got))
     assert store.most == parts
     assert len(store.buffers) <= parts
     assert b"".join(got[number] for number in range(24)) == content(24)
@@ -117,15 +117,11 @@ def test_a_pacer_that_is_passed_remembers_what_the_storage_asked_for(tmp_path: P
     pacer = Pacer(8)
     pacer.slowed_down()
     store = CountingBackend(str(tmp_path), 7, patience_s=0.2)
-    run_fetches(
-        facade(store), fetches_of(7, {}), options=options_for(8), deadline=deadline, pacer=pacer
-    )
+    RangeReader(facade(store), options_for(8), deadline, pacer=pacer).run(reads_of(7, {}))
     # Four, and one more after the first round.
     assert store.most <= 5
     store = CountingBackend(str(tmp_path), 4, patience_s=0.2)
-    run_fetches(
-        facade(store), fetches_of(12, {}), options=options_for(3), deadline=deadline, pacer=Pacer(8)
-    )
+    RangeReader(facade(store), options_for(3), deadline, pacer=Pacer(8)).run(reads_of(12, {}))
     assert store.most == 3
 
 
@@ -136,9 +132,8 @@ def test_transfers_of_one_process_share_the_limit(tmp_path: Path) -> None:
     results: list[dict[int, bytes]] = [{}, {}]
     threads = [
         threading.Thread(
-            target=run_fetches,
-            args=(facade(store), fetches_of(16, got)),
-            kwargs={"options": options_for(4), "deadline": Deadline("load", 60)},
+            target=RangeReader(facade(store), options_for(4), Deadline("load", 60)).run,
+            args=(reads_of(16, got),),
         )
         for got in results
     ]
@@ -155,16 +150,12 @@ def test_memory_is_given_back_after_a_failure(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(content(8))
     for _ in range(3):
         failing = CountingBackend(str(tmp_path), 1)
-        fetches = [*fetches_of(8, {}), Fetch(path="absent", start=0, stop=PART_BYTES)]
+        reads = [*reads_of(8, {}), RangeRead(path="absent", start=0, stop=PART_BYTES)]
         with pytest.raises(StorageError):
-            run_fetches(
-                facade(failing), fetches, options=options_for(2), deadline=Deadline("load", 60)
-            )
+            RangeReader(facade(failing), options_for(2), Deadline("load", 60)).run(reads)
     got: dict[int, bytes] = {}
     store = CountingBackend(str(tmp_path), 2)
-    run_fetches(
-        facade(store), fetches_of(8, got), options=options_for(2), deadline=Deadline("load", 60)
-    )
+    RangeReader(facade(store), options_for(2), Deadline("load", 60)).run(reads_of(8, got))
     assert store.most == 2
     assert len(got) == 8
 
@@ -179,12 +170,10 @@ def test_a_buffer_whose_read_failed_is_not_used_again(tmp_path: Path) -> None:
         if view[0] == 1:
             raise IntegrityError("no", path="f", offset=1)
 
-    fetches = [dataclasses.replace(fetch, done=refuse) for fetch in fetches_of(4, {})]
+    reads = [dataclasses.replace(read, done=refuse) for read in reads_of(4, {})]
     store = LocalBackend(str(tmp_path))
     with pytest.raises(IntegrityError, match="no"):
-        run_fetches(
-            facade(store), fetches, options=options_for(4, threads=1), deadline=Deadline("load", 60)
-        )
+        RangeReader(facade(store), options_for(4, threads=1), Deadline("load", 60)).run(reads)
     assert delivered == [0, 1]
 
 
@@ -196,9 +185,9 @@ def test_a_read_that_hangs_keeps_no_memory_from_others(tmp_path: Path) -> None:
     got: dict[int, bytes] = {}
     options = dataclasses.replace(options_for(1, threads=1), memory_limit_bytes=PART_BYTES)
     with pytest.raises(AbandonedError):
-        run_fetches(store, fetches_of(4, got), options=options, deadline=Deadline("load", 60))
+        RangeReader(store, options, Deadline("load", 60)).run(reads_of(4, got))
     again: dict[int, bytes] = {}
-    run_fetches(store, fetches_of(4, again), options=options, deadline=Deadline("load", 5))
+    RangeReader(store, options, Deadline("load", 5)).run(reads_of(4, again))
     assert b"".join(again[number] for number in range(4)) == content(4)
     faults.script.release()
     store.close()

@@ -31,7 +31,7 @@ from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.s3 import CAPABILITIES as S3_CAPABILITIES
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.ranges import Fetch, run_fetches
+from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 from ckpt_storage.transfer.writing import part_bytes_for
 
 
@@ -55,27 +55,25 @@ class SlowBackend(LocalBackend):
 
 
 def test_a_failed_load_touches_no_target_after_it_was_raised(tmp_path: Path) -> None:
-    """`run_fetches` raises when reads that were under way have ended, and hands out nothing."""
+    """`run` raises when reads that were under way have ended, and hands out nothing."""
     (tmp_path / "slow").write_bytes(b"x" * 1000)
     release = threading.Event()
     store = Store(SlowBackend(str(tmp_path), release), url="slow://")
     done: list[str] = []
     target = bytearray(1000)
-    fetches = [
-        Fetch(path="bad", start=0, stop=1),
-        Fetch(
+    reads = [
+        RangeRead(path="bad", start=0, stop=1),
+        RangeRead(
             path="slow",
             start=0,
             stop=1000,
-            target=memoryview(target),
+            into=memoryview(target),
             done=lambda _: done.append("slow"),
         ),
     ]
     threading.Timer(0.3, release.set).start()
     with pytest.raises(StorageError, match="no"):
-        run_fetches(
-            store, fetches, options=TransferOptions(thread_count=2), deadline=Deadline("load", 60)
-        )
+        RangeReader(store, TransferOptions(thread_count=2), Deadline("load", 60)).run(reads)
     assert release.is_set()
     assert done == []
     assert not [t for t in threading.enumerate() if t.name.startswith("read from")]

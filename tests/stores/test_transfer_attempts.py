@@ -12,7 +12,7 @@ from ckpt_storage.options import RetryPolicy, TransferOptions
 from ckpt_storage.store.backend import Range
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.ranges import Fetch, run_fetches
+from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 
 
 class TwoFaced(DictBackend):
@@ -46,16 +46,16 @@ def test_a_piece_that_is_read_again_is_checked_again() -> None:
         expected = crc32c.crc32c(block)
         wrong.extend(at + i for i, crc in zip(starts, crcs, strict=True) if crc != expected)
 
-    fetch = Fetch(
+    read = RangeRead(
         path="x",
         start=0,
         stop=8 * len(block),
-        target=memoryview(bytearray(8 * len(block))),
+        into=memoryview(bytearray(8 * len(block))),
         check=check,
-        check_bytes=len(block),
+        edge_before=lambda count: count - count % len(block),
     )
     options = TransferOptions(thread_count=1)
-    run_fetches(store, [fetch], options=options, deadline=Deadline("load", 60))
+    RangeReader(store, options, Deadline("load", 60)).run([read])
     store.close()
     assert backend.attempt_count == 2
     assert wrong == [0]

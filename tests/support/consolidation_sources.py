@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from ckpt_storage.export.consolidation.plan import ExportPlan, Piece, PieceFinder, Region, windows
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.source.model import Place, SourceFormat, TensorInfo
+from ckpt_storage.source.model import SourceFormat, TensorInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.chunks import ChunkPlace
 
 BLOCK_BYTES = 1024
 
@@ -39,15 +40,15 @@ class MemorySource:
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Nothing to renew."""
 
-    def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> list[Place]:
+    def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> list[ChunkPlace]:
         """Return the places of several chunks."""
         return [self.place(fqn, offsets) for fqn, offsets in keys]
 
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
         """Return a place with checksums, if the bytes are known."""
         data = self.payloads.get((fqn, offsets or ()), b"")
         blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
-        return Place(
+        return ChunkPlace(
             path=f"{fqn}.bin",
             fqn=fqn,
             start=0,
@@ -56,7 +57,7 @@ class MemorySource:
             crcs=[crc32c.crc32c(block) for block in blocks],
         )
 
-    def explain_missing(self, place: Place) -> Exception:
+    def explain_missing(self, place: ChunkPlace) -> Exception:
         """Nothing is ever missing."""
         return AssertionError(place.path)
 

@@ -13,9 +13,10 @@ from crc32c import crc32c
 
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.source.model import Place, SourceFormat, TensorInfo
+from ckpt_storage.source.model import SourceFormat, TensorInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.chunks import ChunkPlace
 
 BLOCK_BYTES = 4096
 
@@ -49,7 +50,7 @@ class ArraySource:
     """A `Source` of arrays; chunk i of a tensor lies in the file of rank i modulo their number."""
 
     tensors: Mapping[str, TensorInfo]
-    known: Mapping[tuple[str, tuple[int, ...] | None], Place]
+    known: Mapping[tuple[str, tuple[int, ...] | None], ChunkPlace]
     format: SourceFormat = "ckpt_storage"
     save_id: str | None = "a" * 8
     blobs: frozenset[str] = frozenset()
@@ -63,16 +64,16 @@ class ArraySource:
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Do nothing."""
 
-    def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> list[Place]:
+    def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> list[ChunkPlace]:
         """Return the places of several chunks."""
         return [self.place(fqn, offsets) for fqn, offsets in keys]
 
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
         """Return a place that `require` was called for."""
         assert (fqn, offsets) in self.required
         return self.known[fqn, offsets]
 
-    def explain_missing(self, place: Place) -> Exception:
+    def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return the error that a shard is missing."""
         return IntegrityError(
             f"{place.path} is missing.", path=place.path, fqn=place.fqn, rank=place.rank
@@ -102,7 +103,7 @@ def saved(
     places = {}
     for fqn, offsets, rank, start, data in found:
         blocks = [data[at : at + block_bytes] for at in range(0, len(data), block_bytes)]
-        places[fqn, offsets] = Place(
+        places[fqn, offsets] = ChunkPlace(
             path=f"saves/s/rank-{rank}",
             fqn=fqn,
             start=start,

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.loads.targets import tensor_sink
-from ckpt_storage.source.model import Place
-from ckpt_storage.source.readplan import Request, deliver
+from ckpt_storage.format.selections import box_selection
+from ckpt_storage.loads.targets import TensorTarget
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, put
 
 DTYPES = {torch.uint8: 1, torch.bfloat16: 2, torch.float32: 4}
 
@@ -57,18 +57,18 @@ def test_each_wanted_element_arrives_once(
         target = (
             strided(region.sizes, dtype) if has_gaps else torch.zeros(region.sizes, dtype=dtype)
         )
-    request = Request(
-        place=Place(path="f", fqn="w", start=0, size_bytes=count * item_bytes),
+    read = ChunkRead(
+        place=ChunkPlace(path="f", fqn="w", start=0, size_bytes=count * item_bytes),
         item_bytes=item_bytes,
         chunk_sizes=sizes,
-        region=region,
-        sink=tensor_sink(target, dtype),
+        where=box_selection(region),
+        target=TensorTarget(target, dtype),
     )
     edges = sorted({0, count, *data.draw(st.lists(st.integers(0, count), max_size=4))})
     for low, high in itertools.pairwise(edges):
         at = data.draw(st.sampled_from([0, 1, 7]))
         memory = bytes(at) + payload[low:high].view(torch.uint8).numpy().tobytes()
-        deliver(request, low * item_bytes, memoryview(bytearray(memory))[at:])
+        put(read, low * item_bytes, memoryview(bytearray(memory))[at:])
     wanted = payload.view(sizes)
     for dim, (start, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):
         wanted = wanted.narrow(dim, start, size)
@@ -78,13 +78,13 @@ def test_each_wanted_element_arrives_once(
 def test_a_target_of_another_type_is_converted() -> None:
     """The planner may want other elements than are stored."""
     target = torch.zeros(2, 2, dtype=torch.float64)
-    request = Request(
-        place=Place(path="f", fqn="w", start=0, size_bytes=32),
+    read = ChunkRead(
+        place=ChunkPlace(path="f", fqn="w", start=0, size_bytes=32),
         item_bytes=4,
         chunk_sizes=(2, 4),
-        region=Box((0, 2), (2, 2)),
-        sink=tensor_sink(target, torch.float32),
+        where=(range(2), range(2, 4)),
+        target=TensorTarget(target, torch.float32),
     )
     payload = torch.arange(8, dtype=torch.float32).numpy().tobytes()
-    deliver(request, 0, memoryview(bytearray(payload)))
+    put(read, 0, memoryview(bytearray(payload)))
     assert target.tolist() == [[2, 3], [6, 7]]

@@ -2,7 +2,7 @@
 
 How an executor uses it: `plan.regions_of(rank)`; for each region `windows(...)`; for each window
 its header bytes and `PieceFinder.pieces_of(...)`, both lazily. A piece is a box of one chunk of
-the source (a `readplan.Request` in all but its `Place`, which `source.place(piece.fqn,
+the source (a `ChunkRead` in all but its `ChunkPlace`, which `source.place(piece.fqn,
 piece.chunk_offsets)` gives after `source.require`), and where it lies in the file as a box of a
 contiguous C-order array.
 """

@@ -21,7 +21,7 @@ from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import DOCUMENTS, INDEX_NAME
 from ckpt_storage.format.names import STOCK_METADATA
-from ckpt_storage.inspect.checks import has_checksum
+from ckpt_storage.inspect.exportcheck import has_checksum
 from ckpt_storage.options import Phase
 from ckpt_storage.source.filemarks import FileMarks, open_newest, open_source
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest

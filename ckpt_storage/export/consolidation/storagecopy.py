@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ckpt_storage.format.crc import combine_blocks
-from ckpt_storage.source.model import Place
 from ckpt_storage.store.backend import Capabilities
+from ckpt_storage.transfer.chunks import ChunkPlace
 
 from .plan import Piece, Region
 
@@ -51,7 +51,7 @@ class CopyPart:
     start: int
     stop: int
     is_last: bool
-    place: Place
+    place: ChunkPlace
     source_start: int
     crc32c: int | None
 
@@ -67,7 +67,7 @@ class CopyRun:
 
     start: int
     stop: int
-    place: Place
+    place: ChunkPlace
     source_start: int
 
     def begun_at(self, start: int) -> CopyRun | None:
@@ -109,7 +109,7 @@ def number_unit_bytes(capabilities: Capabilities, file_bytes: int) -> int:
 
 
 def copy_runs(
-    pieces: Iterable[Piece], place_of: Callable[[Piece], Place], capabilities: Capabilities
+    pieces: Iterable[Piece], place_of: Callable[[Piece], ChunkPlace], capabilities: Capabilities
 ) -> list[CopyRun]:
     """Return the runs of a region that the storage can copy, ascending."""
     least = capabilities.copy_min_bytes
@@ -220,12 +220,12 @@ def _copied(
     ]
 
 
-def _edge_bytes(place: Place) -> int:
+def _edge_bytes(place: ChunkPlace) -> int:
     """Return the bytes by which a run of a payload is shortened or cut."""
     return _ELEMENTS_BYTES if place.crcs is None else place.block_bytes
 
 
-def _crc_of(place: Place, start: int, stop: int) -> int | None:
+def _crc_of(place: ChunkPlace, start: int, stop: int) -> int | None:
     """Return the checksum of whole blocks of a payload, from those of the blocks."""
     if place.crcs is None:
         return None

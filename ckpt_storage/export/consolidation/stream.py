@@ -20,14 +20,15 @@ from numpy.typing import NDArray
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.boxes import WindowCopy
 from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.selections import box_selection
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.source.costs import costs_for
-from ckpt_storage.source.model import Place, Source, concerns
-from ckpt_storage.source.readplan import Request, plan_reads
+from ckpt_storage.source.model import Source
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, concerns
+from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
-from ckpt_storage.transfer.ranges import Fetch, run_fetches
+from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 
 from .options import CASTABLE
 from .plan import ExportPlan, Piece, PieceFinder, Region
@@ -134,10 +135,12 @@ class WindowReader:
         self._deadline = deadline
         self._read_bytes = read_bytes
         # Parallelism is the caller's: each of its threads reads for a window of its own.
-        self._options = dataclasses.replace(options, thread_count=1)
-        self._pacer = pacer
+        options = dataclasses.replace(options, thread_count=1, part_bytes=read_bytes)
+        self._ranges = RangeReader(store, options, deadline, pacer=pacer)
+        costs = costs_for(is_remote=store.capabilities.is_remote)
+        self._chunks = ChunkReader(self._ranges, costs)
         self._finder = PieceFinder(plan, source.tensors)
-        self._places: dict[tuple[str, tuple[int, ...]], Place] = {}
+        self._places: dict[tuple[str, tuple[int, ...]], ChunkPlace] = {}
         self._lock = threading.Lock()
 
     def pieces_of(self, file: int, start: int, stop: int) -> list[Piece]:
@@ -157,7 +160,7 @@ class WindowReader:
         for piece in keys.values():
             self.place_of(piece)
 
-    def place_of(self, piece: Piece) -> Place:
+    def place_of(self, piece: Piece) -> ChunkPlace:
         """Return where the chunk of a piece lies."""
         key = piece.fqn, piece.chunk_offsets
         with self._lock:
@@ -182,15 +185,10 @@ class WindowReader:
         header = self._plan.files[file].header[start:stop]
         window[: len(header)] = header
         pieces = self.pieces_of(file, start, stop)
-        requests = [self._request(piece, window, start) for piece in pieces]
-        fetches = plan_reads(
-            requests,
-            part_bytes=self._read_bytes,
-            costs=costs_for(is_remote=self._store.capabilities.is_remote),
-        )
-        return self._run(fetches, scratch, [request.place for request in requests])
+        reads = [self._chunk_read(piece, window, start) for piece in pieces]
+        return self._run(self._chunks.plan(reads), scratch, [read.place for read in reads])
 
-    def verify(self, place: Place, start: int, stop: int, scratch: memoryview) -> int:
+    def verify(self, place: ChunkPlace, start: int, stop: int, scratch: memoryview) -> int:
         """Read bytes [start, stop) of a chunk and check them; return their CRC-32C.
 
         Where there are checksums, both are ends of blocks.
@@ -199,14 +197,14 @@ class WindowReader:
         step = len(scratch) - len(scratch) % place.block_bytes
         for at in range(start, stop, step):
             end = min(at + step, stop)
-            fetch = Fetch(
+            read = RangeRead(
                 path=place.path,
                 start=place.start + at,
                 stop=place.start + end,
                 done=partial(_check, place, at),
-                size_bytes=place.file_bytes,
+                file_bytes=place.file_bytes,
             )
-            self._run([fetch], scratch, [place])
+            self._run([read], scratch, [place])
             crc = crc32c_of(scratch[: end - at], crc)
         return crc
 
@@ -217,26 +215,22 @@ class WindowReader:
         # An element that does not divide the block is read whole.
         return max(self._read_bytes, largest) + largest
 
-    def _run(self, fetches: Sequence[Fetch], scratch: memoryview, places: Sequence[Place]) -> int:
+    def _run(
+        self, reads: Sequence[RangeRead], scratch: memoryview, places: Sequence[ChunkPlace]
+    ) -> int:
         aimed = [
-            fetch
-            if fetch.target is not None
-            else dataclasses.replace(fetch, target=scratch[: fetch.stop - fetch.start])
-            for fetch in fetches
+            read
+            if read.into is not None
+            else dataclasses.replace(read, into=scratch[: read.stop - read.start])
+            for read in reads
         ]
         try:
-            run_fetches(
-                self._store,
-                aimed,
-                options=self._options,
-                deadline=self._deadline,
-                pacer=self._pacer,
-            )
+            self._ranges.run(aimed)
         except (StorageError, IntegrityError) as error:
             raise self.explained(error, places) from error
-        return sum(fetch.stop - fetch.start for fetch in fetches)
+        return sum(read.stop - read.start for read in reads)
 
-    def _request(self, piece: Piece, window: memoryview, window_start: int) -> Request:
+    def _chunk_read(self, piece: Piece, window: memoryview, window_start: int) -> ChunkRead:
         tensor = piece.tensor
         out: NDArray[Any] = np.ndarray(
             piece.dest_sizes,
@@ -244,20 +238,21 @@ class WindowReader:
             window,
             piece.dest_start - window_start,
         )[_index(piece.dest_offsets, piece.region.sizes)]
-        target = None
+        memory = None
         run = piece.dest_run
         if piece.is_plain_copy and run is not None:
-            target = window[run.start - window_start : run.stop - window_start]
-        return Request(
+            memory = window[run.start - window_start : run.stop - window_start]
+        return ChunkRead(
             place=self.place_of(piece),
             item_bytes=tensor.source_item_bytes,
             chunk_sizes=piece.chunk_sizes,
-            region=piece.region,
-            sink=partial(_place_elements, piece, out),
-            target=target,
+            where=box_selection(piece.region),
+            target=_Elements(piece, out, memory),
         )
 
-    def explained(self, error: StorageError | IntegrityError, places: Sequence[Place]) -> Exception:
+    def explained(
+        self, error: StorageError | IntegrityError, places: Sequence[ChunkPlace]
+    ) -> Exception:
         """Return `error` with the tensor that its file holds and the rank that wrote it."""
         mine = [place for place in places if concerns(error, place.path)]
         if not mine:
@@ -281,10 +276,10 @@ class WindowReader:
         )
 
 
-def _checked(place: Place, piece: Piece) -> Place:
+def _checked(place: ChunkPlace, piece: Piece) -> ChunkPlace:
     """Return `place`; raise `FormatError` if a piece cannot be cut out of it."""
     wanted = math.prod(piece.chunk_sizes) * piece.tensor.source_item_bytes
-    if place.container != "raw":
+    if place.kind != "raw":
         raise FormatError(
             f"{place.fqn} in {place.path} is stored in a form that only torch.load reads.",
             path=place.path,
@@ -304,7 +299,7 @@ def _checked(place: Place, piece: Piece) -> Place:
     return place
 
 
-def _check(place: Place, first_byte: int, view: memoryview) -> None:
+def _check(place: ChunkPlace, first_byte: int, view: memoryview) -> None:
     place.check(view, first_byte)
 
 
@@ -312,22 +307,30 @@ def _index(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
 
-def _place_elements(
-    piece: Piece, out: NDArray[Any], window: memoryview, copies: Sequence[WindowCopy]
-) -> None:
-    """Copy or convert elements from a window of the source to where they belong."""
-    tensor = piece.tensor
-    item_bytes = tensor.source_item_bytes
-    for copy in copies:
-        found: NDArray[Any] = np.ndarray(
-            copy.sizes,
-            _BITS[item_bytes],
-            window,
-            copy.source_offset_elements * item_bytes,
-            [stride * item_bytes for stride in copy.source_strides],
-        )
-        part = out[_index(copy.dest_offsets, copy.sizes)]
-        if tensor.is_cast:
-            cast_into(found, tensor.source_dtype, part, tensor.dtype)
-        else:
-            np.copyto(part, found)
+class _Elements:
+    """Where the elements of one piece belong in a window of a weight file."""
+
+    __slots__ = ("_out", "_piece", "memory")
+
+    def __init__(self, piece: Piece, out: NDArray[Any], memory: memoryview | None) -> None:
+        self._piece = piece
+        self._out = out
+        self.memory = memory
+
+    def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        """Copy or convert elements from a window of the source."""
+        tensor = self._piece.tensor
+        item_bytes = tensor.source_item_bytes
+        for copy in copies:
+            found: NDArray[Any] = np.ndarray(
+                copy.sizes,
+                _BITS[item_bytes],
+                window,
+                copy.source_offset_elements * item_bytes,
+                [stride * item_bytes for stride in copy.source_strides],
+            )
+            part = self._out[_index(copy.dest_offsets, copy.sizes)]
+            if tensor.is_cast:
+                cast_into(found, tensor.source_dtype, part, tensor.dtype)
+            else:
+                np.copyto(part, found)

@@ -14,17 +14,17 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.boxes import Box, GridBoxes, WindowCopy, interval_boxes
 from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.selections import box_selection
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.source.costs import costs_for
-from ckpt_storage.source.model import Place, TensorInfo, concerns
-from ckpt_storage.source.readplan import Request, Sink, bytes_request, plan_reads
+from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.pacing import Pacer
-from ckpt_storage.transfer.ranges import run_fetches
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read, concerns
+from ckpt_storage.transfer.costs import costs_for
+from ckpt_storage.transfer.ranges import RangeReader
 
 Item = tuple[str, Box | None]
 """A box of a tensor, or, without one, a value that is none."""
@@ -46,10 +46,10 @@ class Readable(Protocol):
     def require(self, chunks: Iterable[tuple[str, tuple[int, ...] | None]]) -> None:
         """Fetch what `place` needs for these chunks."""
 
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
         """Return where a chunk lies."""
 
-    def explain_missing(self, place: Place) -> Exception:
+    def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return the error to raise when the file of `place` is not there."""
 
 
@@ -70,10 +70,9 @@ class TensorStream:
         window_bytes: int,
     ) -> None:
         self._source = source
-        self._store = store
         self._options = options
-        self._pacer = Pacer(options.thread_count)
-        self._deadline = deadline
+        costs = costs_for(is_remote=store.capabilities.is_remote)
+        self._chunk_reader = ChunkReader(RangeReader(store, options, deadline), costs)
         self._window_bytes = window_bytes
         self._coming: deque[Item] = deque()
         self._held: dict[Item, memoryview] = {}
@@ -122,7 +121,7 @@ class TensorStream:
         self._source.require([(fqn, None)])
         place = self._source.place(fqn, None)
         buffer = bytearray(place.size_bytes)
-        self._run([bytes_request(place, buffer)])
+        self._run([bytes_read(place, memoryview(buffer))])
         return memoryview(buffer)
 
     def _read_ahead(self, item: Item) -> memoryview | None:
@@ -135,7 +134,7 @@ class TensorStream:
         if found is not None or not coming or coming[0] != item:
             return found
         held: dict[Item, memoryview] = {}
-        requests: list[Request] = []
+        reads: list[ChunkRead] = []
         left = self._window_bytes
         while coming and len(held) < _MOST_TOGETHER:
             size = self._plain_bytes(coming[0])
@@ -146,15 +145,15 @@ class TensorStream:
             fqn, box = one = coming.popleft()
             held[one] = memoryview(data)
             if box is None:
-                requests.append(bytes_request(self._source.place(fqn, None), data))
+                reads.append(bytes_read(self._source.place(fqn, None), held[one]))
             elif size:
                 info = self._source.tensors[fqn]
                 chunks = self._chunks(info, box)
-                requests += self._requests(info, box, chunks, (0, box.volume), held[one])
+                reads += self._reads(info, box, chunks, (0, box.volume), held[one])
         if not held:
             coming.popleft()
             return None
-        self._run(requests)
+        self._run(reads)
         self._held = held
         return held.pop(item)
 
@@ -187,27 +186,27 @@ class TensorStream:
         """Return whether chunks lie in their files as plain bytes; fetches what tells it."""
         keys = [(fqn, chunk.offsets) for chunk in chunks if not chunk.is_empty]
         self._source.require(keys)
-        return all(self._source.place(*key).container == "raw" for key in keys)
+        return all(self._source.place(*key).kind == "raw" for key in keys)
 
     def _window(
         self, info: TensorInfo, box: Box, chunks: Sequence[Box], start: int, stop: int
     ) -> memoryview:
         """Return elements [start, stop) of a box, counted in C order."""
         data = memoryview(bytearray((stop - start) * DTYPES[info.dtype].item_bytes))
-        self._run(self._requests(info, box, chunks, (start, stop), data))
+        self._run(self._reads(info, box, chunks, (start, stop), data))
         return data
 
-    def _requests(
+    def _reads(
         self,
         info: TensorInfo,
         box: Box,
         chunks: Sequence[Box],
         interval: tuple[int, int],
         data: memoryview,
-    ) -> list[Request]:
+    ) -> list[ChunkRead]:
         """Return what reads an interval of the elements of a box, in C order, into `data`."""
         item_bytes = DTYPES[info.dtype].item_bytes
-        requests: list[Request] = []
+        reads: list[ChunkRead] = []
         at = 0
         for part in interval_boxes(box.sizes, *interval):
             inner = Box(
@@ -218,50 +217,33 @@ class TensorStream:
             for chunk in chunks:
                 overlap = chunk.intersect(inner)
                 if overlap is not None:
-                    requests.append(self._request(info, chunk, overlap, inner, view))
-        return requests
+                    reads.append(self._read(info, chunk, overlap, inner, view))
+        return reads
 
-    def _request(
+    def _read(
         self, info: TensorInfo, chunk: Box, overlap: Box, inner: Box, view: memoryview
-    ) -> Request:
+    ) -> ChunkRead:
         item_bytes = DTYPES[info.dtype].item_bytes
         place = self._source.place(info.fqn, chunk.offsets)
-        if place.size_bytes != chunk.volume * item_bytes:
-            raise FormatError(
-                f"{info.fqn} in {place.path} has {place.size_bytes} bytes; the metadata says "
-                f"{list(chunk.sizes)} elements.",
-                path=place.path,
-                rank=place.rank,
-                next_step="Check that the checkpoint is complete and its files belong together.",
-            )
         out: NDArray[Any] = np.ndarray(inner.sizes, _BITS[item_bytes], view)
         where = overlap.relative_to(inner)
-        return Request(
+        return ChunkRead(
             place=place,
             item_bytes=item_bytes,
             chunk_sizes=chunk.sizes,
-            region=overlap.relative_to(chunk),
-            sink=_sink(out[_index(where.offsets, where.sizes)], item_bytes),
-            target=view if overlap == inner else None,
+            where=box_selection(overlap.relative_to(chunk)),
+            target=_Elements(
+                out[_index(where.offsets, where.sizes)],
+                item_bytes,
+                view if overlap == inner else None,
+            ),
         )
 
-    def _run(self, requests: Sequence[Request]) -> None:
-        fetches = plan_reads(
-            requests,
-            part_bytes=self._options.part_bytes,
-            costs=costs_for(is_remote=self._store.capabilities.is_remote),
-            stream_count=self._options.thread_count,
-        )
+    def _run(self, reads: Sequence[ChunkRead]) -> None:
         try:
-            run_fetches(
-                self._store,
-                fetches,
-                options=self._options,
-                deadline=self._deadline,
-                pacer=self._pacer,
-            )
+            self._chunk_reader.read(reads)
         except (StorageError, IntegrityError) as error:
-            places = [r.place for r in requests if concerns(error, r.place.path)]
+            places = [r.place for r in reads if concerns(error, r.place.path)]
             if isinstance(error, StorageError):
                 if error.kind == "not-found" and places:
                     raise self._source.explain_missing(places[0]) from error
@@ -282,11 +264,11 @@ class TensorStream:
                 continue
             place = self._source.place(info.fqn, chunk.offsets)
             self._check_affordable(place, box.volume * item_bytes)
-            if place.container == "raw":
+            if place.kind == "raw":
                 data = b"".join(self._raw(info, chunk))
             else:
                 buffer = bytearray(place.size_bytes)
-                self._run([bytes_request(place, buffer)])
+                self._run([bytes_read(place, memoryview(buffer))])
                 data = _bytes_of(load_whole(buffer, place))
             held: NDArray[Any] = np.ndarray(chunk.sizes, _BITS[item_bytes], data)
             source, target = overlap.relative_to(chunk), overlap.relative_to(box)
@@ -298,7 +280,7 @@ class TensorStream:
         for start in range(0, chunk.volume, step):
             yield self._window(info, chunk, [chunk], start, min(start + step, chunk.volume))
 
-    def _check_affordable(self, place: Place, box_bytes: int) -> None:
+    def _check_affordable(self, place: ChunkPlace, box_bytes: int) -> None:
         needed = 2 * place.size_bytes + box_bytes
         if needed > self._options.memory_limit_bytes:
             raise InvalidInputError(
@@ -322,19 +304,27 @@ def _index(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:
     return (..., *(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)))
 
 
-def _sink(out: NDArray[Any], item_bytes: int) -> Sink:
-    def sink(window: memoryview, copies: Sequence[WindowCopy]) -> None:
+class _Elements:
+    """An array of elements, or a part of one, to be filled."""
+
+    __slots__ = ("_item_bytes", "_out", "memory")
+
+    def __init__(self, out: NDArray[Any], item_bytes: int, memory: memoryview | None) -> None:
+        self._out = out
+        self._item_bytes = item_bytes
+        self.memory = memory
+
+    def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        """Copy elements from a window of the source."""
         for copy in copies:
             found: NDArray[Any] = np.ndarray(
                 copy.sizes,
-                _BITS[item_bytes],
+                _BITS[self._item_bytes],
                 window,
-                copy.source_offset_elements * item_bytes,
-                [stride * item_bytes for stride in copy.source_strides],
+                copy.source_offset_elements * self._item_bytes,
+                [stride * self._item_bytes for stride in copy.source_strides],
             )
-            np.copyto(out[_index(copy.dest_offsets, copy.sizes)], found)
-
-    return sink
+            np.copyto(self._out[_index(copy.dest_offsets, copy.sizes)], found)
 
 
 def payload_bytes(info: TensorInfo) -> int:

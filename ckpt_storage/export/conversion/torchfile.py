@@ -20,10 +20,10 @@ from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, Un
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.source.model import Place, TensorInfo
-from ckpt_storage.source.readplan import bytes_request
+from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.chunks import ChunkPlace, bytes_read
 
 from .stream import Readable, TensorStream, payload_bytes
 
@@ -167,16 +167,16 @@ class RecordStream(TensorStream):
             yield window
         self._hold(place, record, crc)
 
-    def _check(self, place: Place, record: Record) -> None:
+    def _check(self, place: ChunkPlace, record: Record) -> None:
         crc, end = 0, record.start + record.size_bytes
         for start in range(record.start, end, self._window_bytes):
             buffer = bytearray(min(self._window_bytes, end - start))
             part = dataclasses.replace(place, start=start, size_bytes=len(buffer))
-            self._run([bytes_request(part, buffer)])
+            self._run([bytes_read(part, memoryview(buffer))])
             crc = zlib.crc32(buffer, crc)
         self._hold(place, record, crc)
 
-    def _hold(self, place: Place, record: Record, crc: int) -> None:
+    def _hold(self, place: ChunkPlace, record: Record, crc: int) -> None:
         if crc != record.crc32:
             raise IntegrityError(
                 f"{place.path} is damaged: the {record.size_bytes} bytes at byte "
@@ -251,7 +251,7 @@ class TorchFileSource:
     store: Store
     path: str
     tensors: Mapping[str, TensorInfo]
-    places: Mapping[Key, Place]
+    places: Mapping[Key, ChunkPlace]
     values: Mapping[str, object]
     planner_data: Mapping[str, tuple[str | int, ...]] | None
     ties: Mapping[str, str] = field(default_factory=dict)
@@ -272,11 +272,11 @@ class TorchFileSource:
         del deadline
         self.store = store
 
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> Place:
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
         """Return where a tensor lies."""
         return self.places[fqn, offsets]
 
-    def explain_missing(self, place: Place) -> Exception:
+    def explain_missing(self, place: ChunkPlace) -> Exception:
         """Return the error for a file that is gone."""
         return IntegrityError(
             f"{self.store.url}/{self.path}, which holds {place.fqn}, is missing.",
@@ -363,7 +363,7 @@ def _source_of(
     zipped: ZipRecords,
 ) -> TorchFileSource:
     tensors: dict[str, TensorInfo] = {}
-    places: dict[Key, Place] = {}
+    places: dict[Key, ChunkPlace] = {}
     records: dict[str, Record] = {}
     values: dict[str, object] = {}
     ties: dict[str, str] = {}
@@ -383,7 +383,7 @@ def _source_of(
         _check_plain(fqn, value, path)
         storage_start = _storage_start(value, path)
         start = storage_start + int(value.storage_offset()) * value.element_size()
-        place = Place(
+        place = ChunkPlace(
             path=path,
             fqn=fqn,
             start=start,

@@ -1,0 +1,420 @@
+"""Selections of chunks: read as few byte ranges, checked as they arrive, put where they belong.
+
+A chunk lies in its file as the bytes of its elements in C order. A selection that is one long run
+of bytes goes straight into its target's memory. Anything else is read in windows of bounded size
+and copied out, by a handful of strided copies for each. So nothing loops over rows, and thousands
+of small tensors share one request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import Literal, Protocol
+
+from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError
+from ckpt_storage.format.boxes import WindowCopy, coalesce, round_out
+from ckpt_storage.format.crc import first_wrong_block
+from ckpt_storage.format.selections import Selection, selected_copies, touched_spans
+from ckpt_storage.options import DEFAULT_BLOCK_BYTES
+
+from .costs import ReadCosts
+from .ranges import RangeRead, RangeReader, ignore
+
+Gaps = Literal["none", "cheap"]
+"""What is read between two selected elements: nothing but the rest of their blocks, or also what
+takes less time than another request."""
+
+_PIECE_BYTES = 256 << 10
+"""Checked and copied while they are in a processor's own cache."""
+
+_RESTORE = "Restore the file from a copy, or load another checkpoint."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPlace:
+    """Where the bytes of one chunk or blob lie, and their checksums if there are any.
+
+    `start` and `size_bytes` delimit the payload in the file, in bytes; `file_bytes` is the length
+    that the file must have, None if unknown. `crcs` are of blocks of `block_bytes`; None: no
+    checksums. An opaque item is no plain bytes of elements: only `torch.load` can read it, and
+    start and size are those of the whole item.
+    """
+
+    path: str
+    fqn: str
+    start: int
+    size_bytes: int
+    file_bytes: int | None = None
+    rank: int | None = None
+    block_bytes: int = 1
+    crcs: Sequence[int] | None = None
+    kind: Literal["raw", "opaque"] = "raw"
+
+    def check(self, view: memoryview, first_byte: int) -> None:
+        """Raise `IntegrityError` unless `view` is what was written from `first_byte` on.
+
+        `first_byte` is a multiple of `block_bytes`, and the view ends with a block or with the
+        payload.
+        """
+        if self.crcs is None:
+            return
+        size = self.block_bytes
+        at = first_wrong_block(view, size, self.crcs, first_byte // size)
+        if at is not None:
+            raise self.damage(first_byte + at)
+
+    def damage(self, payload_byte: int) -> IntegrityError:
+        """Return the error that says the block at `payload_byte` is not what was written."""
+        offset = self.start + payload_byte
+        by = f" (written by rank {self.rank})" if self.rank is not None else ""
+        return IntegrityError(
+            f"{self.path}{by} is damaged: the block of {self.fqn} at byte {offset} does not have "
+            "the checksum it was written with. Targets of this load hold undefined values.",
+            fqn=self.fqn,
+            offset=offset,
+            path=self.path,
+            rank=self.rank,
+            next_step=_RESTORE,
+        )
+
+    def unchecked(self) -> ChunkPlace:
+        """Return the place without its checksums."""
+        return dataclasses.replace(self, crcs=None, block_bytes=1)
+
+
+class Target(Protocol):
+    """Where the elements of one selection go; each is put once, by any thread."""
+
+    @property
+    def memory(self) -> memoryview | None:
+        """Writable bytes of the whole selection, if they may be filled as stored."""
+
+    def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        """Copy elements out of a window of checked bytes, which is used again afterwards."""
+
+
+class BytesTarget:
+    """A target of plain bytes."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory: memoryview | None = memory
+
+    def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        """Copy single bytes, which no selection of plain ones needs."""
+        raise NotImplementedError((len(window), copies))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRead:
+    """Elements of one chunk that are wanted, and where they go.
+
+    `where` has the positions in each dimension, counted from the chunk's first element; None is
+    the whole chunk.
+    """
+
+    place: ChunkPlace
+    item_bytes: int
+    chunk_sizes: tuple[int, ...]
+    where: Selection | None
+    target: Target
+
+
+def bytes_read(place: ChunkPlace, memory: memoryview, start: int = 0) -> ChunkRead:
+    """Return the read of the bytes of `place` from `start` on that fill `memory`."""
+    stop = start + len(memory)
+    return ChunkRead(
+        place=place,
+        item_bytes=1,
+        chunk_sizes=(place.size_bytes,),
+        where=None if (start, stop) == (0, place.size_bytes) else (range(start, stop),),
+        target=BytesTarget(memory),
+    )
+
+
+def concerns(error: CheckpointError, path: str) -> bool:
+    """Return whether `error` is about the file at `path`; stores may name it by its whole URL."""
+    return error.path is not None and (error.path == path or error.path.endswith(f"/{path}"))
+
+
+class ChunkReader:
+    """Reads selections of chunks through a `RangeReader`; may be used by several threads."""
+
+    def __init__(self, ranges: RangeReader, costs: ReadCosts) -> None:
+        self._ranges = ranges
+        self._costs = costs
+
+    def plan(
+        self, reads: Sequence[ChunkRead], *, gaps: Gaps = "cheap", turn: int | None = None
+    ) -> list[RangeRead]:
+        """Return the ranges that serve all `reads`; nothing is read.
+
+        A range has at most the options' `part_bytes`, except that a block or an element larger
+        than it is read whole. They are in order of file and offset. With a `turn` the files take
+        turns, beginning with another one for each `turn`, so that many readers do not ask for
+        one file at a time. Raises `FormatError` for a place of another length than its chunk.
+        """
+        options = self._ranges.options
+        total_bytes = sum(read.place.size_bytes for read in reads)
+        plan = _Plan(self._costs, options.part_bytes, options.thread_count, total_bytes, gaps)
+        for read in reads:
+            plan.add(read)
+        return plan.ranges(turn)
+
+    def read(
+        self,
+        reads: Sequence[ChunkRead],
+        *,
+        gaps: Gaps = "cheap",
+        on_bytes: Callable[[int], None] = ignore,
+    ) -> None:
+        """Read what is wanted and put it into the targets; all of it is checked on return.
+
+        Raises `IntegrityError` (file, FQN, offset) and what the store raises; targets are then
+        undefined.
+        """
+        self._ranges.run(self.plan(reads, gaps=gaps), on_bytes=on_bytes)
+
+    def read_bytes(
+        self, places: Sequence[ChunkPlace], *, on_bytes: Callable[[int], None] = ignore
+    ) -> list[bytearray]:
+        """Return all bytes of each place, checked."""
+        buffers = [bytearray(place.size_bytes) for place in places]
+        reads = [
+            bytes_read(place, memoryview(buffer))
+            for place, buffer in zip(places, buffers, strict=True)
+        ]
+        self.read(reads, on_bytes=on_bytes)
+        return buffers
+
+
+# Where a window begins and ends in its file, whose it is, and where it begins in the payload.
+_Window = tuple[int, int, ChunkRead, int]
+_INTERVAL = itemgetter(0, 1)
+
+
+class _Plan:
+    """Cuts reads into ranges of their own and windows that neighbours share."""
+
+    def __init__(
+        self, costs: ReadCosts, part_bytes: int, stream_count: int, total_bytes: int, gaps: Gaps
+    ) -> None:
+        if stream_count > 1:
+            part_bytes = costs.part_bytes(total_bytes, stream_count, part_bytes)
+        self._part_bytes = part_bytes
+        self._window_bytes = min(part_bytes, costs.window_bytes)
+        self._gap_bytes = 0 if gaps == "none" else costs.gap_bytes
+        self._direct_min_bytes = min(costs.direct_min_bytes, part_bytes)
+        self._copies_beat_requests = costs.request_s * costs.copy_bytes_s > self._window_bytes
+        self._direct: dict[str, list[RangeRead]] = {}
+        self._windows: dict[str, list[_Window]] = {}
+
+    def add(self, read: ChunkRead) -> None:
+        """Plan one read."""
+        place, where = read.place, read.where
+        total = place.size_bytes
+        if total != math.prod(read.chunk_sizes) * read.item_bytes:
+            raise FormatError(
+                f"{place.fqn} in {place.path} has {total} bytes; the metadata says "
+                f"{list(read.chunk_sizes)} elements of {read.item_bytes} bytes.",
+                path=place.path,
+                rank=place.rank,
+                next_step="Check that the checkpoint is complete and that its files belong "
+                "together.",
+            )
+        if where is None:
+            if 0 < total < self._direct_min_bytes and total <= self._window_bytes:
+                # Thousands of these: nothing to work out.
+                window = (place.start, place.start + total, read, 0)
+                self._windows.setdefault(place.path, []).append(window)
+            elif total:
+                self._add_run(read, 0, total)
+            return
+        if not all(where):
+            return
+        run = _run_of(read.chunk_sizes, where, read.item_bytes)
+        if run is not None:
+            self._add_run(read, *run)
+            return
+        block = place.block_bytes
+        grain = max(DEFAULT_BLOCK_BYTES if place.crcs is None else block, self._gap_bytes)
+        spans = touched_spans(read.chunk_sizes, where, read.item_bytes, grain)
+        for start, stop in _rounded(spans, block, total):
+            self._add_windows(read, start, stop)
+
+    def _add_run(self, read: ChunkRead, start: int, stop: int) -> None:
+        """Plan a selection that is the bytes [start, stop) of the payload."""
+        block, total = read.place.block_bytes, read.place.size_bytes
+        first, last = round_out(start, stop, block, total)
+        inner_start = start + -start % block
+        inner_stop = stop if stop == total else stop - stop % block
+        memory = None
+        if inner_stop - inner_start >= self._direct_min_bytes:
+            memory = read.target.memory
+        if memory is None:
+            self._add_windows(read, first, last)
+            return
+        ranges = self._direct.setdefault(read.place.path, [])
+        if self._copies_beat_requests:
+            # A part that holds an edge is copied: no request for the edge alone.
+            step = self._even_step(last - first, read)
+            for at in range(first, last, step):
+                end = min(at + step, last)
+                if start <= at and end <= stop:
+                    ranges.append(_into(read.place, memory[at - start : end - start], at))
+                else:
+                    self._add_windows(read, at, end)
+            return
+        step = self._step(self._part_bytes, read)
+        for at in range(inner_start, inner_stop, step):
+            end = min(at + step, inner_stop)
+            ranges.append(_into(read.place, memory[at - start : end - start], at))
+        self._add_windows(read, first, inner_start)
+        self._add_windows(read, inner_stop, last)
+
+    def _even_step(self, length: int, read: ChunkRead) -> int:
+        """Return a step that cuts `length` into parts of nearly one size, none beyond a part's."""
+        most = self._step(self._part_bytes, read)
+        part_count = -(-length // most)
+        fair = -(-length // part_count)
+        return min(most, fair + -fair % read.place.block_bytes)
+
+    def _step(self, most: int, read: ChunkRead) -> int:
+        block = read.place.block_bytes
+        step = max(block, most - most % block)
+        return max(read.item_bytes, step - step % read.item_bytes)
+
+    def _add_windows(self, read: ChunkRead, start: int, stop: int) -> None:
+        origin, step = read.place.start, self._step(self._window_bytes, read)
+        self._windows.setdefault(read.place.path, []).extend(
+            (origin + at, origin + min(at + step, stop), read, at)
+            for at in range(start, stop, step)
+        )
+
+    def ranges(self, turn: int | None) -> list[RangeRead]:
+        """Return what was planned, neighbouring windows joined."""
+        files = []
+        for path in sorted(self._direct.keys() | self._windows.keys()):
+            found, windows = self._direct.get(path, []), self._windows.get(path, [])
+            windows.sort(key=_INTERVAL)
+            intervals = list(map(_INTERVAL, windows))
+            for extent in coalesce(intervals, self._gap_bytes, self._window_bytes):
+                members = windows[extent.members[0] : extent.members[-1] + 1]
+                found.append(
+                    RangeRead(
+                        path=path,
+                        start=extent.start,
+                        stop=extent.stop,
+                        file_bytes=members[0][2].place.file_bytes,
+                        done=partial(_put_windows, members, extent.start),
+                    )
+                )
+            found.sort(key=lambda read: read.start)
+            files.append(found)
+        if turn is not None and files:
+            first = turn % len(files)
+            files = [*files[first:], *files[:first]]
+            most = max(map(len, files))
+            return [found[at] for at in range(most) for found in files if at < len(found)]
+        return [read for found in files for read in found]
+
+
+@functools.lru_cache(maxsize=256)
+def _run_of(
+    chunk_sizes: tuple[int, ...], where: Selection, item_bytes: int
+) -> tuple[int, int] | None:
+    """Return the bytes of a selection, which has elements, if they are adjacent; else None."""
+    start, stop = next(touched_spans(chunk_sizes, where, item_bytes, 1))
+    is_all = stop - start == math.prod(map(len, where)) * item_bytes
+    return (start, stop) if is_all else None
+
+
+def _rounded(spans: Iterable[tuple[int, int]], block: int, total: int) -> Iterator[tuple[int, int]]:
+    """Yield `spans`, which ascend, rounded out to whole blocks, those that then meet as one."""
+    held: tuple[int, int] | None = None
+    for start, stop in spans:
+        first, last = round_out(start, stop, block, total)
+        if held is not None and first <= held[1]:
+            held = (held[0], max(held[1], last))
+            continue
+        if held is not None:
+            yield held
+        held = (first, last)
+    if held is not None:
+        yield held
+
+
+def _into(place: ChunkPlace, memory: memoryview, start: int) -> RangeRead:
+    return RangeRead(
+        path=place.path,
+        start=place.start + start,
+        stop=place.start + start + len(memory),
+        file_bytes=place.file_bytes,
+        into=memory,
+        check=partial(_check, place, start),
+        edge_before=partial(_whole_blocks, place.block_bytes),
+    )
+
+
+def _check(place: ChunkPlace, first_byte: int, view: memoryview, offset: int) -> None:
+    place.check(view, first_byte + offset)
+
+
+def _whole_blocks(block_bytes: int, count: int) -> int:
+    return count - count % block_bytes
+
+
+def _put_windows(members: Sequence[_Window], extent_start: int, view: memoryview) -> None:
+    for file_start, file_stop, read, start in members:
+        part = view[file_start - extent_start : file_stop - extent_start]
+        memory = read.target.memory
+        if memory is None or not _is_run(read):
+            read.place.check(part, start)
+            put(read, start, part)
+            continue
+        block = read.place.block_bytes
+        step = max(block, _PIECE_BYTES - _PIECE_BYTES % block)
+        for at in range(0, len(part), step):
+            piece = part[at : at + step]
+            read.place.check(piece, start + at)
+            _fill(read, memory, start + at, piece)
+
+
+def put(read: ChunkRead, start: int, part: memoryview) -> None:
+    """Put where they belong the elements that `read` wants of checked bytes of its chunk.
+
+    `part` begins at byte `start` of the payload; both its ends lie between elements.
+    """
+    memory = read.target.memory
+    if memory is not None and _is_run(read):
+        _fill(read, memory, start, part)
+        return
+    size, sizes = read.item_bytes, read.chunk_sizes
+    where = tuple(map(range, sizes)) if read.where is None else read.where
+    copies = selected_copies(sizes, where, start // size, (start + len(part)) // size)
+    if copies:
+        read.target.put(part, copies)
+
+
+def _is_run(read: ChunkRead) -> bool:
+    where = read.where
+    return where is None or _run_of(read.chunk_sizes, where, read.item_bytes) is not None
+
+
+def _fill(read: ChunkRead, memory: memoryview, start: int, part: memoryview) -> None:
+    """Copy what a run, whose target is plain memory, wants of bytes from `start` on."""
+    if read.where is None:
+        memory[start : start + len(part)] = part
+        return
+    run = _run_of(read.chunk_sizes, read.where, read.item_bytes)
+    assert run is not None  # noqa: S101  # the caller looked; for the type checker
+    low, high = max(start, run[0]), min(start + len(part), run[1])
+    if low < high:
+        memory[low - run[0] : high - run[0]] = part[low - start : high - start]
