@@ -206,10 +206,13 @@ class _Plan:
     def __init__(
         self, costs: ReadCosts, part_bytes: int, stream_count: int, total_bytes: int, gaps: Gaps
     ) -> None:
+        most_bytes = part_bytes
         if stream_count > 1:
             part_bytes = costs.part_bytes(total_bytes, stream_count, part_bytes)
         self._part_bytes = part_bytes
-        self._window_bytes = min(part_bytes, costs.window_bytes)
+        # Who reads no gaps wants few requests more than many at a time.
+        window_bytes = most_bytes if gaps == "none" else part_bytes
+        self._window_bytes = min(window_bytes, costs.window_bytes)
         self._gap_bytes = 0 if gaps == "none" else costs.gap_bytes
         self._direct_min_bytes = min(costs.direct_min_bytes, part_bytes)
         self._copies_beat_requests = costs.request_s * costs.copy_bytes_s > self._window_bytes

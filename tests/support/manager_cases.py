@@ -16,14 +16,14 @@ import torch
 
 from ckpt_storage.background.handle import SaveHandle
 from ckpt_storage.errors import CheckpointError
+from ckpt_storage.inspect import shardcheck
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.restoring import Check, Restored
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.options import Timeouts
 from ckpt_storage.transfer.ranges import RangeReader
 
-READER: Any = RangeReader
-
+READS: Any = shardcheck
 """The module whose reads a job stands in for."""
 
 MARK = bytes(range(64))
@@ -276,35 +276,35 @@ def resume_counting(rank: int, root: str) -> int:
     """Restore after checking all; return how many bytes this rank read to check."""
     del rank
     counts: list[int] = []
-    run = READER.run
 
-    def counted(reader: RangeReader, reads: Any, **options: Any) -> None:
-        counts.extend(read.stop - read.start for read in reads)
-        run(reader, reads, **options)
+    class Counted(RangeReader):
+        def run(self, reads: Any, **options: Any) -> None:
+            counts.extend(read.stop - read.start for read in reads)
+            super().run(reads, **options)
 
-    READER.run = counted
+    READS.RangeReader = Counted
     try:
         with CheckpointManager(root, timeout=60) as manager:
             restore(manager, check="deep")
     finally:
-        READER.run = run
+        READS.RangeReader = RangeReader
     return sum(counts)
 
 
 def resume_hanging(rank: int, root: str) -> tuple[int, list[str]]:
     """Restore where the checking reads of rank 0 never end by themselves, of a large state."""
-    run = READER.run
 
-    def hanging(reader: RangeReader, reads: Any, **options: Any) -> None:
-        while rank == 0 and sum(read.stop - read.start for read in reads) > 1_000_000:
-            reader.deadline.check("The read")
-            reader.deadline.sleep(0.01)
-        run(reader, reads, **options)
+    class Hanging(RangeReader):
+        def run(self, reads: Any, **options: Any) -> None:
+            while rank == 0 and sum(read.stop - read.start for read in reads) > 1_000_000:
+                self.deadline.check("The read")
+                self.deadline.sleep(0.01)
+            super().run(reads, **options)
 
-    READER.run = hanging
+    READS.RangeReader = Hanging
     try:
         with CheckpointManager(root, timeout=60) as manager:
             found = restore(manager, check="deep")
     finally:
-        READER.run = run
+        READS.RangeReader = RangeReader
     return found.step, [one.name for one in found.skipped]
