@@ -16,7 +16,7 @@ from ckpt_storage.commit.attempt import Grant
 from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError
 from ckpt_storage.format.commit_record import HeadRef
 
-from .failures import spell_ranks
+from .failures import check_terms, spell_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,24 +176,7 @@ def refuse_all(hellos: Sequence[Hello], error: CheckpointError) -> list[Refused]
 
 def check_agreement(hellos: Sequence[Hello], *, phase: str) -> None:
     """Raise `RankMismatchError` listing value -> ranks unless all hellos have equal terms."""
-    names = {name: None for hello in hellos for name in hello.terms}
-    for name in names:
-        ranks_of: dict[str, list[int]] = {}
-        for hello in hellos:
-            ranks_of.setdefault(hello.terms.get(name, "(nothing)"), []).append(hello.rank)
-        if len(ranks_of) > 1:
-            listing = "; ".join(
-                f"{value!r}: ranks {spell_ranks(ranks)}" for value, ranks in ranks_of.items()
-            )
-            raise RankMismatchError(
-                f"Ranks disagree on {name}: {listing}. Nothing was "
-                f"{'written' if phase == 'plan' else 'loaded'}.",
-                values=ranks_of,
-                phase=phase,
-                next_step=f"Compute {name} on one rank and broadcast it, then save again."
-                if phase == "plan"
-                else "Load again when the save that is running there has ended.",
-            )
+    check_terms({hello.rank: hello.terms for hello in hellos}, phase=phase)
 
 
 def check_alike(hellos: Sequence[Hello]) -> None:

@@ -1,7 +1,4 @@
-"""Shared key-value memory of the ranks of one group: the place where they leave word.
-
-`coordination_torch` puts a process group's store behind `Board`.
-"""
+"""Key-value memory that the ranks of one group share, and how a rank waits on it."""
 
 from __future__ import annotations
 
@@ -23,112 +20,6 @@ _GROWTH = 1.25
 
 _LEAST_PATIENCE_S = 0.5
 _SPARE_PATIENCE_S = 1.0
-
-
-class Waits:
-    """How one rank waits in one operation. `deadline` is set anew with each phase.
-
-    Args:
-        board: where words are left.
-        deadline: of the present phase.
-        silence_s: how long the board's server may take to answer.
-        look_s: longest pause between two looks.
-        grace_s: how long after the deadline this rank names others. A late rank should name
-            itself first, then the coordinator name it, then anybody else.
-        tidy: does a little of what may as well be done while one waits; False if there is nothing.
-
-    """
-
-    def __init__(
-        self,
-        board: Board,
-        deadline: Deadline,
-        *,
-        silence_s: float,
-        look_s: float,
-        grace_s: float,
-        tidy: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.board = board
-        self.deadline = deadline
-        self.look_s = look_s
-        self.silence_s = silence_s
-        self._grace_s = grace_s
-        self._tidy = tidy
-        self.looks: list[Callable[[], CheckpointError | None]] = []
-        self._failure: CheckpointError | None = None
-        self._has_ended = False
-        self._wake = threading.Event()
-
-    @property
-    def failure(self) -> CheckpointError | None:
-        """Why there is nothing to wait for any more."""
-        for look in self.looks:
-            self._failure = self._failure or look()
-        return self._failure
-
-    def fail(self, error: CheckpointError) -> None:
-        """End all waits with `error`; from any thread."""
-        self._failure = error
-        self._wake.set()
-
-    def end(self) -> None:
-        """End the waits of threads that the operation has left behind; from any thread."""
-        self._has_ended = True
-        self._wake.set()
-
-    def patience_s(self) -> float:
-        """Return how long one look at the board may take before its server counts as gone."""
-        left_s = self.deadline.remaining_s() + _SPARE_PATIENCE_S
-        return max(_LEAST_PATIENCE_S, min(self.silence_s, left_s))
-
-    def until(self, look: Callable[[], _T | None], late: Callable[[], PhaseTimeoutError]) -> _T:
-        """Return what `look` finds; raise why the operation failed, or what `late` returns."""
-        pause_s = _FIRST_LOOK_S
-        while True:
-            found = look()
-            if found is not None:
-                return found
-            failure = self.failure
-            if failure is not None:
-                raise failure
-            if self._has_ended:
-                raise CheckpointError("What was waited for belongs to an operation that has ended.")
-            if time.monotonic() > self.deadline.at_monotonic_s + self._grace_s:
-                raise late()
-            if self._tidy():
-                continue
-            self._wake.wait(pause_s)
-            pause_s = min(_GROWTH * pause_s, self.look_s)
-
-    def within(self, seconds: float, keys: list[str]) -> bool:
-        """Wait for all `keys` for some seconds, whatever fails; return whether they came."""
-        end = time.monotonic() + seconds
-        pause_s = _FIRST_LOOK_S
-        while not self.board.has_all(keys, self.patience_s()):
-            if time.monotonic() > end:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(_GROWTH * pause_s, self.look_s)
-        return True
-
-    def missing(self, keys: Mapping[int, str]) -> list[int]:
-        """Return the ranks under whose key nothing lies."""
-        return [
-            rank for rank, key in keys.items() if not self.board.has_all([key], self.patience_s())
-        ]
-
-    def get(self, key: str) -> bytes | None:
-        """Return what lies under `key`."""
-        return self.board.get(key, self.patience_s())
-
-    def set(self, key: str, value: bytes) -> None:
-        """Leave a word."""
-        self.board.set(key, value, self.patience_s())
-
-    def delete(self, key: str) -> None:
-        """Remove a word."""
-        self.board.delete(key, self.patience_s())
 
 
 class BoardError(CheckpointError):
@@ -204,3 +95,94 @@ class LocalBoard:
         """What is there, sorted."""
         with self._lock:
             return sorted(self._values)
+
+
+class Waits:
+    """How one rank waits in one operation. `deadline` is set anew with each phase.
+
+    Args:
+        board: where messages are left.
+        deadline: of the present phase.
+        silence_s: how long the board's server may take to answer.
+        look_s: longest pause between two looks.
+        grace_s: how long after the deadline this rank names others. A late rank should name
+            itself first, then the coordinator name it, then anybody else.
+
+    """
+
+    def __init__(
+        self, board: Board, deadline: Deadline, *, silence_s: float, look_s: float, grace_s: float
+    ) -> None:
+        self.board = board
+        self.deadline = deadline
+        self.look_s = look_s
+        self.silence_s = silence_s
+        self.grace_s = grace_s
+        self._failure: CheckpointError | None = None
+        self._has_ended = False
+        self._wake = threading.Event()
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """Why there is nothing to wait for any more."""
+        return self._failure
+
+    def fail(self, error: CheckpointError) -> None:
+        """End all waits with `error`; from any thread."""
+        self._failure = error
+        self._wake.set()
+
+    def end(self) -> None:
+        """End the waits of threads that the operation has left behind; from any thread."""
+        self._has_ended = True
+        self._wake.set()
+
+    def patience_s(self) -> float:
+        """Return how long one look at the board may take before its server counts as gone."""
+        left_s = self.deadline.remaining_s() + _SPARE_PATIENCE_S
+        return max(_LEAST_PATIENCE_S, min(self.silence_s, left_s))
+
+    def until(self, look: Callable[[], _T | None], late: Callable[[], PhaseTimeoutError]) -> _T:
+        """Return what `look` finds; raise why the operation failed, or what `late` returns."""
+        pause_s = _FIRST_LOOK_S
+        while True:
+            found = look()
+            if found is not None:
+                return found
+            if self._failure is not None:
+                raise self._failure
+            if self._has_ended:
+                raise CheckpointError("What was waited for belongs to an operation that has ended.")
+            if time.monotonic() > self.deadline.at_monotonic_s + self.grace_s:
+                raise late()
+            self._wake.wait(pause_s)
+            pause_s = min(_GROWTH * pause_s, self.look_s)
+
+    def within(self, seconds: float, keys: Sequence[str]) -> bool:
+        """Wait for all `keys` for some seconds, whatever fails; return whether they came."""
+        end_s = time.monotonic() + seconds
+        pause_s = _FIRST_LOOK_S
+        while not self.board.has_all(keys, self.patience_s()):
+            if time.monotonic() > end_s:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(_GROWTH * pause_s, self.look_s)
+        return True
+
+    def missing(self, keys: Mapping[int, str]) -> list[int]:
+        """Return the ranks under whose key nothing lies."""
+        return [
+            rank for rank, key in keys.items() if not self.board.has_all([key], self.patience_s())
+        ]
+
+    def get(self, key: str) -> bytes | None:
+        """Return what lies under `key`."""
+        return self.board.get(key, self.patience_s())
+
+    def set(self, key: str, value: bytes) -> None:
+        """Leave a message."""
+        self.board.set(key, value, self.patience_s())
+
+    def delete(self, key: str) -> None:
+        """Remove a message."""
+        self.board.delete(key, self.patience_s())

@@ -6,7 +6,7 @@ import logging
 import pickle
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -170,6 +170,28 @@ def place_of(url: object) -> str:
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return ranks for the beginning of a sentence."""
     return f"Rank{'s' if len(ranks) != 1 else ''} {spell_ranks(ranks) if ranks else '?'}"
+
+
+def check_terms(terms_of: Mapping[int, Mapping[str, str]], *, phase: str) -> None:
+    """Raise `RankMismatchError` listing value -> ranks unless all ranks have equal terms."""
+    names = {name: None for terms in terms_of.values() for name in terms}
+    for name in names:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, terms in terms_of.items():
+            ranks_of.setdefault(terms.get(name, "(nothing)"), []).append(rank)
+        if len(ranks_of) > 1:
+            listing = "; ".join(
+                f"{value!r}: ranks {spell_ranks(ranks)}" for value, ranks in ranks_of.items()
+            )
+            raise RankMismatchError(
+                f"Ranks disagree on {name}: {listing}. Nothing was "
+                f"{'written' if phase == 'plan' else 'loaded'}.",
+                values=ranks_of,
+                phase=phase,
+                next_step=f"Compute {name} on one rank and broadcast it, then save again."
+                if phase == "plan"
+                else "Load again when the save that is running there has ended.",
+            )
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:

@@ -2,32 +2,39 @@
 
 No collective takes part. A collective waits as long as its group says, cannot be woken, names
 nobody and leaves its group broken. Here each wait is a loop that looks at its deadline, at the
-word of a rank that failed, and at the signs of life of those it waits for.
+report of a rank that failed, and at the signs of life of those it waits for.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
-import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.errors import CheckpointError, RankFailedError, SaveCancelledError
+from ckpt_storage.errors import (
+    CheckpointError,
+    PhaseTimeoutError,
+    RankFailedError,
+    SaveCancelledError,
+)
 from ckpt_storage.options import Phase, Timeouts
-from ckpt_storage.store.deadline import Deadline, Watch
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.deadline import Watch as OperationWatch
 
-from .agreement import Hello
-from .board import Board, BoardError, Waits
+from .board import BoardError, Waits
 from .failures import COORDINATOR, Report, lost_board, name_ranks, told_by, travelling
-from .meeting import GivenUp, Meeting
-from .signs import RankProcess, Siblings, Sign, Signs
-from .steps import Steps
-from .watch import Watcher
+from .meeting import Meeting
+from .signs import Siblings, Sign, Signs
+from .watch import Watch
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
 
 log = logging.getLogger("ckpt_storage")
 
@@ -50,33 +57,11 @@ It may host the store that they read it from.
 _REPORT_S = 3.0
 """How long a failing rank tries to report before it raises."""
 
-
-class Group(Protocol):
-    """What an operation needs of the ranks that run it."""
-
-    rank: int
-    world_size: int
-    look_s: float
-    board: Board
-    spare_board: Board | None
-    debris: list[str]
-    number: int
-    given_up: GivenUp | None
-    has_met: bool
-
-    @property
-    def process(self) -> RankProcess | None:
-        """The process that speaks for this rank."""
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this rank decides."""
-
-    def clear_debris(self, timeout_s: float) -> bool:
-        """Remove one thing that earlier operations left on the board; False if none is."""
+_INTERRUPTED_S = 1.5
+"""How long a rank that was interrupted before it met the others tries to tell them."""
 
 
-class Operation(Watch, Protocol):
+class Operation(OperationWatch, Protocol):
     """One save, load or consolidation, as one rank sees it; a `Watch` for its transfers.
 
     All ranks call `meet` first, and then the same steps (`gather`, `scatter`, `broadcast`,
@@ -175,15 +160,14 @@ class Operation(Watch, Protocol):
         """The last sign of life of each rank that this rank has heard of."""
 
 
-class BoardOperation(Steps):
+class BoardOperation:
     """An `Operation` over a board; a context manager.
 
     An exception that leaves the block is reported to all ranks, which raise within seconds wherever
-    they are.
+    they are. `id` is empty until the ranks have met; all keys begin with it.
     """
 
-    def __init__(self, group: Group, what: str, timeouts: Timeouts) -> None:
-        self.what = what
+    def __init__(self, group: Ranks, what: str, timeouts: Timeouts) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
         self.is_coordinator = group.is_coordinator
@@ -194,33 +178,32 @@ class BoardOperation(Steps):
         self.verdict: CheckpointError | None = None
         self.on_phase: Callable[[], object] = lambda: None
         self._group = group
-        self._board = group.board
         self._waits = Waits(
             group.board,
             Deadline("plan", timeouts.plan, watch=self),
             silence_s=timeouts.silence,
             look_s=min(group.look_s, _STEP_LOOK_S + group.world_size / 20_000),
             grace_s=_COORDINATOR_GRACE_S if group.is_coordinator else _MEMBER_GRACE_S,
-            tidy=lambda: self._tidy(self._waits.patience_s()),
         )
-        self._meeting = Meeting(
-            self._waits,
-            rank=group.rank,
-            world_size=group.world_size,
-            what=lambda: self.what,
-            number=group.number,
-            given_up=group.given_up,
-            has_met=group.has_met,
-            process=group.process,
-        )
+        self._meeting = Meeting(group, self._waits, what)
         self._signs = Signs(group.rank, group.world_size)
-        self._watcher: Watcher | None = None
+        self._watch: Watch | None = None
+        self._looks: list[Callable[[], CheckpointError | None]] = []
         self._step = 0
         self._keys: list[str] = []
         self._reporter: int | None = None
         self._wish: CheckpointError | None = None
         self._has_ended = False
         self._lock = threading.Lock()
+
+    @property
+    def what(self) -> str:
+        """What messages call the operation."""
+        return self._meeting.what
+
+    @what.setter
+    def what(self, what: str) -> None:
+        self._meeting.what = what
 
     def __enter__(self) -> Self:
         return self
@@ -234,11 +217,7 @@ class BoardOperation(Steps):
         try:
             if error is None:
                 # Beyond this phase's deadline nobody may be kept waiting.
-                left_s = min(_LEAVE_S, self._waits.deadline.remaining_s() + _MEMBER_GRACE_S)
-                # What there was no wait for; once all have left, the board's server may go.
-                while self._tidy(left_s):
-                    pass
-                self._leave(left_s)
+                self._leave(min(_LEAVE_S, self._waits.deadline.remaining_s() + _MEMBER_GRACE_S))
             else:
                 self._report(error)
         except BoardError as lost:
@@ -246,23 +225,23 @@ class BoardOperation(Steps):
         finally:
             self._has_ended = True
             self._waits.end()
-            if self._watcher is not None:
-                self._group.spare_board = self._watcher.stop()
-                self._watcher = None
-            self._group.number = max(self._group.number, self._meeting.number)
-            self._group.given_up = self._meeting.given_up
-            self._group.has_met = self._meeting.has_met
+            if self._watch is not None:
+                self._group.spare_board = self._watch.stop()
             self._group.debris.extend([*self._keys, *self._meeting.keys])
 
     # What transfers see.
 
     def failure(self) -> CheckpointError | None:
         """Return why the operation cannot go on; None while it can."""
+        for look in self._looks if self.id else ():
+            error = look() if self._waits.failure is None else None
+            if error is not None:
+                self.failed(error)
         return self._waits.failure
 
     def also_watch(self, look: Callable[[], CheckpointError | None]) -> None:
-        """End all waits of this rank with what `look` returns, once that is not None."""
-        self._waits.looks.append(look)
+        """End all waits of this rank with what `look` returns, once all ranks have met."""
+        self._looks.append(look)
 
     def advanced(self, byte_count: int) -> None:
         """Note bytes done in this phase, for the signs of life."""
@@ -291,7 +270,7 @@ class BoardOperation(Steps):
 
     @property
     def nonce(self) -> str:
-        """What this rank's word to the coordinator is known by, before there is an id."""
+        """What this rank's answer is known by, before there is an id."""
         return self._meeting.nonce
 
     # Phases.
@@ -303,8 +282,8 @@ class BoardOperation(Steps):
         seconds: float = getattr(self.timeouts, phase) if timeout_s is None else timeout_s
         self._waits.deadline = Deadline(phase, seconds, watch=self)
         self._signs.begin(phase, total_bytes)
-        if self._watcher is not None:
-            self._watcher.nudge()
+        if self._watch is not None:
+            self._watch.nudge()
         self.on_phase()
         return self._waits.deadline
 
@@ -322,64 +301,97 @@ class BoardOperation(Steps):
 
     def meet(self, terms: Mapping[str, str]) -> None:
         """Wait for all ranks and check that they mean the same; the first of all steps."""
-        hello = Hello(
-            nonce=self.nonce,
-            rank=self.rank,
-            host=socket.gethostname(),
-            terms={"the operation": " ".join(self.what.split()[:2]), **terms},
-        )
-        operation_id = self._meeting.come(hello)
-        # A question of the last operation bears the name of an answer that may not be read yet.
-        debris, own = self._group.debris, set(self._meeting.keys)
-        debris[:] = [key for key in debris if key not in own]
+        with self._over_the_board():
+            verdict = self._meeting.come(
+                {"the operation": " ".join(self.what.split()[:2]), **terms}
+            )
         with self._lock:
-            self.id = operation_id
+            self.id = verdict.operation_id
             wish = self._wish
         if wish is not None:
             raise wish
-        if self.world_size > 1:
-            # Not a new one each time: at each connection torch's server looks up the name of who
-            # calls, and answers nobody until DNS has.
-            twin, self._group.spare_board = self._group.spare_board, None
-            self._watcher = Watcher(
-                twin or self._board.twin(),
-                self._prefix,
-                what=self.what,
-                rank=self.rank,
-                world_size=self.world_size,
-                signs=self._signs,
-                phase=lambda: self._waits.deadline,
-                on_report=self._take_report,
-                on_failure=lambda error: self._set_failure(error, self.rank),
-                silence_s=self.timeouts.silence,
-                look_s=self._group.look_s,
-                siblings=Siblings(self._group.process, self._meeting.siblings),
-            )
-            self._keys += self._watcher.keys
-            self._watcher.start()
+        if self.world_size == 1:
+            return
+        # Not a new board each time: at each connection torch's server looks up the name of who
+        # calls, and answers nobody until DNS has.
+        group = self._group
+        twin, group.spare_board = group.spare_board, None
+        self._watch = Watch(
+            board=twin or group.board.twin(),
+            prefix=self._key(),
+            what=self.what,
+            rank=self.rank,
+            world_size=self.world_size,
+            signs=self._signs,
+            phase=lambda: self._waits.deadline,
+            on_report=self._take_report,
+            silence_s=self.timeouts.silence,
+            look_s=group.look_s,
+            siblings=Siblings(group.process, verdict.siblings),
+            debris=group.debris,
+        )
+        self._keys += self._watch.keys
+        self._watch.start()
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Send `payload` to the coordinator; it gets all in order of rank, others an empty list."""
+        step = self._next_step("gather")
+        with self._over_the_board():
+            if not self.is_coordinator:
+                self._put(f"{step}/{self.rank}", payload)
+                return []
+            keys = {rank: f"{step}/{rank}" for rank in self._others()}
+            self._await(keys)
+            got = {rank: self._take(key) for rank, key in keys.items()}
+        return [got.get(rank, payload) for rank in range(self.world_size)]
+
+    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+        """Give each rank its own of the coordinator's `payloads` (others pass none)."""
+        step = self._next_step("scatter")
+        with self._over_the_board():
+            if self.is_coordinator:
+                for rank in self._others():
+                    self._put(f"{step}/{rank}", payloads[rank])
+                return payloads[self.rank]
+            self._await({COORDINATOR: f"{step}/{self.rank}"})
+            return self._take(f"{step}/{self.rank}")
+
+    def broadcast(self, payload: bytes) -> bytes:
+        """Return the coordinator's `payload` on every rank (others pass anything)."""
+        step = self._next_step("broadcast")
+        with self._over_the_board():
+            if self.is_coordinator:
+                self._put(step, payload)
+                return payload
+            self._await({COORDINATOR: step})
+            return self._read(step)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Return the payloads of all ranks, in order of rank, on every rank."""
+        packed = self.broadcast(pickle.dumps(self.gather(payload)))
+        together: list[bytes] = pickle.loads(packed)  # noqa: S301  # our own ranks
+        return together
 
     def announce(self, outcome: bytes) -> None:
         """Tell all ranks how the operation ended; also after errors."""
         with self._over_the_board():
-            self._put(self._outcome_key, outcome)
+            self._put(self._key("outcome"), outcome)
 
     def outcome(self) -> bytes:
         """Return what the coordinator announces; on the other ranks."""
+        key = self._key("outcome")
         with self._over_the_board():
-            return self._outcome()
-
-    def _outcome(self) -> bytes:
-        try:
-            self._await({COORDINATOR: self._outcome_key})
-        except BoardError:
-            raise  # it would not answer the next look either
-        except CheckpointError as error:
-            # Who cancels asks a coordinator that lives, and may be in the middle of the commit.
-            is_wish = isinstance(error, SaveCancelledError)
-            seconds = self.timeouts.silence if is_wish else _LAST_WORD_S
-            if self.is_last_word(error) or not self._waits.within(seconds, [self._outcome_key]):
-                raise
-        return self._read(self._outcome_key)
+            try:
+                self._await({COORDINATOR: key})
+            except BoardError:
+                raise  # it would not answer the next look either
+            except CheckpointError as error:
+                # Who cancels asks a coordinator that lives, and may be in the middle of the commit.
+                is_wish = isinstance(error, SaveCancelledError)
+                seconds = self.timeouts.silence if is_wish else _LAST_WORD_S
+                if self.is_last_word(error) or not self._waits.within(seconds, [key]):
+                    raise
+            return self._read(key)
 
     def is_last_word(self, error: CheckpointError) -> bool:
         """Return whether the coordinator failed, and `error` is how."""
@@ -387,34 +399,79 @@ class BoardOperation(Steps):
         is_wish = isinstance(error, SaveCancelledError)
         return self._reporter == COORDINATOR and not is_silence and not is_wish
 
-    @property
-    def _outcome_key(self) -> str:
-        return f"{self._prefix}/outcome"
+    @contextmanager
+    def _over_the_board(self) -> Iterator[None]:
+        """Raise that the store is lost as what it means for the operation."""
+        try:
+            yield
+        except BoardError as error:
+            raise self._waits.failure or self.lost(error) from error
 
-    @property
-    def _failed_key(self) -> str:
-        return f"{self._prefix}/failed"
+    def _key(self, *parts: str) -> str:
+        return "/".join(("op", self.id, *parts))
 
-    def _tidy(self, timeout_s: float) -> bool:
-        """Remove a little of what earlier operations left: all ranks have gone on from there."""
-        return bool(self.id) and self._group.clear_debris(timeout_s)
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def _next_step(self, name: str) -> str:
+        self._step += 1
+        return self._key(f"{self._step}-{name}")
+
+    def _put(self, key: str, payload: bytes) -> None:
+        self._keys.append(key)
+        self._waits.set(key, payload)
+
+    def _read(self, key: str) -> bytes:
+        data = self._waits.get(key)
+        if data is None:
+            raise CheckpointError(
+                f"{self.what}: a message between ranks is gone ({key}).",
+                next_step="Make sure that all ranks call the same operations in the same order.",
+            )
+        return data
+
+    def _take(self, key: str) -> bytes:
+        data = self._read(key)
+        self._waits.delete(key)
+        return data
+
+    def _await(self, keys: Mapping[int, str]) -> None:
+        """Wait until something lies under each key, put there by the rank it is listed for."""
+        names = list(keys.values())
+
+        def look() -> bool | None:
+            self.failure()
+            return self._waits.board.has_all(names, self._waits.patience_s()) or None
+
+        self._waits.until(look, lambda: self._late(self._waits.missing(keys)))
+
+    def _late(self, ranks: Sequence[int]) -> PhaseTimeoutError:
+        deadline = self._waits.deadline
+        known = "; ".join(self._signs.describe(rank) for rank in ranks[:8])
+        verb = "has" if len(ranks) == 1 else "have"
+        return PhaseTimeoutError(
+            f"{name_ranks(ranks)} of {self.world_size} {verb} not ended it within "
+            f"{deadline.timeout_s:g} s in the {deadline.phase} phase of {self.what}: {known}.",
+            timeout_s=deadline.timeout_s,
+            rank=ranks[0] if ranks else None,
+            phase=deadline.phase,
+            next_step="Look at what those ranks are doing; if they are only slow, raise "
+            f"Timeouts.{deadline.phase}.",
+        )
 
     # Giving up together.
 
     def give_up(self, error: CheckpointError) -> None:
-        """End the operation on all ranks with `error`, from any thread; one that ended stays so.
-
-        Before all ranks have met, it takes effect when they do.
-        """
+        """End the operation on all ranks with `error`, from any thread; one that ended stays so."""
         with self._lock:
             if not self.id:
                 self._wish = error
                 return
         if not self._has_ended:
             report = pickle.dumps(Report(rank=self.rank, error=error))
-            twin = self._board.twin()
+            twin = self._group.board.twin()
             try:
-                twin.set_first(self._failed_key, report, _REPORT_S)
+                twin.set_first(self._key("failed"), report, _REPORT_S)
             finally:
                 twin.close()
             self._set_failure(error, self.rank)
@@ -427,14 +484,12 @@ class BoardOperation(Steps):
         `nonce` and `operation_id` are the last that were heard of it, empty if none were;
         `outcome` is what the coordinator's stand-in announces. In place of all other steps.
         """
-        if not operation_id and nonce and not self.is_coordinator:
-            operation_id = self._meeting.id_given(nonce, _LAST_WORD_S)
         if not operation_id:
+            # Under the nonce that it answered with, the verdict on that answer is heard as well.
+            self._meeting.nonce = nonce or self._meeting.nonce
             operation_id = self._come_failed(error)
             if not operation_id:
                 return
-            # The coordinator had taken the word of the process that is gone, and answered that.
-            self._board.delete(f"hello/{self.rank}", _REPORT_S)
         self.id = operation_id
         if outcome is not None:
             self.announce(outcome)
@@ -451,7 +506,7 @@ class BoardOperation(Steps):
         self.id = self.id or self._meeting.late_id
         if self._waits.failure is None:
             self._fail(error)
-        first = self._board.get(self._failed_key, _REPORT_S) if self.id else None
+        first = self._group.board.get(self._key("failed"), _REPORT_S) if self.id else None
         if first is not None:
             self.verdict = pickle.loads(first).error  # noqa: S301  # our own ranks
         self._leave(_LEAVE_FAILED_S)
@@ -466,18 +521,19 @@ class BoardOperation(Steps):
         cause.phase = cause.phase or self.current_phase
         if self.id:
             self._tell(cause)
-        elif not isinstance(error, Exception):
-            # An interrupted process must not wait.
-            self._meeting.leave_word(cause)
         elif not was_answered:
+            if not isinstance(error, Exception):
+                # An interrupted process must not wait for ranks that are not there.
+                self._waits.deadline = Deadline(self.current_phase, _INTERRUPTED_S)
+                self._waits.grace_s = 0.0
             self._come_failed(cause)
 
     def _tell(self, error: CheckpointError) -> None:
-        self._keys.append(self._failed_key)
+        self._keys.append(self._key("failed"))
         # Before its first step a coordinator plans for itself.
         decides = self.is_coordinator and self._step > 0 and error.phase in {"plan", "commit"}
         report = pickle.dumps(Report(rank=self.rank, error=error, decides=decides))
-        self._board.set_first(self._failed_key, report, _REPORT_S)
+        self._group.board.set_first(self._key("failed"), report, _REPORT_S)
 
     def _come_failed(self, error: CheckpointError) -> str:
         """Tell the ranks that this one failed before it met them.
@@ -490,7 +546,7 @@ class BoardOperation(Steps):
         if self.world_size > 1:
             log.error("Rank %d failed, and waits to tell the others: %s", self.rank, error)
         try:
-            return self._meeting.come(None, error)
+            return self._meeting.come(None, error).operation_id
         except CheckpointError as answered:
             log.debug("The ranks were told: %s", answered)
             return ""
@@ -499,20 +555,21 @@ class BoardOperation(Steps):
         """Say that this rank has read the outcome; the coordinator waits until all have."""
         if self.world_size == 1 or not self.id:
             return
-        key = f"{self._prefix}/left"
         if self.is_coordinator:
-            self._await_left({rank: f"{key}/{rank}" for rank in self._others()}, timeout_s)
-        self._keys.append(f"{key}/{self.rank}")
-        self._board.set(f"{key}/{self.rank}", b"left", timeout_s)
+            self._await_left(
+                {rank: self._key("left", str(rank)) for rank in self._others()}, timeout_s
+            )
+        self._keys.append(self._key("left", str(self.rank)))
+        self._group.board.set(self._keys[-1], b"left", timeout_s)
 
     def _await_left(self, keys: Mapping[int, str], timeout_s: float) -> None:
         self._keys += keys.values()
-        end = time.monotonic() + timeout_s
+        end_s = time.monotonic() + timeout_s
         while not self._waits.within(self._group.look_s, list(keys.values())):
             if self._waits.failure is not None:
                 # Who is gone leaves no word; the others have heard of it by now.
-                end = min(end, time.monotonic() + _LEAVE_FAILED_S)
-            if time.monotonic() > end:
+                end_s = min(end_s, time.monotonic() + _LEAVE_FAILED_S)
+            if time.monotonic() > end_s:
                 missing = name_ranks(self._waits.missing(keys))
                 log.warning("After %s nothing was heard of %s.", self.what, missing)
                 return
@@ -524,5 +581,5 @@ class BoardOperation(Steps):
                 self._waits.fail(error)
 
     def _take_report(self, report: Report) -> None:
-        if report.rank != self.rank:
-            self._set_failure(told_by(report, self.what), report.rank)
+        is_own = report.rank == self.rank
+        self._set_failure(report.error if is_own else told_by(report, self.what), report.rank)

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -68,11 +68,11 @@ class Ranks:
         self.board = board
         # The twin of the board that the last operation's watcher used and the next one's will.
         self.spare_board: Board | None = None
+        # Keys that this rank left in earlier operations.
         self.debris: list[str] = []
         self.number = 0
         self.given_up: GivenUp | None = None
-        self.has_met = False
-        self.is_taken = False
+        self.siblings: Mapping[int, RankProcess] = {}
         self._pid = pid
         self._lock = threading.Lock()
 
@@ -170,19 +170,6 @@ class Ranks:
         spare, self.spare_board = self.spare_board, None
         if spare is not None:
             spare.close()
-
-    def clear_debris(self, timeout_s: float) -> bool:
-        """Remove one thing of those that earlier operations left on the board; False if none is.
-
-        Once all ranks are in a later operation.
-        """
-        try:
-            # Of the threads that wait in one operation each takes its own.
-            key = self.debris.pop()
-        except IndexError:
-            return False
-        self.board.delete(key, timeout_s)
-        return True
 
 
 def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

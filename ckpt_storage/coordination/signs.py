@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -16,37 +15,24 @@ from pathlib import Path
 
 from ckpt_storage.options import Phase
 
-_START_FIELD = 19
-"""Of `/proc/<pid>/stat` behind the name: clock ticks from boot to the start of the process."""
-
-
-def start_ticks(pid: int | str) -> int | None:
-    """Return when a process began, in clock ticks since boot; None where that is not told."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-        return int(fields[_START_FIELD])
-    except (OSError, ValueError, IndexError):
-        return None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
-    """The process that speaks for a rank; `kernel` tells hosts and pid namespaces apart."""
+    """The process that speaks for a rank; `host` tells hosts and pid namespaces apart."""
 
-    kernel: tuple[str, str, int]
+    host: tuple[str, str, int]
     pid: int
-    start: int
 
     @classmethod
     def of(cls, pid: int) -> RankProcess | None:
-        """Return a process of this host; None where such processes cannot be told apart."""
-        start = start_ticks(pid)
+        """Return a process of this host; None where hosts cannot be told apart."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-            kernel = (socket.gethostname(), boot, Path("/proc/self/ns/pid").stat().st_ino)
+            return cls(
+                host=(socket.gethostname(), boot, Path("/proc/self/ns/pid").stat().st_ino), pid=pid
+            )
         except OSError:
             return None
-        return None if start is None else cls(kernel=kernel, pid=pid, start=start)
 
 
 class Siblings:
@@ -54,25 +40,26 @@ class Siblings:
 
     def __init__(self, own: RankProcess | None, ranks: Mapping[int, RankProcess]) -> None:
         self._ranks: dict[int, int] = {}
+        self._gone: list[int] = []
         for rank, process in ranks.items():
-            if own is None or process.kernel != own.kernel or process.pid == own.pid:
+            if own is None or process.host != own.host or process.pid == own.pid:
                 continue
-            with contextlib.suppress(OSError, AttributeError):  # Linux 5.3 and up
-                descriptor = os.pidfd_open(process.pid)
-                # Compared once it is open: from then on it means one process only.
-                if start_ticks(process.pid) == process.start:
-                    self._ranks[descriptor] = rank
-                else:
-                    os.close(descriptor)
+            try:
+                self._ranks[os.pidfd_open(process.pid)] = rank
+            except ProcessLookupError:
+                self._gone.append(rank)
+            except (OSError, AttributeError):  # before Linux 5.3, or no descriptor is to be had
+                continue
 
     def ended(self) -> list[int]:
         """Return the ranks whose process has ended, each once."""
-        if not self._ranks:
-            return []
-        poll = select.poll()
-        for descriptor in self._ranks:
-            poll.register(descriptor, select.POLLIN)
-        return [self._forget(descriptor) for descriptor, _ in poll.poll(0)]
+        gone, self._gone = self._gone, []
+        if self._ranks:
+            poll = select.poll()
+            for descriptor in self._ranks:
+                poll.register(descriptor, select.POLLIN)
+            gone += [self._forget(descriptor) for descriptor, _ in poll.poll(0)]
+        return gone
 
     def close(self) -> None:
         """Watch no more."""

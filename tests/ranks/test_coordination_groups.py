@@ -183,6 +183,29 @@ def test_a_rank_that_dies_is_named_by_the_others(ranks: RankPool, who: int) -> N
             assert outcome.value == (True, who), outcome
 
 
+def die_before_the_next(rank: int, who: int) -> tuple[bool, int | None]:
+    """Let one rank vanish after an operation; return what the others are told in the next."""
+    speak()
+    if rank == who:
+        os._exit(3)
+    try:
+        speak()
+    except RankFailedError as error:
+        return error.is_silent, error.rank
+    return False, None
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_rank_that_died_between_operations_is_named_at_once(ranks: RankPool, who: int) -> None:
+    """Ranks of its host need not wait until the plan phase is over: its process has ended."""
+    begin_s = time.monotonic()
+    outcomes = ranks.outcomes(die_before_the_next, who, world_size=3)
+    for rank, outcome in enumerate(outcomes):
+        if rank != who:
+            assert outcome.value == (True, who), outcome
+    assert time.monotonic() - begin_s < 15.0
+
+
 def die_with_the_server(rank: int, folder: str) -> tuple[bool, int | None]:
     """As `die`, where rank 0 serves the store and dies."""
     with cases.default_group(rank, 3, folder, kind="tcp"):
