@@ -118,6 +118,7 @@ class Waits:
         self.look_s = look_s
         self.silence_s = silence_s
         self.grace_s = grace_s
+        self.on_look: Callable[[], object] = lambda: None
         self._failure: CheckpointError | None = None
         self._has_ended = False
         self._wake = threading.Event()
@@ -149,6 +150,7 @@ class Waits:
             found = look()
             if found is not None:
                 return found
+            self.on_look()
             if self._failure is not None:
                 raise self._failure
             if self._has_ended:

@@ -152,7 +152,8 @@ class Operation(OperationWatch, Protocol):
     def also_watch(self, look: Callable[[], CheckpointError | None]) -> None:
         """End all waits of this rank with what `look` returns, once that is not None.
 
-        `look` is called every few milliseconds, in any thread that waits.
+        `look` is called every few milliseconds, in any thread that waits. Before all ranks have
+        met, what it returns takes effect when they do.
         """
 
     @property
@@ -233,15 +234,18 @@ class BoardOperation:
 
     def failure(self) -> CheckpointError | None:
         """Return why the operation cannot go on; None while it can."""
-        for look in self._looks if self.id else ():
+        for look in self._looks:
             error = look() if self._waits.failure is None else None
-            if error is not None:
+            if error is not None and self.id:
                 self.failed(error)
+            elif error is not None:
+                self._wish = self._wish or error
         return self._waits.failure
 
     def also_watch(self, look: Callable[[], CheckpointError | None]) -> None:
         """End all waits of this rank with what `look` returns, once all ranks have met."""
         self._looks.append(look)
+        self._waits.on_look = self.failure
 
     def advanced(self, byte_count: int) -> None:
         """Note bytes done in this phase, for the signs of life."""
@@ -438,12 +442,10 @@ class BoardOperation:
     def _await(self, keys: Mapping[int, str]) -> None:
         """Wait until something lies under each key, put there by the rank it is listed for."""
         names = list(keys.values())
-
-        def look() -> bool | None:
-            self.failure()
-            return self._waits.board.has_all(names, self._waits.patience_s()) or None
-
-        self._waits.until(look, lambda: self._late(self._waits.missing(keys)))
+        self._waits.until(
+            lambda: self._waits.board.has_all(names, self._waits.patience_s()) or None,
+            lambda: self._late(self._waits.missing(keys)),
+        )
 
     def _late(self, ranks: Sequence[int]) -> PhaseTimeoutError:
         deadline = self._waits.deadline

@@ -268,6 +268,35 @@ def test_what_is_wrong_with_the_checkpoint_is_raised_as_it_is_by_all() -> None:
         assert isinstance(error, CheckpointNotFoundError)
 
 
+@pytest.mark.parametrize("when", ["before they met", "in a step"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_a_rank_watches_besides_ends_the_operation_of_all(who: int, when: str) -> None:
+    """As if it had raised; before the ranks have met, once they have."""
+    asked = threading.Event()
+
+    def body(coordinator: Ranks) -> None:
+        with coordinator.operation("the test", timeouts=LONG) as operation:
+            if coordinator.rank == who:
+
+                def look() -> CheckpointError | None:
+                    asked.set()
+                    return CheckpointError("the worker died")
+
+                if when == "before they met":
+                    operation.also_watch(look)
+            elif when == "before they met":
+                assert asked.wait(END_S)
+            operation.meet(TERMS)
+            if coordinator.rank == who:
+                operation.also_watch(look)
+            while True:
+                operation.all_gather(b"")
+
+    for rank, error in enumerate(errors(run(group(LocalBoard(), 3), body))):
+        assert "the worker died" in str(error)
+        assert error.rank == who, rank
+
+
 class OddError(CheckpointError):
     """An error that cannot be sent to another process."""
 
