@@ -51,8 +51,9 @@ if TYPE_CHECKING:
     from .inspect.statistics import TensorStats
     from .inspect.verification import VerifyReport, verify
     from .loads.loading import load
+    from .manager.deletion import delete
     from .manager.manager import CheckpointManager
-    from .manager.pruning import PruneReport
+    from .manager.pruning import PruneReport, prune
     from .manager.restoring import Restored
     from .manager.retention import (
         Candidate,
@@ -121,11 +122,13 @@ __all__ = [
     "consolidate",
     "convert",
     "copy",
+    "delete",
     "diagnose",
     "diff",
     "list_checkpoints",
     "load",
     "open_checkpoint",
+    "prune",
     "publish",
     "register_backend",
     "save",
@@ -187,9 +190,11 @@ _DEFINED_IN = {
     "consolidate": "export.consolidating",
     "convert": "export.converting",
     "copy": "export.copying",
+    "delete": "manager.deletion",
     "diagnose": "inspect.doctor",
     "diff": "inspect.checkpoint",
     "list_checkpoints": "commit.catalog",
+    "prune": "manager.pruning",
     "publish": "commit.catalog",
     "register_backend": "store.registry",
     "load": "loads.loading",

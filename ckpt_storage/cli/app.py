@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
 import re
 import shlex
+import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from importlib import import_module, util
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,82 +26,53 @@ from ckpt_storage.store.redaction import Scrubber
 
 from .output import BROKEN_PIPE, COULD_NOT_RUN, FOUND, INTERRUPTED, SOUND
 
-_LOOK_S = 0.1
 _GRACE_S = 4.0
 """For discarding uploads that are under way; what stays is freed by a later save or copy."""
 
 
-class InterruptedRunError(Exception):
-    """The user interrupted the run; `is_running` if it could not be ended."""
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGINT end the process within `_GRACE_S`, also where a client of a storage hangs."""
 
-    def __init__(self, *, is_running: bool) -> None:
-        self.is_running = is_running
-        super().__init__("interrupted")
+    def interrupt(_number: int, _frame: object) -> NoReturn:
+        timer = threading.Timer(_GRACE_S, _leave_at_once)
+        timer.daemon = True
+        timer.start()
+        raise KeyboardInterrupt
 
-
-class _Run(threading.Thread):
-    """One command on its way."""
-
-    def __init__(self, command: Callable[[], int]) -> None:
-        super().__init__(name="ckpt-storage command", daemon=True)
-        self._command = command
-        self.code = 0
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.code = self._command()
-        except BaseException as error:  # noqa: BLE001  # raised again by the main thread
-            self.error = error
-
-    def interrupt(self) -> None:
-        """Have `KeyboardInterrupt` raised in this thread at its next step of Python."""
-        if self.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self.ident), ctypes.py_object(KeyboardInterrupt)
-            )
-
-
-def run_interruptibly(command: Callable[[], int]) -> int:
-    """Run a command and return its code; raise what it raised, or `InterruptedRunError`."""
-    run = _Run(command)
-    run.start()
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        # Ignored, as in a job of the background; or another program's, which calls this one.
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
     try:
-        while run.is_alive():
-            run.join(_LOOK_S)
-    except KeyboardInterrupt:
-        run.interrupt()
-        with contextlib.suppress(KeyboardInterrupt):
-            run.join(_GRACE_S)
-        raise InterruptedRunError(is_running=run.is_alive()) from None
-    if run.error is not None:
-        raise run.error
-    return run.code
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def leave_at_once(code: int) -> None:
+def _leave_at_once() -> None:
     """End the process although a thread still runs, which might hold up an orderly end."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+    _say("interrupted.")
+    os._exit(INTERRUPTED)
 
 
 _NAME = "ckpt-storage"
 
 _COMMANDS = {
-    "ls": "ls",
-    "show": "show",
-    "tree": "tree",
-    "cat": "cat",
-    "stats": "stats",
-    "verify": "verify",
-    "diff": "diff",
-    "cp": "cp",
-    "convert": "convert",
-    "consolidate": "consolidate",
-    "prune": "prune",
-    "doctor": "doctor",
+    "ls": "look",
+    "show": "look",
+    "tree": "look",
+    "cat": "values",
+    "stats": "values",
+    "verify": "check",
+    "diff": "check",
+    "cp": "move",
+    "convert": "move",
+    "consolidate": "move",
+    "rm": "tidy",
+    "prune": "tidy",
+    "doctor": "check",
 }
 """Each command, in the order of the help, and the module here that defines it."""
 
@@ -127,17 +98,17 @@ class App(click.Group):
     """A group whose commands are imported when they are called, and whose calls end one way."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the commands that are there."""
+        """Return the names of the commands."""
         del ctx
-        return [name for name, module in _COMMANDS.items() if _is_there(module)]
+        return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command; None for a name that is none."""
         del ctx
         module = _COMMANDS.get(cmd_name)
-        if module is None or not _is_there(module):
+        if module is None:
             return None
-        command: click.Command = getattr(import_module(f"{__package__}.{module}"), module)
+        command: click.Command = getattr(import_module(f"{__package__}.{module}"), cmd_name)
         return command
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401  # click's
@@ -161,29 +132,20 @@ class App(click.Group):
         given = list(sys.argv[1:] if args is None else args)
         code = self._ended(given, prog_name or _NAME, complete_var, extra)
         if standalone_mode:
-            _leave(code)
+            sys.exit(code)
         return code
 
     def _ended(
         self, given: list[str], prog_name: str, complete_var: str | None, extra: dict[str, Any]
     ) -> int:
         """Return the exit code of one call, with its error printed in one line."""
-
-        def command() -> int:
-            code = run(given, prog_name, complete_var, standalone_mode=False, **extra)
-            return code if isinstance(code, int) else SOUND
-
-        run = super().main
         log = logging.getLogger("ckpt_storage")
         handler = _Warnings(given)
         log.addHandler(handler)
         try:
-            return run_interruptibly(command)
-        except InterruptedRunError as error:
-            _say("interrupted.")
-            if error.is_running:
-                leave_at_once(INTERRUPTED)
-            return INTERRUPTED
+            with _interruptible():
+                code = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
+            return code if isinstance(code, int) else SOUND
         except (click.Abort, KeyboardInterrupt):
             _say("interrupted.")
             return INTERRUPTED
@@ -242,10 +204,6 @@ def _as_typed(message: str) -> str:
     return message
 
 
-def _is_there(module: str) -> bool:
-    return util.find_spec(f"{__package__}.{module}") is not None
-
-
 def _confided(given: Sequence[str]) -> dict[str, object]:
     """Return what was given as storage options: on the command line, as JSON there, in files."""
     values: list[object] = []
@@ -286,10 +244,6 @@ def _say(message: str) -> None:
     with contextlib.suppress(OSError):
         # Names in it may come from a checkpoint.
         sys.stderr.write(f"{_NAME}: {shown(' '.join(message.split()))}\n")
-
-
-def _leave(code: int) -> NoReturn:
-    sys.exit(code)
 
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}

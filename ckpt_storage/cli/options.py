@@ -37,7 +37,7 @@ def common(command: Command) -> Command:
         click.option(
             "--timeout",
             metavar="SECONDS",
-            callback=_duration,
+            callback=duration,
             help="Give up once one step (planning, reading, writing) takes so long; 90, 30m, 2h. "
             "Default an hour. cp, convert and verify: once nothing has moved for so long.",
         ),
@@ -85,6 +85,15 @@ def json_option(command: Command) -> Command:
     return decorated
 
 
+def bytes_option(
+    name: str, help_text: str, *, default: str | None = None
+) -> Callable[[Command], Command]:
+    """Add an option that is a number of bytes, such as 512MiB; the command gets an `int`."""
+    return click.option(
+        name, metavar="BYTES", default=default, show_default=True, callback=_bytes, help=help_text
+    )
+
+
 def memory_option(command: Command) -> Command:
     """Add `--memory-limit`; the command gets `memory_limit_bytes`."""
     option = click.option(
@@ -96,6 +105,26 @@ def memory_option(command: Command) -> Command:
     )
     decorated: Command = option(command)
     return decorated
+
+
+def threads_option(command: Command) -> Command:
+    """Add `--threads`; the command gets `thread_count`."""
+    option = click.option(
+        "--threads", "thread_count", type=click.IntRange(min=1), help="Requests in flight."
+    )
+    decorated: Command = option(command)
+    return decorated
+
+
+def patterns_option(name: str, help_text: str) -> Callable[[Command], Command]:
+    """Add an option that may be repeated; the command gets a tuple, or None without any."""
+    return click.option(
+        f"--{name}",
+        multiple=True,
+        metavar="FQN",
+        callback=lambda _ctx, _param, given: given or None,
+        help=help_text,
+    )
 
 
 def page_cache_option(command: Command) -> Command:
@@ -164,14 +193,14 @@ def parse_slice(text: str) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _duration(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    del ctx, param
+def duration(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """Return an option's length of time in seconds; the callback of such options."""
     if value is None:
         return None
     try:
         return duration_s(value)
     except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+        raise click.BadParameter(str(error), ctx=ctx, param=param) from error
 
 
 def byte_count(text: str, option: str) -> int:

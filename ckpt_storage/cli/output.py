@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -119,15 +120,15 @@ def notice(text: str) -> None:
         click.echo(shown(text), err=True)
 
 
-def emit(kind: str, /, **values: object) -> None:
-    """Print one JSON object; `schema` names its keys and their version."""
-    click.echo(document(kind, **values), nl=False)
+def emit(kind: str, report: object = None, /, **values: object) -> None:
+    """Print one JSON object: the fields of a dataclass and `values`; `schema` names its kind."""
+    click.echo(document(kind, report, **values), nl=False)
 
 
-def document(kind: str, /, **values: object) -> str:
+def document(kind: str, report: object = None, /, **values: object) -> str:
     """Return what `emit` prints."""
-    body = {"schema": f"ckpt_storage.cli.{kind}/1", **values}
-    return f"{json.dumps(_plain(body), ensure_ascii=False, allow_nan=False, indent=2)}\n"
+    body = {"schema": f"ckpt_storage.cli.{kind}/1", **(_plain(report) or {}), **_plain(values)}
+    return f"{json.dumps(body, ensure_ascii=False, allow_nan=False, indent=2)}\n"
 
 
 def safe(text: str) -> str:
@@ -137,12 +138,15 @@ def safe(text: str) -> str:
 
 def _plain(value: object) -> Any:  # noqa: ANN401  # what JSON has
     """Return a value as JSON has it; what is no finite number becomes its name."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, str | bool | int) or value is None:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: _plain(getattr(value, name)) for name in names if name[0] != "_"}
     if isinstance(value, Iterable):
         return [_plain(one) for one in value]
     return str(value)
@@ -156,6 +160,12 @@ def size(count: int | None) -> str:
 def line(text: str = "") -> None:
     """Print one line; names in it may come from a checkpoint."""
     click.echo(shown(text))
+
+
+def names(title: str, found: Iterable[str]) -> None:
+    """Print names in one line, if there are any."""
+    if told := ", ".join(found):
+        line(f"{title}: {told}.")
 
 
 def facts(pairs: Mapping[str, object]) -> None:

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.state_dict import (
 from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.loads.loading import load
+from ckpt_storage.manager.deletion import delete
 from ckpt_storage.options import Timeouts
 from ckpt_storage.saves.saving import SaveOptions, run_save, save
 
 from .packing import OUTLINE, pack, unpack
-from .removing import remove
 from .whole import WholePlanner
 
 __all__ = ["CheckpointStorageIO", "CheckpointStorageStrategy"]
@@ -108,7 +108,12 @@ class CheckpointStorageIO(CheckpointIO):
 
         Raises `StorageError`, `PhaseTimeoutError`.
         """
-        remove(path, storage_options=self._storage_options or None, timeouts=self._timeouts)
+        delete(
+            path,
+            storage_options=self._storage_options or None,
+            timeout=self._timeouts,
+            missing_ok=True,
+        )
 
 
 class CheckpointStorageStrategy(ModelParallelStrategy):
@@ -189,7 +194,12 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
         Raises `StorageError`, `PhaseTimeoutError`.
         """
         if self.is_global_zero:
-            remove(filepath, storage_options=self._storage_options or None, timeouts=self._timeouts)
+            delete(
+                filepath,
+                storage_options=self._storage_options or None,
+                timeout=self._timeouts,
+                missing_ok=True,
+            )
 
 
 def _optimizer(number: int) -> str:

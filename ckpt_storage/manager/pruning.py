@@ -59,7 +59,7 @@ class PruneReport:
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
-def prune_checkpoints(
+def prune(
     root_url: str | os.PathLike[str],
     keep: Keep,
     *,

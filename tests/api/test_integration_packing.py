@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 import ckpt_storage
 from ckpt_storage import FormatError
 from ckpt_storage.integrations.packing import OUTLINE, pack, unpack
-from ckpt_storage.integrations.removing import remove
 from ckpt_storage.integrations.whole import WholePlanner
-from ckpt_storage.options import Timeouts
+from ckpt_storage.manager.deletion import delete
 
 _LEAVES = st.one_of(
     st.none(),
@@ -162,9 +161,9 @@ def test_removing_is_final_and_idempotent(tmp_path: Path) -> None:
     for name in ("one", "two"):
         ckpt_storage.save({"x": torch.rand(2)}, tmp_path / name)
     for _ in range(2):
-        remove(tmp_path / "one", storage_options=None, timeouts=Timeouts())
+        delete(tmp_path / "one", missing_ok=True)
         assert [info.name for info in ckpt_storage.list_checkpoints(tmp_path)] == ["two"]
-    remove(tmp_path / "never", storage_options=None, timeouts=Timeouts())
+    delete(tmp_path / "never", missing_ok=True)
     assert not list(tmp_path.glob("one/saves/*"))
 
 
@@ -176,7 +175,7 @@ def test_removing_what_is_not_ours_is_no_error_and_changes_nothing(
     (tmp_path / "file").write_bytes(b"of torch.save")
     (tmp_path / "folder").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    remove(tmp_path / where, storage_options=None, timeouts=Timeouts())
+    delete(tmp_path / where, missing_ok=True)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -184,5 +183,5 @@ def test_removing_nothing_from_object_storage_makes_nothing() -> None:
     """Where there are no folders nothing is written to find out that there is nothing."""
     fs = fsspec.filesystem("memory")
     url = f"memory://{uuid.uuid4().hex}"
-    remove(f"{url}/never", storage_options=None, timeouts=Timeouts())
+    delete(f"{url}/never", missing_ok=True)
     assert not fs.exists(url)

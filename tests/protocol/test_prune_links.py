@@ -12,13 +12,12 @@ from manager_cases import blank, restore, state_of, step_in
 from prune_cases import name_of
 
 import ckpt_storage
-from ckpt_storage.integrations.removing import remove
 from ckpt_storage.manager.census import Census
+from ckpt_storage.manager.deletion import delete
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.pruning import Pruner, prune_checkpoints
+from ckpt_storage.manager.pruning import Pruner, prune
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.manager.stepnames import StepNames
-from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
@@ -43,7 +42,7 @@ def test_a_link_of_any_name_pins_what_it_means(tmp_path: Path, target: str) -> N
     saved(tmp_path, 1, 2, 3)
     (tmp_path / "best").symlink_to(tmp_path / name_of(1) / target)
     (tmp_path / "elsewhere").symlink_to(tmp_path.parent)
-    report = prune_checkpoints(tmp_path, KeepLatest(1), dry_run=False)
+    report = prune(tmp_path, KeepLatest(1), dry_run=False)
     assert report.deleted == (name_of(2),)
     kept = {decision.name: decision.reasons for decision in report.plan.kept}
     assert kept[name_of(1)] == ("best is a link to it",)
@@ -55,7 +54,7 @@ def test_a_link_to_a_file_pins_its_checkpoint(tmp_path: Path) -> None:
     """The weights of an export are linked to: the checkpoint that they belong to stays."""
     saved(tmp_path, 1, 2)
     (tmp_path / "weights.safetensors").symlink_to(f"{name_of(1)}/commits/00000001.json")
-    report = prune_checkpoints(tmp_path, KeepLatest(1), dry_run=False)
+    report = prune(tmp_path, KeepLatest(1), dry_run=False)
     assert report.deleted == ()
 
 
@@ -129,6 +128,6 @@ def test_removing_a_link_leaves_what_it_means(tmp_path: Path) -> None:
         ckpt_storage.save(state_of(1), tmp_path / name, sync_files=False)
     for target in ("best", "nowhere"):
         (tmp_path / "last").symlink_to(target)
-        remove(tmp_path / "last", storage_options=None, timeouts=Timeouts())
+        delete(tmp_path / "last", missing_ok=True)
         assert not (tmp_path / "last").is_symlink()
     assert restored_from(tmp_path / "best") == 1

@@ -17,11 +17,9 @@ from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.errors import StorageError
 from ckpt_storage.export.consolidation.removal import remove_exports
 from ckpt_storage.format.exports import Holder, Series
-from ckpt_storage.integrations.removing import remove
+from ckpt_storage.manager.deletion import delete
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.pruning import prune_checkpoints
 from ckpt_storage.manager.retention import KeepLatest
-from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store, probe
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.store.deadline import Deadline
@@ -50,11 +48,11 @@ def test_a_stock_save_under_a_pruned_name_stays(tmp_path: Path) -> None:
     """Another tool saves where one of ours was deleted: it is listed, opened and left alone."""
     saved_steps(tmp_path, 1, 2, 3)
     folder = tmp_path / name_of(1)
-    assert prune_checkpoints(tmp_path, KeepLatest(2), dry_run=False).deleted == (name_of(1),)
+    assert ckpt_storage.prune(tmp_path, KeepLatest(2), dry_run=False).deleted == (name_of(1),)
     dcp.save(state_of(1), storage_writer=dcp.FileSystemWriter(folder))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for _ in range(2):
-        report = prune_checkpoints(tmp_path, KeepLatest(1), dry_run=False)
+        report = ckpt_storage.prune(tmp_path, KeepLatest(1), dry_run=False)
         assert report.failed == {}
     with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
         assert manager.prune() is not None
@@ -69,7 +67,7 @@ def test_a_stock_save_under_a_pruned_name_stays(tmp_path: Path) -> None:
         (name_of(1), "dcp"),
         (name_of(3), "ckpt_storage"),
     ]
-    remove(folder, storage_options=None, timeouts=Timeouts())
+    delete(folder, missing_ok=True)
     state = blank()
     ckpt_storage.load(state, folder)
     assert step_in(state) == 1
@@ -123,7 +121,7 @@ def test_removing_a_checkpoint_removes_its_exports(tmp_path: Path) -> None:
     assert list((tmp_path / "a/hf").iterdir())
     (tmp_path / "a/notes.txt").write_text("mine")
     for _ in range(2):
-        remove(tmp_path / "a", storage_options=None, timeouts=Timeouts())
+        delete(tmp_path / "a", missing_ok=True)
         assert not (tmp_path / "a/hf").exists()
     assert (tmp_path / "a/notes.txt").read_text() == "mine"
 
@@ -132,10 +130,10 @@ def test_a_link_to_an_older_step_is_no_newer_checkpoint(tmp_path: Path) -> None:
     """A link counts for nothing, and what it means is kept as long as it is there."""
     saved_steps(tmp_path, 4, 5)
     (tmp_path / name_of(10)).symlink_to(name_of(5))
-    report = prune_checkpoints(tmp_path, KeepLatest(1), dry_run=False)
+    report = ckpt_storage.prune(tmp_path, KeepLatest(1), dry_run=False)
     assert report.deleted == (name_of(4),)
     saved_steps(tmp_path, 7)
-    report = prune_checkpoints(tmp_path, KeepLatest(1), dry_run=False)
+    report = ckpt_storage.prune(tmp_path, KeepLatest(1), dry_run=False)
     assert report.deleted == ()
     kept = {decision.name: decision.reasons for decision in report.plan.kept}
     assert kept[name_of(5)] == (f"{name_of(10)} is a link to it",)
@@ -276,7 +274,7 @@ def test_a_folder_in_which_others_write_stays(tmp_path: Path) -> None:
     store = open_store(Location.of(tmp_path / "a"))
     upload = store.upload("hf/adapter.bin")
     upload.write_part(0, 0, [memoryview(b"data")], last=True)
-    remove(tmp_path / "a", storage_options=None, timeouts=Timeouts())
+    delete(tmp_path / "a", missing_ok=True)
     upload.complete(4)
     store.close()
     assert [path.name for path in (tmp_path / "a/hf").iterdir()] == ["adapter.bin"]

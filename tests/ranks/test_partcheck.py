@@ -19,7 +19,7 @@ from ckpt_storage.inspect.partcheck import check_part, part_bytes
 from ckpt_storage.inspect.shardspots import Part
 from ckpt_storage.manager import restoring
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.pruning import prune_checkpoints
+from ckpt_storage.manager.pruning import prune
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
@@ -113,7 +113,7 @@ def test_what_no_load_needs_is_no_reason_to_go_back(tmp_path: Path, what: str) -
     else:
         (weights,) = newest.glob("hf/*.safetensors")
         weights.write_bytes(weights.read_bytes()[:-9])
-    report = prune_checkpoints(tmp_path, KeepLatest(1))
+    report = prune(tmp_path, KeepLatest(1))
     assert report.plan.anchor is not None
     assert report.plan.anchor.step == 2
     with CheckpointManager(tmp_path, timeout=60) as manager:

@@ -14,7 +14,7 @@ from commit_tools import sealed
 from servers import Running
 
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.pruning import prune_checkpoints
+from ckpt_storage.manager.pruning import prune
 from ckpt_storage.manager.retention import Keep, KeepBest, KeepEvery, KeepLatest, KeepNewerThan
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
@@ -89,9 +89,7 @@ def test_a_run_is_saved_pruned_and_resumed(root: Running) -> None:
         report = manager.prune()
         assert report is not None
         assert report.deleted == (), "all are young, by the storage's clock"
-    report = prune_checkpoints(
-        root.url, KeepLatest(1), dry_run=False, storage_options=root.storage_options
-    )
+    report = prune(root.url, KeepLatest(1), dry_run=False, storage_options=root.storage_options)
     assert report.deleted == ("step-00000002", "step-00000004")
 
 

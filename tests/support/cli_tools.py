@@ -81,6 +81,7 @@ FREE = {
     "ls": ("checkpoints.metrics.",),
     "show": ("metrics.",),
     "cat": ("values.",),
+    "cp": ("failed_exports.",),
     "consolidate": ("ties.",),
     "prune": ("skipped.", "failed."),
     "doctor": ("capabilities.",),

@@ -7,6 +7,7 @@ code. What happens before it imports torch is not tested this way; such tests st
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -86,11 +87,9 @@ def _run_all(
 def _kill(process: ForkServerProcess) -> None:
     """End it and what it started."""
     if process.pid is not None:
-        for send in (lambda pid: os.killpg(pid, signal.SIGKILL), lambda pid: os.kill(pid, 9)):
-            try:
-                send(process.pid)
-            except (ProcessLookupError, PermissionError):
-                continue
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
     process.join(10)
 
 

@@ -1,4 +1,4 @@
-"""`ckpt-storage prune ROOT`: delete what no policy keeps."""
+"""`rm` and `prune`: delete one checkpoint, or those that no policy keeps."""
 
 from __future__ import annotations
 
@@ -7,12 +7,59 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from . import output
-from .options import common, duration_s, json_option, storage_options, url_argument
+from .options import common, duration, json_option, storage_options, url_argument
 from .output import FOUND, SOUND, check_root
 
 if TYPE_CHECKING:
     from ckpt_storage.manager.pruning import PruneReport
     from ckpt_storage.manager.retention import Decision, RetentionPolicy
+
+
+@click.command(short_help="Delete one checkpoint.")
+@url_argument()
+@click.option("--yes", is_flag=True, help="Delete. Without it, only what would go is shown.")
+@json_option
+@storage_options()
+@common
+def rm(
+    url: str,
+    *,
+    yes: bool,
+    as_json: bool,
+    storage_options: dict[str, Any] | None,
+    timeout: float | None,
+) -> int:
+    """Show, or with --yes delete, the checkpoint at URL and its exports.
+
+    Its commit goes first, so that no reader meets a half. A record of a few hundred bytes stays,
+    by which a save that was under way finds out; so does what another tool wrote.
+    """
+    from ckpt_storage.errors import InvalidInputError  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # as above
+    from ckpt_storage.manager.deletion import delete  # noqa: PLC0415  # as above
+
+    with open_checkpoint(url, storage_options=storage_options, timeout=timeout) as checkpoint:
+        found = checkpoint.info
+        told = {
+            "url": checkpoint.url,
+            "save_id": checkpoint.save_id,
+            "step": found.step if found.step is not None else checkpoint.step,
+            "file_count": len(checkpoint.files),
+            "total_bytes": sum(file.size_bytes for file in checkpoint.files),
+        }
+        if checkpoint.save_id is None:
+            raise InvalidInputError(
+                f"{checkpoint.url} was written by another tool ({checkpoint.format}).",
+                next_step="Delete it with the tool that wrote it, or as a folder.",
+            )
+    is_deleted = yes and delete(url, storage_options=storage_options, timeout=timeout)
+    if as_json:
+        output.emit("rm", **told, is_dry_run=not yes, is_deleted=is_deleted)
+        return SOUND
+    what = f"{told['url']}: save {told['save_id']}, {told['file_count']} files, "
+    what += output.size(checkpoint.nbytes)
+    output.line(f"{what}: {'deleted.' if is_deleted else 'would be deleted; --yes does it.'}")
+    return SOUND
 
 
 @click.command(short_help="Delete what no policy keeps.")
@@ -27,11 +74,12 @@ if TYPE_CHECKING:
     metavar="METRIC:min|max[:N]",
     help="The N best by a recorded metric, smallest or largest; by default one.",
 )
-@click.option("--keep-newer-than", metavar="AGE", help="Younger ones: 12h, 7d.")
+@click.option("--keep-newer-than", metavar="AGE", callback=duration, help="Younger ones: 12h, 7d.")
 @click.option(
     "--min-age",
     metavar="AGE",
     default="0",
+    callback=duration,
     help="Delete nothing that was committed less than AGE ago; by default nothing is too young. A "
     "job that still reads an older checkpoint loses it: keep several, such as --keep-latest 3.",
 )
@@ -46,8 +94,8 @@ def prune(  # one parameter for each option
     keep_latest: int | None,
     keep_every: int | None,
     keep_best: tuple[str, ...],
-    keep_newer_than: str | None,
-    min_age: str,
+    keep_newer_than: float | None,
+    min_age: float,
     names: str | None,
     yes: bool,
     as_json: bool,
@@ -60,20 +108,19 @@ def prune(  # one parameter for each option
     are never touched. Without --yes nothing is written, and ages go by this machine's clock; with
     it they go by the storage's, for which a probe is written and removed.
     """
-    from ckpt_storage.manager.pruning import prune_checkpoints  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.manager.pruning import prune as run  # noqa: PLC0415  # called, not imported
     from ckpt_storage.manager.stepnames import DEFAULT_TEMPLATE  # noqa: PLC0415  # as above
 
     template = names or DEFAULT_TEMPLATE
-
     policies = _policies(keep_latest, keep_every, keep_best, keep_newer_than)
     if not policies:
         raise click.UsageError("Say what to keep, such as --keep-latest 3.")
-    report = prune_checkpoints(
+    report = run(
         root,
         policies,
         names=template,
         dry_run=not yes,
-        min_age=_age(min_age, "--min-age"),
+        min_age=min_age,
         storage_options=storage_options,
         timeout=timeout,
         on_step=lambda name, number, count: output.notice(f"Deleting {name} ({number} of {count})"),
@@ -81,16 +128,27 @@ def prune(  # one parameter for each option
     plan = report.plan
     if not (plan.deleted or plan.leftovers or any(one.step is not None for one in plan.kept)):
         _check_names(root, template, check_root(root, storage_options, timeout))
+    code = FOUND if report.failed else SOUND
     if as_json:
-        output.emit("prune", **_as_data(report))
-        return FOUND if report.failed else SOUND
+        output.emit(
+            "prune",
+            is_dry_run=report.is_dry_run,
+            kept=_told(plan.kept),
+            planned=_told(plan.deleted),
+            leftovers=plan.leftovers,
+            deleted=report.deleted,
+            freed=report.freed,
+            skipped=report.skipped,
+            failed=report.failed,
+        )
+        return code
     _print(report)
-    if report.is_dry_run and (keep_newer_than or _age(min_age, "--min-age")):
+    if report.is_dry_run and (keep_newer_than is not None or min_age):
         output.line("Ages are by this machine's clock; with --yes they are by the storage's.")
     hint = _hint([one.name for one in plan.kept if one.step is None], at_least=2)
     if hint:
         output.line(f"Other names were left alone: {hint}.")
-    return FOUND if report.failed else SOUND
+    return code
 
 
 def _check_names(root: str, template: str, folders: list[str]) -> None:
@@ -119,28 +177,15 @@ def _hint(folders: list[str], *, at_least: int) -> str | None:
     return f"--names {found[0]!r} fits {found[1]} of {len(folders)}"
 
 
-def _age(text: str, option: str) -> float:
-    try:
-        return duration_s(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint=option) from error
-
-
 def _policies(
-    latest: int | None, every: int | None, best: tuple[str, ...], newer_than: str | None
+    latest: int | None, every: int | None, best: tuple[str, ...], newer_than: float | None
 ) -> list[RetentionPolicy]:
     from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan  # noqa: PLC0415  # called, not imported
 
-    found: list[RetentionPolicy] = []
-    if latest is not None:
-        found.append(KeepLatest(latest))
-    if every is not None:
-        found.append(KeepEvery(every))
-    for text in best:
-        metric, mode, count = _best(text)
-        found.append(KeepBest(metric, mode, count))
-    if newer_than is not None:
-        found.append(KeepNewerThan(_age(newer_than, "--keep-newer-than")))
+    found: list[RetentionPolicy] = [KeepBest(*_best(text)) for text in best]
+    found += [KeepLatest(latest)] if latest is not None else []
+    found += [KeepEvery(every)] if every is not None else []
+    found += [KeepNewerThan(newer_than)] if newer_than is not None else []
     return found
 
 
@@ -156,21 +201,8 @@ def _best(text: str) -> tuple[str, Literal["min", "max"], int]:
     return metric, "max" if mode == "max" else "min", int(count)
 
 
-def _as_data(report: PruneReport) -> dict[str, object]:
-    def told(decisions: tuple[Decision, ...]) -> list[dict[str, object]]:
-        return [{"name": one.name, "step": one.step, "reasons": one.reasons} for one in decisions]
-
-    plan = report.plan
-    return {
-        "is_dry_run": report.is_dry_run,
-        "kept": told(plan.kept),
-        "planned": told(plan.deleted),
-        "leftovers": plan.leftovers,
-        "deleted": report.deleted,
-        "freed": report.freed,
-        "skipped": report.skipped,
-        "failed": report.failed,
-    }
+def _told(decisions: tuple[Decision, ...]) -> list[dict[str, object]]:
+    return [{"name": one.name, "step": one.step, "reasons": one.reasons} for one in decisions]
 
 
 def _print(report: PruneReport) -> None:

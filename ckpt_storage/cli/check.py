@@ -1,0 +1,188 @@
+"""`verify`, `diff` and `doctor`: is it sound, is it equal, does the storage do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import output
+from .options import (
+    byte_count,
+    common,
+    json_option,
+    memory_option,
+    storage_options,
+    threads_option,
+    url_argument,
+)
+from .output import FOUND, SOUND
+
+if TYPE_CHECKING:
+    from ckpt_storage.inspect.doctor import Diagnosis, Measure
+    from ckpt_storage.inspect.verification import VerifyReport
+
+
+@click.command(short_help="Is every byte what was written?")
+@url_argument()
+@click.option(
+    "--shallow", is_flag=True, help="Check documents and lengths of files; read no tensor."
+)
+@threads_option
+@memory_option
+@json_option
+@storage_options()
+@common
+def verify(url: str, *, shallow: bool, as_json: bool, **options: Any) -> int:  # noqa: ANN401  # as the library takes them
+    """Check the checkpoint at URL: every byte of every file against its checksum.
+
+    Exits with 0 if it is sound and with 1 if it is not; names each file, rank, tensor and offset
+    that is damaged, and what to do. Of checkpoints of other writers, which carry no checksums,
+    only that all files are there and long enough.
+    """
+    from ckpt_storage.inspect.verification import verify as run  # noqa: PLC0415  # called, not imported
+
+    report = run(url, deep=not shallow, progress=output.shows_progress(), **options)
+    if as_json:
+        output.emit("verify", report, ok=report.ok)
+    else:
+        _print_report(report, "documents and lengths" if shallow else "")
+    return SOUND if report.ok else FOUND
+
+
+def _print_report(report: VerifyReport, looked_at: str) -> None:
+    for problem in [*report.problems, *report.notes]:
+        output.line(f"- {problem.message}")
+        output.line(f"  {problem.next_step}")
+    for export in report.exports:
+        if export.is_stale:
+            output.line(f"The export {export.path or '.'} is of another save ({export.save_id}).")
+    if report.format != "ckpt_storage":
+        looked_at = "documents and lengths"
+    checked = looked_at or output.size(report.checked_bytes)
+    count = len(report.problems)
+    verdict = "sound" if report.ok else f"{count} problem{'s' if count != 1 else ''}"
+    output.line(f"{report.url}: {verdict}; {report.file_count} files, {checked} checked.")
+
+
+@click.command(short_help="How two checkpoints differ.")
+@url_argument("left")
+@url_argument("right")
+@click.option("--no-values", is_flag=True, help="Compare names, shapes and types; read no tensor.")
+@click.option("--prefix", help="Compare only names that begin so.")
+@click.option("--rtol", type=click.FloatRange(min=0), default=0.0, help="Relative tolerance.")
+@click.option("--atol", type=click.FloatRange(min=0), default=0.0, help="Absolute tolerance.")
+@memory_option
+@json_option
+@storage_options(of="LEFT, and of RIGHT unless it has its own")
+@storage_options("other_storage", of="RIGHT")
+@common
+def diff(  # one parameter for each option
+    left: str,
+    right: str,
+    *,
+    no_values: bool,
+    prefix: str | None,
+    rtol: float,
+    atol: float,
+    as_json: bool,
+    storage_options: dict[str, Any] | None,
+    other_storage_options: dict[str, Any] | None,
+    **options: Any,  # noqa: ANN401  # as the library takes them
+) -> int:
+    """Compare the checkpoints LEFT and RIGHT: names, shapes, types and values.
+
+    Exits with 0 if they are equal and with 1 if they differ. Shardings and formats may differ.
+    """
+    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
+
+    others = other_storage_options or storage_options
+    with (
+        open_checkpoint(left, storage_options=storage_options, **options) as first,
+        open_checkpoint(right, storage_options=others, **options) as second,
+    ):
+        found = first.diff(
+            second,
+            prefix=prefix,
+            values=not no_values,
+            rtol=rtol,
+            atol=atol,
+            progress=output.shows_progress(),
+        )
+    if as_json:
+        output.emit("diff", found, is_equal=found.is_equal)
+    else:
+        click.echo(str(found))
+    return SOUND if found.is_equal else FOUND
+
+
+@click.command(short_help="What a storage can do and how fast.")
+@url_argument()
+@click.option("--size", default="16MiB", show_default=True, help="Bytes of a large object.")
+@json_option
+@storage_options()
+@common
+def doctor(
+    url: str,
+    *,
+    size: str,
+    as_json: bool,
+    storage_options: dict[str, Any] | None,
+    timeout: float | None,
+) -> int:
+    """Try out the storage at URL: abilities, rights, latency, throughput, clock.
+
+    Writes below a name of its own there and removes it. Exits with 1 if checkpoints cannot be
+    saved to it and loaded from it.
+    """
+    from ckpt_storage.inspect.doctor import DEFAULT_TIMEOUT_S, diagnose  # noqa: PLC0415  # called
+
+    found = diagnose(
+        url,
+        storage_options=storage_options,
+        large_bytes=byte_count(size, "--size"),
+        timeout=timeout or DEFAULT_TIMEOUT_S,
+    )
+    if as_json:
+        output.emit("doctor", found, ok=found.ok)
+    else:
+        _print_diagnosis(found)
+    return SOUND if found.ok else FOUND
+
+
+def _print_diagnosis(found: Diagnosis) -> None:
+    output.line(f"{found.url} ({found.kind})")
+    output.line()
+    output.table(("can it", "", ""), [(one.name, one.outcome, one.detail) for one in found.probes])
+    output.line()
+    output.table(
+        ("takes", "median", "from", "to", ""),
+        [
+            (one.name, _ms(one.median_s), _ms(one.least_s), _ms(one.most_s), _rate(one))
+            for one in found.measures
+        ],
+        right="median from to",
+    )
+    output.line()
+    if found.clock_offset_s is not None:
+        output.line(
+            f"Its clock is {found.clock_offset_s:+.1f} s from this machine's "
+            f"(to {found.clock_doubt_s:.1f} s)."
+        )
+    output.line("What to set:" if found.advice else "The defaults suit it.")
+    for one in found.advice:
+        what = f"{one.option}={one.value}" if one.option else one.value
+        output.line(f"- {what}: {one.why}.")
+    for path in found.leftovers:
+        output.line(f"Could not remove {path}.")
+    can = "can" if found.ok else "cannot"
+    output.line(f"Checkpoints {can} be saved and loaded here.")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1000:.1f} ms"  # noqa: PLR2004  # a millisecond
+
+
+def _rate(one: Measure) -> str:
+    rate = one.bytes_per_s
+    return "" if rate is None else f"{output.size(round(rate))}/s"

@@ -1,0 +1,196 @@
+"""`ls`, `show` and `tree`: what there is; they read documents only, no tensor."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import output
+from .options import common, fqn_argument, json_option, storage_options, url_argument
+from .output import COULD_NOT_RUN, SOUND, check_root, entries_of, is_tensor, tensor_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ckpt_storage.inspect.checkpoint import Checkpoint
+    from ckpt_storage.inspect.lazytensor import LazyTensor
+
+_MOST_CHUNKS = 40
+
+
+@click.command(short_help="Committed checkpoints below a root.")
+@url_argument("root")
+@json_option
+@storage_options(of="ROOT")
+@common
+def ls(
+    root: str, *, as_json: bool, storage_options: dict[str, Any] | None, timeout: float | None
+) -> int:
+    """List the committed checkpoints directly below ROOT, oldest first.
+
+    What is still being saved, or died half-way, is not listed: it is no checkpoint. A root that
+    does not exist is an error; on object storage that is one below which nothing lies. A folder
+    that may not be read is listed as unreadable; the exit code is 2 then.
+    """
+    from ckpt_storage.commit.catalog import list_checkpoints  # noqa: PLC0415  # called, not imported
+
+    infos = list_checkpoints(root, storage_options=storage_options, timeout=timeout)
+    if not infos:
+        check_root(root, storage_options, timeout)
+    problems = [info.problem for info in infos if info.problem is not None]
+    for problem in problems:
+        click.echo(problem, err=True)
+    if as_json:
+        output.emit("ls", checkpoints=infos)
+    elif not infos:
+        click.echo("No committed checkpoint.", err=True)
+    else:
+        head = ["name", "step", "created", "format", "save id"]
+        head += ["metrics"] if any(info.metrics for info in infos) else []
+        rows = [
+            [i.name, i.step, i.created_at, i.format, i.save_id, _metrics(i.metrics)] for i in infos
+        ]
+        output.table(head, [row[: len(head)] for row in rows], right="step")
+    return COULD_NOT_RUN if problems else SOUND
+
+
+@click.command(short_help="What a checkpoint or a tensor is.")
+@url_argument()
+@fqn_argument(required=False)
+@click.option("--files", "with_files", is_flag=True, help="Also list files and ranks.")
+@click.option("--history", "with_history", is_flag=True, help="Also list the commit slots.")
+@json_option
+@storage_options()
+@common
+def show(
+    url: str,
+    fqn: str | None,
+    *,
+    with_files: bool,
+    with_history: bool,
+    as_json: bool,
+    storage_options: dict[str, Any] | None,
+    timeout: float | None,
+) -> int:
+    """Show what the checkpoint at URL is; with FQN, how one tensor is stored.
+
+    Reads documents only, no tensor.
+    """
+    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
+
+    with open_checkpoint(url, storage_options=storage_options, timeout=timeout) as checkpoint:
+        if fqn is None:
+            more = (["files"] if with_files else []) + (["history"] if with_history else [])
+            _show_checkpoint(
+                checkpoint, {what: getattr(checkpoint, what) for what in more}, as_json
+            )
+        elif is_tensor(checkpoint, fqn):
+            _show_tensor(tensor_of(checkpoint, fqn), as_json)
+        elif as_json:
+            output.emit("show_value", fqn=fqn, kind="object", tensor=None)
+        else:
+            output.facts({"name": fqn, "kind": "object, no tensor"})
+    return SOUND
+
+
+def _show_checkpoint(checkpoint: Checkpoint, more: Mapping[str, Any], as_json: bool) -> None:  # noqa: FBT001  # the flag
+    info, entries = checkpoint.info, entries_of(checkpoint)
+    tensor_count = sum(entry.dtype is not None for entry in entries)
+    told: dict[str, Any] = {
+        "url": checkpoint.url,
+        "format": checkpoint.format,
+        "save_id": checkpoint.save_id,
+        "step": info.step if info.step is not None else checkpoint.step,
+        "metrics": info.metrics,
+        "created_at": info.created_at,
+        "world_size": checkpoint.world_size,
+        "tensor_count": tensor_count,
+        "object_count": len(entries) - tensor_count,
+        "tensor_bytes": checkpoint.nbytes,
+    }
+    if as_json:
+        output.emit("show", **told, **more)
+        return
+    told["metrics"] = _metrics(info.metrics)
+    told["tensor_bytes"] = _bytes(checkpoint.nbytes)
+    output.facts({name.replace("_", " "): value for name, value in told.items()})
+    if "files" in more:
+        rows = [(file.path, file.rank, f"{file.size_bytes:,}") for file in more["files"]]
+        output.line()
+        output.table(("file", "rank", "bytes"), rows, right="rank bytes")
+    if "history" in more:
+        slots = [
+            (one.slot, one.type, one.created_at, f"{one.host} {one.pid}", one.save_id or one.fenced)
+            for one in more["history"]
+        ]
+        output.line()
+        output.table(("slot", "what", "when", "by", "save id"), slots, right="slot")
+
+
+def _show_tensor(tensor: LazyTensor, as_json: bool) -> None:  # noqa: FBT001  # the flag
+    sharding = tensor.sharding
+    told: dict[str, Any] = {"dtype": tensor.dtype, "shape": list(tensor.shape)}
+    if as_json:
+        chunks = [{"offsets": c.offsets, "sizes": c.sizes, "rank": c.rank} for c in sharding]
+        told |= {"size_bytes": tensor.nbytes, "chunks": chunks}
+        output.emit("show_value", fqn=tensor.fqn, kind="tensor", tensor=told)
+        return
+    more = {"bytes": _bytes(tensor.nbytes), "sharding": sharding}
+    output.facts({"name": tensor.fqn, **told, **more})
+    if len(sharding) > 1:
+        rows = [
+            (list(chunk.offsets), list(chunk.sizes), chunk.rank)
+            for chunk in islice(sharding, _MOST_CHUNKS)
+        ]
+        output.line()
+        output.table(("offsets", "sizes", "rank"), rows, right="rank")
+        if len(sharding) > _MOST_CHUNKS:
+            output.line(f"... and {len(sharding) - _MOST_CHUNKS} more chunks; --json lists all.")
+
+
+@click.command(short_help="Names, types, shapes and sizes as a tree.")
+@url_argument()
+@click.option("--depth", type=click.IntRange(min=1), help="Show so many levels.")
+@json_option
+@storage_options()
+@common
+def tree(
+    url: str,
+    *,
+    depth: int | None,
+    as_json: bool,
+    storage_options: dict[str, Any] | None,
+    timeout: float | None,
+) -> int:
+    """Show the names in the checkpoint at URL with their types, shapes and sizes.
+
+    Layers that are alike are shown once. Reads documents only. --json lists every value; one
+    without a dtype is an object.
+    """
+    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
+
+    with open_checkpoint(url, storage_options=storage_options, timeout=timeout) as checkpoint:
+        if as_json:
+            values = [
+                {
+                    "fqn": one.fqn,
+                    "dtype": one.dtype,
+                    "shape": one.shape,
+                    "size_bytes": one.size_bytes,
+                }
+                for one in entries_of(checkpoint)
+            ]
+            output.emit("tree", url=checkpoint.url, values=values)
+        else:
+            click.echo(str(checkpoint.tree(depth)))
+    return SOUND
+
+
+def _metrics(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in metrics.items())
+
+
+def _bytes(count: int) -> str:
+    return f"{output.size(count)} ({count:,})"

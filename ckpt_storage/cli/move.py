@@ -1,0 +1,268 @@
+"""`cp`, `convert` and `consolidate`: the same values somewhere else, or in another format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import click
+
+from ckpt_storage.errors import PhaseTimeoutError
+
+from . import output
+from .options import (
+    bytes_option,
+    common,
+    duration,
+    json_option,
+    memory_option,
+    page_cache_option,
+    patterns_option,
+    storage_options,
+    threads_option,
+    url_argument,
+)
+from .output import FOUND, SOUND
+
+_FORMATS = ("ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save")
+
+
+@click.command(short_help="Copy between any two storages, verified.")
+@url_argument("src")
+@url_argument("dst")
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST.")
+@click.option(
+    "--copies",
+    type=click.Choice(["auto", "always", "never"]),
+    default="auto",
+    show_default=True,
+    help="Whether the storage copies by itself what it can.",
+)
+@threads_option
+@memory_option
+@page_cache_option
+@json_option
+@storage_options(of="SRC, and of DST where that is of the same kind")
+@storage_options("destination_storage", of="DST")
+@common
+def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:  # noqa: ANN401  # as the library takes them
+    """Copy the checkpoint at SRC to the folder DST, every block checked on its way.
+
+    DST shows the copy all at once, at the end. If it is interrupted, call it again: what is
+    complete is not sent again. Exits with 1 if it is copied but an export beside it could not be.
+    """
+    from ckpt_storage.export.copying import copy  # noqa: PLC0415  # called, not imported
+
+    report = copy(src, dst, progress=output.shows_progress(), **options)
+    code = FOUND if report.failed_exports else SOUND
+    if as_json:
+        output.emit("cp", report)
+        return code
+    if report.was_there:
+        output.line(
+            f"{report.url}: this save ({report.save_id}) is there already; "
+            "ckpt-storage verify says whether it is sound."
+        )
+    else:
+        parts = {
+            "sent": report.sent_bytes,
+            "copied by the storage": report.copied_bytes,
+            "there from before": report.kept_bytes,
+        }
+        how = ", ".join(f"{output.size(count)} {what}" for what, count in parts.items() if count)
+        output.line(
+            f"{report.url}: {report.file_count} files, {output.size(report.total_bytes)}"
+            f"{f' ({how})' if how else ''} in {report.seconds:.1f} s."
+        )
+    output.names("Exports", report.exports)
+    output.names("Not copied", report.left_out)
+    for path, reason in report.failed_exports.items():
+        output.line(f"The checkpoint is copied; its export {path} is not: {reason}")
+    return code
+
+
+@click.command(short_help="Write it in another format.")
+@url_argument("src")
+@url_argument("dst")
+@click.option(
+    "--to",
+    type=click.Choice(_FORMATS),
+    default="ckpt_storage",
+    show_default=True,
+    help="ckpt_storage; dcp: torch's own; dcp_safetensors: torch's sharded files; safetensors: "
+    "with an index, as Hugging Face has it; torch_save: one file.",
+)
+@patterns_option("include", "Names or patterns that go out.")
+@patterns_option("exclude", "Names or patterns that do not.")
+@click.option(
+    "--drop-unsupported",
+    "unsupported",
+    flag_value="drop",
+    default="error",
+    help="Leave out what the format cannot hold.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace what is at DST.")
+@bytes_option("--max-file-bytes", "Size of a file.", default="5GB")
+@click.option(
+    "--unsafe-pickle", is_flag=True, help="Unpickle anything: runs code of whoever wrote SRC."
+)
+@memory_option
+@page_cache_option
+@json_option
+@storage_options(of="SRC, and of DST where that is of the same kind")
+@storage_options("destination_storage", of="DST")
+@common
+def convert(
+    src: str,
+    dst: str,
+    *,
+    as_json: bool,
+    memory_limit_bytes: int | None,
+    **options: Any,  # noqa: ANN401  # as the library takes them
+) -> int:
+    """Write the checkpoint at SRC to DST in another format, in bounded memory.
+
+    SRC is a folder of any format that is read, or a file of torch.save (.pt, .pth, .bin, .ckpt).
+    For a model as transformers wants it, use consolidate.
+    """
+    from ckpt_storage.export.converting import convert as run  # noqa: PLC0415  # called, not imported
+
+    if memory_limit_bytes is not None:
+        options["memory_limit_bytes"] = memory_limit_bytes
+    report = run(src, dst, progress=output.shows_progress(), **options)
+    if as_json:
+        output.emit("convert", report)
+        return SOUND
+    output.line(
+        f"{report.url}: {report.format} of {report.source_format}, {report.tensor_count} tensors "
+        f"and {report.blob_count} objects, {output.size(report.total_bytes)} in "
+        f"{report.seconds:.1f} s."
+    )
+    if report.kept_count:
+        output.line(f"{report.kept_count} files of an earlier call were sound, and kept.")
+    output.names(f"Left out, because {report.format} cannot hold them", report.dropped)
+    return SOUND
+
+
+def _renames(
+    ctx: click.Context, param: click.Parameter, pairs: tuple[str, ...]
+) -> dict[str, str] | None:
+    found: dict[str, str] = {}
+    for pair in pairs:
+        old, equals, new = pair.partition("=")
+        if not (old and equals and new):
+            raise click.BadParameter(f"{pair!r}: write OLD=NEW.", ctx=ctx, param=param)
+        found[old] = new
+    return found or None
+
+
+@click.command(short_help="Export to Hugging Face safetensors.")
+@url_argument()
+@url_argument("out", required=False)
+@bytes_option("--max-file-bytes", "Size of a weight file.", default="5GB")
+@click.option("--dtype", help="Cast floating-point tensors to this, such as bfloat16.")
+@patterns_option("include", "Names or patterns that go out.")
+@patterns_option("exclude", "Names or patterns that do not.")
+@click.option(
+    "--rename",
+    multiple=True,
+    metavar="OLD=NEW",
+    callback=_renames,
+    help="Name in the weight files.",
+)
+@click.option(
+    "--tied",
+    type=click.Choice(["drop", "keep"]),
+    default="drop",
+    show_default=True,
+    help="What happens to aliases of tied tensors.",
+)
+@click.option(
+    "--meet-timeout",
+    metavar="SECONDS",
+    default="5m",
+    show_default=True,
+    callback=duration,
+    help="How long ranks under torchrun wait for one another to start.",
+)
+@memory_option
+@page_cache_option
+@json_option
+@storage_options(of="URL, and of OUT where that is of the same kind")
+@storage_options("output_storage", of="OUT")
+@common
+def consolidate(
+    url: str,
+    out: str | None,
+    *,
+    meet_timeout: float,
+    as_json: bool,
+    **options: Any,  # noqa: ANN401  # as the library takes them
+) -> int:
+    r"""Write the model in the checkpoint at URL as Hugging Face safetensors to OUT.
+
+    OUT is URL/hf unless it is given. Under torchrun all ranks share the work:
+
+    \b
+    torchrun --nproc-per-node 8 -m ckpt_storage consolidate URL
+    """
+    from ckpt_storage.export.consolidating import consolidate as run  # noqa: PLC0415  # called
+
+    with _ranks(meet_timeout) as rank:
+        report = run(url, out, progress=output.shows_progress(), **options)
+    if rank:
+        return SOUND
+    if as_json:
+        output.emit("consolidate", report, resumed=report.resumed)
+        return SOUND
+    output.line(
+        f"{report.output_url}: {len(report.files)} weight files, {report.tensor_count} tensors, "
+        f"{output.size(report.total_bytes)} in {report.seconds:.1f} s."
+    )
+    if report.resumed:
+        output.line(f"{len(report.resumed)} files were complete from an earlier run.")
+    if report.skipped:
+        output.line(f"{len(report.skipped)} values are in no weight file; --json names them.")
+    output.names("Exports of other saves", report.stale_exports)
+    return SOUND
+
+
+@contextmanager
+def _ranks(timeout_s: float) -> Iterator[int]:
+    """Join the ranks that torchrun started, if it did; give this one's number."""
+    count = _world_size()
+    if count <= 1:
+        yield 0
+        return
+    import torch.distributed as dist  # noqa: PLC0415  # alone, no torch is needed
+
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        # Perhaps a shell inside a job, whose variables were meant for others.
+        click.echo(f"Waiting for {count} ranks, as WORLD_SIZE and RANK are set.", err=True)
+    try:
+        # Only its store is used; no collective runs.
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise PhaseTimeoutError(
+            f"The {count} ranks that WORLD_SIZE tells of did not meet within {timeout_s:g} s: "
+            f"{' '.join(str(error).split())[:200]}.",
+            phase="plan",
+            next_step="Start all of them, by torchrun; or unset WORLD_SIZE, and this process does "
+            "the work alone.",
+        ) from error
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+def _world_size() -> int:
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        return 1
+    text = os.environ["WORLD_SIZE"]
+    if not text.isascii() or not text.isdigit():
+        raise click.UsageError(f"WORLD_SIZE is {text!r:.80}, which is no number: unset it.")
+    return int(text)
