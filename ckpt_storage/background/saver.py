@@ -40,9 +40,9 @@ from ckpt_storage.store import anchored
 from .exits import flush, flush_at_exit
 from .handle import SaveHandle, SaveStatus, check_process
 from .hostbuffers import HostBuffers
+from .link import Worker
 from .queue import SaveJob, SaveQueue
 from .staging import begin_stage, stage
-from .workerlink import WorkerLink
 
 log = logging.getLogger("ckpt_storage")
 
@@ -111,23 +111,24 @@ class AsyncSaver:
         self._on_error = on_error
         self._max_pending = max_pending
         self._channel = SaverChannel.take(process_group, name)
-        self._coordinator = self._channel.coordinator
-        self._link: WorkerLink | None = None
+        self._ranks = self._channel.coordinator
+        self._worker: Worker | None = None
         if mode == "process":
             try:
-                self._link = WorkerLink(
-                    process_group, self._channel.lane, silence_s=self._timeouts.silence
+                self._worker = Worker(
+                    rank=self._ranks.rank,
+                    world_size=self._ranks.world_size,
+                    silence_s=self._timeouts.silence,
                 )
             except BaseException:
                 self._channel.close()
                 raise
-            self._coordinator = self._link.coordinator
         self._buffers = HostBuffers(
             "shared" if mode == "process" else "private", max_leases=max_pending
         )
         self._queue = SaveQueue(
-            partial(_run, self._coordinator, self._link),
-            drained=self._link.close if self._link is not None else lambda: None,
+            partial(_run, self._ranks, self._worker),
+            drained=self._worker.close if self._worker is not None else lambda: None,
         )
         self._saves: list[SaveStatus] = []
         self._closed = False
@@ -227,12 +228,12 @@ class AsyncSaver:
             raise PhaseTimeoutError(
                 f"The save to {place_of(url)} waited {limit_s:g} s for another thread's.",
                 timeout_s=limit_s,
-                rank=self._coordinator.rank,
+                rank=self._ranks.rank,
                 phase="stage",
                 next_step="Call save in one thread, the same saves in the same order on all ranks.",
             )
         try:
-            status = SaveStatus(place_of(url), self._coordinator.rank, limit_s=limit_s)
+            status = SaveStatus(place_of(url), self._ranks.rank, limit_s=limit_s)
             self._channel.save_count += 1
             number = self._channel.save_count
             job = SaveJob(status=status, options=options, url=url, number=number)
@@ -314,7 +315,7 @@ class AsyncSaver:
     @property
     def worker_pid(self) -> int | None:
         """Process id of this rank's worker; None in thread mode, and while none runs."""
-        return None if self._link is None else self._link.pid
+        return None if self._worker is None else self._worker.pid
 
     def _check_open(self) -> None:
         check_process(self._process_id, "The AsyncSaver")
@@ -367,11 +368,22 @@ def _refusal(status: SaveStatus, error: BaseException) -> CheckpointError:
     )
 
 
-def _run(coordinator: Ranks, link: WorkerLink | None, job: SaveJob) -> CheckpointInfo:
+def _run(ranks: Ranks, worker: Worker | None, job: SaveJob) -> CheckpointInfo:
     """Carry a job out, in the worker if there is one; a refusal is told to the other ranks."""
     status = job.status
-    if link is not None and job.staged is not None and job.refusal is None:
-        return link.save(status, job.staged, job.options, url=job.url, number=job.number)
+
+    def watch(operation: Operation) -> None:
+        status.follow(lambda: (operation.signs, operation.save_id))
+        status.on_cancel(operation.give_up)
+
+    if worker is not None and job.staged is not None and job.refusal is None:
+        what = f"the save to {status.url}"
+        with (
+            ranks.operation(what, timeouts=job.options.timeouts, number=job.number) as operation,
+            as_checkpoint_errors(what, operation.rank, in_background=True),
+        ):
+            watch(operation)
+            return worker.run(operation, job.staged, job.options, url=job.url, number=job.number)
 
     def state() -> dict[str, Any]:
         if job.refusal is not None:
@@ -379,12 +391,8 @@ def _run(coordinator: Ranks, link: WorkerLink | None, job: SaveJob) -> Checkpoin
         assert job.staged is not None  # noqa: S101  # there is one or the other
         return dict(job.staged.state)
 
-    def watch(operation: Operation) -> None:
-        status.follow(lambda: (operation.signs, operation.save_id))
-        status.on_cancel(operation.give_up)
-
     return run_save(
-        coordinator,
+        ranks,
         state,
         job.url,
         lambda: job.options,

@@ -1,29 +1,32 @@
 """The worker process of a rank: runs the saves that its trainer sends, one after another.
 
-Started by `workerlink`; ends with its trainer, however that ends.
+It meets the other ranks through its trainer, whose operation it borrows over a pipe. It ends with
+its trainer, however that ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
 import pickle
+import queue
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import travelling
-from ckpt_storage.coordination.operation import BoardOperation, Operation
-from ckpt_storage.coordination.ranks import Ranks
+from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.signs import Sign
-from ckpt_storage.coordination.storeboard import StoreAddress, StoreBoard
 from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.saves.saving import SaveOptions, run_save
+from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.timed import abandoned_thread_count
 
 from .stagewire import StateReceiver
@@ -34,17 +37,15 @@ BEAT_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a worker is started with; `address` is None for a single rank."""
+    """What a worker is started with."""
 
-    address: StoreAddress | None
-    lane: str
     rank: int
     world_size: int
     log_level: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Job:
     """One save; its state follows on the other pipe. `options` are a pickled `SaveOptions`."""
 
     number: int
@@ -53,23 +54,42 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
-    """The wish to give save `number` up."""
+class Reply:
+    """What a step came to: a value, or an error to be raised."""
+
+    number: int
+    value: Any = None
+    error: CheckpointError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """Why the save cannot go on: another rank failed, or somebody cancelled it."""
 
     number: int
     error: CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
-    """A sign of life while a save is under way, and what is known of it."""
+class Step:
+    """A call of the trainer's operation, which answers with a `Reply`."""
 
     number: int
-    nonce: str = ""
-    operation_id: str = ""
-    save_id: str | None = None
-    info: CheckpointInfo | None = None
-    signs: Mapping[int, Sign]
+    name: str
+    args: tuple[Any, ...]
+    facts: Mapping[str, Any]
+    """What the worker has set on its operation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """A sign of life, with what is done in this phase; `failure` is told to all ranks at once."""
+
+    number: int
+    done_bytes: int = 0
+    total_bytes: int = 0
+    done_files: int = 0
+    failure: CheckpointError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,67 +102,205 @@ class Outcome:
     is_clean: bool = True
 
 
+class PipedOperation:
+    """The trainer's `Operation`, borrowed: each step is a call that the trainer carries out."""
+
+    def __init__(
+        self, send: Callable[[object], None], setup: Setup, number: int, timeouts: Timeouts
+    ) -> None:
+        self.rank = setup.rank
+        self.world_size = setup.world_size
+        self.is_coordinator = setup.rank == 0
+        self.number = number
+        self.timeouts = timeouts
+        self.what = ""
+        self.save_id: str | None = None
+        self.committed: CheckpointInfo | None = None
+        self.verdict: CheckpointError | None = None
+        self.on_phase: Callable[[], object] = lambda: None
+        self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self.signs: Mapping[int, Sign] = {}
+        self._send = send
+        self._deadline = Deadline("plan", timeouts.plan, watch=self)
+        self._failure: CheckpointError | None = None
+        self._lock = threading.Lock()
+        self._done_bytes = self._total_bytes = self._done_files = 0
+
+    # What transfers see.
+
+    def failure(self) -> CheckpointError | None:
+        """Return why the operation cannot go on; None while it can."""
+        return self._failure
+
+    def give_up(self, error: CheckpointError) -> None:
+        """End all waits of this process with `error`."""
+        self._failure = self._failure or error
+
+    def failed(self, error: CheckpointError) -> None:
+        """Let the trainer tell all ranks of a failure before it leaves the save."""
+        if self._failure is None:
+            self._failure = error
+            self._send(Beat(number=self.number, failure=travelling(error)))
+
+    def advanced(self, byte_count: int) -> None:
+        """Note bytes done in this phase."""
+        with self._lock:
+            self._done_bytes += byte_count
+
+    def expect(self, total_bytes: int) -> None:
+        """Note how many bytes this rank has to do in this phase."""
+        self._total_bytes = total_bytes
+
+    def ended_file(self) -> None:
+        """Note a complete file of this phase."""
+        with self._lock:
+            self._done_files += 1
+
+    def beat(self) -> Beat:
+        """Return how far this phase is."""
+        return Beat(
+            number=self.number,
+            done_bytes=self._done_bytes,
+            total_bytes=self._total_bytes,
+            done_files=self._done_files,
+        )
+
+    def also_watch(self, look: Callable[[], CheckpointError | None]) -> None:
+        """Not here: whoever waits is the trainer."""
+        raise NotImplementedError
+
+    # Phases and steps.
+
+    def phase(
+        self, phase: Phase, timeout_s: float | None = None, *, total_bytes: int = 0
+    ) -> Deadline:
+        """Begin a phase, here and in the trainer."""
+        self._send(self.beat())
+        self._done_bytes, self._total_bytes, self._done_files = 0, total_bytes, 0
+        self._step("phase", phase, timeout_s, total_bytes)
+        seconds: float = getattr(self.timeouts, phase) if timeout_s is None else timeout_s
+        self._deadline = Deadline(phase, seconds, watch=self)
+        return self._deadline
+
+    @property
+    def current_phase(self) -> Phase:
+        """The phase that this rank is in."""
+        return self._deadline.phase
+
+    @property
+    def deadline(self) -> Deadline:
+        """Of the phase that this rank is in."""
+        return self._deadline
+
+    def meet(self, terms: Mapping[str, str]) -> None:
+        """As `Operation.meet`."""
+        self._step("meet", dict(terms))
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """As `Operation.gather`."""
+        gathered: list[bytes] = self._step("gather", payload)
+        return gathered
+
+    def scatter(self, payloads: Sequence[bytes]) -> bytes:
+        """As `Operation.scatter`."""
+        return bytes(self._step("scatter", payloads))
+
+    def broadcast(self, payload: bytes) -> bytes:
+        """As `Operation.broadcast`."""
+        return bytes(self._step("broadcast", payload))
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """As `Operation.all_gather`."""
+        together: list[bytes] = self._step("all_gather", payload)
+        return together
+
+    def announce(self, outcome: bytes) -> None:
+        """As `Operation.announce`."""
+        self._step("announce", outcome)
+
+    def outcome(self) -> bytes:
+        """As `Operation.outcome`."""
+        return bytes(self._step("outcome"))
+
+    def is_last_word(self, error: CheckpointError) -> bool:
+        """As `Operation.is_last_word`."""
+        return bool(self._step("is_last_word", error))
+
+    def _step(self, name: str, *args: object) -> Any:  # noqa: ANN401  # as the step's own
+        facts = {"what": self.what, "save_id": self.save_id, "committed": self.committed}
+        self._send(Step(number=self.number, name=name, args=args, facts=facts))
+        reply = self.replies.get()
+        if reply.error is not None:
+            raise reply.error
+        return reply.value
+
+
+class _Borrowed:
+    """Ranks that lend one operation, which the trainer has begun."""
+
+    def __init__(self, operation: PipedOperation) -> None:
+        self._operation = operation
+
+    @contextlib.contextmanager
+    def operation(
+        self,
+        what: str,
+        *,
+        timeouts: Timeouts,  # noqa: ARG002  # the trainer's
+        number: int | None = None,  # noqa: ARG002  # the trainer counts
+    ) -> Iterator[Operation]:
+        self._operation.what = what
+        yield self._operation
+
+
 class _Worker:
     """The loop of one worker."""
 
     def __init__(self, setup: Setup, control: Connection, states: Connection) -> None:
+        self._setup = setup
         self._control = control
         self._receiver = StateReceiver(states)
         self._sending = threading.Lock()
-        self._operation: BoardOperation | None = None
+        self._operation: PipedOperation | None = None
         self._number = 0
-        self._ended = threading.Event()
-        trainer = multiprocessing.parent_process()
-        self._trainer_pid = trainer.pid if trainer is not None else os.getppid()
-        self._requests: list[Request] = []
-        self._cancel: Cancel | None = None
-        self._arrived = threading.Condition()
-        if setup.address is None:
-            self._coordinator = Ranks.alone()
-        else:
-            board = StoreBoard(setup.address.connect, setup.lane)
-            # The trainer speaks for a worker that dies, not for itself.
-            self._coordinator = Ranks(
-                board, rank=setup.rank, world_size=setup.world_size, pid=self._trainer_pid
-            )
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
 
     def serve(self) -> None:
         """Serve until the trainer closes the pipe."""
-        threading.Thread(target=self._beat, name="ckpt-storage beat", daemon=True).start()
-        threading.Thread(target=self._listen, name="ckpt-storage ears", daemon=True).start()
+        trainer = multiprocessing.parent_process()
+        trainer_pid = trainer.pid if trainer is not None else os.getppid()
+        for target, args in ((self._beat, (trainer_pid,)), (self._listen, ())):
+            name = f"ckpt-storage {target.__name__.strip('_')}"
+            threading.Thread(target=target, args=args, name=name, daemon=True).start()
         while True:
-            with self._arrived:
-                while not self._requests:
-                    self._arrived.wait()
-                request = self._requests.pop(0)
-            outcome = self._outcome(request)
+            job = self._jobs.get()
+            self._number = job.number
+            # Before any other rank can hear of this save: without it, another worker may begin it.
+            self._send(Beat(number=job.number))
+            outcome = self._outcome(job)
             self._number, self._operation = 0, None
-            with self._sending:
-                self._control.send(outcome)
+            self._send(outcome)
 
-    def _outcome(self, request: Request) -> Outcome:
-        self._number = request.number
-        # Before any other rank can hear of this save: without it, another worker may begin anew.
-        self._tell()
+    def _outcome(self, job: Job) -> Outcome:
         info: CheckpointInfo | None = None
         failure: CheckpointError | None = None
         # Before anything can fail, so that the next save does not get the state of this one.
         state = self._receive()
         try:
+            options = _options(job.options)
+            operation = PipedOperation(self._send, self._setup, job.number, options.timeouts)
+            self._operation = operation
             info = run_save(
-                self._coordinator,
+                _Borrowed(operation),  # type: ignore[arg-type]  # it lends an operation, as ranks do
                 state,
-                request.url,
-                lambda: _options(request.options),
-                watch=self._attach,
-                number=request.number,
+                job.url,
+                lambda: options,
                 in_background=True,
             )
         except CheckpointError as error:
             failure = travelling(error)
-        self._tell()
         return Outcome(
-            number=request.number,
+            number=job.number,
             info=info,
             error=failure,
             is_clean=abandoned_thread_count() == 0,
@@ -168,57 +326,36 @@ class _Worker:
 
         return fail
 
-    def _attach(self, operation: Operation) -> None:
-        assert isinstance(operation, BoardOperation)  # noqa: S101  # the ranks' own
-        self._operation = operation
-        # The trainer knows of a commit before it begins: if this process dies in it, the trainer
-        # must not take it for a failure.
-        operation.on_phase = self._tell
-        self._tell()
-        self._apply_cancel()
-
-    def _apply_cancel(self) -> None:
-        cancel, operation = self._cancel, self._operation
-        if cancel is not None and operation is not None and cancel.number == self._number:
-            operation.give_up(cancel.error)
-
-    def _beat(self) -> None:
-        while not self._ended.wait(BEAT_S):
-            if os.getppid() != self._trainer_pid:
+    def _beat(self, trainer_pid: int) -> None:
+        pause = threading.Event()
+        while not pause.wait(BEAT_S):
+            if os.getppid() != trainer_pid:
                 # Its pipes may still be open in children that it forked.
                 os._exit(0)
-            self._tell()
+            # Made and sent at once: an older one that came later would tell of the last phase.
+            with self._sending:
+                # In this order: the end of a save clears them in the other.
+                operation, number = self._operation, self._number
+                if number:
+                    beat = Beat(number=number) if operation is None else operation.beat()
+                    self._control.send(beat)
 
-    def _tell(self) -> None:
+    def _send(self, message: object) -> None:
         with self._sending:
-            # In this order: the end of a save clears them in the other.
-            operation, number = self._operation, self._number
-            if number == 0:
-                return
-            beat = Beat(number=number, signs={})
-            if operation is not None:
-                beat = Beat(
-                    number=number,
-                    nonce=operation.nonce,
-                    operation_id=operation.id,
-                    save_id=operation.save_id,
-                    info=operation.committed,
-                    signs=operation.signs,
-                )
-            # Made and sent at once: an older one that came later would turn the phase back.
-            self._control.send(beat)
+            self._control.send(message)
 
     def _listen(self) -> None:
         try:
             while True:
                 message = self._control.recv()
-                if isinstance(message, Request):
-                    with self._arrived:
-                        self._requests.append(message)
-                        self._arrived.notify()
-                else:
-                    self._cancel = message
-                    self._apply_cancel()
+                operation = self._operation
+                if isinstance(message, Job):
+                    self._jobs.put(message)
+                elif operation is not None and message.number == operation.number:
+                    if isinstance(message, Reply):
+                        operation.replies.put(message)
+                    else:
+                        operation.give_up(message.error)
         except (EOFError, OSError):
             # Nobody is left to save for; threads that hang in a storage must not keep us.
             os._exit(0)

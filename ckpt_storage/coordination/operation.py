@@ -272,11 +272,6 @@ class BoardOperation:
         """The last sign of life of each rank that this rank has heard of."""
         return self._signs.known()
 
-    @property
-    def nonce(self) -> str:
-        """What this rank's answer is known by, before there is an id."""
-        return self._meeting.nonce
-
     # Phases.
 
     def phase(
@@ -477,25 +472,6 @@ class BoardOperation:
             finally:
                 twin.close()
             self._set_failure(error, self.rank)
-
-    def stand_in(
-        self, error: CheckpointError, *, nonce: str, operation_id: str, outcome: bytes | None
-    ) -> None:
-        """Tell all ranks that the process which ran this operation for this rank is gone.
-
-        `nonce` and `operation_id` are the last that were heard of it, empty if none were;
-        `outcome` is what the coordinator's stand-in announces. In place of all other steps.
-        """
-        if not operation_id:
-            # Under the nonce that it answered with, the verdict on that answer is heard as well.
-            self._meeting.nonce = nonce or self._meeting.nonce
-            operation_id = self._come_failed(error)
-            if not operation_id:
-                return
-        self.id = operation_id
-        if outcome is not None:
-            self.announce(outcome)
-        self._tell(error)
 
     def lost(self, error: BoardError) -> RankFailedError:
         """Return what it means that the board cannot be reached."""

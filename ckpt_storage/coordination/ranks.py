@@ -42,7 +42,6 @@ class Ranks:
         board: memory that all ranks share.
         rank: of this process in the group.
         world_size: number of ranks in the group.
-        pid: of the process that speaks for this rank, if it is not this one.
         look_s: longest pause in seconds between two looks for failures of others; by default it
             grows with the world, so that thousands of ranks do not flood the board's server.
 
@@ -54,7 +53,6 @@ class Ranks:
         *,
         rank: int,
         world_size: int,
-        pid: int | None = None,
         look_s: float | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
@@ -73,7 +71,6 @@ class Ranks:
         self.number = 0
         self.given_up: GivenUp | None = None
         self.siblings: Mapping[int, RankProcess] = {}
-        self._pid = pid
         self._lock = threading.Lock()
 
     @classmethod
@@ -105,7 +102,7 @@ class Ranks:
     @property
     def process(self) -> RankProcess | None:
         """The process whose end means that nobody speaks for this rank any more."""
-        return None if self.world_size == 1 else RankProcess.of(self._pid or os.getpid())
+        return None if self.world_size == 1 else RankProcess.of(os.getpid())
 
     @property
     def is_coordinator(self) -> bool:

@@ -9,13 +9,11 @@ import base64
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from ckpt_storage.errors import InvalidInputError, StorageError
+from ckpt_storage.errors import StorageError
 from ckpt_storage.store.timed import TimedPool
 
 from .board import BoardError
@@ -29,8 +27,6 @@ _WHOLE, _IN_PIECES, _TEXT = b"w", b"p", b"t"
 
 _NOTHING = "-"
 """No value of ours; what a store answers that holds nothing under a key."""
-
-_CONNECT_S = 60.0
 
 
 class StoreBoard:
@@ -149,41 +145,6 @@ class StoreBoard:
             # that broke stays broken: the next call makes a new one.
             self._root = None
             raise BoardError(f"The ranks' store failed: {error}") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreAddress:
-    """Where another process of this rank reaches the store that ranks share."""
-
-    host: str = ""
-    port: int = 0
-    path: str = ""
-
-    @classmethod
-    def of(cls, store: dist.Store) -> StoreAddress:
-        """Return the address of the store beneath all prefixes.
-
-        Raises `InvalidInputError` for a store that only its own process can reach.
-        """
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
-        if isinstance(store, dist.TCPStore):
-            return cls(host=store.host, port=store.port)
-        if isinstance(store, dist.FileStore):
-            return cls(path=store.path)  # type: ignore[attr-defined]  # a stub
-        raise InvalidInputError(
-            f"A worker process cannot reach the process group's {type(store).__name__}.",
-            next_step="Use mode='thread', or a rendezvous by TCP (torchrun) or by file.",
-        )
-
-    def connect(self) -> dist.Store:
-        """Return a new connection. Raises what torch raises if there is nobody."""
-        if self.path:
-            return dist.FileStore(self.path, -1)
-        timeout = timedelta(seconds=_CONNECT_S)
-        return dist.TCPStore(
-            self.host, self.port, is_master=False, timeout=timeout, wait_for_workers=False
-        )
 
 
 def _piece(key: str, number: int) -> str:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ckpt_storage import AsyncSaver, SaveHandle, Timeouts, load
+from ckpt_storage.background.worker import PipedOperation
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.coordination.operation import BoardOperation
 
@@ -135,7 +136,7 @@ def _patch() -> None:
     """Let commits and members' waits for them look whether they are held; once a process."""
     if hasattr(commit.commit, "inner"):
         return
-    inner_commit, inner_outcome = commit.commit, BoardOperation.outcome
+    inner_commit = commit.commit
 
     @functools.wraps(inner_commit)
     def held_commit(*args: Any, **kwargs: Any) -> Any:
@@ -144,14 +145,22 @@ def _patch() -> None:
         _pass("committed")
         return record
 
-    @functools.wraps(inner_outcome)
-    def held_outcome(self: BoardOperation) -> bytes:
-        _pass("outcome")
-        return inner_outcome(self)
+    def held_outcome(kind: Any) -> Callable[[Any], bytes]:
+        inner = kind.outcome
+
+        @functools.wraps(inner)
+        def outcome(self: Any) -> bytes:
+            _pass("outcome")
+            answer: bytes = inner(self)
+            return answer
+
+        return outcome
 
     held_commit.inner = inner_commit  # type: ignore[attr-defined]  # the mark of a wrapped one
     commit.commit = held_commit
-    BoardOperation.outcome = held_outcome  # type: ignore[method-assign]
+    kinds: tuple[Any, ...] = (BoardOperation, PipedOperation)
+    for kind in kinds:
+        kind.outcome = held_outcome(kind)
 
 
 class HeldPlanner(DefaultSavePlanner):
