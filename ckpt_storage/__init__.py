@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from .inspect.doctor import Diagnosis, diagnose
     from .inspect.lazytensor import LazyTensor
     from .inspect.statistics import TensorStats
-    from .inspect.verification import VerifyReport, verify
+    from .inspect.verify import VerifyReport, verify
     from .loads.loading import load
     from .manager.deletion import delete
     from .manager.manager import CheckpointManager
@@ -186,7 +186,7 @@ _DEFINED_IN = {
     "UnsafeContentError": "errors",
     "UnsupportedByStoreError": "errors",
     "ValueDiff": "inspect.comparing",
-    "VerifyReport": "inspect.verification",
+    "VerifyReport": "inspect.verify",
     "consolidate": "export.consolidating",
     "convert": "export.converting",
     "copy": "export.copying",
@@ -201,7 +201,7 @@ _DEFINED_IN = {
     "open_checkpoint": "inspect.checkpoint",
     "save": "saves.saving",
     "save_async": "background.saver",
-    "verify": "inspect.verification",
+    "verify": "inspect.verify",
 }
 
 if not TYPE_CHECKING:

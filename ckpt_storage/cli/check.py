@@ -20,7 +20,7 @@ from .output import FOUND, SOUND
 
 if TYPE_CHECKING:
     from ckpt_storage.inspect.doctor import Diagnosis, Measure
-    from ckpt_storage.inspect.verification import VerifyReport
+    from ckpt_storage.inspect.verify import VerifyReport
 
 
 @click.command(short_help="Is every byte what was written?")
@@ -40,7 +40,7 @@ def verify(url: str, *, shallow: bool, as_json: bool, **options: Any) -> int:  #
     that is damaged, and what to do. Of checkpoints of other writers, which carry no checksums,
     only that all files are there and long enough.
     """
-    from ckpt_storage.inspect.verification import verify as run  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.inspect.verify import verify as run  # noqa: PLC0415  # called, not imported
 
     report = run(url, deep=not shallow, progress=output.shows_progress(), **options)
     if as_json:

@@ -27,7 +27,7 @@ from .html import TreeView, checkpoint_html
 from .session import Session, Settings
 from .statistics import TensorStats, summarise
 from .tree import Node, checkpoint_text, tree_of
-from .verification import VerifyReport, verify
+from .verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

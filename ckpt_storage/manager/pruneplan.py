@@ -28,8 +28,7 @@ from ckpt_storage.format.documents import (
     unseal,
 )
 from ckpt_storage.format.names import probe_path
-from ckpt_storage.inspect.partcheck import check_part
-from ckpt_storage.inspect.shardspots import Part
+from ckpt_storage.inspect.verify import Part, check_part
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 

@@ -22,8 +22,7 @@ from ckpt_storage.errors import (
     InvalidInputError,
     RankFailedError,
 )
-from ckpt_storage.inspect.partcheck import check_part, part_bytes
-from ckpt_storage.inspect.shardspots import Part
+from ckpt_storage.inspect.verify import Part, check_part, part_bytes
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store.deadline import Deadline
 

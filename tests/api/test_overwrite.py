@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, verify
 from ckpt_storage.commit import slotlog
 from ckpt_storage.errors import CheckpointGoneError
-from ckpt_storage.inspect import verification
+from ckpt_storage.inspect import verify as verification
 from ckpt_storage.store import open_store
 from ckpt_storage.store.store import Store
 

@@ -45,7 +45,7 @@ def test_every_byte_of_every_file_is_verified(
     checkpoint = Saver(ranks, tmp_path / "saved").copy(tmp_path / "run", large=False)
     # Without retries and deadlines, which take most of the time of so small reads.
     store = local_store(str(checkpoint.root))
-    monkeypatch.setattr("ckpt_storage.inspect.verification.open_store", lambda *_, **__: store)
+    monkeypatch.setattr("ckpt_storage.inspect.verify.open_store", lambda *_, **__: store)
     spans = checkpoint.spans()
     alone = [checkpoint.slot, checkpoint.manifest, checkpoint.stock]
     together = [path for path in checkpoint.files if path not in alone]

@@ -15,8 +15,7 @@ from manager_cases import damage, restore, state_of
 
 import ckpt_storage
 from ckpt_storage.errors import IntegrityError, PhaseTimeoutError
-from ckpt_storage.inspect.partcheck import check_part, part_bytes
-from ckpt_storage.inspect.shardspots import Part
+from ckpt_storage.inspect.verify import Part, check_part, part_bytes
 from ckpt_storage.manager import restoring
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.pruning import prune

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_storage import CheckpointError, CheckpointStorageReader, verify
-from ckpt_storage.inspect.documentcheck import Problem
+from ckpt_storage.inspect.checks import Problem
 from ckpt_storage.testing.ranks import RankPool
 
 BLOCK_BYTES = 65_536

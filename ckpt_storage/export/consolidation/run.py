@@ -21,12 +21,13 @@ from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.exports import DOCUMENTS, INDEX_NAME
 from ckpt_storage.format.names import STOCK_METADATA
-from ckpt_storage.inspect.exportcheck import has_checksum
+from ckpt_storage.inspect.checks import has_checksum
 from ckpt_storage.options import Phase
 from ckpt_storage.source.filemarks import FileMarks, open_newest, open_source
 from ckpt_storage.source.model import CommittedSource, Source, read_manifest
 from ckpt_storage.store import open_store
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.ranges import RangeReader
 from ckpt_storage.transfer.workers import Workers
 
 from .choice import check_ties
@@ -141,16 +142,11 @@ class _Run:
         if not complete:
             return complete
         ranks = self._ranks
+        target = RangeReader(self._target, self._options, self._deadline, pacer=self._paces.target)
         damaged = [
             number
             for number in sorted(complete)[ranks.rank :: ranks.world_size]
-            if not has_checksum(
-                self._target,
-                complete[number],
-                options=self._options,
-                deadline=self._deadline,
-                pacer=self._paces.target,
-            )
+            if not has_checksum(target, complete[number])
         ]
         told = ranks.gather(pickle.dumps(damaged))
         found = {number for one in told for number in pickle.loads(one)}  # noqa: S301  # our ranks
