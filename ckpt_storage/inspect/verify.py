@@ -336,18 +336,19 @@ class _Verification:
             read = partial(self._rank_manifest, manifest)
             for rank, got in zip(ranks, self._side_by_side(read, ranks), strict=True):
                 self.findings.file_count += 1
-                path, checked = manifest.ranks[rank].path, None
+                path, held = manifest.ranks[rank].path, list[RankManifest]()
                 with self.findings.noting(path, rank):
                     document = _value(got)
                     check_rank(manifest, document, rank=rank, listed=listed.get(rank, {}))
                     note_unsafe(document, path=path, findings=self.findings)
-                    checked = document
-                if checked is None:
+                    held.append(document)
+                if not held:
                     sound = False
-                    checked = manifest.inline_ranks[rank] if manifest.inline_ranks else None
+                    held += [] if manifest.inline_ranks is None else [manifest.inline_ranks[rank]]
                 shards += [
-                    _Shard(checked, file)
-                    for file in (() if checked is None else checked.files)
+                    ShardSpans(document, file)
+                    for document in held
+                    for file in document.files
                     if self._part is None or file.path in stretches
                 ]
             self._check_files(shards, stretches)

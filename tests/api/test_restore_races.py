@@ -13,6 +13,7 @@ import ckpt_storage
 from ckpt_storage.errors import CheckpointInProgressError
 from ckpt_storage.inspect import verify
 from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.transfer.ranges import RangeReader
 
 
 def overwrite(root: Path, marker: int) -> str | None:
@@ -57,18 +58,18 @@ def test_what_is_overwritten_while_it_is_checked_is_loaded_anew(
         manager.save(1, state_of(1), sync_files=False)
         manager.save(2, state_of(2), sync_files=False)
     ids: list[str | None] = []
-    read = verify.run_fetches  # type: ignore[attr-defined]  # nothing public stops in the middle
 
-    def slow(*given: Any, **more: Any) -> None:
-        if not ids:
-            old = tmp_path / "step-00000002/saves"
-            before = set(old.iterdir())
-            ids.append(overwrite(tmp_path, 77))
-            for path in before if is_freed else ():
-                shutil.rmtree(path)
-        read(*given, **more)
+    class Slow(RangeReader):
+        def run(self, *given: Any, **more: Any) -> None:
+            if not ids:
+                old = tmp_path / "step-00000002/saves"
+                before = set(old.iterdir())
+                ids.append(overwrite(tmp_path, 77))
+                for path in before if is_freed else ():
+                    shutil.rmtree(path)
+            super().run(*given, **more)
 
-    monkeypatch.setattr(verify, "run_fetches", slow)
+    monkeypatch.setattr(verify, "RangeReader", Slow)
     with CheckpointManager(tmp_path, timeout=60) as manager:
         state = blank()
         found = manager.restore(state, check="deep")

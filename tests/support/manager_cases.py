@@ -16,14 +16,14 @@ import torch
 
 from ckpt_storage.background.handle import SaveHandle
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.inspect import shardcheck
+from ckpt_storage.inspect import verify
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.restoring import Check, Restored
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.options import Timeouts
 from ckpt_storage.transfer.ranges import RangeReader
 
-READS: Any = shardcheck
+READS: Any = verify
 """The module whose reads a job stands in for."""
 
 MARK = bytes(range(64))
