@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -94,7 +95,10 @@ def _aws_connector(options: Mapping[str, Any]) -> Peer | None:
         from s3torchconnector._s3client import S3Client  # noqa: PLC0415  # as above
         from s3torchconnector.dcp import S3StorageReader, S3StorageWriter  # noqa: PLC0415  # as above
         from s3torchconnector.dcp.s3_file_system import S3FileSystem  # noqa: PLC0415  # as above
-    except ImportError:
+    except ImportError as error:
+        sys.stderr.write(
+            f"The AWS connector is left out: {error}. pip install 's3torchconnector[dcp]'\n"
+        )
         return None
     inner: Mapping[str, Any] = options.get("client_kwargs", {})
     region = inner.get("region_name") or "us-east-1"

@@ -173,11 +173,11 @@ class S3Backend(Backend):
             while skip and (piece := await body.read(min(_CHUNK_BYTES, skip))):
                 skip -= len(piece)
             count = 0
-            while count < len(view) and (
-                piece := await body.read(min(_CHUNK_BYTES, len(view) - count))
-            ):
-                view[count : count + len(piece)] = piece
-                count += len(piece)
+            # As it came: asking for a length joins what came.
+            while count < len(view) and (piece := await body.raw_stream.content.readany()):
+                taken = piece[: len(view) - count]
+                view[count : count + len(taken)] = taken
+                count += len(taken)
         return count, total_bytes
 
     def put(

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ckpt_storage.errors import UnsupportedByStoreError
-from ckpt_storage.options import KIB
+from ckpt_storage.options import MIB
 from ckpt_storage.store.problems import ForeignAnswer
 from ckpt_storage.store.timed import moved
 
@@ -22,7 +22,7 @@ from .clients import Client, ForeignFs
 _CONNECT_TIMEOUT_S = 10.0
 _READ_TIMEOUT_S = 60.0
 _POOL_CONNECTIONS = 64
-_PIECE_BYTES = 256 * KIB
+_PIECE_BYTES = MIB
 
 
 def client_options(options: Mapping[str, Any], request_timeout_s: float) -> dict[str, Any]:
