@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from .export.converting import ConvertReport, convert
     from .export.copying import CopyReport, copy
     from .inspect.checkpoint import Checkpoint, diff, open_checkpoint
-    from .inspect.comparing import CheckpointDiff, ValueDiff
+    from .inspect.diff import CheckpointDiff, ValueDiff
     from .inspect.doctor import Diagnosis, diagnose
-    from .inspect.lazytensor import LazyTensor
-    from .inspect.statistics import TensorStats
+    from .inspect.lazy_tensor import LazyTensor
+    from .inspect.stats import TensorStats
     from .inspect.verify import VerifyReport, verify
     from .loads.loading import load
     from .manager.deletion import delete
@@ -140,7 +140,7 @@ _DEFINED_IN = {
     "AsyncSaver": "background.saver",
     "Candidate": "manager.retention",
     "Checkpoint": "inspect.checkpoint",
-    "CheckpointDiff": "inspect.comparing",
+    "CheckpointDiff": "inspect.diff",
     "CheckpointError": "errors",
     "CheckpointExistsError": "errors",
     "CheckpointGoneError": "errors",
@@ -166,7 +166,7 @@ _DEFINED_IN = {
     "KeepEvery": "manager.retention",
     "KeepLatest": "manager.retention",
     "KeepNewerThan": "manager.retention",
-    "LazyTensor": "inspect.lazytensor",
+    "LazyTensor": "inspect.lazy_tensor",
     "PhaseTimeoutError": "errors",
     "ProgressEvent": "options",
     "PrunePlan": "manager.retention",
@@ -181,11 +181,11 @@ _DEFINED_IN = {
     "SaveProgress": "background.handle",
     "SaveState": "background.handle",
     "StorageError": "errors",
-    "TensorStats": "inspect.statistics",
+    "TensorStats": "inspect.stats",
     "Timeouts": "options",
     "UnsafeContentError": "errors",
     "UnsupportedByStoreError": "errors",
-    "ValueDiff": "inspect.comparing",
+    "ValueDiff": "inspect.diff",
     "VerifyReport": "inspect.verify",
     "consolidate": "export.consolidating",
     "convert": "export.converting",
