@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError, StorageError
 from ckpt_storage.format.boxes import Box, Grid, compact, covers_exactly, find_grid
-from ckpt_storage.format.documents import Columns, Counts, unseal
-from ckpt_storage.format.manifest import InlineRanks, Manifest, TensorRecord
-from ckpt_storage.format.rankreport import RankReport
-from ckpt_storage.format.tensorlayout import fits
+from ckpt_storage.format.documents import Counts
+from ckpt_storage.format.manifest import Manifest, TensorRecord, fits
 from ckpt_storage.store.store import Store
 
 from .reporttable import Chunks, Planned, ReportTable, incomplete
@@ -209,20 +208,9 @@ def assemble(
         files=[(ref, report.rank) for report in reports for ref in report.files],
         ranks=[report.ref for report in reports],
         stock=None,
-        inline_ranks=_inlined(reports),
+        hosts=[report.host for report in reports],
         ties=agreed_ties(reports, tensors, settled_ties),
     )
-
-
-def _inlined(reports: Sequence[RankReport]) -> InlineRanks | None:
-    """Return the documents of all ranks, None if one was too long to be sent."""
-    bodies = []
-    for report in reports:
-        document = report.read_document()
-        if document is None:
-            return None
-        bodies.append(unseal(document, path=report.ref.path))
-    return InlineRanks(bodies, Columns(reports[0].ref.path))
 
 
 def _layout(fqn: str, shape: tuple[int, ...], table: ReportTable, chunks: Chunks) -> Layout:

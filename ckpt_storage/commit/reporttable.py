@@ -1,26 +1,170 @@
-"""The reports of all ranks as one table: which rank wrote which box of which tensor.
+"""What ranks tell the coordinator of their parts of a save, and all of that as one table.
 
-One row an item of every rank, in arrays; Python runs once for each report and once for each
-*different* pattern of items, not once for each row.
+A report is small, columnar bytes; it travels between processes of one version and is never stored.
+Of N ranks that save one model most have the same names and the same pattern of items; those come
+as equal bytes, which the coordinator decodes once. The table has one row an item of every rank, in
+arrays; Python runs once for each report and once for each *different* pattern of items.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.documents import Counts
-from ckpt_storage.format.rankreport import RankReport, Words
+from ckpt_storage.format.documents import Counts, FileRef
+from ckpt_storage.format.rank_manifest import BoxKey, BoxTable, RankManifest
+
+Words = NDArray[np.int32]
+
+Tied = tuple[str, BoxKey, int]
+"""A chunk of a tensor that may be tied: FQN, box, checksum."""
 
 PlannerPath = tuple[str | int, ...]
 
 _NO_NUMBERS: Counts = np.zeros(0, dtype=np.int64)
 _NO_WORDS: Words = np.zeros(0, dtype=np.int32)
+_LEVEL = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """The report of one rank: its document, its files, and what is in them.
+
+    `vocabulary` and `pattern` (columns FQN, dtype, box of all items) are alike on ranks that hold
+    the same tensors. `places` (file number, start, bytes of all items) is there if the coordinator
+    asked for it. `tied` has the chunks with elements of tensors that may be tied.
+    """
+
+    save_id: str
+    rank: int
+    world_size: int
+    host: str
+    ref: FileRef
+    files: Sequence[FileRef]
+    item_count: int
+    vocabulary: bytes
+    pattern: bytes
+    boxes: bytes
+    places: bytes | None
+    ties: Mapping[str, str]
+    tied: Sequence[Tied]
+
+    @classmethod
+    def of(
+        cls,
+        manifest: RankManifest,
+        ref: FileRef,
+        *,
+        with_places: bool,
+        candidates: Iterable[str] = (),
+    ) -> RankReport:
+        """Return the report on `manifest`, which is stored as `ref` says.
+
+        `candidates` are the tensors that other ranks may tie.
+        """
+        table = BoxTable()
+        columns = [
+            np.array(
+                [*file.items.fqn, *file.items.dtype, *table.refer(file.items)], dtype=np.int32
+            ).reshape(3, -1)
+            for file in manifest.files
+        ]
+        pattern = np.concatenate([np.empty((3, 0), dtype=np.int32), *columns], axis=1)
+        return cls(
+            save_id=manifest.save_id,
+            rank=manifest.rank,
+            world_size=manifest.world_size,
+            host=manifest.host,
+            ref=ref,
+            files=[file.ref() for file in manifest.files],
+            item_count=pattern.shape[1],
+            vocabulary=_deflate(
+                json.dumps([list(manifest.fqns), list(manifest.dtypes)]).encode("ascii")
+            ),
+            pattern=_deflate(pattern.tobytes()),
+            boxes=_deflate(_flat(table.boxes)),
+            places=_deflate(_places(manifest)) if with_places else None,
+            ties=dict(manifest.ties),
+            tied=_tied(manifest, candidates),
+        )
+
+    def read_vocabulary(self) -> tuple[list[str], list[str]]:
+        """Return FQNs and dtypes."""
+        fqns, dtypes = json.loads(zlib.decompress(self.vocabulary))
+        return fqns, dtypes
+
+    def read_pattern(self) -> tuple[Words, Words, Words]:
+        """Return the columns FQN, dtype (-1: blob) and box (-1: blob) of all items."""
+        words = np.frombuffer(zlib.decompress(self.pattern), dtype=np.int32)
+        fqn, dtype, box = words.reshape(3, -1)
+        return fqn, dtype, box
+
+    def read_boxes(self) -> tuple[Counts, Counts]:
+        """Return the number of dimensions of each box; and offsets, then sizes, of each in turn."""
+        words = np.frombuffer(zlib.decompress(self.boxes), dtype=np.int64)
+        count = int(words[0])
+        return words[1 : 1 + count], words[1 + count :]
+
+    def empty_boxes(self) -> list[bool]:
+        """Return, per box, whether it holds no element."""
+        ndim, words = self.read_boxes()
+        flat, found, at = words.tolist(), [], 0
+        for count in ndim.tolist():
+            found.append(0 in flat[at + count : at + 2 * count])
+            at += 2 * count
+        return found
+
+    def read_places(self) -> Counts | None:
+        """Return the columns file number, start and bytes of all items, if they were sent."""
+        if self.places is None:
+            return None
+        return np.frombuffer(zlib.decompress(self.places), dtype=np.int64).reshape(3, -1)
+
+
+def _deflate(data: bytes) -> bytes:
+    return zlib.compress(data, _LEVEL)
+
+
+def _flat(boxes: Sequence[BoxKey]) -> bytes:
+    words = [len(boxes), *(len(offsets) for offsets, _ in boxes)]
+    for offsets, sizes in boxes:
+        words += offsets
+        words += sizes
+    return np.array(words, dtype=np.int64).tobytes()
+
+
+def _places(manifest: RankManifest) -> bytes:
+    columns = [
+        np.array(
+            [[number] * len(file.items), list(file.items.item_start), list(file.items.item_bytes)],
+            dtype=np.int64,
+        )
+        for number, file in enumerate(manifest.files)
+    ]
+    return np.concatenate([np.empty((3, 0), dtype=np.int64), *columns], axis=1).tobytes()
+
+
+def _tied(manifest: RankManifest, candidates: Iterable[str]) -> list[Tied]:
+    """Return the chunks with elements of what this rank ties and of `candidates`."""
+    wanted = {*manifest.ties, *manifest.ties.values(), *candidates}
+    at = {i: fqn for i, fqn in enumerate(manifest.fqns) if fqn in wanted} if wanted else {}
+    found: list[Tied] = []
+    for file in manifest.files if at else ():
+        items = file.items
+        places = [item for item, number in enumerate(items.fqn) if number in at]
+        for item, crc in zip(places, file.payload_crcs(places), strict=True):
+            offsets, sizes = items.offsets[item], items.sizes[item]
+            if offsets is not None and sizes is not None and all(sizes):
+                found.append((at[items.fqn[item]], (tuple(offsets), tuple(sizes)), crc))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ckpt_storage.format.crc import BlockHasher, combine_each, combine_many, crc32c_of
-from ckpt_storage.format.manifest import ItemTable, ShardFile
+from ckpt_storage.format.rank_manifest import ItemTable, ShardFile
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -21,10 +21,9 @@ _GATHER_BYTES = 1 << 20
 
 
 class _Payload(NamedTuple):
-    """Where the checksums of one payload lie: its first block, its chunk, its piece of the file."""
+    """Where the checksums of one payload lie: its first block, its piece of the file."""
 
     first_block: int
-    chunk: int
     piece: int
     size_bytes: int
 
@@ -72,7 +71,6 @@ class ShardFileWriter:
         self._lengths: list[int] = []
         self._payloads: list[_Payload] = []
         self.frame_crcs: array[int] = array("I")
-        self.chunk_crcs: array[int] = array("I")
         self.block_crcs: array[int] = array("I")
 
     def frame(self, data: bytes) -> None:
@@ -89,7 +87,6 @@ class ShardFileWriter:
         crc = crc32c_of(data)
         if data:
             self.block_crcs.append(crc)
-        self.chunk_crcs.append(crc)
         self.position += len(data)
         self._gathered += (frame, data)
         self._gathered_bytes += len(frame) + len(data)
@@ -111,12 +108,9 @@ class ShardFileWriter:
                 self._append(piece)
         blocks = hasher.finish()
         length = self.position - start
-        self._payloads.append(
-            _Payload(len(self.block_crcs), len(self.chunk_crcs), len(self._crcs), length)
-        )
+        self._payloads.append(_Payload(len(self.block_crcs), len(self._crcs), length))
         self.block_crcs.extend(blocks)
         # Known at the end: those of many payloads together cost less.
-        self.chunk_crcs.append(0)
         self._crcs.append(0)
         self._lengths.append(length)
         return length
@@ -130,7 +124,7 @@ class ShardFileWriter:
         sizes = [payload.size_bytes for payload in self._payloads]
         found = combine_each(blocks, self.block_bytes, sizes)
         for payload, crc in zip(self._payloads, found, strict=True):
-            self.chunk_crcs[payload.chunk] = self._crcs[payload.piece] = crc
+            self._crcs[payload.piece] = crc
         self._payloads.clear()
 
     def _end_frame(self) -> None:
@@ -217,7 +211,6 @@ class ShardTable:
                 item_bytes=self.item_bytes,
                 payload_start=self.payload_start,
                 payload_bytes=self.payload_bytes,
-                chunk_crcs=file.chunk_crcs,
                 block_crcs=file.block_crcs,
                 frame_crcs=file.frame_crcs,
             ),

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.documents import Counts
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.rankreport import RankReport
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 
 from .reporttable import Planned, PlannerPath, boxes_of

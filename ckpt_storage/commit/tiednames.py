@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
-from ckpt_storage.format.rankreport import RankReport
-from ckpt_storage.format.shardtable import BoxKey
-from ckpt_storage.format.tensorlayout import TensorRecord
+from ckpt_storage.commit.reporttable import RankReport
+from ckpt_storage.format.manifest import TensorRecord
+from ckpt_storage.format.rank_manifest import BoxKey
 
 Groups = tuple[tuple[str, ...], ...]
 """Groups of FQNs; in each, names are in the order of the state or plan."""

@@ -29,8 +29,9 @@ from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef, seal, unseal
 from ckpt_storage.format.file_checks import ShardSpans
-from ckpt_storage.format.manifest import Manifest, RankManifest
+from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import COMMITS, begun_path, ranks_folder, save_folder
+from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.source.model import read_document
@@ -242,7 +243,6 @@ class CopyAttempt:
                 ],
                 ranks=list(ranks),
                 stock=stock,
-                inline_ranks=None,
             )
             data = seal(renamed.to_body())
         path = self._renamed_path(reference.path)

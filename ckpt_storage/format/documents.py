@@ -14,7 +14,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +30,6 @@ MOST_RANKS = 1 << 20
 
 MOST_NAMES = 1 << 24
 """In one list of a document."""
-
-
-MOST_ENTRIES = 1 << 26
-"""In one column of a document."""
-
-
-MOST_MANIFEST_BYTES = 256 << 20
-"""Of all columns and names of a manifest, inflated."""
 
 
 MOST_SLOT_BYTES = 4 << 20
@@ -350,8 +342,8 @@ def ref_from_json(value: object, where: str) -> FileRef:
 Counts = NDArray[np.int64]
 
 
-MOST_INFLATED_BYTES = 1 << 30
-"""What all columns and names of one document may take together: 134 million integers."""
+MOST_INFLATED_BYTES = 256 << 20
+"""What all columns and names of one document may take together, inflated."""
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -364,12 +356,7 @@ _PLAIN_CHARS = 2048
 
 
 _INTEGER_BYTES = 8
-
-
-_WIDTHS = (1, 2, 4, 8)
-
-
-# Deltas of ascending columns are small numbers with long runs; level 1 finds them all.
+# Differences of ascending columns are small numbers with long runs; level 1 finds them all.
 _LEVEL = 1
 
 
@@ -379,25 +366,10 @@ def pack_column(values: Sequence[int] | Counts) -> list[int] | dict[str, Any]:
     if len(column) <= _PLAIN_COUNT:
         plain: list[int] = column.tolist()
         return plain
-    differences = np.diff(column, prepend=np.int64(0))
     # Differences of far numbers wrap around, and sums of them wrap back.
-    width, delta_width = _width(column), _width(differences)
-    delta = 0
-    packed = _deflate(column, width)
-    if delta_width <= width:
-        other = _deflate(differences, delta_width)
-        if len(other) < len(packed):
-            delta, width, packed = 1, delta_width, other
-    return {"count": len(column), "width": width, "delta": delta, "zlib": _text(packed)}
-
-
-def _width(column: Counts) -> int:
-    least, most = int(column.min()), int(column.max())
-    return next(w for w in _WIDTHS if -(1 << 8 * w - 1) <= least and most < 1 << 8 * w - 1)
-
-
-def _deflate(column: Counts, width: int) -> bytes:
-    return zlib.compress(column.astype(f"<i{width}").tobytes(), _LEVEL)
+    differences = np.diff(column, prepend=np.int64(0)).astype("<i8")
+    packed = zlib.compress(differences.tobytes(), _LEVEL)
+    return {"count": len(column), "zlib": _text(packed)}
 
 
 def _text(data: bytes) -> str:
@@ -447,26 +419,19 @@ class Columns:
         get = Getter(body, self.where)
         value = body.get(key) if isinstance(body, Mapping) else None
         if isinstance(value, list):
-            self._check_count(get, key, len(value), MOST_ENTRIES)
             self._take(get, key, len(value) * _INTEGER_BYTES)
             column = np.array(get.counts(key, least=least), dtype=np.int64)
         else:
-            column = self._inflated_column(Getter(get.mapping(key), self.where), key)
+            packed = Getter(get.mapping(key), self.where)
+            size_bytes = packed.count("count") * _INTEGER_BYTES
+            self._take(get, key, size_bytes)
+            words = np.frombuffer(self._inflate(packed, key, size_bytes), dtype="<i8")
+            column = np.cumsum(words, dtype=np.int64)
         if count is not None and len(column) != count:
             get.fail(f"has {len(column)} entries in {key!r}, where {count} belong")
         if len(column) and (int(column.min()) < least or int(column.max()) >= below):
             get.fail(f"has a number in {key!r} that cannot be")
         return column
-
-    def _inflated_column(self, get: Getter, key: str) -> Counts:
-        count, width, delta = get.count("count"), get.count("width"), get.count("delta")
-        if width not in _WIDTHS or delta not in {0, 1}:
-            get.fail(f"packs {key!r} in a way that this release does not know")
-        self._check_count(get, key, count, MOST_ENTRIES)
-        self._take(get, key, count * _INTEGER_BYTES)
-        words = np.frombuffer(self._inflate(get, key, count * width), dtype=f"<i{width}")
-        column = words.astype(np.int64)
-        return np.cumsum(column, dtype=np.int64) if delta else column
 
     def names(self, body: object, key: str, *, count: int | None = None) -> list[str]:
         """Return `count` strings. Raises `FormatError`."""
@@ -477,7 +442,8 @@ class Columns:
         else:
             packed = Getter(get.mapping(key), self.where)
             size_bytes = packed.count("bytes")
-            self._check_count(packed, key, packed.count("count"), MOST_NAMES)
+            if packed.count("count") > MOST_NAMES:
+                get.fail(f"declares more than {MOST_NAMES} names in {key!r}")
             self._take(packed, key, size_bytes)
             names = self._parsed(packed, key, self._inflate(packed, key, size_bytes))
             if len(names) != packed.count("count"):
@@ -503,10 +469,6 @@ class Columns:
         if self.left_bytes < 0:
             get.fail(f"declares more than may be inflated of a document up to {key!r}")
 
-    def _check_count(self, get: Getter, key: str, count: int, most: int) -> None:
-        if count > most:
-            get.fail(f"declares more than {most} entries of {key!r}")
-
     def _inflate(self, get: Getter, key: str, size_bytes: int) -> bytes:
         """Return exactly `size_bytes`, which were taken from what may be inflated."""
         inflater = zlib.decompressobj()
@@ -519,3 +481,29 @@ class Columns:
         if len(found) != size_bytes or not inflater.eof or inflater.unused_data:
             get.fail(f"has packed {key!r} that are not the {size_bytes} bytes that they should be")
         return found
+
+
+class LazyList(Sequence[_T]):
+    """So many values, each made when it is asked for; equal to any sequence of equal values."""
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+    def __init__(self, count: int, make: Callable[[int], _T]) -> None:
+        self._count = count
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[_T]: ...
+
+    def __getitem__(self, index: int | slice) -> _T | list[_T]:
+        found = range(self._count)[index]
+        return self._make(found) if isinstance(found, int) else list(map(self._make, found))
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented

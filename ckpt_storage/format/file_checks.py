@@ -15,7 +15,7 @@ from ckpt_storage.errors import IntegrityError
 
 from .crc import combine_many, crc32c_of
 from .documents import FileRef
-from .manifest import RankManifest, ShardFile
+from .rank_manifest import RankManifest, ShardFile
 
 _NEXT_STEP = "Restore the file from a copy, or use another checkpoint."
 

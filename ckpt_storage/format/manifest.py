@@ -1,26 +1,28 @@
-"""Manifest and rank manifests as values, with strict codecs to and from sealed JSON.
+"""What a checkpoint is: its manifest as a value, with a strict codec to and from sealed JSON.
 
-`docs/format.md`, sections "Rank manifest" and "Manifest", specifies both.
+Tensors that are cut alike share one grid or list of chunks, in memory as in the document.
+`docs/format.md`, section "Manifest", specifies it.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import threading
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
-from ckpt_storage.errors import CheckpointError, FormatError
+import numpy as np
 
+from .boxes import Box, Grid, compact, find_flaw
 from .documents import (
-    MOST_MANIFEST_BYTES,
     MOST_RANKS,
     Columns,
+    Counts,
     FileRef,
     Getter,
+    LazyList,
     check_format,
     decode_crcs,
     encode_crcs,
@@ -29,178 +31,57 @@ from .documents import (
     pack_names,
     ref_from_json,
 )
-from .dtypes import DTYPES
-from .names import checked_path, rank_manifest_path, save_folder, shard_path, stock_copy_path
-from .shardtable import (
-    BoxTable,
-    ItemTable,
-    ShardFile,
-    Vocabulary,
+from .names import rank_manifest_path, shard_path, stock_copy_path
+from .rank_manifest import (
     boxes_from_json,
-    decode_file,
-    encode_file,
+    boxes_to_json,
+    check_dtypes,
+    save_id_of,
+    ties_from_json,
 )
-from .tensorlayout import TensorRecord, decode_tensors, encode_tensors
 
-__all__ = [
-    "INLINE_LIMIT_BYTES",
-    "InlineRanks",
-    "ItemTable",
-    "Manifest",
-    "RankManifest",
-    "ShardFile",
-    "TensorRecord",
-]
+_MAJOR = 1
 
-INLINE_LIMIT_BYTES = 4 << 20
-"""Rank manifests are inlined while each has at most this, divided by the world size."""
+Chunks = Sequence[tuple[Box, int]]
+"""Chunks that form no grid, each with the rank that wrote it."""
 
-_MAJOR = 2
+PlannerData = dict[str, tuple[str | int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankManifest:
-    """What one rank wrote; `fqns` and `dtypes` are the vocabularies of its tables.
+class TensorRecord:
+    """A whole tensor: dtype, shape, and which rank owns which box.
 
-    `ties` maps alias to target: what this rank wrote of both was the same memory. `unsafe` maps
-    names of blobs that only pickle can hold to what the pickle names.
+    Exactly one of `grid` (owners in C order) and `chunks` is set.
     """
 
-    save_id: str
-    rank: int
-    world_size: int
-    fqns: Sequence[str]
-    dtypes: Sequence[str]
-    files: Sequence[ShardFile]
-    ties: Mapping[str, str] = field(default_factory=dict)
-    unsafe: Mapping[str, str] = field(default_factory=dict)
-    host: str = ""
-    pid: int = 0
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    grid: Grid | None = None
+    chunks: Chunks | None = None
 
-    def to_body(self) -> dict[str, Any]:
-        """Return the JSON body (`docs/format.md`, "Rank manifest")."""
-        boxes = BoxTable()
-        files = [encode_file(file, boxes) for file in self.files]
-        body: dict[str, Any] = {
-            "format": encode_format("rank", _MAJOR),
-            "save_id": self.save_id,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "host": self.host,
-            "pid": self.pid,
-            "fqns": pack_names(self.fqns),
-            "dtypes": list(self.dtypes),
-            "boxes": boxes.to_json(),
-            "files": files,
-        }
-        if self.ties:
-            body["ties"] = dict(self.ties)
-        if self.unsafe:
-            body["unsafe"] = dict(self.unsafe)
-        return body
+    def boxes(self) -> list[tuple[Box, int]]:
+        """Return every chunk and the rank that wrote it."""
+        if self.grid is not None:
+            return list(zip(self.grid.boxes(self.shape), self.grid.owners, strict=True))
+        return list(self.chunks or ())
 
-    @classmethod
-    def from_body(
-        cls, body: Mapping[str, Any], *, where: str, columns: Columns | None = None
-    ) -> RankManifest:
-        """Return the manifest that `body` describes; `where` names its file in errors.
-
-        `columns` are those of the document that `body` is a part of, if it is.
-
-        Raises `FormatError` for anything that contradicts itself, `UnsafeContentError` for a path
-        that leaves the checkpoint.
-        """
-        check_format(body, "rank", _MAJOR, path=where)
-        get, columns = Getter(body, where), columns or Columns(where)
-        fqns = columns.names(body, "fqns")
-        dtypes = get.strings("dtypes")
-        unknown = [name for name in dtypes if name not in DTYPES]
-        if unknown:
-            raise FormatError(
-                f"{where} holds tensors of dtype {unknown[0]!r}, which this release does not know.",
-                path=where,
-                next_step="Install a newer ckpt_storage.",
-            )
-        if len(set(dtypes)) != len(dtypes):
-            get.fail("names a dtype twice")
-        boxes = boxes_from_json(body.get("boxes"), columns)
-        vocabulary = Vocabulary(fqns, dtypes, boxes)
-        manifest = cls(
-            save_id=get.string("save_id"),
-            rank=get.count("rank"),
-            world_size=get.count("world_size"),
-            host=str(body.get("host", "")),
-            pid=get.count("pid") if "pid" in body else 0,
-            fqns=fqns,
-            dtypes=dtypes,
-            files=[decode_file(entry, vocabulary, columns) for entry in get.items("files")],
-            ties=_ties_from_json(get, fqns),
-            unsafe=_unsafe_from_json(get, fqns),
-        )
-        for file in manifest.files:
-            if not file.path.startswith(save_folder(manifest.save_id) + "/"):
-                get.fail(f"lists {file.path}, which belongs to another save")
-        return manifest
-
-
-class InlineRanks(Sequence[RankManifest]):
-    """The rank manifests that a manifest holds, each decoded when it is asked for.
-
-    `columns` are those of the manifest: what all of them inflate counts together.
-    """
-
-    def __init__(self, bodies: Sequence[Mapping[str, Any]], columns: Columns) -> None:
-        self.bodies = bodies
-        self._columns = columns
-        self._decoded: dict[int, RankManifest] = {}
-        # By process: one that is inherited by fork may be held by a thread that is gone.
-        self._locks: dict[int, threading.Lock] = {}
-
-    def __len__(self) -> int:
-        return len(self.bodies)
-
-    @overload
-    def __getitem__(self, index: int) -> RankManifest: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[RankManifest]: ...
-
-    def __getitem__(self, index: int | slice) -> RankManifest | list[RankManifest]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
-        found = self._decoded.get(at)
-        if found is None:
-            with self._locks.setdefault(os.getpid(), threading.Lock()):
-                found = self._decoded.get(at) or self._decode(at)
-        return found
-
-    def _decode(self, at: int) -> RankManifest:
-        columns = self._columns
-        left_bytes = columns.left_bytes
-        try:
-            found = RankManifest.from_body(self.bodies[at], where=columns.where, columns=columns)
-        except CheckpointError:
-            # Nothing of it is held, so it counts for nothing, however often it is asked for.
-            columns.left_bytes = left_bytes
-            raise
-        self._decoded[at] = found
-        return found
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # as a list
+    @property
+    def chunk_count(self) -> int:
+        """How many chunks there are."""
+        return len(self.grid.owners) if self.grid is not None else len(self.chunks or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What the checkpoint is (`docs/format.md`, "Manifest").
+    """What the checkpoint is.
 
-    `planner_data` maps an FQN to its path in the nested state dict, or is None. `ties` maps alias
-    to target, which was the same memory; what is stored of them is equal. `stock_entries` is how
-    many items stock readers find, 0 if `stock` is a note that says they find none; None if there
-    are none to find.
+    `files` are in order of rank and of each rank's index; `ranks` and `hosts` have an entry a
+    rank. `planner_data` maps an FQN to its path in the nested state dict, or is None. `ties` maps
+    alias to target, which was the same memory; what is stored of them is equal. `stock_entries`
+    is how many items stock readers find, 0 if `stock` is a note that says they find none; None if
+    there are none to find.
     """
 
     save_id: str
@@ -210,15 +91,17 @@ class Manifest:
     planner_data: Mapping[str, tuple[str | int, ...]] | None
     files: Sequence[tuple[FileRef, int]]
     ranks: Sequence[FileRef]
+    hosts: Sequence[str]
     stock: FileRef | None
     stock_entries: int | None = None
-    inline_ranks: InlineRanks | None = None
     ties: Mapping[str, str] = field(default_factory=dict)
     created_at: str = ""
     writer: Mapping[str, str] = field(default_factory=dict)
 
     def to_body(self) -> dict[str, Any]:
         """Return the JSON body."""
+        names = list(dict.fromkeys(self.hosts))
+        at = {name: number for number, name in enumerate(names)}
         body: dict[str, Any] = {
             "format": encode_format("manifest", _MAJOR),
             "save_id": self.save_id,
@@ -230,127 +113,82 @@ class Manifest:
                 "fqns": pack_names(list(self.blobs)),
                 "rank": pack_column(list(self.blobs.values())),
             },
-            "planner_data": _planner_data_to_json(self.planner_data),
-            "files": self._files_to_json(),
+            "planner_data": None
+            if self.planner_data is None
+            else pack_names([_spelt(*entry) for entry in self.planner_data.items()]),
+            "files": {
+                "rank": pack_column([rank for _, rank in self.files]),
+                **_refs_to_json([ref for ref, _ in self.files]),
+            },
             "ranks": _refs_to_json(self.ranks),
+            "hosts": {
+                "names": pack_names(names),
+                "rank": pack_column([at[host] for host in self.hosts]),
+            },
             "stock": self.stock.as_json() if self.stock else None,
         }
         if self.stock_entries is not None:
             body["stock_entries"] = self.stock_entries
         if self.ties:
             body["ties"] = dict(self.ties)
-        if self.inline_ranks is not None:
-            body["inline_ranks"] = list(self.inline_ranks.bodies)
-        return body
-
-    def _files_to_json(self) -> dict[str, Any]:
-        refs = [ref for ref, _ in self.files]
-        ranks = [rank for _, rank in self.files]
-        body = {"rank": pack_column(ranks), **_refs_to_json(refs)}
-        paths = [ref.path for ref in refs]
-        if paths != _shard_paths(self.save_id, ranks):
-            body["paths"] = pack_names(paths)
         return body
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any], *, where: str) -> Manifest:
-        """Return the manifest that `body` describes. Raises as `RankManifest.from_body`."""
+        """Return the manifest that `body` describes; `where` names its file in errors.
+
+        Raises `FormatError` for anything that contradicts itself, `UnsafeContentError` for a path
+        that leaves the checkpoint.
+        """
         check_format(body, "manifest", _MAJOR, path=where)
-        get, columns = Getter(body, where), Columns(where, MOST_MANIFEST_BYTES)
-        save_id, world_size = get.string("save_id"), get.count("world_size")
+        get, columns = Getter(body, where), Columns(where)
+        save_id, world_size = save_id_of(get), get.count("world_size")
         if world_size > MOST_RANKS:
             get.fail(f"declares more than {MOST_RANKS} ranks")
-        parts = _parts(body, columns, save_id, world_size)
-        inline = None
-        if body.get("inline_ranks") is not None:
-            inline = [entry.body for entry in get.objects("inline_ranks")]
-        if len(parts.ranks) != world_size or (inline is not None and len(inline) != world_size):
-            get.fail(f"has another number of ranks than its world size {world_size}")
-        tensors = {tensor.fqn: tensor for tensor in parts.tensors}
-        stock = ref_from_json(body["stock"], where) if body.get("stock") else None
-        _check_places(get, save_id, parts, stock)
-        names = {*tensors, *parts.blobs}
-        if len(names) != len(parts.tensors) + parts.blob_count:
+        tensors = decode_tensors(body, columns, world_size)
+        blobs = get.mapping("blobs")
+        blob_fqns = columns.names(blobs, "fqns")
+        blob_ranks = columns.column(blobs, "rank", count=len(blob_fqns), below=world_size)
+        by_fqn = {tensor.fqn: tensor for tensor in tensors}
+        if len({*by_fqn, *blob_fqns}) != len(tensors) + len(blob_fqns):
             get.fail("has two values of one name")
-        ties = _ties_from_json(get, tensors.keys())
-        for alias, target in ties.items():
-            a, b = tensors[alias], tensors[target]
-            if (a.dtype, a.shape) != (b.dtype, b.shape):
-                get.fail(f"ties {alias!r:.80} to a tensor of another dtype or shape")
+        hosts = get.mapping("hosts")
+        names = columns.names(hosts, "names")
+        host_of = columns.column(hosts, "rank", count=world_size, below=len(names)).tolist()
+        stock = ref_from_json(body["stock"], where) if body.get("stock") else None
+        if stock is not None and stock.path != stock_copy_path(save_id):
+            # Who copies would write there.
+            get.fail(f"names {stock.path!r:.200}, which is no document of this save")
         writer = get.mapping("writer") if "writer" in body else {}
         return cls(
             save_id=save_id,
             world_size=world_size,
             created_at=str(body.get("created_at", "")),
             writer={key: str(value) for key, value in writer.items()},
-            tensors=tensors,
-            blobs=parts.blobs,
-            planner_data=parts.planner_data,
-            files=parts.files,
-            ranks=parts.ranks,
+            tensors=by_fqn,
+            blobs=dict(zip(blob_fqns, blob_ranks.tolist(), strict=True)),
+            planner_data=_planner_data_of(body, columns, get),
+            files=_files_from_json(get.mapping("files"), columns, save_id, world_size),
+            ranks=_refs_from_json(
+                get.mapping("ranks"),
+                columns,
+                world_size,
+                partial(rank_manifest_path, save_id),
+            ),
+            hosts=[names[at] for at in host_of],
             stock=stock,
             stock_entries=get.count("stock_entries") if "stock_entries" in body else None,
-            inline_ranks=None if inline is None else InlineRanks(inline, columns),
-            ties=ties,
+            ties=_checked_ties(get, by_fqn),
         )
 
 
-PlannerData = dict[str, tuple[str | int, ...]]
-
-_PATH_KEYS = frozenset({str, int})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """What a manifest packs in columns."""
-
-    tensors: Sequence[TensorRecord]
-    blobs: dict[str, int]
-    blob_count: int
-    planner_data: PlannerData | None
-    files: Sequence[tuple[FileRef, int]]
-    ranks: Sequence[FileRef]
-
-
-def _parts(body: Mapping[str, Any], columns: Columns, save_id: str, world_size: int) -> _Parts:
-    get = Getter(body, columns.where)
-    blobs = get.mapping("blobs")
-    blob_fqns = columns.names(blobs, "fqns")
-    blob_ranks = columns.column(blobs, "rank", count=len(blob_fqns), below=world_size)
-    files = get.mapping("files")
-    ranks = columns.column(files, "rank", below=world_size).tolist()
-    paths = (
-        [
-            checked_path(path, where=columns.where)
-            for path in columns.names(files, "paths", count=len(ranks))
-        ]
-        if "paths" in files
-        else _shard_paths(save_id, ranks)
-    )
-    documents = get.mapping("ranks")
-    count = len(columns.column(documents, "bytes"))
-    document_paths = map(partial(rank_manifest_path, save_id), range(count))
-    return _Parts(
-        tensors=decode_tensors(body, columns, world_size),
-        blobs=dict(zip(blob_fqns, blob_ranks.tolist(), strict=True)),
-        blob_count=len(blob_fqns),
-        planner_data=_planner_data_of(body, columns, get),
-        files=list(zip(_refs_from_json(files, paths, columns), ranks, strict=True)),
-        ranks=_refs_from_json(documents, list(document_paths), columns),
-    )
-
-
-def _check_places(get: Getter, save_id: str, parts: _Parts, stock: FileRef | None) -> None:
-    """Refuse what lies elsewhere than the layout says: who copies would write there."""
-    if stock is not None and stock.path != stock_copy_path(save_id):
-        get.fail(f"names {stock.path!r:.200}, which is no document of this save")
-    folder = save_folder(save_id) + "/"
-    for ref, _ in parts.files:
-        if not ref.path.startswith(folder):
-            get.fail(f"lists {ref.path!r:.200}, which belongs to another save")
-    for rank, ref in enumerate(parts.ranks):
-        if ref.path != rank_manifest_path(save_id, rank):
-            get.fail(f"lists {ref.path!r:.200}, which is not the manifest of rank {rank}")
+def _checked_ties(get: Getter, tensors: Mapping[str, TensorRecord]) -> dict[str, str]:
+    ties = ties_from_json(get, tensors.keys())
+    for alias, target in ties.items():
+        a, b = tensors[alias], tensors[target]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            get.fail(f"ties {alias!r:.80} to a tensor of another dtype or shape")
+    return ties
 
 
 def _refs_to_json(refs: Sequence[FileRef]) -> dict[str, Any]:
@@ -360,33 +198,164 @@ def _refs_to_json(refs: Sequence[FileRef]) -> dict[str, Any]:
     }
 
 
-def _refs_from_json(body: object, paths: Sequence[str], columns: Columns) -> list[FileRef]:
-    sizes = columns.column(body, "bytes", count=len(paths)).tolist()
+def _refs_from_json(
+    body: object, columns: Columns, count: int, path_of: Callable[[int], str]
+) -> Sequence[FileRef]:
+    sizes = columns.column(body, "bytes", count=count)
     text = Getter(body, columns.where).string("crc32c")
-    crcs = decode_crcs(text, len(paths), path=columns.where)
+    crcs = decode_crcs(text, count, path=columns.where)
+    return LazyList(count, partial(_ref, path_of, sizes, crcs))
+
+
+def _ref(path_of: Callable[[int], str], sizes: Counts, crcs: Sequence[int], at: int) -> FileRef:
+    return FileRef(path=path_of(at), size_bytes=int(sizes[at]), crc32c=crcs[at])
+
+
+def _files_from_json(
+    body: object, columns: Columns, save_id: str, world_size: int
+) -> Sequence[tuple[FileRef, int]]:
+    ranks = columns.column(body, "rank", below=world_size)
+    if len(ranks) and int(np.diff(ranks, prepend=0).min()) < 0:
+        Getter(body, columns.where).fail("lists files that are not in order of rank")
+    index = np.arange(len(ranks)) - np.searchsorted(ranks, ranks)
+    refs = _refs_from_json(body, columns, len(ranks), partial(_shard_path, save_id, ranks, index))
+    return LazyList(len(ranks), partial(_file, refs, ranks))
+
+
+def _shard_path(save_id: str, ranks: Counts, index: Counts, at: int) -> str:
+    return shard_path(save_id, int(ranks[at]), int(index[at]))
+
+
+def _file(refs: Sequence[FileRef], ranks: Counts, at: int) -> tuple[FileRef, int]:
+    return refs[at], int(ranks[at])
+
+
+def encode_tensors(tensors: Iterable[TensorRecord]) -> dict[str, Any]:
+    """Return the keys `tensors`, `dtypes`, `shapes` and `layouts` of a manifest."""
+    dtypes: dict[str, int] = {}
+    shapes: dict[tuple[int, ...], int] = {}
+    layouts: dict[object, int] = {}
+    known: dict[int, int] = {}
+    bodies: list[dict[str, Any]] = []
+    fqns: list[str] = []
+    columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    for tensor in tensors:
+        fqns.append(tensor.fqn)
+        columns[0].append(dtypes.setdefault(tensor.dtype, len(dtypes)))
+        columns[1].append(shapes.setdefault(tensor.shape, len(shapes)))
+        cut = tensor.chunks if tensor.grid is None else tensor.grid
+        at = known.get(id(cut))
+        if at is None:
+            at = layouts.setdefault(_key(cut), len(bodies))
+            if at == len(bodies):
+                bodies.append(_layout_to_json(cut))
+            known[id(cut)] = at
+        columns[2].append(at)
+    return {
+        "tensors": {
+            "fqns": pack_names(fqns),
+            **{
+                key: pack_column(column)
+                for key, column in zip(("dtype", "shape", "layout"), columns, strict=True)
+            },
+        },
+        "dtypes": list(dtypes),
+        "shapes": [list(shape) for shape in shapes],
+        "layouts": bodies,
+    }
+
+
+def _key(cut: Grid | Chunks | None) -> object:
+    """Return what tells a layout from others, hashable."""
+    if isinstance(cut, Grid):
+        words = (np.asarray(numbers, dtype=np.int64) for numbers in (*cut.cuts, cut.owners))
+        return tuple(each.tobytes() for each in words)
+    return tuple(cut or ())
+
+
+def _layout_to_json(cut: Grid | Chunks | None) -> dict[str, Any]:
+    if isinstance(cut, Grid):
+        return {"cuts": [pack_column(cuts) for cuts in cut.cuts], "ranks": pack_column(cut.owners)}
+    boxes = [(box.offsets, box.sizes) for box, _ in cut or ()]
+    return {**boxes_to_json(boxes), "ranks": pack_column([rank for _, rank in cut or ()])}
+
+
+def decode_tensors(
+    body: Mapping[str, Any], columns: Columns, world_size: int
+) -> list[TensorRecord]:
+    """Return the tensors of a manifest. Raises `FormatError`."""
+    get = Getter(body, columns.where)
+    dtypes, shapes = get.strings("dtypes"), get.lists_of_counts("shapes")
+    check_dtypes(get, dtypes)
+    layouts = [
+        _layout_from_json(entry.body, columns, world_size) for entry in get.objects("layouts")
+    ]
+    table = get.mapping("tensors")
+    fqns = columns.names(table, "fqns")
+    count = len(fqns)
+    kinds = columns.column(table, "dtype", count=count, below=len(dtypes)).tolist()
+    forms = columns.column(table, "shape", count=count, below=len(shapes)).tolist()
+    cuts = columns.column(table, "layout", count=count, below=len(layouts)).tolist()
+    sizes = [tuple(shape) for shape in shapes]
+    pairs = list(zip(forms, cuts, strict=True))
+    for form, cut in set(pairs):
+        if not fits(sizes[form], layouts[cut]) or _has_flaw(sizes[form], layouts[cut]):
+            fqn = fqns[pairs.index((form, cut))]
+            get.fail(f"describes chunks of {fqn!r:.80} that do not hold each of its elements once")
     return [
-        FileRef(path=path, size_bytes=size_bytes, crc32c=crc)
-        for path, size_bytes, crc in zip(paths, sizes, crcs, strict=True)
+        TensorRecord(
+            fqn=fqn,
+            dtype=dtypes[kind],
+            shape=sizes[form],
+            grid=cut if isinstance(cut, Grid) else None,
+            chunks=None if isinstance(cut, Grid) else cut,
+        )
+        for fqn, kind, form, cut in zip(
+            fqns, kinds, forms, map(layouts.__getitem__, cuts), strict=True
+        )
     ]
 
 
-def _shard_paths(save_id: str, ranks: Sequence[int]) -> list[str]:
-    """Return where writers put the files of these ranks, which are in order of each rank's."""
-    counts: dict[int, int] = {}
-    paths = []
-    for rank in ranks:
-        index = counts.get(rank, 0)
-        counts[rank] = index + 1
-        paths.append(shard_path(save_id, rank, index))
-    return paths
+def _layout_from_json(body: Mapping[str, Any], columns: Columns, world_size: int) -> Grid | Chunks:
+    get = Getter(body, columns.where)
+    ranks = columns.column(body, "ranks", below=world_size)
+    if "cuts" not in body:
+        boxes = boxes_from_json(body, columns)
+        if len(boxes) != len(ranks):
+            get.fail("has a layout with more or fewer ranks than chunks")
+        return [(Box(*box), rank) for box, rank in zip(boxes, ranks.tolist(), strict=True)]
+    cuts: list[Sequence[int]] = []
+    for entry in get.items("cuts"):
+        starts = columns.column({"cut": entry}, "cut")
+        if not len(starts) or starts[0] != 0 or bool((np.diff(starts) <= 0).any()):
+            get.fail("has a cut that does not ascend from 0")
+        cuts.append(compact(starts))
+    if math.prod(map(len, cuts)) != len(ranks):
+        get.fail("has a grid with more or fewer ranks than cells")
+    return Grid(tuple(cuts), compact(ranks))
 
 
-def _planner_data_to_json(data: Mapping[str, tuple[str | int, ...]] | None) -> object:
-    if data is None:
-        return None
-    packed = pack_names([_spelt(*entry) for entry in data.items()])
-    # Lists only of few: many objects would be for the collector to look at.
-    return [[fqn, list(path)] for fqn, path in data.items()] if isinstance(packed, list) else packed
+def fits(shape: tuple[int, ...], layout: Grid | Chunks) -> bool:
+    """Return whether chunks lie in a shape and hold as many elements as it has.
+
+    Of a grid, and of boxes that do not overlap, that is exact; see `find_flaw` for others.
+    """
+    if isinstance(layout, Grid):
+        return len(layout.cuts) == len(shape) and all(
+            cuts[-1] < max(size, 1) for cuts, size in zip(layout.cuts, shape, strict=True)
+        )
+    return sum(box.volume for box, _ in layout) == math.prod(shape) and all(
+        len(box.offsets) == len(shape)
+        and all(stop <= size for stop, size in zip(box.stops, shape, strict=True))
+        for box, _ in layout
+    )
+
+
+def _has_flaw(shape: tuple[int, ...], layout: Grid | Chunks) -> bool:
+    """Return whether chunks that `fits` says yes to overlap, and so leave a gap elsewhere."""
+    if isinstance(layout, Grid):
+        return False
+    return find_flaw(shape, [box for box, _ in layout]) is not None
 
 
 def _spelt(fqn: str, path: tuple[str | int, ...]) -> str:
@@ -399,17 +368,19 @@ _quoted: Callable[[str], str] = json.encoder.encode_basestring
 
 
 def _planner_data_of(body: Mapping[str, Any], columns: Columns, get: Getter) -> PlannerData | None:
-    value = body.get("planner_data")
-    if isinstance(value, Mapping):
-        entries = columns.names(body, "planner_data")
-        try:
-            value = list(map(_decoded, entries))
-            if any("\\u" in entry for entry in entries):
-                # Half of a surrogate pair, which only an escape can spell, is no text.
-                json.dumps(value, ensure_ascii=False).encode()
-        except (RecursionError, ValueError):
-            get.fail("has planner_data that is not a list of pairs")
-    return _planner_data(value, get)
+    if body.get("planner_data") is None:
+        return None
+    data: PlannerData = {}
+    for entry in columns.names(body, "planner_data"):
+        match _decoded(entry):
+            case [str(fqn), list(path)] if set(map(type, path)) <= {str, int}:
+                pass
+            case _:
+                get.fail(f"has planner_data {entry!r:.80}, which is no name and path")
+        if fqn in data:
+            get.fail(f"has two planner_data entries for {fqn!r:.80}")
+        data[fqn] = tuple(path)
+    return data
 
 
 def _no_constant(name: str) -> object:
@@ -420,47 +391,14 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _decoded(text: str) -> object:
-    """Return what a JSON text spells; skips the decoder's look for blanks where there are none."""
-    # `raw_decode` takes no blank before the text, as `decode` does.
-    value, end = _DECODER.raw_decode(text) if text[:1] == "[" else (None, -1)
-    return value if end == len(text) else _DECODER.decode(text)
-
-
-def _planner_data(value: object, get: Getter) -> PlannerData | None:
-    if value is None:
+    """Return what a JSON text spells; None if it is none or spells half of a surrogate pair."""
+    try:
+        # `raw_decode` takes no blank before the text, as `decode` does, and is faster.
+        value, end = _DECODER.raw_decode(text) if text[:1] == "[" else (None, -1)
+        if end != len(text):
+            value = _DECODER.decode(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except (RecursionError, ValueError):
         return None
-    data: PlannerData = {}
-    for entry in value if isinstance(value, list) else (value,):
-        if type(entry) is not list or [*map(type, entry)] != [str, list]:
-            get.fail("has planner_data that is not a list of pairs")
-        fqn, path = entry
-        if fqn in data:
-            get.fail(f"has two planner_data entries for {fqn!r:.80}")
-        if not _PATH_KEYS.issuperset(map(type, path)):
-            get.fail(f"has a planner_data entry for {fqn!r:.80} that is no path")
-        data[fqn] = tuple(path)
-    return data
-
-
-def _unsafe_from_json(get: Getter, fqns: Iterable[str]) -> dict[str, str]:
-    if "unsafe" not in get.body:
-        return {}
-    unsafe = get.mapping("unsafe")
-    known = frozenset(fqns)
-    for fqn, named in unsafe.items():
-        if fqn not in known or not isinstance(named, str):
-            get.fail(f"calls {fqn!r:.80} unsafe in a way that cannot be")
-    return dict(unsafe)
-
-
-def _ties_from_json(get: Getter, fqns: Iterable[str]) -> dict[str, str]:
-    """Return alias -> target; {} where the document has none."""
-    if "ties" not in get.body:
-        return {}
-    ties = get.mapping("ties")
-    known = frozenset(fqns)
-    for alias, target in ties.items():
-        named = isinstance(target, str) and alias in known and target in known
-        if not named or target in ties:
-            get.fail(f"has a tie of {alias!r:.80} to {target!r:.80} that cannot be")
-    return ties
+    return value

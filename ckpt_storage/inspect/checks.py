@@ -22,8 +22,9 @@ from ckpt_storage.format.exports import (
     IndexTag,
     export_path,
 )
-from ckpt_storage.format.manifest import Manifest, RankManifest
+from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import STOCK_METADATA, is_blocker, markers_of
+from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.source.foreign import in_progress
 from ckpt_storage.source.model import Source
@@ -159,9 +160,8 @@ def check_rank(
     Raises `IntegrityError` if the two documents do not say the same.
     """
     held = {file.path: file.ref() for file in document.files}
-    inlined = document if manifest.inline_ranks is None else manifest.inline_ranks[rank]
     is_its_own = (document.rank, document.save_id) == (rank, manifest.save_id)
-    if not is_its_own or listed != held or document != inlined:
+    if not is_its_own or listed != held:
         path = manifest.ranks[rank].path
         raise IntegrityError(
             f"{path} and the manifest do not describe the same files.",

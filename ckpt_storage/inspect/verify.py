@@ -26,8 +26,9 @@ from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.format.file_checks import ShardSpans, Spans
-from ckpt_storage.format.manifest import Manifest, RankManifest
+from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import INDEX_NAME
+from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.options import LOCAL_READ_BYTES, Progress, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import open_source
@@ -344,7 +345,6 @@ class _Verification:
                     held.append(document)
                 if not held:
                     sound = False
-                    held += [] if manifest.inline_ranks is None else [manifest.inline_ranks[rank]]
                 shards += [
                     ShardSpans(document, file)
                     for document in held

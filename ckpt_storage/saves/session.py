@@ -21,6 +21,7 @@ from ckpt_storage.commit.attempt import Grant, begin
 from ckpt_storage.commit.cleaning import delete_attempt, free_dead
 from ckpt_storage.commit.committing import commit_save
 from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.coordination import agreement
 from ckpt_storage.coordination.agreement import Granted, Hello, Refused
@@ -35,9 +36,8 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef, seal
-from ckpt_storage.format.manifest import RankManifest
 from ckpt_storage.format.names import rank_manifest_path, shard_path
-from ckpt_storage.format.rankreport import RankReport
+from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.options import (
     STOCK_ENTRY_LIMIT,
     PageCache,
@@ -454,7 +454,6 @@ class SaveSession:
         report = RankReport.of(
             manifest,
             ref,
-            document,
             with_places=granted.with_places,
             candidates=self.candidates,
         )

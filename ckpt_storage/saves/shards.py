@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from ckpt_storage.commit.shardfile import ShardFileWriter, ShardTable
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.format.manifest import RankManifest, ShardFile
 from ckpt_storage.format.names import shard_path
+from ckpt_storage.format.rank_manifest import RankManifest, ShardFile
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.inspect.torchload import name_in, refusal_of
 from ckpt_storage.loads.hostbytes import HostCopies, check_plain, dtype_name, host_bytes

@@ -18,8 +18,9 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.boxes import Box, GridBoxes
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef, unseal
-from ckpt_storage.format.manifest import ItemTable, Manifest, RankManifest, TensorRecord
+from ckpt_storage.format.manifest import Manifest, TensorRecord
 from ckpt_storage.format.names import slot_path
+from ckpt_storage.format.rank_manifest import ItemTable, RankManifest
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -224,15 +225,12 @@ class CommittedSource:
         return self.manifest.ties
 
     def rank_manifest(self, rank: int) -> RankManifest:
-        """Return the manifest of one rank, inlined or fetched and checked."""
+        """Return the manifest of one rank, fetched and checked."""
         found = self._ranks.get(rank)
         if found is None:
-            if self.manifest.inline_ranks is not None:
-                found = self.manifest.inline_ranks[rank]
-            else:
-                found = read_rank_manifest(
-                    self.store, self.manifest.ranks[rank], save_id=self.manifest.save_id
-                )
+            found = read_rank_manifest(
+                self.store, self.manifest.ranks[rank], save_id=self.manifest.save_id
+            )
             if (found.rank, found.save_id) != (rank, self.manifest.save_id):
                 raise FormatError(
                     f"{self.manifest.ranks[rank].path} is the manifest of rank {found.rank} of "
@@ -245,8 +243,7 @@ class CommittedSource:
 
     def require(self, chunks: Iterable[Key]) -> None:
         """Fetch the rank manifests that these chunks need, in parallel."""
-        if self.manifest.inline_ranks is None:
-            self._fetch_all({self._chunk(*key)[1] for key in chunks})
+        self._fetch_all({self._chunk(*key)[1] for key in chunks})
 
     def _fetch_all(self, ranks: Iterable[int]) -> None:
         needed = set(ranks).difference(self._ranks)
@@ -308,8 +305,7 @@ class CommittedSource:
         Raises as `place`.
         """
         chunks = [self._chunk(*key) for key in keys]
-        if self.manifest.inline_ranks is None:
-            self._fetch_all(rank for _, rank in chunks)
+        self._fetch_all(rank for _, rank in chunks)
         return [self._place(key, box, rank) for key, (box, rank) in zip(keys, chunks, strict=True)]
 
     def _place(self, key: Key, box: Box | None, rank: int) -> ChunkPlace:

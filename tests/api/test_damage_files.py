@@ -32,14 +32,14 @@ from ckpt_storage.testing.ranks import RankPool
 
 @pytest.fixture(scope="module")
 def saver(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saver:
-    """What two ranks saved, with and without inlined rank manifests."""
+    """What two ranks saved."""
     return Saver(ranks, tmp_path_factory.mktemp("damage"))
 
 
-@pytest.fixture(params=["inlined", "fetched"])
-def checkpoint(saver: Saver, tmp_path: Path, request: pytest.FixtureRequest) -> Checkpoint:
-    """The larger checkpoint, its rank manifests inlined or to be fetched."""
-    return saver.copy(tmp_path / "run", inlined=request.param == "inlined")
+@pytest.fixture
+def checkpoint(saver: Saver, tmp_path: Path) -> Checkpoint:
+    """The larger checkpoint."""
+    return saver.copy(tmp_path / "run")
 
 
 @contextmanager
@@ -179,13 +179,12 @@ def test_a_load_leaves_alone_what_it_does_not_read(checkpoint: Checkpoint) -> No
 
 def documents(checkpoint: Checkpoint) -> list[Path]:
     """Return the documents that a load of everything reads."""
-    inlined = b'"inline_ranks"' in checkpoint.manifest.read_bytes()
-    return [checkpoint.slot, checkpoint.manifest, *([] if inlined else checkpoint.ranks)]
+    return [checkpoint.slot, checkpoint.manifest, *checkpoint.ranks]
 
 
 def test_a_load_checks_every_byte_of_the_documents_it_reads(saver: Saver, tmp_path: Path) -> None:
     """A flipped bit in commit record, manifest or rank manifest stops a load with its name."""
-    checkpoint = saver.copy(tmp_path / "run", inlined=False, large=False)
+    checkpoint = saver.copy(tmp_path / "run", large=False)
     for path in documents(checkpoint):
         size = path.stat().st_size
         # Every byte of the envelope, and enough of the body.
@@ -341,24 +340,17 @@ def test_exchanged_payloads_are_found(checkpoint: Checkpoint, first: Place, seco
     assert (error.path, error.rank, error.fqn, error.offset) in expected
 
 
-def test_exchanged_rank_manifests_are_found(saver: Saver, tmp_path: Path) -> None:
-    """Verify finds them always, a load where it has to fetch them."""
-    for inlined in (True, False):
-        checkpoint = saver.copy(tmp_path / f"{inlined}", inlined=inlined)
-        exchange(*checkpoint.ranks)
-        for deep in (True, False):
-            problems = verify(checkpoint.root, deep=deep).problems
-            assert [(p.file, p.rank) for p in problems] == [
-                (checkpoint.name(path), rank) for rank, path in enumerate(checkpoint.ranks)
-            ]
-        target = zeros_like(large_state())
-        error = load_failure(checkpoint.root, target)
-        if inlined:
-            assert error is None
-            assert same(target, large_state())
-        else:
-            assert isinstance(error, IntegrityError)
-            assert error.path in set(map(checkpoint.name, checkpoint.ranks))
+def test_exchanged_rank_manifests_are_found(checkpoint: Checkpoint) -> None:
+    """Verify finds them, and so does a load."""
+    exchange(*checkpoint.ranks)
+    for deep in (True, False):
+        problems = verify(checkpoint.root, deep=deep).problems
+        assert [(p.file, p.rank) for p in problems] == [
+            (checkpoint.name(path), rank) for rank, path in enumerate(checkpoint.ranks)
+        ]
+    error = load_failure(checkpoint.root, zeros_like(large_state()))
+    assert isinstance(error, IntegrityError)
+    assert error.path in set(map(checkpoint.name, checkpoint.ranks))
 
 
 def test_exchanged_documents_are_found(checkpoint: Checkpoint) -> None:

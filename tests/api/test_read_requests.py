@@ -91,7 +91,7 @@ def test_a_slice_takes_one_request_of_its_size(server: S3Server) -> None:
     documents = Counter(
         r.key for r in server.requests if not r.key.endswith((".distcp", ".metadata"))
     )
-    assert sum(documents.values()) == 3  # two slots and the manifest
+    assert sum(documents.values()) == 4  # two slots, the manifest and that of the rank
 
 
 def put_folder(server: S3Server, folder: Path) -> None:

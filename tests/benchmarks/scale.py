@@ -42,13 +42,13 @@ from ckpt_storage import CheckpointStorageReader
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit.assemble import assemble
 from ckpt_storage.commit.committing import commit_save
+from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.commit.stockwrite import planned_of
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef, seal
-from ckpt_storage.format.manifest import ItemTable, RankManifest, ShardFile
 from ckpt_storage.format.names import rank_manifest_path, shard_path
-from ckpt_storage.format.rankreport import RankReport
+from ckpt_storage.format.rank_manifest import ItemTable, RankManifest, ShardFile
 from ckpt_storage.options import RetryPolicy, TransferOptions
 from ckpt_storage.source.filemarks import open_source
 from ckpt_storage.store import Location, open_store
@@ -134,7 +134,6 @@ class World:
             item_bytes=[length + 1536 for length in lengths],
             payload_start=[start + 704 for start in starts],
             payload_bytes=lengths,
-            chunk_crcs=crcs(count),
             block_crcs=crcs(blocks),
             frame_crcs=crcs(count + 1),
         )
@@ -195,9 +194,8 @@ class ScaleFigures:
     end of the save, `gather_s` (unpickling the reports) included; `assemble_s` is the part of it
     that checks the reports. `written_bytes` and `write_count` are the coordinator's. `metadata_s`
     and `metadata_bytes` are what `read_metadata` takes on each rank, in `metadata_read_count` reads
-    counted at the store; `inlined_bytes` is what of `report_bytes` are documents, which
-    the manifest then holds. `plan_s` the local plan of the
-    front doors' load planner for one rank of the same world, `places_s` finding its bytes.
+    counted at the store. `plan_s` is the local plan of the front doors' load planner for one rank
+    of the same world, `places_s` finding its bytes.
     """
 
     rank_count: int
@@ -206,7 +204,6 @@ class ScaleFigures:
     item_count: int
     report_s: float
     report_bytes: int
-    inlined_bytes: int
     gather_s: float
     assemble_s: float
     coordinator_s: float
@@ -239,12 +236,11 @@ def simulate(
     grant = commit.begin(store, overwrite=False, probe=lambda _: True)
     report_s: list[float] = []
     packed: list[bytes] = []
-    item_count = inlined_bytes = 0
+    item_count = 0
     for rank in range(rank_count):
         manifest = world.manifest(rank, grant.save_id)
         report, seconds = _reported(store, manifest, with_places=stock_metadata)
         item_count += report.item_count
-        inlined_bytes += len(report.document or b"")
         report_s.append(seconds)
         packed.append(pickle.dumps([_result(report)]))
     metadata = world.metadata(with_chunks=stock_metadata)
@@ -291,7 +287,6 @@ def simulate(
         item_count=item_count,
         report_s=statistics.median(report_s),
         report_bytes=sum(map(len, packed)) // rank_count,
-        inlined_bytes=inlined_bytes // rank_count,
         gather_s=gather_s,
         assemble_s=assemble_s,
         coordinator_s=coordinator_s,
@@ -323,7 +318,7 @@ def _reported(
         # Thousands of them would fill the memory.
         store.put(path, document)
     ref = FileRef(path=path, size_bytes=len(document), crc32c=crc32c_of(document))
-    report = RankReport.of(manifest, ref, document, with_places=with_places)
+    report = RankReport.of(manifest, ref, with_places=with_places)
     return report, time.perf_counter() - started
 
 
@@ -394,7 +389,10 @@ class _Counted:
             came = 0
             try:
                 answer = found(*args, **kwargs)
-                came = _bytes_of(answer) if name != "read_into" else args[2].nbytes
+                if name == "read":
+                    came = sum(view.nbytes for _, view in args[1])
+                elif isinstance(answer, Content):
+                    came = len(answer.data)
             finally:
                 # Appended, not added: two threads may look at once.
                 self._answers.append(came)
@@ -403,13 +401,7 @@ class _Counted:
         return counted
 
 
-_READS = frozenset({"read", "read_version", "read_into", "stat", "list"})
-
-
-def _bytes_of(answer: object) -> int:
-    if isinstance(answer, Content):
-        return len(answer.data)
-    return len(answer) if isinstance(answer, bytes) else 0
+_READS = frozenset({"get", "read", "stat", "list"})
 
 
 def _sizes(store: Store) -> dict[str, int]:

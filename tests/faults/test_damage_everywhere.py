@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import dcp_cases
 import pytest
 import torch
 from damage_cases import (
@@ -13,7 +14,6 @@ from damage_cases import (
     Span,
     assert_close,
     check_other_values,
-    save_uninlined,
 )
 from local_stores import local_store
 
@@ -62,5 +62,5 @@ def test_every_byte_of_every_file_is_verified(
 def test_no_value_of_another_type_breaks_more_than_the_load(tmp_path: Path, kind: str) -> None:
     """Every kind of value in place of every value of a document: no more than the load fails."""
     state = {"w": torch.arange(6.0).reshape(2, 3), "empty": torch.empty(0, 2), "step": 5}
-    save_uninlined(state, tmp_path / "run")
+    dcp_cases.save(state, tmp_path / "run")
     check_other_values(tmp_path / "run", state, kind, range(1, 9))

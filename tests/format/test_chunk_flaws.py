@@ -21,7 +21,7 @@ import ckpt_storage
 from ckpt_storage import FormatError
 from ckpt_storage.format.boxes import Box, Grid, GridBoxes, find_flaw
 from ckpt_storage.format.documents import Columns
-from ckpt_storage.format.tensorlayout import TensorRecord, decode_tensors, encode_tensors
+from ckpt_storage.format.manifest import TensorRecord, decode_tensors, encode_tensors
 
 
 def pieces_of(shape: tuple[int, ...], cut_count: int, seed: int) -> list[Box]:

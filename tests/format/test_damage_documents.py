@@ -20,11 +20,10 @@ from damage_cases import (
     check_other_values,
     document,
     load_failure,
-    save_uninlined,
 )
 from dcp_cases import same, zeros_like
 
-from ckpt_storage import CheckpointError, FormatError, IntegrityError, UnsafeContentError, verify
+from ckpt_storage import CheckpointError, FormatError, UnsafeContentError, verify
 
 STATE = {
     "w": torch.arange(6.0).reshape(2, 3),
@@ -37,20 +36,17 @@ Change = Callable[[Any], object]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint with inlined rank manifests, and one without."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, saved once."""
     folder = tmp_path_factory.mktemp("crafted")
-    dcp_cases.save(STATE, folder / "inlined")
-    save_uninlined(STATE, folder / "fetched")
-    return {path.name: path for path in folder.iterdir()}
+    dcp_cases.save(STATE, folder)
+    return folder
 
 
-@pytest.fixture(params=["inlined", "fetched"])
-def checkpoint(
-    saved: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
-) -> Checkpoint:
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Checkpoint:
     """A checkpoint to change."""
-    return Checkpoint(Path(shutil.copytree(saved[request.param], tmp_path / "run")))
+    return Checkpoint(Path(shutil.copytree(saved, tmp_path / "run")))
 
 
 def refusal(checkpoint: Checkpoint) -> CheckpointError:
@@ -114,7 +110,7 @@ def test_an_unknown_major_version_is_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("format_", ["ckpt_storage.other/1", "ckpt_storage.rank/1", "x", None, 1])
+@pytest.mark.parametrize("format_", ["ckpt_storage.other/1", "ckpt_storage.export/1", "x", None, 1])
 def test_a_document_of_another_kind_is_refused(
     checkpoint: Checkpoint, kind: str, format_: object
 ) -> None:
@@ -173,17 +169,13 @@ def point_elsewhere(checkpoint: Checkpoint, what: str, name: str) -> None:
     if what == "manifest":
         entry = reference_to(checkpoint.manifest, name)
         checkpoint.change(checkpoint.slot, lambda body: body.update(manifest=entry))
-    elif what == "stock":
+    else:
         entry = reference_to(checkpoint.stock, name)
         checkpoint.change(checkpoint.manifest, lambda body: body.update(stock=entry))
         checkpoint.change(checkpoint.slot, lambda body: body.update(stock=entry))
-    else:
-        checkpoint.change(checkpoint.ranks[0], lambda body: body["files"][0].update(path=name))
-        if what == "shard":
-            checkpoint.change(checkpoint.manifest, lambda body: body["files"].update(paths=[name]))
 
 
-@pytest.mark.parametrize("what", ["manifest", "stock", "shard", "shard-of-rank"])
+@pytest.mark.parametrize("what", ["manifest", "stock"])
 @pytest.mark.parametrize(
     "spelling",
     [
@@ -215,7 +207,7 @@ def test_no_reference_leads_out_of_the_checkpoint(
     bait = outside / "elsewhere" / "file"
     bait.parent.mkdir()
     fitting = {"manifest": checkpoint.manifest, "stock": checkpoint.stock}
-    shutil.copy(fitting.get(what, checkpoint.shards[0]), bait)
+    shutil.copy(fitting[what], bait)
     point_elsewhere(checkpoint, what, name)
     opened.clear()
     error = refusal(checkpoint)
@@ -316,7 +308,7 @@ TABLES: dict[str, Change] = {
     "boxes-none": lambda body: body.pop("boxes"),
     "names-short": put("fqns", ["w"]),
     "dtype-twice": lambda body: body["dtypes"].append(body["dtypes"][0]),
-    "elsewhere": put("files/0/path", "saves/other/file"),
+    "elsewhere": put("save_id", "../other"),
     "name-unknown": set_to("fqn", 0, 99),
     "name-negative": set_to("fqn", 0, -1),
     "dtype-unknown": set_to("dtype", 0, 99),
@@ -326,7 +318,7 @@ TABLES: dict[str, Change] = {
     "tiny-blocks": file_with(block_bytes=8),
     "no-blocks": file_with(block_crcs=""),
     "no-frames": file_with(frame_crcs="AAAA"),
-    "no-base64": file_with(chunk_crcs="?"),
+    "no-base64": file_with(block_crcs="?"),
     "items-no-object": file_with(items=[]),
     "files-no-list": lambda body: body.update(files={}),
     **{
@@ -436,12 +428,11 @@ MANIFESTS: dict[str, Change] = {
     "no-files": put("files", None),
     "file-owner": put("files/rank", [1]),
     "file-checksums": put("files/crc32c", ""),
-    "paths-short": put("files/paths", []),
     "blob-owner": put("blobs/rank", [1]),
-    "planner-data": put("planner_data", [["w", 5]]),
+    "planner-data": put("planner_data", ['["w",5]']),
     "planner-data-short": put("planner_data", ["[1"] * 3),
-    "planner-data-nan": put("planner_data", [["w", [float("inf")]]]),
-    "planner-data-twice": put("planner_data", [["w", ["a"]], ["w", ["b"]]]),
+    "planner-data-nan": put("planner_data", ['["w",[Infinity]]']),
+    "planner-data-twice": put("planner_data", ['["w",["a"]]', '["w",["b"]]']),
     "stock-entries": put("stock_entries", -1),
 }
 
@@ -474,15 +465,6 @@ def test_chunks_that_overlap_and_leave_a_gap_are_found(checkpoint: Checkpoint) -
     assert any("chunks of 'w' " in p.message for p in problems), problems
 
 
-def test_an_inlined_copy_that_differs_is_found(saved: dict[str, Path], tmp_path: Path) -> None:
-    """Verify compares the inlined rank manifests with the files they are copies of."""
-    checkpoint = Checkpoint(Path(shutil.copytree(saved["inlined"], tmp_path / "run")))
-    checkpoint.change(checkpoint.manifest, lambda body: exchange_crcs(body["inline_ranks"][0]))
-    problem = verify(checkpoint.root, deep=False).problems[0]
-    assert problem.file == checkpoint.name(checkpoint.ranks[0])
-    assert isinstance(load_failure(checkpoint.root, zeros_like(STATE)), IntegrityError)
-
-
 def exchange_crcs(body: Any) -> None:
     """Record other checksums of blocks, as many as there were."""
     file = body["files"][0]
@@ -501,8 +483,8 @@ def test_a_record_that_follows_itself_is_refused(checkpoint: Checkpoint, slot: i
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_value_of_another_type_breaks_more_than_the_load(
-    saved: dict[str, Path], tmp_path: Path, kind: str
+    saved: Path, tmp_path: Path, kind: str
 ) -> None:
     """Whatever stands in place of any value, a load succeeds or fails as it should; verify ends."""
-    folder = Path(shutil.copytree(saved["fetched"], tmp_path / "run"))
+    folder = Path(shutil.copytree(saved, tmp_path / "run"))
     check_other_values(folder, STATE, kind, range(1))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ import ckpt_storage
 from ckpt_storage import FormatError, InvalidInputError
 from ckpt_storage.export.conversion.torchzip import lists_are_plausible
 from ckpt_storage.format.crc import crc32c_of
-from ckpt_storage.format.documents import Columns, seal, unseal
-from ckpt_storage.format.manifest import InlineRanks
+from ckpt_storage.format.documents import seal, unseal
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -91,10 +89,11 @@ def test_a_copy_of_a_manifest_elsewhere_is_not_taken_for_it(tmp_path: Path) -> N
     shutil.copytree(good, evil)
     path = manifest_of(evil)
     body = body_of(path)
-    body["inline_ranks"][0]["fqns"].reverse()
+    body["tensors"]["fqns"] = ["cc", "dd"]
+    body["planner_data"] = ['["cc",["cc"]]', '["dd",["dd"]]']
     forge(path, body)
     stranger = ckpt_storage.open_checkpoint(evil)
-    assert stranger["aa"][0] == 2.0, "the forgery does not work"
+    assert "cc" in stranger, "the forgery does not work"
     assert ckpt_storage.open_checkpoint(good)["aa"][0] == 1.0
 
 
@@ -135,19 +134,11 @@ def test_a_record_that_names_another_manifest_is_refused(tmp_path: Path, place: 
         ckpt_storage.open_checkpoint(tmp_path)
 
 
-def test_shard_files_of_another_save_are_refused(tmp_path: Path) -> None:
-    """A manifest lists what lies in the folder of its save."""
-    ckpt_storage.save({"a": torch.ones(2)}, tmp_path)
-    change(tmp_path, lambda body: body["files"].update(paths=["hf/model.safetensors"]))
-    with pytest.raises(FormatError, match="belongs to another save"):
-        ckpt_storage.open_checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize("path", [["a", 400_000_000], ["a", -1], ["a", 10**12, "b"]])
 def test_one_number_of_a_path_takes_no_memory(tmp_path: Path, path: list[str | int]) -> None:
     """I10: a list is about as long as what is in it, whatever its highest index says."""
     ckpt_storage.save({"a": [torch.ones(2)]}, tmp_path / "c")
-    change(tmp_path / "c", lambda body: body.update(planner_data=[["a.0", path]]))
+    change(tmp_path / "c", lambda body: body.update(planner_data=[json.dumps(["a.0", path])]))
     with pytest.raises(InvalidInputError, match="far longer"):
         ckpt_storage.convert(tmp_path / "c", tmp_path / "out.pt", to="torch_save")
     assert not (tmp_path / "out.pt").exists()
@@ -155,7 +146,7 @@ def test_one_number_of_a_path_takes_no_memory(tmp_path: Path, path: list[str | i
 
 def many(count: int) -> dict[str, Any]:
     """Return what declares so many entries, and holds none."""
-    return {"count": count, "bytes": 2, "width": 1, "delta": 0, "zlib": ""}
+    return {"count": count, "bytes": 2, "zlib": ""}
 
 
 @pytest.mark.parametrize(
@@ -163,13 +154,12 @@ def many(count: int) -> dict[str, Any]:
     [
         {"world_size": (1 << 20) + 1},
         {"blobs": {"fqns": many((1 << 24) + 1), "rank": []}},
-        {"files": {"rank": many((1 << 26) + 1)}},
         {"files": {"rank": many((1 << 25) + 1)}},
     ],
-    ids=["ranks", "names", "entries", "bytes"],
+    ids=["ranks", "names", "bytes"],
 )
 def test_no_document_makes_a_reader_allocate_much(tmp_path: Path, hostile: dict[str, Any]) -> None:
-    """I10: at most 2^20 ranks, 2^24 names, 2^26 entries a column, 256 MiB of a manifest."""
+    """I10: at most 2^20 ranks, 2^24 names, and 256 MiB of all columns of a document."""
     ckpt_storage.save({"a": torch.ones(2)}, tmp_path)
     change(tmp_path, lambda body: body.update(hostile))
     with pytest.raises(FormatError, match="declares more than"):
@@ -181,24 +171,3 @@ def test_lists_of_many_values_are_plausible_and_many_long_ones_are_not() -> None
     assert lists_are_plausible([("a", n, "b") for n in range(100_000)])
     assert lists_are_plausible([("a", 3, n) for n in range(0, 100_000, 5)])
     assert not lists_are_plausible([("a", str(n), 50_000) for n in range(1000)])
-
-
-def test_a_damaged_rank_that_is_asked_for_again_and_again_takes_nothing(tmp_path: Path) -> None:
-    """Several threads ask for inlined ranks: each counts once, and one that is refused never."""
-    ckpt_storage.save({"a": torch.ones(2)}, tmp_path)
-    body = body_of(manifest_of(tmp_path))["inline_ranks"][0]
-    columns = Columns("here")
-    ranks = InlineRanks([body, {**body, "fqns": ["b"], "files": [{}]}], columns)
-    barrier = threading.Barrier(4)
-
-    def ask(_: int) -> int:
-        barrier.wait(20)
-        with pytest.raises(FormatError):
-            list(ranks)
-        return id(ranks[0])
-
-    with ThreadPoolExecutor(4) as threads:
-        assert len(set(threads.map(ask, range(4)))) == 1
-    once = Columns("here")
-    list(InlineRanks([body], once))
-    assert columns.left_bytes == once.left_bytes

@@ -8,8 +8,7 @@ from report_tools import SAVE_ID, Written, manifest_of
 from ckpt_storage.format.boxes import Grid
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.documents import FileRef
-from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.format.tensorlayout import TensorRecord
+from ckpt_storage.format.manifest import Manifest, TensorRecord
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import CommittedSource
 from ckpt_storage.store import Location, open_store
@@ -41,8 +40,8 @@ def test_the_first_with_elements_counts(items: list[Written], start: int) -> Non
         planner_data=None,
         files=[],
         ranks=[ref],
+        hosts=["here"],
         stock=None,
-        inline_ranks=None,
     )
     source = CommittedSource(
         store=open_store(Location.of("memory://rank-index")),

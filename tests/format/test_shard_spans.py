@@ -13,7 +13,7 @@ from copy_cases import save
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.documents import FileRef, unseal
 from ckpt_storage.format.file_checks import ShardSpans, SpanCheck, WholeFile
-from ckpt_storage.format.manifest import RankManifest
+from ckpt_storage.format.rank_manifest import RankManifest
 
 
 @pytest.fixture(scope="module")

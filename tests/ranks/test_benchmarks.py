@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -25,9 +23,8 @@ def grown(few: ScaleFigures, many: ScaleFigures) -> dict[str, float]:
     }
 
 
-def test_nothing_grows_as_tensors_times_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_grows_as_tensors_times_ranks() -> None:
     """Eight times the ranks, eight times the chunks: not twice the bytes, and reports as large."""
-    monkeypatch.setattr("ckpt_storage.format.rankreport.INLINE_LIMIT_BYTES", 0)
     times = grown(simulate(64, 500), simulate(512, 500))
     assert times["items"] > 7.9
     assert times["written"] < 2.2

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import dcp_cases
 import torch
@@ -112,8 +111,9 @@ class Checkpoint:
         found = []
         for path in self.ranks:
             body = body_of(path)
-            for file in body["files"]:
-                table, end = file["items"], 0
+            for index, file in enumerate(body["files"]):
+                rank, table, end = body["rank"], file["items"], 0
+                place = self.manifest.parent / f"__{rank}_{index}.distcp"
                 for i, name in enumerate(table["fqn"]):
                     begin, length = table["payload_start"][i], table["payload_bytes"][i]
                     cuts = [None, *range(begin, begin + length, BLOCK_BYTES)]
@@ -121,13 +121,10 @@ class Checkpoint:
                         start = end if cut is None else cut
                         stop = begin if cut is None else min(cut + BLOCK_BYTES, begin + length)
                         fqn = None if cut is None else body["fqns"][name]
-                        found.append(self._span(file, body["rank"], fqn, start, stop))
+                        found.append(Span(path=place, rank=rank, fqn=fqn, start=start, stop=stop))
                     end = begin + length
-                found.append(self._span(file, body["rank"], None, end, file["bytes"]))
+                found.append(Span(path=place, rank=rank, fqn=None, start=end, stop=file["bytes"]))
         return [span for span in found if span.start < span.stop]
-
-    def _span(self, file: Any, rank: int, fqn: str | None, start: int, stop: int) -> Span:
-        return Span(path=self.root / file["path"], rank=rank, fqn=fqn, start=start, stop=stop)
 
     def name(self, path: Path) -> str:
         """Return the path of a file as documents have it."""
@@ -150,8 +147,6 @@ class Checkpoint:
             crcs[number] = crc32c(data)
             above["ranks"]["bytes"][number] = len(data)
             above["ranks"]["crc32c"] = packed(crcs)
-            if "inline_ranks" in above:
-                above["inline_ranks"][number] = body
             self.reseal(self.manifest, above)
 
     def change(self, path: Path, change: Callable[[Any], object]) -> None:
@@ -196,12 +191,6 @@ def load_failure(path: Path, state: dict[str, Any]) -> BaseException | None:
     return None
 
 
-def save_uninlined(state: dict[str, Any], path: Path) -> None:
-    """Save so that readers have to fetch rank manifests."""
-    with patch("ckpt_storage.format.rankreport.INLINE_LIMIT_BYTES", 0):
-        dcp_cases.save(state, path)
-
-
 def small_state() -> dict[str, Any]:
     """Return little of each kind: a tensor to shard, one to replicate, a blob."""
     return {"rows": seeded(1, 4), "mask": torch.tensor([True, False]), "step": 7}
@@ -236,8 +225,7 @@ def save_on_two(_rank: int, path: Path, options: dict[str, bool]) -> None:
         return distribute_tensor(value, mesh, [placement], src_data_rank=None)
 
     state = large_state() if options["large"] else small_state()
-    save = dcp_cases.save if options["inlined"] else save_uninlined
-    save({name: sharded(name, value) for name, value in state.items()}, path)
+    dcp_cases.save({name: sharded(name, value) for name, value in state.items()}, path)
 
 
 class Saver:
@@ -247,11 +235,11 @@ class Saver:
         self._ranks = ranks
         self._folder = folder
 
-    def copy(self, target: Path, *, inlined: bool = True, large: bool = True) -> Checkpoint:
+    def copy(self, target: Path, *, large: bool = True) -> Checkpoint:
         """Return a checkpoint that may be damaged."""
-        source = self._folder / f"{inlined}-{large}"
+        source = self._folder / f"{large}"
         if not source.exists():
-            options = {"inlined": inlined, "large": large}
+            options = {"large": large}
             self._ranks.run(save_on_two, source, options, world_size=2)
         return Checkpoint(Path(shutil.copytree(source, target)))
 
@@ -308,7 +296,7 @@ FROM_TORCH = ("Missing key in checkpoint", "Size mismatch between")
 def check_other_values(folder: Path, state: dict[str, Any], kind: str, turns: range) -> None:
     """Put values in place of each value of a document; all of `VALUES` where `turns` has nine.
 
-    `folder` has the state with its rank manifests apart. A load succeeds or fails as it should.
+    `folder` has the state. A load succeeds or fails as it should.
     """
     checkpoint = Checkpoint(folder)
     path = document(checkpoint, kind)

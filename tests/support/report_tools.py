@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.format.documents import FileRef
-from ckpt_storage.format.manifest import ItemTable, RankManifest, ShardFile
-from ckpt_storage.format.rankreport import RankReport
+from ckpt_storage.format.rank_manifest import ItemTable, RankManifest, ShardFile
 
 SAVE_ID = "20260101T000000Z-0123456789abcdef"
 BLOCK_BYTES = 1024
@@ -45,7 +45,6 @@ def manifest_of(rank: int, world_size: int, items: Sequence[Written]) -> RankMan
         item_bytes=[length + 64 for length in lengths],
         payload_start=[start + 64 for start in starts],
         payload_bytes=lengths,
-        chunk_crcs=[item.crc for item in items],
         block_crcs=[7] * blocks,
         frame_crcs=[9] * (len(items) + 1),
     )
@@ -75,6 +74,6 @@ def reports_of(ranks: Sequence[Sequence[Written]], *, with_places: bool = True) 
         manifest = manifest_of(rank, len(ranks), items)
         path = f"saves/{SAVE_ID}/ranks/rank-{rank:05d}.json"
         ref = FileRef(path=path, size_bytes=100 + rank, crc32c=rank)
-        report = RankReport.of(manifest, ref, b"x" * (8 << 20), with_places=with_places)
+        report = RankReport.of(manifest, ref, with_places=with_places)
         found.append(report)
     return found

@@ -28,7 +28,7 @@ from ckpt_storage.commit.stockwrite import STOCK_VERSION
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.format.manifest import RankManifest, ShardFile
+from ckpt_storage.format.rank_manifest import RankManifest, ShardFile
 from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline

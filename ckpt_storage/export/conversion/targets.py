@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit import cleaning
+from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.commit.slotlog import is_there, read_if_there
 from ckpt_storage.errors import (
     CheckpointError,
@@ -26,15 +27,13 @@ from ckpt_storage.errors import (
 from ckpt_storage.export.foreignfolder import RECORDS, ForeignFolder
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef, ref_from_json, seal, unseal
-from ckpt_storage.format.manifest import RankManifest
 from ckpt_storage.format.names import (
     STOCK_METADATA,
     rank_manifest_path,
-    save_folder,
     shard_name,
     shard_path,
 )
-from ckpt_storage.format.rankreport import RankReport
+from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.options import RetryPolicy, TransferOptions
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
@@ -240,7 +239,7 @@ def _write_ours(values: Values, target: Target) -> str:
     result = WriteResult(
         index=MetadataIndex("ckpt_storage.rank.0"),
         size_in_bytes=sum(file.size_bytes for file in manifest.files),
-        storage_data=RankReport.of(manifest, reference, document, with_places=True),
+        storage_data=RankReport.of(manifest, reference, with_places=True),
     )
     deadline = Deadline("commit", target.commit_timeout_s)
     try:
@@ -295,24 +294,23 @@ def _write_dcp(values: Values, target: Target) -> int:
     def write(number: int) -> tuple[FileRef, dict[str, Any]]:
         written = shards.write_file(values, number, groups[number])
         reference = written.files[0].ref()
-        return reference, {"rank": _moved(written, save_folder(_NO_SAVE) + "/").to_body()}
+        return reference, {"rank": _at(written, shard_path(_NO_SAVE, 0, 0)).to_body()}
 
     written: list[RankManifest] = []
     for number, name in enumerate(names):
         if finished.is_kept(name):
             target.on_bytes(bytes_of(values, groups[number]))
         record = finished.write(name, partial(write, number))
-        written.append(_moved(RankManifest.from_body(record["rank"], where=RECORDS), ""))
+        written.append(_at(RankManifest.from_body(record["rank"], where=RECORDS), name))
     values.check_unchanged()
     store.replace(STOCK_METADATA, stock_pickle(values, written, target.location.url))
     finished.end()
     return finished.kept_count
 
 
-def _moved(manifest: RankManifest, folder: str) -> RankManifest:
-    """Return what tells of files in another folder; a document has them in that of their save."""
-    files = [replace(file, path=folder + file.path.rpartition("/")[2]) for file in manifest.files]
-    return replace(manifest, save_id=_NO_SAVE, files=files)
+def _at(manifest: RankManifest, path: str) -> RankManifest:
+    """Return what tells of one file, which lies at `path`."""
+    return replace(manifest, save_id=_NO_SAVE, files=[replace(manifest.files[0], path=path)])
 
 
 def _write_safetensors(values: Values, target: Target) -> int:

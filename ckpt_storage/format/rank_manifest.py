@@ -1,0 +1,367 @@
+"""What one rank wrote: its manifest as a value, with a strict codec, and its report.
+
+Tables stay columnar, in memory as on disk: a rank with 20,000 small tensors has one `ItemTable`,
+not 20,000 objects. `docs/format.md`, section "Rank manifest", specifies the document.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ckpt_storage.errors import FormatError, InvalidInputError
+from ckpt_storage.options import MIN_BLOCK_BYTES
+
+from .crc import combine_blocks
+from .documents import (
+    Columns,
+    Counts,
+    FileRef,
+    Getter,
+    check_format,
+    decode_crcs,
+    encode_crcs,
+    encode_format,
+    pack_column,
+    pack_names,
+)
+from .dtypes import DTYPES
+from .names import is_save_id, shard_path
+
+BoxKey = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a chunk."""
+
+_MAJOR = 1
+_MOST = (1 << 63) - 1
+_MOST_DIMS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemTable:
+    """The items of one shard file, in file order; all columns have equal length.
+
+    `offsets[i]` and `sizes[i]` are in elements, None for a blob, whose `dtype[i]` is -1.
+    Positions are bytes from the start of the file. `block_crcs` holds the blocks of all
+    payloads one after another; `frame_crcs` has one entry more than there are items.
+    """
+
+    fqn: Sequence[int]
+    dtype: Sequence[int]
+    offsets: Sequence[Sequence[int] | None]
+    sizes: Sequence[Sequence[int] | None]
+    item_start: Sequence[int]
+    item_bytes: Sequence[int]
+    payload_start: Sequence[int]
+    payload_bytes: Sequence[int]
+    block_crcs: Sequence[int]
+    frame_crcs: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.fqn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardFile:
+    """One shard file: where it is, how long, its checksum, and its items."""
+
+    path: str
+    size_bytes: int
+    crc32c: int
+    block_bytes: int
+    items: ItemTable
+
+    def block_starts(self) -> list[int]:
+        """Return, per item, the position of its first block in `items.block_crcs`, and the end."""
+        size = self.block_bytes
+        counts = (-(-length // size) for length in self.items.payload_bytes)
+        return list(itertools.accumulate(counts, initial=0))
+
+    def frames(self) -> list[tuple[int, int]]:
+        """Return the byte interval `[start, end)` of every frame, in order."""
+        items = self.items
+        starts = [0, *map(int.__add__, items.payload_start, items.payload_bytes)]
+        return list(zip(starts, [*items.payload_start, self.size_bytes], strict=True))
+
+    def payload_crcs(self, wanted: Iterable[int]) -> list[int]:
+        """Return the checksums of the payloads of these items, combined from their blocks."""
+        items, starts = self.items, self.block_starts()
+        return [
+            combine_blocks(
+                items.block_crcs[starts[at] : starts[at + 1]],
+                self.block_bytes,
+                items.payload_bytes[at],
+            )
+            for at in wanted
+        ]
+
+    def ref(self) -> FileRef:
+        """Return path, length and checksum."""
+        return FileRef(path=self.path, size_bytes=self.size_bytes, crc32c=self.crc32c)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankManifest:
+    """What one rank wrote; `fqns` and `dtypes` are the vocabularies of its tables.
+
+    `ties` maps alias to target: what this rank wrote of both was the same memory. `unsafe` maps
+    names of blobs that only pickle can hold to what the pickle names.
+    """
+
+    save_id: str
+    rank: int
+    world_size: int
+    fqns: Sequence[str]
+    dtypes: Sequence[str]
+    files: Sequence[ShardFile]
+    ties: Mapping[str, str] = field(default_factory=dict)
+    unsafe: Mapping[str, str] = field(default_factory=dict)
+    host: str = ""
+    pid: int = 0
+
+    def to_body(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        boxes = BoxTable()
+        files = [self._file_to_json(index, file, boxes) for index, file in enumerate(self.files)]
+        body: dict[str, Any] = {
+            "format": encode_format("rank", _MAJOR),
+            "save_id": self.save_id,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "host": self.host,
+            "pid": self.pid,
+            "fqns": pack_names(self.fqns),
+            "dtypes": list(self.dtypes),
+            "boxes": boxes_to_json(boxes.boxes),
+            "files": files,
+        }
+        if self.ties:
+            body["ties"] = dict(self.ties)
+        if self.unsafe:
+            body["unsafe"] = dict(self.unsafe)
+        return body
+
+    def _file_to_json(self, index: int, file: ShardFile, boxes: BoxTable) -> dict[str, Any]:
+        place = shard_path(self.save_id, self.rank, index)
+        if file.path != place:
+            raise InvalidInputError(
+                f"File {index} of rank {self.rank} lies at {file.path}; readers look at {place}.",
+                next_step="This is a bug in the caller.",
+            )
+        items = file.items
+        return {
+            "bytes": file.size_bytes,
+            "crc32c": f"{file.crc32c:08x}",
+            "block_bytes": file.block_bytes,
+            "items": {
+                "fqn": pack_column(items.fqn),
+                "dtype": pack_column(items.dtype),
+                "box": pack_column(boxes.refer(items)),
+                "item_start": pack_column(items.item_start),
+                "item_bytes": pack_column(items.item_bytes),
+                "payload_start": pack_column(items.payload_start),
+                "payload_bytes": pack_column(items.payload_bytes),
+            },
+            "block_crcs": encode_crcs(items.block_crcs),
+            "frame_crcs": encode_crcs(items.frame_crcs),
+        }
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any], *, where: str) -> RankManifest:
+        """Return the manifest that `body` describes; `where` names its file in errors.
+
+        Raises `FormatError` for anything that contradicts itself.
+        """
+        check_format(body, "rank", _MAJOR, path=where)
+        get, columns = Getter(body, where), Columns(where)
+        save_id, rank = save_id_of(get), get.count("rank")
+        fqns, dtypes = columns.names(body, "fqns"), get.strings("dtypes")
+        check_dtypes(get, dtypes)
+        decoder = _Decoder(columns, fqns, dtypes, boxes_from_json(body.get("boxes"), columns))
+        return cls(
+            save_id=save_id,
+            rank=rank,
+            world_size=get.count("world_size"),
+            host=str(body.get("host", "")),
+            pid=get.count("pid") if "pid" in body else 0,
+            fqns=fqns,
+            dtypes=dtypes,
+            files=[
+                decoder.file(entry, shard_path(save_id, rank, index))
+                for index, entry in enumerate(get.items("files"))
+            ],
+            ties=ties_from_json(get, fqns),
+            unsafe=_unsafe_from_json(get, fqns),
+        )
+
+
+class BoxTable:
+    """Distinct boxes in order of first use, and the column that refers to them."""
+
+    def __init__(self) -> None:
+        self._at: dict[BoxKey, int] = {}
+
+    @property
+    def boxes(self) -> list[BoxKey]:
+        """The boxes in order."""
+        return list(self._at)
+
+    def refer(self, items: ItemTable) -> list[int]:
+        """Return, per item, the position of its box; -1 for a blob."""
+        at = self._at
+        column = []
+        for offsets, sizes in zip(items.offsets, items.sizes, strict=True):
+            if offsets is None or sizes is None:
+                column.append(-1)
+            else:
+                column.append(at.setdefault((tuple(offsets), tuple(sizes)), len(at)))
+        return column
+
+
+def boxes_to_json(boxes: Sequence[BoxKey]) -> dict[str, Any]:
+    """Return boxes as columns."""
+    return {
+        "ndim": pack_column([len(offsets) for offsets, _ in boxes]),
+        "offsets": pack_column([n for offsets, _ in boxes for n in offsets]),
+        "sizes": pack_column([n for _, sizes in boxes for n in sizes]),
+    }
+
+
+def boxes_from_json(value: object, columns: Columns) -> list[BoxKey]:
+    """Return the boxes that columns spell. Raises `FormatError`."""
+    ndim = columns.column(value, "ndim", below=_MOST_DIMS + 1)
+    total = int(ndim.sum())
+    offsets = columns.column(value, "offsets", count=total).tolist()
+    sizes = columns.column(value, "sizes", count=total).tolist()
+    ends = np.cumsum(ndim).tolist()
+    return [
+        (tuple(offsets[start:end]), tuple(sizes[start:end]))
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+
+
+def save_id_of(get: Getter) -> str:
+    """Return the save id of a document; paths are made of it."""
+    save_id = get.string("save_id")
+    if not is_save_id(save_id):
+        get.fail(f"has {save_id!r:.80} where a save id should be")
+    return save_id
+
+
+def check_dtypes(get: Getter, dtypes: Sequence[str]) -> None:
+    """Raise `FormatError` for a dtype that is not known here, or is listed twice."""
+    unknown = [name for name in dtypes if name not in DTYPES]
+    if unknown:
+        raise FormatError(
+            f"{get.where} holds tensors of dtype {unknown[0]!r:.80}, which this release does not "
+            "know.",
+            path=get.where,
+            next_step="Install a newer ckpt_storage.",
+        )
+    if len(set(dtypes)) != len(dtypes):
+        get.fail("names a dtype twice")
+
+
+def ties_from_json(get: Getter, fqns: Iterable[str]) -> dict[str, str]:
+    """Return alias -> target; {} where the document has none."""
+    if "ties" not in get.body:
+        return {}
+    ties = get.mapping("ties")
+    known = frozenset(fqns)
+    for alias, target in ties.items():
+        named = isinstance(target, str) and alias in known and target in known
+        if not named or target in ties:
+            get.fail(f"has a tie of {alias!r:.80} to {target!r:.80} that cannot be")
+    return ties
+
+
+def _unsafe_from_json(get: Getter, fqns: Iterable[str]) -> dict[str, str]:
+    if "unsafe" not in get.body:
+        return {}
+    unsafe = get.mapping("unsafe")
+    known = frozenset(fqns)
+    for fqn, named in unsafe.items():
+        if fqn not in known or not isinstance(named, str):
+            get.fail(f"calls {fqn!r:.80} unsafe in a way that cannot be")
+    return dict(unsafe)
+
+
+class _Decoder:
+    """What the columns of a rank's files refer to; the dtypes are known ones."""
+
+    def __init__(
+        self, columns: Columns, fqns: Sequence[str], dtypes: Sequence[str], boxes: Sequence[BoxKey]
+    ) -> None:
+        self._columns = columns
+        self._fqn_count = len(fqns)
+        self._boxes = boxes
+        self._item_bytes: Counts = np.array(
+            [DTYPES[name].item_bytes for name in dtypes], dtype=np.int64
+        )
+        volumes = (math.prod(sizes) for _, sizes in boxes)
+        self._volumes: Counts = np.array([v if v <= _MOST else -1 for v in volumes], dtype=np.int64)
+
+    def file(self, value: object, path: str) -> ShardFile:
+        """Return the file at `path` that a JSON object tells of.
+
+        Raises `FormatError` for items that overlap, leave the file, or do not hold what they say.
+        """
+        columns, where = self._columns, self._columns.where
+        get = Getter(value, where)
+        size_bytes, block_bytes = get.count("bytes"), get.count("block_bytes")
+        if block_bytes < MIN_BLOCK_BYTES or block_bytes % 64:
+            get.fail(f"says that blocks of {path} have {block_bytes} bytes")
+        body = get.mapping("items")
+        fqn = columns.column(body, "fqn", below=self._fqn_count)
+        count = len(fqn)
+        below = len(self._item_bytes)
+        dtype = columns.column(body, "dtype", count=count, least=-1, below=below)
+        box = columns.column(body, "box", count=count, least=-1, below=len(self._boxes))
+        item_start, item_bytes, payload_start, payload_bytes = (
+            columns.column(body, key, count=count)
+            for key in ("item_start", "item_bytes", "payload_start", "payload_bytes")
+        )
+        # Unsigned, so that no sum of two of them wraps around.
+        start, payload = item_start.astype(np.uint64), payload_start.astype(np.uint64)
+        stop = start + item_bytes.astype(np.uint64)
+        payload_stop = payload + payload_bytes.astype(np.uint64)
+        before = np.concatenate((np.zeros(1, dtype=np.uint64), stop[:-1]))[:count]
+        good = (
+            (before <= start)
+            & (start <= payload)
+            & (payload_stop <= stop)
+            & (stop <= np.uint64(size_bytes))
+            & ((dtype < 0) == (box < 0))
+        )
+        held = (dtype >= 0) & (box >= 0)
+        if held.any():
+            length, one = payload_bytes[held], self._item_bytes[dtype[held]]
+            # Divided, because a product of 64 bits might wrap around.
+            good[held] &= (length % one == 0) & (length // one == self._volumes[box[held]])
+        if not good.all():
+            get.fail(f"describes item {int(np.argmin(good))} of {path} in a way that cannot be")
+        block_count = int((-(-payload_bytes // block_bytes)).sum())
+        boxes = [*self._boxes, (None, None)]
+        at = box.tolist()
+        return ShardFile(
+            path=path,
+            size_bytes=size_bytes,
+            crc32c=get.crc("crc32c"),
+            block_bytes=block_bytes,
+            items=ItemTable(
+                fqn=fqn.tolist(),
+                dtype=dtype.tolist(),
+                offsets=[boxes[i][0] for i in at],
+                sizes=[boxes[i][1] for i in at],
+                item_start=item_start.tolist(),
+                item_bytes=item_bytes.tolist(),
+                payload_start=payload_start.tolist(),
+                payload_bytes=payload_bytes.tolist(),
+                block_crcs=decode_crcs(get.string("block_crcs"), block_count, path=where),
+                frame_crcs=decode_crcs(get.string("frame_crcs"), count + 1, path=where),
+            ),
+        )

@@ -1,0 +1,158 @@
+"""The golden checkpoints of version 1 stay readable, byte for byte, by us, torch and a stranger."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import dcp_cases
+import numpy as np
+import pytest
+import spec_reader
+import torch
+from dcp_cases import files_below, raw_bytes
+from safetensors.torch import load_file
+
+import ckpt_storage
+from ckpt_storage import CheckpointGoneError, open_checkpoint
+
+GOLDEN = Path(__file__).parent / "golden" / "v1"
+RUN = "step-00000007"
+EXPECTED = json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    """A copy that may be written to."""
+    return Path(shutil.copytree(GOLDEN, tmp_path / "v1"))
+
+
+def bytes_of(name: str) -> bytes:
+    """Return the elements of a tensor as numpy made them."""
+    return base64.b64decode(EXPECTED["tensors"][name]["bytes"])
+
+
+def is_expected(state: dict[str, Any]) -> bool:
+    """Return whether a flat state is bit by bit what was saved."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return (
+        {name: (str(t.dtype)[6:], list(t.shape)) for name, t in tensors.items()}
+        == {name: (t["dtype"], t["shape"]) for name, t in EXPECTED["tensors"].items()}
+        and all(raw_bytes(tensor) == bytes_of(name) for name, tensor in tensors.items())
+        and {name: state[name] for name in EXPECTED["blobs"]} == EXPECTED["blobs"]
+    )
+
+
+def zeros() -> dict[str, Any]:
+    """Return a flat state to load into."""
+    tensors = {
+        name: torch.zeros(t["shape"], dtype=getattr(torch, t["dtype"]))
+        for name, t in EXPECTED["tensors"].items()
+    }
+    return tensors | dict.fromkeys(EXPECTED["blobs"])
+
+
+def test_our_reader_gives_what_was_saved(golden: Path) -> None:
+    """Every value is equal bit by bit, and loading changes no file."""
+    state = zeros()
+    assert dcp_cases.load(state, golden / RUN).format == "ckpt_storage"
+    assert is_expected(state)
+    for name in files_below(GOLDEN):
+        assert (golden / name).read_bytes() == (GOLDEN / name).read_bytes()
+
+
+def test_stock_torch_gives_what_was_saved(golden: Path) -> None:
+    """The published metadata leads torch's own reader to the same values."""
+    state = zeros()
+    dcp_cases.load_stock(state, golden / RUN)
+    assert is_expected(state)
+
+
+def test_a_reader_made_from_the_format_page_alone_finds_everything() -> None:
+    """docs/format.md is enough; the reader has at most 300 lines and imports nothing of ours."""
+    found = spec_reader.read(GOLDEN / RUN)
+    assert (found.slot, found.lost_slots) == (2, False)
+    assert found.ties == {"model.tied": "model.rows"}
+    assert {name: dtype for name, (dtype, _) in found.tensors.items()} == {
+        name: tensor["dtype"] for name, tensor in EXPECTED["tensors"].items()
+    }
+    for name, (_, array) in found.tensors.items():
+        assert list(array.shape[:-1]) == EXPECTED["tensors"][name]["shape"]
+        assert np.ascontiguousarray(array).tobytes() == bytes_of(name)
+    assert {name: spec_reader.plain(blob) for name, blob in found.blobs.items()} == EXPECTED[
+        "blobs"
+    ]
+    with pytest.raises(spec_reader.NoCheckpointError, match="deleted"):
+        spec_reader.read(GOLDEN / "step-00000006")
+
+
+def test_the_readers_agree_on_damage(golden: Path) -> None:
+    """A flipped bit in any file that counts is refused by the reader of the page, and by verify."""
+    run = golden / RUN
+    head = spec_reader.read(run).save_id
+    places = [run / "commits" / "00000002.json", *(run / "saves" / head).rglob("*")]
+    unread = {"begun.json", "published.json", "stock.metadata"}
+    for path in (path for path in places if path.is_file() and path.name not in unread):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(spec_reader.RefusedError):
+            spec_reader.read(run)
+        assert not ckpt_storage.verify(run).ok
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    assert spec_reader.read(run).save_id == head
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_it_verifies(golden: Path, *, deep: bool) -> None:
+    """No problem is reported; a deep look takes in every byte of shard files and exports."""
+    report = ckpt_storage.verify(golden / RUN, deep=deep)
+    assert (report.problems, report.ok, report.format) == ([], True, "ckpt_storage")
+    head = report.save_id or ""
+    shards = sum(path.stat().st_size for path in (golden / RUN / "saves" / head).glob("*.distcp"))
+    weights = (golden / RUN / "hf" / "model.safetensors").stat().st_size
+    assert report.checked_bytes == (shards + weights if deep else 0)
+
+
+def test_it_is_listed_and_the_deleted_one_is_not(golden: Path) -> None:
+    """The commit record tells what `list_checkpoints` shows; a tombstone shows nothing."""
+    (info,) = ckpt_storage.list_checkpoints(golden)
+    assert (info.name, info.slot, info.format) == (RUN, 2, "ckpt_storage")
+    with pytest.raises(CheckpointGoneError):
+        open_checkpoint(golden / "step-00000006")
+
+
+def test_its_history_has_both_saves(golden: Path) -> None:
+    """The superseded save is still there."""
+    assert len(open_checkpoint(golden / RUN).history) == 2
+
+
+def test_its_export_is_what_was_saved() -> None:
+    """Hugging Face's own reader gives the same bytes; the alias is left out."""
+    stored = load_file(GOLDEN / RUN / "hf" / "model.safetensors")
+    found = {f"model.{name}": tensor for name, tensor in stored.items()}
+    wanted = {name for name, t in EXPECTED["tensors"].items() if t["dtype"] != "complex64"}
+    assert set(found) == wanted - {"model.tied"}
+    assert all(raw_bytes(tensor) == bytes_of(name) for name, tensor in found.items())
+
+
+def test_it_can_be_overwritten(golden: Path) -> None:
+    """A new save supersedes it, and keeps it as the previous one."""
+    ckpt_storage.save({"step": 8}, golden / RUN, overwrite=True)
+    assert open_checkpoint(golden / RUN)["step"] == 8
+    assert ckpt_storage.verify(golden / RUN).ok
+
+
+def test_the_reader_is_short_and_stands_alone() -> None:
+    """At most 300 lines that are not blank; neither torch nor the package is imported by it."""
+    path = Path(spec_reader.__file__)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(list(filter(None, lines))) <= 300
+    code = "import sys, spec_reader; assert not {'torch', 'ckpt_storage'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=path.parent)
