@@ -20,6 +20,7 @@ from ckpt_storage.errors import (
     CommitUnknownError,
     FormatError,
     NotPublishedError,
+    PhaseTimeoutError,
     RankFailedError,
     RankMismatchError,
     SaveCancelledError,
@@ -192,6 +193,22 @@ def check_terms(terms_of: Mapping[int, Mapping[str, str]], *, phase: str) -> Non
                 if phase == "plan"
                 else "Load again when the save that is running there has ended.",
             )
+
+
+def late_error(
+    ranks: Sequence[int], did_not: str, *, world_size: int, deadline: Deadline, what: str
+) -> PhaseTimeoutError:
+    """Return the error that says what `ranks` have not done by the deadline."""
+    verb = "has" if len(ranks) == 1 else "have"
+    return PhaseTimeoutError(
+        f"{name_ranks(ranks)} of {world_size} {verb} {did_not} within {deadline.timeout_s:g} s in "
+        f"the {deadline.phase} phase of {what}.",
+        timeout_s=deadline.timeout_s,
+        rank=ranks[0] if ranks else None,
+        phase=deadline.phase,
+        next_step="Look at what those ranks are doing; if they are only slow, raise "
+        f"Timeouts.{deadline.phase}.",
+    )
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError, RankFailedError
 
 from .board import BoardError, Waits
-from .failures import COORDINATOR, check_terms, name_ranks, of_rank
+from .failures import COORDINATOR, check_terms, late_error, name_ranks, of_rank
 from .signs import RankProcess, Siblings
 
 if TYPE_CHECKING:
@@ -314,17 +314,13 @@ class Meeting:
             deadline.remaining_s(),
         )
 
-    def _late(self, ranks: Sequence[int], did_what: str) -> PhaseTimeoutError:
-        deadline = self._waits.deadline
-        verb = "has" if len(ranks) == 1 else "have"
-        return PhaseTimeoutError(
-            f"{name_ranks(ranks)} of {self._group.world_size} {verb} {did_what} within "
-            f"{deadline.timeout_s:g} s in the {deadline.phase} phase of {self.what}.",
-            timeout_s=deadline.timeout_s,
-            rank=ranks[0] if ranks else None,
-            phase=deadline.phase,
-            next_step="Look at what the late are doing; if they are only slow, raise "
-            f"Timeouts.{deadline.phase}.",
+    def _late(self, ranks: Sequence[int], did_not: str) -> PhaseTimeoutError:
+        return late_error(
+            ranks,
+            did_not,
+            world_size=self._group.world_size,
+            deadline=self._waits.deadline,
+            what=self.what,
         )
 
     def _gone(self, rank: int) -> RankFailedError:

@@ -28,7 +28,7 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.deadline import Watch as OperationWatch
 
 from .board import BoardError, Waits
-from .failures import COORDINATOR, Report, lost_board, name_ranks, told_by, travelling
+from .failures import COORDINATOR, Report, late_error, lost_board, name_ranks, told_by, travelling
 from .meeting import Meeting
 from .signs import Siblings, Sign, Signs
 from .watch import Watch
@@ -187,7 +187,7 @@ class BoardOperation:
             grace_s=_COORDINATOR_GRACE_S if group.is_coordinator else _MEMBER_GRACE_S,
         )
         self._meeting = Meeting(group, self._waits, what)
-        self._signs = Signs(group.rank, group.world_size)
+        self._signs = Signs(group.rank)
         self._watch: Watch | None = None
         self._looks: list[Callable[[], CheckpointError | None]] = []
         self._step = 0
@@ -443,17 +443,13 @@ class BoardOperation:
         )
 
     def _late(self, ranks: Sequence[int]) -> PhaseTimeoutError:
-        deadline = self._waits.deadline
-        known = "; ".join(self._signs.describe(rank) for rank in ranks[:8])
-        verb = "has" if len(ranks) == 1 else "have"
-        return PhaseTimeoutError(
-            f"{name_ranks(ranks)} of {self.world_size} {verb} not ended it within "
-            f"{deadline.timeout_s:g} s in the {deadline.phase} phase of {self.what}: {known}.",
-            timeout_s=deadline.timeout_s,
-            rank=ranks[0] if ranks else None,
-            phase=deadline.phase,
-            next_step="Look at what those ranks are doing; if they are only slow, raise "
-            f"Timeouts.{deadline.phase}.",
+        what = f"{self.what}: {'; '.join(self._signs.describe(rank) for rank in ranks[:8])}"
+        return late_error(
+            ranks,
+            "not ended it",
+            world_size=self.world_size,
+            deadline=self._waits.deadline,
+            what=what,
         )
 
     # Giving up together.

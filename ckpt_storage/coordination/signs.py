@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
+import pickle
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_storage.options import Phase
@@ -97,16 +96,10 @@ class Sign:
 class Signs:
     """Own progress, and what was heard of others; safe in any thread."""
 
-    def __init__(
-        self, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._phase: Phase = "plan"
-        self._done_bytes = 0
-        self._total_bytes = 0
-        self._done_files = 0
+        self._own = Sign(rank=rank, phase="plan", host=socket.gethostname(), pid=os.getpid())
         self._moved_s = self._start_s = clock()
         self._count = 0
         self._raw: dict[int, bytes] = {}
@@ -114,31 +107,30 @@ class Signs:
         # Second-hand word of the slowest. It must not count as a sign of life: two ranks that
         # pass on what each heard of the other would keep a dead one alive.
         self._told: Sign | None = None
-        self._world_size = world_size
 
     def begin(self, phase: Phase, total_bytes: int) -> None:
         """Note that this rank enters a phase."""
         with self._lock:
-            self._phase = phase
+            self._own = replace(self._own, phase=phase)
             if phase != "commit":  # which moves no bytes: what was written stays on show
-                self._done_bytes, self._total_bytes, self._done_files = 0, total_bytes, 0
+                self._own = replace(self._own, done_bytes=0, total_bytes=total_bytes, done_files=0)
             self._moved_s = self._clock()
 
     def expect(self, total_bytes: int) -> None:
         """Note how many bytes the phase has in all, once that is known."""
         with self._lock:
-            self._total_bytes = total_bytes
+            self._own = replace(self._own, total_bytes=total_bytes)
 
     def advanced(self, byte_count: int) -> None:
         """Note progress of this rank."""
         with self._lock:
-            self._done_bytes += byte_count
+            self._own = replace(self._own, done_bytes=self._own.done_bytes + byte_count)
             self._moved_s = self._clock()
 
     def ended_file(self) -> None:
         """Note that this rank has completed one file."""
         with self._lock:
-            self._done_files += 1
+            self._own = replace(self._own, done_files=self._own.done_files + 1)
             self._moved_s = self._clock()
 
     def start_listening(self) -> None:
@@ -146,88 +138,60 @@ class Signs:
         with self._lock:
             self._start_s = self._clock()
 
-    def own(self) -> Sign:
-        """Return this rank's sign."""
-        with self._lock:
-            now = self._clock()
-            return Sign(
-                rank=self._rank,
-                phase=self._phase,
-                done_bytes=self._done_bytes,
-                total_bytes=max(self._total_bytes, self._done_bytes),
-                done_files=self._done_files,
-                idle_s=now - self._moved_s,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                heard_s=now,
-            )
-
     def pack(self) -> bytes:
         """Return this rank's sign for the board; no two are equal."""
-        sign = dataclasses.asdict(self.own())
-        del sign["heard_s"]
+        heard = self._heard()
         self._count += 1
-        slowest = _slowest(self._heard().values())
-        said = {
-            "count": self._count,
-            "sign": sign,
-            "slowest": None if slowest is None else dataclasses.asdict(slowest),
-        }
-        return json.dumps(said).encode()
+        return pickle.dumps((self._count, heard[self._own.rank], _slowest(heard.values())))
 
-    def heard(self, rank: int, said: bytes | None) -> None:
+    def heard(self, rank: int, packed: bytes | None) -> None:
         """Take in what lies on the board for `rank`; the same as last time is no sign of life."""
         with self._lock:
-            if said is None or self._raw.get(rank) == said:
+            if packed is None or self._raw.get(rank) == packed:
                 return
-            self._raw[rank] = said
-            now = self._clock()
-            told = json.loads(said)
-            self._signs[rank] = Sign(**told["sign"], heard_s=now)
-            slowest = told["slowest"]
-            is_news = slowest is not None and slowest["rank"] not in {rank, self._rank}
-            self._told = Sign(**{**slowest, "heard_s": now}) if is_news else None
+            self._raw[rank] = packed
+            _, sign, slowest = pickle.loads(packed)  # noqa: S301  # our own ranks
+            now_s = self._clock()
+            self._signs[rank] = replace(sign, heard_s=now_s)
+            is_news = slowest.rank not in {rank, self._own.rank}
+            self._told = replace(slowest, heard_s=now_s) if is_news else None
 
     def known(self) -> Mapping[int, Sign]:
         """Return the last sign of every rank heard of, this one's included."""
-        heard = self._heard()
-        told = self._told
+        told, heard = self._told, self._heard()
         return heard if told is None else {told.rank: told, **heard}
 
     def _heard(self) -> dict[int, Sign]:
         """Return this rank's sign and those that it heard from their ranks themselves."""
-        own = self.own()
         with self._lock:
-            return {**self._signs, self._rank: own}
+            now_s, own = self._clock(), self._own
+            total_bytes = max(own.total_bytes, own.done_bytes)
+            own = replace(own, total_bytes=total_bytes, idle_s=now_s - self._moved_s, heard_s=now_s)
+            return {**self._signs, own.rank: own}
 
-    def slowest(self) -> Sign | None:
-        """Return the sign of the rank that has most left to do, of those heard of."""
-        return _slowest(self.known().values())
-
-    def silent(self, ranks: Mapping[int, object] | list[int], limit_s: float) -> list[int]:
+    def silent(self, ranks: Sequence[int], limit_s: float) -> list[int]:
         """Return those of `ranks` that were not heard for `limit_s` seconds."""
         with self._lock:
-            now = self._clock()
-            return [rank for rank in ranks if now - self._heard_s(rank) > limit_s]
-
-    def _heard_s(self, rank: int) -> float:
-        sign = self._signs.get(rank)
-        return self._start_s if sign is None else max(sign.heard_s, self._start_s)
+            now_s = self._clock()
+            heard_s = {rank: sign.heard_s for rank, sign in self._signs.items()}
+            return [
+                rank
+                for rank in ranks
+                if now_s - max(heard_s.get(rank, 0.0), self._start_s) > limit_s
+            ]
 
     def describe(self, rank: int) -> str:
         """Return one phrase on what is known of a rank, for an error."""
         with self._lock:
-            sign = self._signs.get(rank)
-            if sign is None:
-                age_s = self._clock() - self._start_s
-                return f"rank {rank} (no sign of life in {age_s:.1f} s)"
-            age_s = self._clock() - sign.heard_s
+            sign, now_s = self._signs.get(rank), self._clock()
+        if sign is None:
+            return f"rank {rank} (no sign of life in {now_s - self._start_s:.1f} s)"
         return (
-            f"rank {rank} (process {sign.pid} on {sign.host}; last heard {age_s:.1f} s ago in "
-            f"the {sign.phase} phase with {sign.done_bytes} of {sign.total_bytes} bytes done, "
-            f"without progress for {sign.idle_s:.1f} s then)"
+            f"rank {rank} (process {sign.pid} on {sign.host}; last heard "
+            f"{now_s - sign.heard_s:.1f} s ago in the {sign.phase} phase with {sign.done_bytes} of "
+            f"{sign.total_bytes} bytes done, without progress for {sign.idle_s:.1f} s then)"
         )
 
 
-def _slowest(signs: Iterable[Sign]) -> Sign | None:
-    return max(signs, key=lambda sign: (sign.left_bytes, sign.idle_s), default=None)
+def _slowest(signs: Iterable[Sign]) -> Sign:
+    return max(signs, key=lambda sign: (sign.left_bytes, sign.idle_s))
