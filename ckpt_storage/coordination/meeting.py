@@ -16,7 +16,7 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -89,8 +89,8 @@ class Meeting:
     waited for.
     """
 
-    def __init__(self, group: Ranks, waits: Waits, what: str) -> None:
-        self.what = what
+    def __init__(self, group: Ranks, waits: Waits, what: Callable[[], str]) -> None:
+        self._what = what
         self.nonce = os.urandom(16).hex()
         self.keys: list[str] = []
         self.is_over = False
@@ -261,9 +261,9 @@ class Meeting:
         try:
             for rank, answer in sorted(came.items()):
                 if answer.error is not None:
-                    raise of_rank(rank, answer.error, self.what)
+                    raise of_rank(rank, answer.error, self._what())
             terms = {rank: one.terms for rank, one in sorted(came.items()) if one.terms is not None}
-            check_terms(terms, phase="load" if self.what.startswith("the load ") else "plan")
+            check_terms(terms, phase="load" if self._what().startswith("the load ") else "plan")
             if late is not None:
                 raise late
         except CheckpointError as error:
@@ -294,7 +294,7 @@ class Meeting:
     def _refusal(self, failure: BaseException) -> CheckpointError:
         if not isinstance(failure, CheckpointError):
             failure = CheckpointError(f"{type(failure).__name__} ended it.", phase="plan")
-        return of_rank(self._group.rank, failure, self.what)
+        return of_rank(self._group.rank, failure, self._what())
 
     # What is said of those that are not there.
 
@@ -309,7 +309,7 @@ class Meeting:
             "%s of %d: not there for %s yet, says rank %d; %.0f s are left.",
             name_ranks(self._waits.missing(keys)),
             self._group.world_size,
-            self.what,
+            self._what(),
             self._group.rank,
             deadline.remaining_s(),
         )
@@ -320,13 +320,13 @@ class Meeting:
             did_not,
             world_size=self._group.world_size,
             deadline=self._waits.deadline,
-            what=self.what,
+            what=self._what(),
         )
 
     def _gone(self, rank: int) -> RankFailedError:
         how = "its process has ended"
         return RankFailedError(
-            f"Rank {rank} of {self._group.world_size} died before it came to {self.what} "
+            f"Rank {rank} of {self._group.world_size} died before it came to {self._what()} "
             f"({self._waits.deadline.phase} phase): {how}.",
             failures={rank: how},
             is_silent=True,
@@ -337,7 +337,7 @@ class Meeting:
 
     def _over(self, rank: int) -> PhaseTimeoutError:
         return PhaseTimeoutError(
-            f"Rank {rank} came to an operation ({self.what} is under way or next) that the "
+            f"Rank {rank} came to an operation ({self._what()} is under way or next) that the "
             "other ranks had given up before.",
             rank=rank,
             phase="plan",

@@ -18,9 +18,9 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeout
 from ckpt_storage.options import Timeouts
 
 from .board import Board, BoardError, LocalBoard
-from .failures import COORDINATOR, locate
+from .boardoperation import BoardOperation
+from .failures import COORDINATOR, locate, lost_board
 from .meeting import GivenUp
-from .operation import BoardOperation
 from .signs import RankProcess
 
 if TYPE_CHECKING:
@@ -149,7 +149,8 @@ class Ranks:
         except BoardError as error:
             # What broke the one connection has perhaps broken the other.
             self._close_spare()
-            raise operation.failure() or operation.lost(error) from error
+            lost = lost_board(error, operation.deadline, operation.what)
+            raise operation.failure() or lost from error
         except CheckpointError as error:
             if isinstance(error.__cause__, BoardError):
                 self._close_spare()

@@ -23,7 +23,7 @@ from fault_tools import Opener
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt_storage
-from ckpt_storage.coordination import operation as operation_module
+from ckpt_storage.coordination import boardoperation as operation_module
 from ckpt_storage.coordination.board import LocalBoard
 from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import (

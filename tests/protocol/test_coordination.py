@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_storage.coordination import operation as operation_module
+from ckpt_storage.coordination import boardoperation as operation_module
 from ckpt_storage.coordination.board import Board, BoardError, LocalBoard
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.ranks import Ranks

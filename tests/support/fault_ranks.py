@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 import ckpt_storage
-from ckpt_storage.coordination.operation import BoardOperation
+from ckpt_storage.coordination.boardoperation import BoardOperation
 
 __all__ = ["OPERATIONS", "Job", "nursery", "rank_main", "state_of"]
 

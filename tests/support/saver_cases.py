@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from ckpt_storage import AsyncSaver, SaveHandle, Timeouts, load
 from ckpt_storage.background.worker import PipedOperation
 from ckpt_storage.commit import attempt as commit
-from ckpt_storage.coordination.operation import BoardOperation
+from ckpt_storage.coordination.boardoperation import BoardOperation
 
 MODES: tuple[Literal["thread", "process"], ...] = ("thread", "process")
 
