@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckpt_storage.inspect.checkpoint import Checkpoint
-    from ckpt_storage.inspect.lazytensor import LazyTensor
+    from ckpt_storage.inspect.lazy_tensor import LazyTensor
 
 _MOST_CHUNKS = 40
 

@@ -18,7 +18,7 @@ from ckpt_storage.inspect.facts import human_bytes, shown
 if TYPE_CHECKING:
     from ckpt_storage.inspect.checkpoint import Checkpoint
     from ckpt_storage.inspect.facts import Entry
-    from ckpt_storage.inspect.lazytensor import LazyTensor
+    from ckpt_storage.inspect.lazy_tensor import LazyTensor
 
 
 def entries_of(checkpoint: Checkpoint) -> list[Entry]:
@@ -31,7 +31,7 @@ def is_tensor(checkpoint: Checkpoint, fqn: str) -> bool:
     if fqn not in checkpoint:
         # Indexing says which names are near.
         value_of(checkpoint, fqn)
-    return checkpoint._holdings.is_tensor(fqn)  # noqa: SLF001  # indexing would read an object
+    return fqn in checkpoint._handle.tensors  # noqa: SLF001  # indexing would read an object
 
 
 def value_of(checkpoint: Checkpoint, fqn: str) -> Any:  # noqa: ANN401  # whatever was saved

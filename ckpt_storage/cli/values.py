@@ -17,8 +17,8 @@ import click
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.inspect.arrays import elements_of
-from ckpt_storage.inspect.indexing import Selection, select, slabs
+from ckpt_storage.inspect.lazy_tensor import Indexed, select
+from ckpt_storage.inspect.reading import elements_of, slabs
 
 from . import output
 from .options import (
@@ -34,10 +34,10 @@ from .options import (
 from .output import SOUND, is_tensor, tensor_of, value_of
 
 if TYPE_CHECKING:
-    from ckpt_storage.inspect.arrays import Words
     from ckpt_storage.inspect.checkpoint import Checkpoint
-    from ckpt_storage.inspect.lazytensor import LazyTensor
-    from ckpt_storage.inspect.statistics import TensorStats
+    from ckpt_storage.inspect.lazy_tensor import LazyTensor
+    from ckpt_storage.inspect.reading import Words
+    from ckpt_storage.inspect.stats import TensorStats
 
 _MOST_JSON_ELEMENTS = 1_000_000
 _MOST_SHOWN = 1000
@@ -119,7 +119,7 @@ def cat(
 
 
 def _piece_bytes(checkpoint: Checkpoint) -> int:
-    return checkpoint._holdings.piece_bytes  # noqa: SLF001  # of this package
+    return checkpoint._handle.piece_bytes  # noqa: SLF001  # of this package
 
 
 def _print(tensor: LazyTensor, wanted: tuple[Any, ...], file: str | None, *, as_json: bool) -> None:
@@ -286,7 +286,7 @@ def _npy_head(tensor: LazyTensor, wanted: Index) -> bytes:
     return buffer.getvalue()
 
 
-def _made(tensor: LazyTensor, words: Words, selection: Selection) -> Any:  # noqa: ANN401  # see above
+def _made(tensor: LazyTensor, words: Words, selection: Indexed) -> Any:  # noqa: ANN401  # see above
     try:
         found = elements_of(words, tensor.dtype)[selection.final]
     except CheckpointError as error:
@@ -298,15 +298,10 @@ def _made(tensor: LazyTensor, words: Words, selection: Selection) -> Any:  # noq
         return np.asarray(found)
     from ckpt_storage.inspect.torchload import tensor_of  # noqa: PLC0415  # numpy has no such type
 
-    return tensor_of(words[(*selection.final, *_rest(selection))], tensor.dtype, None)
+    return tensor_of(words[selection.view], tensor.dtype, None)
 
 
-def _rest(selection: Selection) -> tuple[Any, ...]:
-    # With the ellipsis an element stays an array of no dimensions.
-    return () if Ellipsis in selection.final else (...,)
-
-
-def _edges(tensor: LazyTensor, selection: Selection) -> Words:
+def _edges(tensor: LazyTensor, selection: Indexed) -> Words:
     """Return the first and last positions of each long dimension, with one between them.
 
     That one is never shown, and makes numpy abbreviate there.
@@ -333,7 +328,7 @@ def _edges(tensor: LazyTensor, selection: Selection) -> Words:
     return found
 
 
-def _turned(selection: Selection) -> list[bool]:
+def _turned(selection: Indexed) -> list[bool]:
     """Return of each dimension whether the index takes it backwards."""
     turned = [False] * len(selection.ranges)
     used = sum(entry is not None and entry is not Ellipsis for entry in selection.final)

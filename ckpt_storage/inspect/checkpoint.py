@@ -7,32 +7,32 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.errors import CheckpointGoneError
+from ckpt_storage.errors import CheckpointError, CheckpointGoneError, InvalidInputError
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location
 
-from .arrays import elements_of, read_slabs
-from .comparing import CheckpointDiff, Tolerance, compare
+from .diff import CheckpointDiff, Tolerance, compare
 from .facts import Entry, HistoryEntry, StoredFile, StoredRank, human_bytes
-from .holdings import Holdings, Names
+from .handle import Handle, Names
 from .html import TreeView, checkpoint_html
-from .session import Session, Settings
-from .statistics import TensorStats, summarise
+from .lazy_tensor import LazyTensor
+from .reading import elements_of, numpy_name, read_objects, read_slabs, read_tensors
+from .stats import TensorStats, summarise
 from .tree import Node, checkpoint_text, tree_of
 from .verify import VerifyReport, verify
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from .arrays import Words
+    from .reading import Words
     from .torchload import Device
 
 
@@ -63,14 +63,15 @@ def open_checkpoint(
     Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
     `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`, `InvalidInputError`.
     """
-    settings = Settings(
+    handle = Handle(
+        Location.of(url, storage_options),
         timeouts=Timeouts.of(timeout),
         retry=retry or RetryPolicy(),
         thread_count=thread_count,
         memory_limit_bytes=memory_limit_bytes,
+        unsafe_pickle=unsafe_pickle,
     )
-    session = Session(Location.of(url, storage_options), settings)
-    return Checkpoint(Holdings(session, unsafe_pickle=unsafe_pickle))
+    return Checkpoint(handle)
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -81,22 +82,23 @@ class Checkpoint(Mapping[str, Any]):
     save. As a context manager it is closed at the end of the block.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings
-        self._session = holdings.session
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
 
     def __getitem__(self, fqn: str) -> Any:  # noqa: ANN401  # a LazyTensor, or what was saved
-        return self._holdings.value(fqn)
+        if fqn in self._handle.source.blobs:
+            return read_objects(self._handle, [fqn])[fqn]
+        return self._tensor(fqn)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._holdings)
+        return iter(self._handle)
 
     def __len__(self) -> int:
-        return len(self._holdings)
+        return len(self._handle)
 
     def __contains__(self, fqn: object) -> bool:
         # Mapping's own would read the object to find out.
-        return fqn in self._holdings
+        return fqn in self._handle
 
     # Mapping compares all values, which would read the whole checkpoint; `diff` does that.
     __eq__ = object.__eq__
@@ -105,22 +107,22 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def url(self) -> str:
         """Where it lies, without credentials."""
-        return self._session.url
+        return self._handle.url
 
     @property
     def format(self) -> SourceFormat:
         """What was found: "ckpt_storage", "dcp", "dcp_safetensors" or "safetensors"."""
-        return self._session.format
+        return self._handle.source.format
 
     @property
     def save_id(self) -> str | None:
         """The save that is read; None where the format has no such thing."""
-        return self._session.save_id
+        return self._handle.source.save_id
 
     @property
     def info(self) -> CheckpointInfo:
         """What its commit record tells: name, step, metrics, time."""
-        return self._session.info()
+        return self._handle.info()
 
     @property
     def step(self) -> int | None:
@@ -137,7 +139,7 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def world_size(self) -> int | None:
         """The number of ranks that saved it; None where the format does not tell."""
-        return self._session.world_size()
+        return self._handle.world_size()
 
     @cached_property
     def nbytes(self) -> int:
@@ -147,12 +149,12 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def files(self) -> tuple[StoredFile, ...]:
         """The files that hold the values."""
-        return tuple(self._session.files())
+        return tuple(self._handle.files())
 
     @property
     def ranks(self) -> tuple[StoredRank, ...]:
         """The ranks that wrote it, and how much each; empty where the format does not tell."""
-        hosts = self._session.rank_hosts()
+        hosts = self._handle.rank_hosts()
         held: dict[int, list[int]] = {rank: [] for rank in range(self.world_size or 0)}
         for file in self.files:
             if file.rank is not None:
@@ -173,19 +175,7 @@ class Checkpoint(Mapping[str, Any]):
 
         Costs a small read per slot. Empty where the format keeps no history.
         """
-        return tuple(
-            HistoryEntry(
-                slot=record.slot,
-                type=record.type,
-                created_at=record.created_at,
-                host=record.host,
-                pid=record.pid,
-                save_id=record.save_id,
-                fenced=tuple(record.fenced),
-                is_open=record.type == "commit" and record.save_id == self.save_id,
-            )
-            for record in self._session.slots()
-        )
+        return self._handle.history()
 
     def entries(self) -> tuple[Entry, ...]:
         """Return name, dtype, shape and size of every value; `dtype` is None for an object."""
@@ -193,7 +183,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def tree(self, depth: int | None = None) -> TreeView:
         """Return the names as a tree with shapes and sizes, down to `depth` levels."""
-        return TreeView(root=self._root, sharding_of=self._session.sharding, depth=depth)
+        return TreeView(root=self._root, sharding_of=self._handle.sharding, depth=depth)
 
     def load(
         self,
@@ -213,10 +203,33 @@ class Checkpoint(Mapping[str, Any]):
         Raises `KeyError` for a name that is not there and a prefix that no name has, otherwise as
         indexing a `LazyTensor`.
         """
-        chosen = self._holdings.chosen(names, prefix)
+        handle = self._handle
+        chosen = handle.chosen(names, prefix)
         if prefix is not None and names is None and not chosen and len(self):
             raise KeyError(f"No name in {self.url} begins with {prefix!r:.200}")
-        return self._holdings.load(chosen, kind=kind, device=device, progress=progress)
+        tensors = [self._tensor(fqn) for fqn in chosen if fqn in handle.tensors]
+        _check_kind(tensors, kind, device)
+        with reporting(
+            progress,
+            phase="load",
+            rank=0,
+            total_bytes=sum(tensor.nbytes for tensor in tensors),
+            save_id=self.save_id,
+            with_bar=True,
+        ) as on_bytes:
+            wanted = [(tensor.fqn, tuple(map(range, tensor.shape))) for tensor in tensors]
+            arrays = read_tensors(handle, wanted, gaps="cheap", on_bytes=on_bytes)
+            values: dict[str, Any] = {}
+            for tensor, words in zip(tensors, arrays, strict=True):
+                if kind == "numpy":
+                    values[tensor.fqn] = elements_of(words, tensor.dtype)
+                else:
+                    from .torchload import tensor_of  # noqa: PLC0415  # only now torch is needed
+
+                    values[tensor.fqn] = tensor_of(words, tensor.dtype, device)
+            objects = [fqn for fqn in chosen if fqn not in values]
+            values.update(read_objects(handle, objects, on_bytes=on_bytes))
+        return {fqn: values[fqn] for fqn in chosen}
 
     def stats(self, fqn: str, *, bin_count: int = 64, progress: Progress = None) -> TensorStats:
         """Return mean, spread, extremes, NaN and Inf counts and a histogram of one tensor.
@@ -225,21 +238,20 @@ class Checkpoint(Mapping[str, Any]):
         bar. Raises
         `KeyError`, `InvalidInputError` for complex numbers, otherwise as indexing.
         """
-        tensor = self._holdings.tensor(fqn)
-        most_count = max(1, self._holdings.piece_bytes // tensor.itemsize)
-
+        tensor = self._tensor(fqn)
+        most_count = max(1, self._handle.piece_bytes // tensor.itemsize)
         is_held = tensor.size <= most_count
         with reporting(
             progress,
             phase="load",
             rank=0,
             total_bytes=tensor.nbytes * (1 if is_held else 2),
-            save_id=self._session.save_id,
+            save_id=self._handle.source.save_id,
             with_bar=True,
         ) as on_bytes:
 
             def slabs() -> Iterator[Words]:
-                for words in read_slabs(self._session, fqn, most_count):
+                for words in read_slabs(self._handle, fqn, most_count):
                     yield words
                     on_bytes(words.nbytes)
 
@@ -284,8 +296,8 @@ class Checkpoint(Mapping[str, Any]):
                     progress=progress,
                 )
         return compare(
-            self._holdings,
-            other._holdings,  # noqa: SLF001  # of this class
+            self._handle,
+            other._handle,  # noqa: SLF001  # of this class
             names=names,
             prefix=prefix,
             values=values,
@@ -298,16 +310,8 @@ class Checkpoint(Mapping[str, Any]):
 
         Raises `CheckpointGoneError` if another save has taken its place.
         """
-        settings = self._session.settings
-        report = verify(
-            self._session.location.target,
-            deep=deep,
-            storage_options=self._session.location.storage_options,
-            thread_count=settings.thread_count,
-            memory_limit_bytes=settings.memory_limit_bytes,
-            timeout=settings.timeouts,
-            retry=settings.retry,
-        )
+        handle = self._handle
+        report = verify(handle.location.target, deep=deep, **handle.arguments)
         if report.save_id != self.save_id:
             now = "deleted" if report.save_id is None else f"overwritten by save {report.save_id}"
             raise CheckpointGoneError(
@@ -320,7 +324,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def close(self) -> None:
         """Refuse reads from now on; idempotent. Clients stay for the next to open."""
-        self._session.close()
+        self._handle.close()
 
     def __enter__(self) -> Self:
         return self
@@ -333,11 +337,18 @@ class Checkpoint(Mapping[str, Any]):
     ) -> None:
         self.close()
 
+    def _tensor(self, fqn: str) -> LazyTensor:
+        """Return a tensor, unread. Raises `KeyError` if none has this name."""
+        if fqn in self._handle.source.blobs:
+            raise KeyError(f"{fqn!r:.200} in {self.url} is an object, no tensor")
+        if fqn not in self._handle.tensors:
+            raise self._handle.unknown(fqn)
+        return LazyTensor(self._handle, fqn)
+
     def _entries(self) -> Iterator[Entry]:
-        for fqn in self._holdings.tensors:
-            outline = self._session.outline(fqn)
-            yield Entry(fqn=fqn, dtype=outline.dtype, shape=outline.shape)
-        for fqn in self._holdings.objects:
+        for fqn, info in self._handle.tensors.items():
+            yield Entry(fqn=fqn, dtype=info.dtype, shape=info.shape)
+        for fqn in self._handle.objects:
             yield Entry(fqn=fqn)
 
     @cached_property
@@ -350,12 +361,12 @@ class Checkpoint(Mapping[str, Any]):
         return self._root if is_quick else None
 
     def _facts(self) -> dict[str, object]:
-        info, object_count = self.info, len(self._holdings.objects)
+        info, object_count = self.info, len(self._handle.objects)
         facts = {
             "format": self.format,
             "step": self.step,
             "ranks": self.world_size,
-            "tensors": f"{len(self._holdings.tensors):,}",
+            "tensors": f"{len(self._handle.tensors):,}",
             "size": human_bytes(self.nbytes) if self._root_unasked() is not None else None,
             "objects": f"{object_count:,}" if object_count else None,
             "saved": info.created_at,
@@ -374,7 +385,26 @@ class Checkpoint(Mapping[str, Any]):
             self.url,
             self._facts(),
             self._root_unasked(),
-            self._session.sharding,
+            self._handle.sharding,
+        )
+
+
+def _check_kind(tensors: Sequence[LazyTensor], kind: str, device: Device | None) -> None:
+    """Refuse what cannot be given, before anything is read."""
+    if kind not in {"numpy", "torch"}:
+        raise InvalidInputError(f"kind is {kind!r}.", next_step="Give 'numpy' or 'torch'.")
+    if kind == "torch":
+        return
+    if device is not None:
+        raise InvalidInputError(
+            "A device was given for numpy arrays.", next_step="Pass kind='torch' too."
+        )
+    unknown = [each for each in tensors if numpy_name(each.dtype) is None]
+    if unknown:
+        listing = ", ".join(f"{each.fqn} ({each.dtype})" for each in unknown)
+        raise CheckpointError(
+            f"numpy has no types for {len(unknown)} tensors: {listing}.",
+            next_step="Pass kind='torch', or load the others by name.",
         )
 
 

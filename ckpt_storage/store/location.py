@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import hashlib
+import importlib.util
 import os
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ckpt_storage.errors import InvalidInputError
 
-from . import schemes
 from .redaction import without_secrets
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+ENTRY_POINTS = "ckpt_storage.backends"
+"""The group in which a package's metadata name backends, by scheme."""
+
+SERVED: set[str] = set()
+"""Schemes of registered backends: whatever they were before, these serve them now."""
+
+BUCKETS = frozenset({"az", "gs", "s3"})
+USERS = frozenset({"arrow_hdfs", "ftp", "hdfs", "sftp", "smb", "ssh", "webhdfs"})
+"""Schemes whose URLs may hold `user:password@`; in az:// a container stands before "@"."""
+
+_SPELT_ALIKE = {"abfs": "az", "abfss": "az", "gcs": "gs", "local": "file", "s3a": "s3"}
+_EXTRAS = {"az": "azure", "gs": "gcs", "s3": "s3"}
+_READ_ONLY = frozenset(
+    "data gist git github http https libarchive reference tar zip".split()  # noqa: SIM905  # short
+)
+_WRAPPERS = frozenset(
+    "async_wrapper asyncwrapper blockcache cached dir filecache generic simplecache".split()  # noqa: SIM905  # as above
+)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SCHEME_ONLY = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(:|//)")
@@ -53,12 +77,12 @@ class Location:
         if match is None:
             return cls(protocol="file", target=_absolute(text), storage_options=options)
         given, rest = match.group(1).lower(), text[match.end() :]
-        protocol = schemes.kept(given)
+        protocol = kept_scheme(given)
         if protocol == "file":
             target = _file_url_path(rest)
         else:
-            schemes.check(protocol, given, without_secrets(f"{given}://{rest}"))
-            schemes.check_options(protocol, given, options)
+            _check_scheme(protocol, given, without_secrets(f"{given}://{rest}"))
+            _check_options(protocol, given, options)
             target = f"{protocol}://{_checked_rest(protocol, rest)}"
         return cls(protocol=protocol, target=target, storage_options=options)
 
@@ -174,11 +198,11 @@ def _check_colon(text: str, *, is_text: bool) -> None:
     if match is None or _SCHEME.match(text):
         return
     scheme = match.group(1).lower()
-    kept = schemes.kept(scheme)
+    kept = kept_scheme(scheme)
     if match.group(2) == "//":
-        is_mangled = kept in schemes.BUCKETS | schemes.USERS
+        is_mangled = kept in BUCKETS | USERS
     else:
-        is_mangled = kept in schemes.known() if is_text else first.endswith(":")
+        is_mangled = kept in known_schemes() if is_text else first.endswith(":")
     if is_mangled:
         rest = text.strip()[match.end() :].lstrip("/")
         slashes = ":///" if kept == "file" else "://"
@@ -222,7 +246,7 @@ def _checked_rest(protocol: str, rest: str) -> str:
     shown = without_secrets(f"{protocol}://{rest}")
     if protocol == "memory":
         rest = rest.lstrip("/")
-    if protocol in schemes.BUCKETS and not rest.partition("/")[0]:
+    if protocol in BUCKETS and not rest.partition("/")[0]:
         raise InvalidInputError(
             f"{shown!r} names no bucket.",
             next_step=f"Write {protocol}://BUCKET/PREFIX.",
@@ -243,14 +267,14 @@ def _check_user_info(protocol: str, rest: str) -> None:
     authority = rest.partition("/")[0]
     user, at, host = authority.rpartition("@")
     port = host.rpartition("]")[2].partition(":")[2]
-    if protocol in schemes.USERS:
+    if protocol in USERS:
         # A password with a slash ends the authority early, so that its host has an odd port.
         is_wrong = bool(port) and not port.isdigit()
     else:
         # A secret key may contain slashes; a colon otherwise stands in ARNs and ports only.
         is_wrong = ":" in user or bool(at and protocol != "az")
         if port and not host.startswith("arn:"):
-            is_wrong |= protocol in schemes.BUCKETS or "@" in rest
+            is_wrong |= protocol in BUCKETS or "@" in rest
     if is_wrong:
         raise InvalidInputError(
             f"This {protocol}:// URL takes no credentials, or not as they are spelt in it.",
@@ -274,3 +298,90 @@ def _shown(protocol: str, target: str) -> str:
         # Of az:// the part before "@" is the container.
         authority = authority.rpartition("@")[2]
     return f"{authority}{slash}{below}"
+
+
+def kept_scheme(scheme: str) -> str:
+    """Return the spelling of a scheme that is kept: "s3" for "S3A"."""
+    return _SPELT_ALIKE.get(scheme.lower(), scheme.lower())
+
+
+def is_scheme(text: str) -> bool:
+    """Return whether a text may stand before "://"."""
+    return re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", text) is not None
+
+
+@functools.cache
+def installed_backends() -> Mapping[str, Sequence[EntryPoint]]:
+    """Return the backends that installed packages bring, by scheme."""
+    from importlib.metadata import entry_points  # noqa: PLC0415  # local users need none
+
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points(group=ENTRY_POINTS):
+        found.setdefault(kept_scheme(entry.name), []).append(entry)
+    return found
+
+
+def known_schemes() -> dict[str, str]:
+    """Map every scheme to the class of fsspec that serves it, "" where nothing is to install."""
+    from fsspec.registry import (  # noqa: PLC0415  # import of this package stays cheap
+        known_implementations,
+        registry,
+    )
+
+    found = {protocol: str(entry["class"]) for protocol, entry in known_implementations.items()}
+    return {**found, **dict.fromkeys([*registry, *installed_backends(), *SERVED], "")}
+
+
+def _check_scheme(protocol: str, given: str, shown: str) -> None:
+    """Refuse a scheme that does not exist, has no backend installed or cannot be written to.
+
+    `given` is how it was spelt, `shown` the URL without credentials. Raises `InvalidInputError`.
+    """
+    if protocol in SERVED or protocol in installed_backends():
+        return
+    if protocol in _READ_ONLY:
+        raise InvalidInputError(
+            f"{given}:// can only be read.",
+            next_step="Give a storage that takes writes; for an object store write "
+            "s3://BUCKET/PREFIX and pass its address as storage_options={'endpoint_url': ...}."
+            if protocol.startswith("http")
+            else "Give a storage that takes writes.",
+        )
+    if protocol in _WRAPPERS:
+        raise InvalidInputError(
+            f"{given}:// is a wrapper around another file system.",
+            next_step="Give the URL of the storage itself.",
+        )
+    schemes = known_schemes()
+    if protocol not in schemes:
+        near = difflib.get_close_matches(given, sorted({*schemes, *_SPELT_ALIKE}), 1, 0.5)
+        hint = f"Did you mean {near[0]}://? " if near else ""
+        raise InvalidInputError(
+            f"No storage is known by the scheme of {shown!r}.",
+            next_step=f"{hint}Install the fsspec backend that provides {given}://, or register "
+            "one of your own (register_backend).",
+        )
+    module = schemes[protocol].partition(":")[0].split(".")[0]
+    if module and importlib.util.find_spec(module) is None:
+        raise missing_backend(protocol, module)
+
+
+def _check_options(protocol: str, given: str, options: Mapping[str, Any]) -> None:
+    """Refuse an option that fsspec would take for the scheme, in the place of the URL's."""
+    meant = options.get("protocol", given)
+    if not isinstance(meant, str) or kept_scheme(meant) != protocol:
+        raise InvalidInputError(
+            f"storage_options has 'protocol': {meant!r}, and the URL begins with {given}://.",
+            next_step="Leave the option out: the URL names the storage. A server that is to be "
+            "reached over plain HTTP is named by its address, with http://.",
+        )
+
+
+def missing_backend(protocol: str, package: str) -> InvalidInputError:
+    """Return the error that says which package a scheme needs and how to install it."""
+    extra = _EXTRAS.get(protocol)
+    install = f"ckpt-storage[{extra}]" if extra else package
+    return InvalidInputError(
+        f"{protocol}:// needs the package {package}, which is not installed.",
+        next_step=f"Run: pip install '{install}'",
+    )

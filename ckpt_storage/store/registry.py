@@ -10,18 +10,25 @@ from typing import Any, TypeAlias
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import PageCache, RetryPolicy, Timeouts, check_page_cache
 
-from . import schemes
 from .backend import Backend, Settings
-from .location import Location
+from .backends.split import SplitBackend
+from .location import (
+    BUCKETS,
+    SERVED,
+    Location,
+    installed_backends,
+    is_scheme,
+    kept_scheme,
+    missing_backend,
+)
 from .redaction import Scrubber
-from .split import SplitBackend
 from .store import Store
 
 Opener: TypeAlias = Callable[[Location, Settings], Backend]
 """Makes the backend of a root, as every backend's class does; asks nothing of the storage."""
 
 _REGISTERED: dict[str, Opener] = {}
-_BUILT_IN = schemes.BUCKETS | {"file", "memory"}
+_BUILT_IN = BUCKETS | {"file", "memory"}
 
 
 def register_backend(scheme: str, opener: Opener, *, replace: bool = False) -> None:
@@ -32,19 +39,19 @@ def register_backend(scheme: str, opener: Opener, *, replace: bool = False) -> N
     `ckpt_storage.backends`. Raises `InvalidInputError` if there is a backend for the scheme
     already, unless `replace` is set.
     """
-    name = schemes.kept(scheme)
-    if not schemes.is_scheme(scheme):
+    name = kept_scheme(scheme)
+    if not is_scheme(scheme):
         raise InvalidInputError(
             f"{scheme!r} is no scheme of URLs.",
             next_step="Give what stands before '://', such as 'mystore'.",
         )
-    if not replace and (name in _REGISTERED or name in _BUILT_IN or name in schemes.installed()):
+    if not replace and (name in _REGISTERED or name in _BUILT_IN or name in installed_backends()):
         raise InvalidInputError(
             f"{scheme}:// has a backend already.",
             next_step="Pass replace=True if this one is to take its place.",
         )
     _REGISTERED[name] = opener
-    schemes.SERVED.add(name)
+    SERVED.add(name)
 
 
 def open_store(  # all but the first are named
@@ -110,7 +117,7 @@ def backend_of(location: Location, settings: Settings) -> Backend:
 
 def _installed(scheme: str) -> Opener | None:
     """Return the opener that a package names for a scheme."""
-    found = {entry.value: entry for entry in schemes.installed().get(scheme, ())}
+    found = {entry.value: entry for entry in installed_backends().get(scheme, ())}
     if len(found) > 1:
         raise InvalidInputError(
             f"Several packages bring a backend for {scheme}://: {', '.join(sorted(found))}.",
@@ -146,7 +153,7 @@ def _family(location: Location) -> str:
     except ImportError as error:
         # fsspec raises its own from the one that names the package.
         package = getattr(error.__cause__, "name", None) or error.name or str(error)
-        raise schemes.missing_backend(location.protocol, package) from None
+        raise missing_backend(location.protocol, package) from None
     names = [f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in kinds]
     if names[0] == "fsspec.MemoryFileSystem":
         return "memory"

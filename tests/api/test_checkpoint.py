@@ -32,7 +32,7 @@ from ckpt_storage import (
 )
 from ckpt_storage.commit.cleaning import delete_checkpoint, free_superseded
 from ckpt_storage.inspect.checkpoint import Checkpoint, open_checkpoint
-from ckpt_storage.inspect.lazytensor import LazyTensor
+from ckpt_storage.inspect.lazy_tensor import LazyTensor
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import open_store
 from ckpt_storage.store.deadline import Deadline

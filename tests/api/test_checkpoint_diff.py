@@ -19,8 +19,7 @@ from hypothesis.extra import numpy as npst
 
 from ckpt_storage import IntegrityError
 from ckpt_storage.inspect.checkpoint import diff, open_checkpoint
-from ckpt_storage.inspect.comparing import CheckpointDiff, Findings, Tolerance, ValueDiff
-from ckpt_storage.inspect.comparing import _same as same_objects
+from ckpt_storage.inspect.diff import CheckpointDiff, Findings, Tolerance, ValueDiff, same_objects
 from ckpt_storage.testing.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")

@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as npst
 
 from ckpt_storage import InvalidInputError
 from ckpt_storage.inspect.checkpoint import open_checkpoint
-from ckpt_storage.inspect.statistics import TensorStats, summarise
+from ckpt_storage.inspect.stats import TensorStats, summarise
 from ckpt_storage.options import ProgressEvent
 
 KINDS = ("float64", "float32", "float16", "int64", "uint64", "int8", "uint8", "bool")

@@ -18,7 +18,7 @@ from dcp_cases import seeded
 
 from ckpt_storage import save
 from ckpt_storage.cli.options import parse_slice
-from ckpt_storage.inspect.holdings import Holdings
+from ckpt_storage.inspect.handle import Handle
 from ckpt_storage.store.backend import Range
 from ckpt_storage.store.backends.local import LocalBackend
 
@@ -122,7 +122,7 @@ def test_files_have_the_elements_in_numpys_order(
         found = np.load(file)
         assert found.dtype == array.dtype
         np.testing.assert_array_equal(found, array)
-        monkeypatch.setattr(Holdings, "piece_bytes", 100)
+        monkeypatch.setattr(Handle, "piece_bytes", 100)
 
 
 def test_types_that_numpy_lacks_are_printed_and_written(url: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_file_takes_the_memory_of_a_piece(
     big: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """24 MB are written by a process that holds a few."""
-    monkeypatch.setattr(Holdings, "piece_bytes", 1 << 20)
+    monkeypatch.setattr(Handle, "piece_bytes", 1 << 20)
     call("cat", big, "w", "--slice", "0")
     tracemalloc.start()
     try:
@@ -212,7 +212,7 @@ def test_damage_late_in_a_tensor_leaves_a_file_as_it_was(
     big: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is replaced once all is there; nothing else is left in its folder."""
-    monkeypatch.setattr(Holdings, "piece_bytes", 1 << 20)
+    monkeypatch.setattr(Handle, "piece_bytes", 1 << 20)
     copied = shutil.copytree(big, tmp_path / "big")
     (shard,) = copied.glob("saves/*/*.distcp")
     data = bytearray(shard.read_bytes())

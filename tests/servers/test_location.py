@@ -149,7 +149,7 @@ def test_a_missing_backend_is_named_with_its_extra(
 ) -> None:
     """Where the package behind a scheme is not installed, the error says what to run."""
     monkeypatch.setattr(
-        "ckpt_storage.store.schemes.known",
+        "ckpt_storage.store.location.known_schemes",
         lambda: {
             "az": "adlfs.AzureBlobFileSystem",
             "dropbox": "dropboxdrivefs.DropboxDriveFileSystem",

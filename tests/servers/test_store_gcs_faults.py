@@ -142,6 +142,16 @@ def test_an_abort_does_not_delete_what_another_put_meanwhile(
     }
 
 
+def test_a_folder_is_deleted_page_by_page(running: tuple[GcsState, dict[str, str]]) -> None:
+    """The names of one page are deleted before the next page is asked for."""
+    state, options = running
+    names = [f"run/a/{number:04d}" for number in range(1500)]
+    state.objects = {name: Stored(b"", {}, 1, 0.0) for name in (*names, "run/ab")}
+    opened(options).delete_folder("a")
+    assert list(state.objects) == ["run/ab"]
+    assert state.seen == ["list", *["delete"] * 1000, "list", *["delete"] * 500]
+
+
 def test_a_session_refuses_a_name_that_was_taken_meanwhile(
     running: tuple[GcsState, dict[str, str]],
 ) -> None:

@@ -26,10 +26,10 @@ from ckpt_storage.store import (
     Location,
     ObjectInfo,
     Settings,
+    location,
     open_store,
     register_backend,
     registry,
-    schemes,
 )
 from ckpt_storage.store.backends.memory import MemoryBackend
 from ckpt_storage.store.calls import CLEAN_UP_S
@@ -41,11 +41,12 @@ SLACK_S = 5.0
 
 
 @pytest.fixture
-def scheme(monkeypatch: pytest.MonkeyPatch) -> str:
+def scheme(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A scheme that is registered for the test alone."""
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))  # noqa: SLF001  # undone
-    monkeypatch.setattr(schemes, "SERVED", set(schemes.SERVED))
-    return f"x{uuid.uuid4().hex}"
+    served = set(location.SERVED)
+    yield f"x{uuid.uuid4().hex}"
+    location.SERVED.intersection_update(served)
 
 
 def in_memory(location: Location, settings: Settings) -> Backend:

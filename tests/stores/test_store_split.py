@@ -18,7 +18,7 @@ from ckpt_storage import (
     verify,
 )
 from ckpt_storage.store.backends.local import LocalBackend
-from ckpt_storage.store.split import SplitBackend
+from ckpt_storage.store.backends.split import SplitBackend
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.store_suite import StoreSuite
 

@@ -53,7 +53,7 @@ class GcsState:
     """What the server holds, and the faults it has in store, by the first words of a request.
 
     seen: what was asked for, in order: "begin", "insert", "put SPAN" of a session, "look NAME",
-    "media NAME".
+    "media NAME", "delete", "list".
     """
 
     objects: dict[str, Stored] = field(default_factory=dict)
@@ -242,9 +242,15 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(status, found.data[first : last + 1], headers)
 
     def _listed(self, query: dict[str, list[str]]) -> None:
-        prefix, delimiter = (query.get(key, [""])[0] for key in ("prefix", "delimiter"))
+        self.state.fault_of("list")
+        prefix, delimiter, after = (
+            query.get(key, [""])[0] for key in ("prefix", "delimiter", "pageToken")
+        )
         with self.state.lock:
             below = [name for name in sorted(self.state.objects) if name.startswith(prefix)]
+            below = [name for name in below if name > after]
+            rest = below[int(query["maxResults"][0]) :]
+            below = below[: len(below) - len(rest)]
             folders, items = set(), []
             for name in below:
                 child, cut, _ = name[len(prefix) :].partition(delimiter or "\0")
@@ -252,7 +258,8 @@ class _Handler(BaseHTTPRequestHandler):
                     folders.add(f"{prefix}{child}{cut}")
                 else:
                     items.append(self._described(name))
-        self._answer(200, {"kind": "storage#objects", "items": items, "prefixes": sorted(folders)})
+        found = {"kind": "storage#objects", "items": items, "prefixes": sorted(folders)}
+        self._answer(200, {**found, "nextPageToken": below[-1]} if rest else found)
 
 
 def _told_of(found: Stored) -> dict[str, str]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from ckpt_storage.format.selections import touched_spans
-from ckpt_storage.inspect.indexing import select
+from ckpt_storage.inspect.lazy_tensor import select
 
 SHAPES = npst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6)
 

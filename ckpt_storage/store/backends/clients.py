@@ -27,9 +27,8 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.store.location import Location
+from ckpt_storage.store.location import Location, missing_backend
 from ckpt_storage.store.redaction import Scrubber
-from ckpt_storage.store.schemes import missing_backend
 from ckpt_storage.store.timed import moved
 
 A = TypeVar("A")
@@ -116,8 +115,8 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 def _finalizers(fs: ForeignFs) -> list[weakref.finalize[..., Any]]:
     """Return what a library has registered to close its connections, were the object collected."""
-    known = list(getattr(weakref.finalize, "_registry", ()))
-    return [one for one in known if (of := one.peek()) is not None and of[0] is fs]
+    callbacks = [ref.__callback__ for ref in weakref.getweakrefs(fs)]
+    return [one for one in callbacks if isinstance(one, weakref.finalize)]
 
 
 @dataclass(slots=True, eq=False)

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt_storage.errors import StorageError
 from ckpt_storage.format.names import COMMITS, PROBE_PREFIX, STOCK_METADATA
-
-from .backend import (
+from ckpt_storage.store.backend import (
     Backend,
     Buffers,
     Content,

@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_storage.errors import UnsafeContentError
-from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import Progress
 from ckpt_storage.progress import reporting
 
-from .arrays import Region, elements_of, read_regions, read_slabs
-from .facts import shown
-from .holdings import Holdings, Names
+from .facts import Entry, shown
+from .handle import Handle, Names
 from .html import card, page, table
-from .session import Outline, Session
+from .reading import elements_of, numpy_name, read_objects, read_slabs, read_stored, read_tensors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from .arrays import Words
-
+    from .reading import Words
 
 _PIECE = 1 << 20
 """Elements that are compared at a time: 8 MiB a side as float64."""
+_MOST_SHOWN = 40
+_WIDTH = 60
+
+Kind = Literal["kind", "shape", "dtype", "values"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Findings:
             x, y = left[at : at + _PIECE], right[at : at + _PIECE]
             if left_dtype == right_dtype and x.tobytes() == y.tobytes():
                 pass
-            elif _has_numbers(left_dtype) and _has_numbers(right_dtype):
+            elif numpy_name(left_dtype) and numpy_name(right_dtype):
                 self._add_numbers(elements_of(x, left_dtype), elements_of(y, right_dtype))
             else:
                 self._has_numbers = False
@@ -135,17 +135,6 @@ class Findings:
             self._at = self._seen_count + largest
         relative = np.where(np.isinf(distance), np.inf, distance / np.where(size > 0, size, 1))
         self._max_relative = max(self._max_relative, float(relative.max()))
-
-
-def _has_numbers(dtype: str) -> bool:
-    """Return whether elements of torch's type `dtype` are numbers that numpy can count with."""
-    return DTYPES[dtype].numpy is not None or dtype.startswith(("bfloat16", "float8"))
-
-
-_MOST_SHOWN = 40
-_WIDTH = 60
-
-Kind = Literal["kind", "shape", "dtype", "values"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,9 +241,9 @@ def _row(item: ValueDiff) -> Sequence[object]:
     return cells
 
 
-def compare(  # all named
-    left: Holdings,
-    right: Holdings,
+def compare(
+    left: Handle,
+    right: Handle,
     *,
     names: Names,
     prefix: str | None,
@@ -267,27 +256,41 @@ def compare(  # all named
     Holds a few pieces of two tensors at a time. Raises what reading raises, and `KeyError` for a
     name that is in neither.
     """
-    lefts, rights = _chosen(left, right, names, prefix)
+    sides = (left, right)
+    if names is not None and not callable(names):
+        wanted = [names] if isinstance(names, str) else list(names)
+        for fqn in wanted:
+            if fqn not in left and fqn not in right:
+                raise left.unknown(fqn)
+        chosen = [side.chosen([fqn for fqn in wanted if fqn in side], prefix) for side in sides]
+    else:
+        chosen = [side.chosen(names, prefix) for side in sides]
+    lefts, rights = map(dict.fromkeys, chosen)
     both = [fqn for fqn in lefts if fqn in rights]
-    sizes = (
-        side.session.outline(fqn).size_bytes
-        for fqn in both
-        for side in (left, right)
-        if side.is_tensor(fqn)
-    )
+    pairs = {fqn: _Pair(_entry(left, fqn), _entry(right, fqn)) for fqn in both}
+    total = sum(pair.left.size_bytes + pair.right.size_bytes for pair in pairs.values())
     with reporting(
         progress,
         phase="load",
         rank=0,
-        total_bytes=sum(sizes) if values else 0,
-        save_id=left.session.save_id,
+        total_bytes=total if values else 0,
+        save_id=left.source.save_id,
         with_bar=True,
     ) as on_bytes:
-        found = _found(left, right, both, values=values, tolerance=tolerance, on_bytes=on_bytes)
-    changed = tuple(found[fqn] for fqn in both if fqn in found)
+        found: dict[str, ValueDiff | None] = {}
+        read: list[_Pair] = []
+        for fqn, pair in pairs.items():
+            if pair.is_readable and values:
+                read.append(pair)
+            elif pair.left.dtype or pair.right.dtype:
+                found[fqn] = pair.unread()
+            elif values:
+                found[fqn] = _of_objects(left, right, fqn)
+        found |= _of_tensors(left, right, read, tolerance, on_bytes)
+    changed = tuple(item for fqn in both if (item := found.get(fqn)) is not None)
     return CheckpointDiff(
-        left_url=left.session.url,
-        right_url=right.session.url,
+        left_url=left.url,
+        right_url=right.url,
         only_left=tuple(fqn for fqn in lefts if fqn not in rights),
         only_right=tuple(fqn for fqn in rights if fqn not in lefts),
         changed=changed,
@@ -296,82 +299,30 @@ def compare(  # all named
     )
 
 
-def _chosen(
-    left: Holdings, right: Holdings, names: Names, prefix: str | None
-) -> tuple[dict[str, None], dict[str, None]]:
-    """Return the chosen names of both sides, as sets that keep their order."""
-    sides = (left, right)
-    if names is None or callable(names):
-        return tuple(dict.fromkeys(side.chosen(names, prefix)) for side in sides)  # type: ignore[return-value]  # two
-    wanted = [names] if isinstance(names, str) else list(names)
-    for fqn in wanted:
-        if fqn not in left and fqn not in right:
-            raise left.unknown(fqn)
-    return tuple(  # type: ignore[return-value]  # two
-        dict.fromkeys(side.chosen([fqn for fqn in wanted if fqn in side], prefix)) for side in sides
-    )
-
-
-def _found(
-    left: Holdings,
-    right: Holdings,
-    both: Sequence[str],
-    *,
-    values: bool,
-    tolerance: Tolerance,
-    on_bytes: Callable[[int], None],
-) -> dict[str, ValueDiff]:
-    """Return what differs, by name; tensors that are small are read many at a time."""
-    found: dict[str, ValueDiff | None] = {}
-    pairs: list[_Pair] = []
-    for fqn in both:
-        if left.is_tensor(fqn) and right.is_tensor(fqn):
-            pair = _Pair(left.session.outline(fqn), right.session.outline(fqn))
-            if pair.has_one_shape and values:
-                pairs.append(pair)
-            else:
-                found[fqn] = pair.unread()
-        elif left.is_tensor(fqn) or right.is_tensor(fqn):
-            told = ("object", "tensor")
-            found[fqn] = ValueDiff(
-                fqn=fqn,
-                kind="kind",
-                left=told[left.is_tensor(fqn)],
-                right=told[right.is_tensor(fqn)],
-            )
-        elif values:
-            found[fqn] = _of_objects(left, right, fqn)
-    piece_bytes = min(side.piece_bytes for side in (left, right))
-    for batch in _batches(pairs, piece_bytes):
-        findings = [Findings(tolerance) for _ in batch]
-        for at, x, y in _elements(left.session, right.session, batch, piece_bytes):
-            findings[at].add(x, batch[at].left.dtype, y, batch[at].right.dtype)
-            on_bytes(x.nbytes + y.nbytes)
-        found.update(
-            (pair.left.fqn, pair.read(result)) for pair, result in zip(batch, findings, strict=True)
-        )
-    return {fqn: item for fqn, item in found.items() if item is not None}
+def _entry(side: Handle, fqn: str) -> Entry:
+    info = side.tensors.get(fqn)
+    return Entry(fqn=fqn) if info is None else Entry(fqn=fqn, dtype=info.dtype, shape=info.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """The tensors of one name."""
+    """The values of one name."""
 
-    left: Outline
-    right: Outline
-
-    @property
-    def has_one_shape(self) -> bool:
-        return self.left.shape == self.right.shape
+    left: Entry
+    right: Entry
 
     @property
-    def size_bytes(self) -> int:
-        """The size of the larger one."""
-        return max(self.left.size_bytes, self.right.size_bytes)
+    def is_readable(self) -> bool:
+        """Whether both are tensors of one shape."""
+        both = self.left.dtype and self.right.dtype
+        return bool(both) and self.left.shape == self.right.shape
 
     def unread(self) -> ValueDiff | None:
         """Return how they differ as far as that is known without their elements."""
-        if not self.has_one_shape:
+        if not (self.left.dtype and self.right.dtype):
+            left, right = ("tensor" if side.dtype else "object" for side in (self.left, self.right))
+            return ValueDiff(fqn=self.left.fqn, kind="kind", left=left, right=right)
+        if self.left.shape != self.right.shape:
             return self._diff("shape")
         return None if self.left.dtype == self.right.dtype else self._diff("dtype")
 
@@ -387,12 +338,28 @@ class _Pair:
         )
 
     def _diff(self, kind: Kind) -> ValueDiff:
-        return ValueDiff(
-            fqn=self.left.fqn,
-            kind=kind,
-            left=_described(self.left),
-            right=_described(self.right),
-        )
+        return ValueDiff(fqn=self.left.fqn, kind=kind, left=str(self.left), right=str(self.right))
+
+
+def _of_tensors(
+    left: Handle,
+    right: Handle,
+    pairs: Sequence[_Pair],
+    tolerance: Tolerance,
+    on_bytes: Callable[[int], None],
+) -> dict[str, ValueDiff | None]:
+    """Compare tensors of one shape each; small ones are read many at a time."""
+    found: dict[str, ValueDiff | None] = {}
+    piece_bytes = min(left.piece_bytes, right.piece_bytes)
+    for batch in _batches(pairs, piece_bytes):
+        findings = [Findings(tolerance) for _ in batch]
+        for at, x, y in _elements(left, right, batch, piece_bytes):
+            pair = batch[at]
+            findings[at].add(x, pair.left.dtype or "", y, pair.right.dtype or "")
+            on_bytes(x.nbytes + y.nbytes)
+        for pair, result in zip(batch, findings, strict=True):
+            found[pair.left.fqn] = pair.read(result)
+    return found
 
 
 def _batches(pairs: Sequence[_Pair], most_bytes: int) -> Iterator[list[_Pair]]:
@@ -400,77 +367,72 @@ def _batches(pairs: Sequence[_Pair], most_bytes: int) -> Iterator[list[_Pair]]:
     batch: list[_Pair] = []
     size_bytes = 0
     for pair in pairs:
-        if batch and size_bytes + pair.size_bytes > most_bytes:
+        larger_bytes = max(pair.left.size_bytes, pair.right.size_bytes)
+        if batch and size_bytes + larger_bytes > most_bytes:
             yield batch
             batch, size_bytes = [], 0
         batch.append(pair)
-        size_bytes += pair.size_bytes
+        size_bytes += larger_bytes
     if batch:
         yield batch
 
 
 def _elements(
-    left: Session, right: Session, batch: Sequence[_Pair], piece_bytes: int
+    left: Handle, right: Handle, batch: Sequence[_Pair], piece_bytes: int
 ) -> Iterator[tuple[int, Words, Words]]:
     """Yield, of each pair, its place in the batch and elements of both as flat arrays of words."""
+    first = batch[0]
     if len(batch) > 1:
-        regions = [Region.whole(pair.left.fqn, pair.left.shape) for pair in batch]
-        both = (read_regions(side, regions, gaps="cheap") for side in (left, right))
+        wanted = [(pair.left.fqn, tuple(map(range, pair.left.shape))) for pair in batch]
+        both = (read_tensors(side, wanted, gaps="cheap") for side in (left, right))
         for at, (x, y) in enumerate(zip(*both, strict=True)):
             yield at, x.reshape(-1), y.reshape(-1)
         return
-    fqn = batch[0].left.fqn
-    most_count = max(1, piece_bytes // max(batch[0].left.item_bytes, batch[0].right.item_bytes))
-    slabs = (read_slabs(side, fqn, most_count) for side in (left, right))
+    most_count = max(1, piece_bytes // max(first.left.item_bytes, first.right.item_bytes))
+    slabs = (read_slabs(side, first.left.fqn, most_count) for side in (left, right))
     for x, y in zip(*slabs, strict=True):
         yield 0, x, y
 
 
-def _described(outline: Outline) -> str:
-    return f"{outline.dtype}[{', '.join(map(str, outline.shape))}]"
-
-
-def _of_objects(left: Holdings, right: Holdings, fqn: str) -> ValueDiff | None:
-    stored = (left.stored_bytes(fqn), right.stored_bytes(fqn))
-    if stored[0] == stored[1]:
+def _of_objects(left: Handle, right: Handle, fqn: str) -> ValueDiff | None:
+    (x, _), (y, _) = (read_stored(side, [fqn])[0] for side in (left, right))
+    if x == y:
         return None
     try:
-        values = (left.value(fqn), right.value(fqn))
+        values = [read_objects(side, [fqn])[fqn] for side in (left, right)]
     except UnsafeContentError:
-        told = tuple(f"{len(data)} bytes" for data in stored)
-        return ValueDiff(fqn=fqn, kind="values", left=told[0], right=told[1])
-    if _same(*values):
-        return None
-    return ValueDiff(fqn=fqn, kind="values", left=_brief(values[0]), right=_brief(values[1]))
+        told = [f"{len(x)} bytes", f"{len(y)} bytes"]
+    else:
+        if same_objects(*values):
+            return None
+        told = list(map(_brief, values))
+    return ValueDiff(fqn=fqn, kind="values", left=told[0], right=told[1])
 
 
-def _same(left: object, right: object) -> bool:
+def same_objects(left: object, right: object) -> bool:
+    """Return whether two objects are equal, and what is no number equal to itself."""
     if type(left) is not type(right):
         return False
     if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return len(left) == len(right) and all(map(_same, left, right))
-    if hasattr(left, "tobytes") and hasattr(right, "tobytes"):
-        return _facts_of(left) == _facts_of(right) and (
-            left.tobytes() == right.tobytes() or _same_elements(left, right)
+        return left.keys() == right.keys() and all(
+            same_objects(left[key], right[key]) for key in left
         )
-    if hasattr(left, "numpy") and hasattr(right, "numpy"):
-        return _facts_of(left) == _facts_of(right) and _same_elements(left, right)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(same_objects, left, right))
+    if hasattr(left, "dtype") and hasattr(left, "shape"):
+        return _same_arrays(left, right)
     # A number that is none equals itself here: what was saved did not change.
     return bool(left == right) or (left != left and right != right)  # noqa: PLR0124
 
 
-def _same_elements(left: Any, right: Any) -> bool:  # noqa: ANN401  # arrays or tensors
-    """Return whether all elements are equal, those that are no number to each other."""
+def _same_arrays(left: Any, right: Any) -> bool:  # noqa: ANN401  # arrays or tensors
+    facts = [(str(side.dtype), str(side.shape)) for side in (left, right)]
+    if facts[0] != facts[1]:
+        return False
     if getattr(left, "is_floating_point", bool)():
         # Narrow types of torch know no comparison.
         left, right = left.double(), right.double()
     return bool(((left == right) | ((left != left) & (right != right))).all())  # noqa: PLR0124
-
-
-def _facts_of(value: object) -> tuple[str, str]:
-    return str(getattr(value, "dtype", "")), str(getattr(value, "shape", ""))
 
 
 def _brief(value: object) -> str:

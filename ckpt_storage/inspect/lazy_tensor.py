@@ -1,28 +1,116 @@
-"""`LazyTensor`: one tensor of an open checkpoint, read where it is indexed and nowhere else.
-
-Made by `checkpoint`; users index it.
-"""
+"""`LazyTensor`: one tensor of an open checkpoint, read where it is indexed and nowhere else."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
-from .arrays import Region, elements_of, read_regions
+from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.selections import Selection
+
 from .facts import Sharding, human_bytes, shape_text, shown
+from .handle import Handle
 from .html import card, page, sharding_svg
-from .indexing import select
-from .session import Session
+from .reading import elements_of, read_tensors
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
-    from .arrays import Words
+    from .reading import Words
     from .torchload import Device, Tensor
 
 
 _ITER_BYTES = 16 << 20
+
+FinalIndex = tuple[int | slice | EllipsisType | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Indexed:
+    """What an index means: ascending positions per dimension, and what is left to do with them.
+
+    `ranges` has one entry per dimension of the tensor. `final` is the index that turns the array
+    of those positions, all dimensions kept, into what numpy gives for the original index: it drops
+    dimensions, adds new ones, turns round what was asked for backwards, and copies nothing.
+    """
+
+    ranges: Selection
+    final: FinalIndex
+
+    @property
+    def view(self) -> FinalIndex:
+        """`final`, for which an element stays an array of no dimensions."""
+        return self.final if Ellipsis in self.final else (*self.final, ...)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of positions per dimension."""
+        return tuple(map(len, self.ranges))
+
+
+def select(index: object, shape: Sequence[int]) -> Indexed:
+    """Return what `index` means for a tensor of `shape`, as numpy's basic indexing has it.
+
+    Takes integers, slices, `...`, None and tuples of them. Raises `IndexError` for whatever numpy
+    refuses, and for arrays of indices and masks, which numpy takes.
+    """
+    entries = index if isinstance(index, tuple) else (index,)
+    used = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    if sum(entry is Ellipsis for entry in entries) > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    if used > len(shape):
+        raise IndexError(
+            f"too many indices for array: array is {len(shape)}-dimensional, but {used} were "
+            "indexed"
+        )
+    ranges: list[range] = []
+    final: list[int | slice | EllipsisType | None] = []
+    for entry in entries:
+        if entry is None:
+            final.append(None)
+        elif entry is Ellipsis:
+            missing = len(shape) - used
+            ranges.extend(range(size) for size in shape[len(ranges) : len(ranges) + missing])
+            final.append(Ellipsis)
+        elif isinstance(entry, slice):
+            positions = range(*entry.indices(shape[len(ranges)]))
+            is_backwards = positions.step < 0
+            ranges.append(_ascending(positions))
+            final.append(slice(None, None, -1) if is_backwards else slice(None))
+        else:
+            ranges.append(_one(entry, shape[len(ranges)], len(ranges)))
+            final.append(0)
+    ranges.extend(range(size) for size in shape[len(ranges) :])
+    return Indexed(ranges=tuple(ranges), final=tuple(final))
+
+
+def _ascending(positions: range) -> range:
+    if not positions:
+        return range(0)
+    return positions if positions.step > 0 else positions[::-1]
+
+
+def _one(entry: object, size: int, axis: int) -> range:
+    # A boolean has __index__ but is a mask to numpy.
+    is_mask = isinstance(entry, bool) or "bool" in str(getattr(entry, "dtype", ""))
+    try:
+        at = None if is_mask else operator.index(entry)  # type: ignore[arg-type]  # it looks
+    except TypeError:
+        at = None
+    # An array of one number has __index__ too, but numpy keeps its dimensions.
+    if at is None or getattr(entry, "ndim", None):
+        raise IndexError(
+            "only integers, slices (`:`), ellipsis (`...`) and None are valid indices of a "
+            "LazyTensor; read a region first and index the array with what you have"
+        )
+    if not -size <= at < size:
+        raise IndexError(f"index {at} is out of bounds for axis {axis} with size {size}")
+    at %= size
+    return range(at, at + 1)
 
 
 class LazyTensor:
@@ -38,14 +126,14 @@ class LazyTensor:
     `PhaseTimeoutError`, and `IndexError` where numpy does.
     """
 
-    __slots__ = ("_dtype", "_fqn", "_session", "_shape")
+    __slots__ = ("_dtype", "_fqn", "_handle", "_shape")
 
-    def __init__(self, session: Session, fqn: str) -> None:
-        outline = session.outline(fqn)
-        self._session = session
+    def __init__(self, handle: Handle, fqn: str) -> None:
+        info = handle.tensors[fqn]
+        self._handle = handle
         self._fqn = fqn
-        self._dtype = outline.dtype
-        self._shape = outline.shape
+        self._dtype = info.dtype
+        self._shape = tuple(info.shape)
 
     @property
     def fqn(self) -> str:
@@ -75,12 +163,12 @@ class LazyTensor:
     @property
     def itemsize(self) -> int:
         """The bytes of one element."""
-        return self._session.outline(self._fqn).item_bytes
+        return DTYPES[self._dtype].item_bytes
 
     @property
     def nbytes(self) -> int:
         """The bytes of all elements."""
-        return self._session.outline(self._fqn).size_bytes
+        return self.size * self.itemsize
 
     @property
     def bytes(self) -> int:
@@ -90,7 +178,7 @@ class LazyTensor:
     @property
     def sharding(self) -> Sharding:
         """How it is cut into chunks, and which ranks wrote them."""
-        return self._session.sharding(self._fqn)
+        return self._handle.sharding(self._fqn)
 
     def __len__(self) -> int:
         if not self._shape:
@@ -103,9 +191,8 @@ class LazyTensor:
         )
 
     def __getitem__(self, index: object) -> Any:  # noqa: ANN401  # an array or a scalar, as in numpy
-        selection = select(index, self._shape)
-        elements = elements_of(self._read(selection.ranges), self._dtype)
-        return elements[selection.final]
+        wanted = select(index, self._shape)
+        return elements_of(self._read(wanted.ranges), self._dtype)[wanted.final]
 
     def __iter__(self) -> Iterator[Any]:
         if not self._shape:
@@ -133,11 +220,8 @@ class LazyTensor:
         """
         from .torchload import tensor_of  # noqa: PLC0415  # torch is imported here, not before
 
-        selection = select(index, self._shape)
-        words = self._read(selection.ranges)
-        # With the ellipsis an element stays an array of no dimensions.
-        final = selection.final if Ellipsis in selection.final else (*selection.final, ...)
-        return tensor_of(words[final], self._dtype, device)
+        wanted = select(index, self._shape)
+        return tensor_of(self._read(wanted.ranges)[wanted.view], self._dtype, device)
 
     def item(self) -> Any:  # noqa: ANN401  # a number of the tensor's kind
         """Return the only element as a Python number. Raises `ValueError` if there are others."""
@@ -153,8 +237,9 @@ class LazyTensor:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
-    def _read(self, ranges: tuple[range, ...]) -> Words:
-        (words,) = read_regions(self._session, [Region(fqn=self._fqn, ranges=ranges)])
+    def _read(self, ranges: Selection) -> Words:
+        """Return the elements at ascending positions, as unsigned words of their size."""
+        (words,) = read_tensors(self._handle, [(self._fqn, ranges)])
         return words
 
     def __repr__(self) -> str:

@@ -1,0 +1,298 @@
+"""A checkpoint held open: which values it has, where they lie, and reads with a deadline each."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from ckpt_storage.commit import slotlog
+from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.options import LOCAL_READ_BYTES, RetryPolicy, Timeouts, TransferOptions
+from ckpt_storage.source.filemarks import open_newest
+from ckpt_storage.source.foreign import StockSource
+from ckpt_storage.source.model import CommittedSource, Key, TensorInfo
+from ckpt_storage.source.sourcekeys import value_keys
+from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, concerns
+from ckpt_storage.transfer.costs import costs_for
+from ckpt_storage.transfer.pacing import Pacer
+from ckpt_storage.transfer.ranges import RangeReader
+from ckpt_storage.transfer.workers import Workers
+
+from .facts import HistoryEntry, Sharding, StoredFile
+
+Names = str | Iterable[str] | Callable[[str], bool] | None
+"""Names, or a function that says of each whether it is wanted; None: all of them."""
+
+_LOCAL_THREADS = 2
+_MOST_SUGGESTED_FROM = 20_000
+_PIECES_HELD = 8
+"""A piece, what reading it holds meanwhile, and that of a second tensor it is compared with."""
+_STOCK_FILE = re.compile(r"(?:.*/)?__([0-9]{1,9})_[0-9]+\.distcp")
+
+
+class Handle:
+    """One open checkpoint; every read has a deadline of its own. Any thread.
+
+    All reads share one `Pacer`, which remembers how much the storage bears. Files of another
+    writer bear no checksums, and its next save may use their names again. So their length and
+    time are noted at the opening and compared after every read.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        *,
+        timeouts: Timeouts,
+        retry: RetryPolicy,
+        thread_count: int | None,
+        memory_limit_bytes: int | None,
+        unsafe_pickle: bool,
+    ) -> None:
+        self.location = location
+        self.unsafe_pickle = unsafe_pickle
+        self.arguments: Mapping[str, Any] = {
+            "storage_options": location.storage_options,
+            "thread_count": thread_count,
+            "memory_limit_bytes": memory_limit_bytes,
+            "timeout": timeouts,
+            "retry": retry,
+        }
+        self._timeout_s = timeouts.load
+        self._store = open_store(location, timeouts=timeouts, retry=retry)
+        is_remote = self._store.capabilities.is_remote
+        self.options = TransferOptions.for_storage(
+            is_remote=is_remote,
+            local_threads=_LOCAL_THREADS,
+            local_part_bytes=LOCAL_READ_BYTES,
+            thread_count=thread_count,
+            part_bytes=None,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        self._costs = costs_for(is_remote=is_remote)
+        self._pacer = Pacer(self.options.thread_count)
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._shardings: dict[str, Sharding] = {}
+        store, deadline = self._begin()
+        with deadline.governs(f"Opening {self.url}"):
+            found = open_newest(store, deadline=deadline, options=self.options)
+        self.source, self._marks = found
+        self.tensors: Mapping[str, TensorInfo] = self.source.tensors
+        self.objects: Sequence[str] = tuple(sorted(self.source.blobs))
+
+    @property
+    def url(self) -> str:
+        """Where the checkpoint lies, without credentials."""
+        return self.location.url
+
+    @property
+    def piece_bytes(self) -> int:
+        """How much to hold at a time of what may be too large to hold."""
+        return max(1, self.options.memory_limit_bytes // _PIECES_HELD)
+
+    def close(self) -> None:
+        """Refuse reads from now on and release what the store owns; idempotent."""
+        self._is_closed = True
+        self._store.close()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.tensors
+        yield from self.objects
+
+    def __len__(self) -> int:
+        return len(self.tensors) + len(self.objects)
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self.tensors or fqn in self.source.blobs
+
+    def unknown(self, fqn: object) -> KeyError:
+        """Return the error that says that there is no such name, and which are like it."""
+        near: list[str] = []
+        if isinstance(fqn, str) and len(self) <= _MOST_SUGGESTED_FROM:
+            near = difflib.get_close_matches(fqn, list(self), n=3)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        return KeyError(f"{fqn!r:.200} is not in {self.url}{hint}")
+
+    def chosen(self, names: Names, prefix: str | None) -> list[str]:
+        """Return the names that are wanted. Raises `KeyError` for one that is not there."""
+        if names is None:
+            found = list(self)
+        elif callable(names):
+            found = [fqn for fqn in self if names(fqn)]
+        else:
+            found = list(dict.fromkeys([names] if isinstance(names, str) else names))
+            for fqn in found:
+                if fqn not in self:
+                    raise self.unknown(fqn)
+        return [fqn for fqn in found if prefix is None or fqn.startswith(prefix)]
+
+    def sharding(self, fqn: str) -> Sharding:
+        """Return how a tensor is cut into chunks. Raises `KeyError`."""
+        found = self._shardings.get(fqn)
+        if found is None:
+            if isinstance(self.source, CommittedSource):
+                record = self.source.manifest.tensors[fqn]
+                chunks = () if record.grid is not None else tuple(record.chunks or ())
+                found = Sharding(shape=tuple(record.shape), grid=record.grid, chunks=chunks)
+            else:
+                info = self.tensors[fqn]
+                pairs = tuple((box, None) for box in info.boxes)
+                found = Sharding(shape=tuple(info.shape), chunks=pairs)
+            self._shardings[fqn] = found
+        return found
+
+    def info(self) -> CheckpointInfo:
+        """Return what is told of the checkpoint as a whole."""
+        if isinstance(self.source, CommittedSource):
+            return CheckpointInfo.of(self.url, self.source.record)
+        name = self.url.rstrip("/").rpartition("/")[2]
+        return CheckpointInfo(url=self.url, name=name, format=self.source.format)
+
+    def world_size(self) -> int | None:
+        """Return how many ranks saved it; None where the format does not tell."""
+        source = self.source
+        return source.manifest.world_size if isinstance(source, CommittedSource) else None
+
+    def rank_hosts(self) -> Mapping[int, str]:
+        """Return the host of every rank; {} for other formats."""
+        source = self.source
+        return dict(enumerate(source.manifest.hosts)) if isinstance(source, CommittedSource) else {}
+
+    def files(self) -> list[StoredFile]:
+        """Return the files that hold values, in order of their names."""
+        source = self.source
+        if isinstance(source, CommittedSource):
+            return [
+                StoredFile(path=ref.path, size_bytes=ref.size_bytes, rank=rank, crc32c=ref.crc32c)
+                for ref, rank in source.manifest.files
+            ]
+        store, deadline = self._begin()
+        with deadline.governs(f"Listing {self.url}"):
+            if isinstance(source, StockSource):
+                paths = {item.relative_path for item in source.metadata.items.values()}
+            else:
+                paths = {place.path for place in self._places(value_keys(source), store, deadline)}
+            seen = {} if self._marks is None else self._marks.of
+            sizes = {path: seen[path][0] for path in paths if path in seen}
+            sizes |= {path: store.stat(path).size_bytes for path in paths - sizes.keys()}
+        return [
+            StoredFile(
+                path=path,
+                size_bytes=sizes[path],
+                rank=int(match[1]) if (match := _STOCK_FILE.fullmatch(path)) else None,
+            )
+            for path in sorted(sizes)
+        ]
+
+    def history(self) -> tuple[HistoryEntry, ...]:
+        """Return what all commit slots say now, oldest first; () for other formats."""
+        if not isinstance(self.source, CommittedSource):
+            return ()
+        store, deadline = self._begin()
+        found: dict[int, SlotRecord | None] = {}
+
+        def look(slot: int) -> None:
+            found[slot] = slotlog.read_slot(store, slot)
+
+        with deadline.governs(f"Reading the history of {self.url}"):
+            log = slotlog.read_log(store, known=self.source.record)
+            wanted = range(1, log.last_slot + 1)
+            count = min(self.options.thread_count, len(wanted))
+            with Workers(count, name=f"history of {self.url}", deadline=deadline) as workers:
+                for slot in wanted:
+                    workers.submit(partial(look, slot))
+                workers.drain()
+        return tuple(
+            HistoryEntry(
+                slot=record.slot,
+                type=record.type,
+                created_at=record.created_at,
+                host=record.host,
+                pid=record.pid,
+                save_id=record.save_id,
+                fenced=tuple(record.fenced),
+                is_open=record.type == "commit" and record.save_id == self.source.save_id,
+            )
+            for slot in wanted
+            if (record := found.get(slot)) is not None
+        )
+
+    @contextmanager
+    def reading(self, keys: Sequence[Key]) -> Iterator[tuple[ChunkReader, list[ChunkPlace]]]:
+        """Give a reader with a deadline of its own, and the places of chunks and blobs.
+
+        Errors of the block become what they mean to a reader of this checkpoint; files that
+        another writer changed meanwhile raise `CheckpointGoneError` at its end.
+        """
+        store, deadline = self._begin()
+        places: list[ChunkPlace] = []
+        with deadline.governs(f"Reading from {self.url}"):
+            try:
+                places += self._places(keys, store, deadline)
+                ranges = RangeReader(store, self.options, deadline, pacer=self._pacer)
+                yield ChunkReader(ranges, self._costs), places
+            except StorageError as error:
+                raise self._explained(error, places) from error
+            except (IntegrityError, FormatError) as error:
+                # Damage, unless another writer has replaced files since.
+                self._check_unchanged(store, places)
+                if isinstance(error, IntegrityError) and error.fqn is None:
+                    raise _named(error, places) from error
+                raise
+            self._check_unchanged(store, places)
+
+    def _begin(self) -> tuple[Store, Deadline]:
+        """Return the store, bounded by a deadline for one operation, and that deadline."""
+        if self._is_closed:
+            raise InvalidInputError(
+                f"{self.url} was closed.", next_step="Open it again with open_checkpoint."
+            )
+        deadline = Deadline("load", self._timeout_s)
+        return self._store.bounded(deadline), deadline
+
+    def _places(self, keys: Sequence[Key], store: Store, deadline: Deadline) -> list[ChunkPlace]:
+        with self._lock:
+            self.source.renew(store, deadline)
+            return list(self.source.places(keys))
+
+    def _check_unchanged(self, store: Store, places: Iterable[ChunkPlace]) -> None:
+        if self._marks is not None:
+            self._marks.check(store, {place.path for place in places})
+
+    def _explained(self, error: StorageError, places: Iterable[ChunkPlace]) -> Exception:
+        """Return what it means that the file of one of `places` could not be read."""
+        if error.kind != "not-found":
+            return error
+        missing = next((place for place in places if concerns(error, place.path)), None)
+        if missing is None:
+            return error
+        if self._marks is not None and missing.path in self._marks.of:
+            return self._marks.gone(missing.path, "is gone")
+        return self.source.explain_missing(missing)
+
+
+def _named(error: IntegrityError, places: Sequence[ChunkPlace]) -> IntegrityError:
+    """Return `error`, which a store raised about a file, with what the file holds."""
+    place = next((place for place in places if concerns(error, place.path)), None)
+    if place is None:
+        return error
+    step = error.next_step or ""
+    return IntegrityError(
+        f"{str(error).removesuffix(step).strip()} The file holds {place.fqn}.",
+        fqn=place.fqn,
+        offset=error.offset,
+        path=error.path,
+        rank=place.rank,
+        phase=error.phase,
+        next_step=error.next_step,
+    )

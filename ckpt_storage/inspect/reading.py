@@ -1,0 +1,255 @@
+"""Selections of tensors and stored objects into memory, read in one batch and verified.
+
+Elements are moved as words of their size, so that types that numpy lacks are read alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+
+from ckpt_storage.errors import CheckpointError, FormatError
+from ckpt_storage.format.boxes import Box, WindowCopy
+from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.selections import Selection, clip
+from ckpt_storage.source.model import Key
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, Gaps
+from ckpt_storage.transfer.ranges import ignore
+
+from .handle import Handle
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Words = NDArray[np.generic]
+
+OnBytes = Callable[[int], None]
+
+_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+"""The numpy type that moves an element of so many bytes as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The part of a selection that lies in one chunk; a `Target` for the array of it."""
+
+    fqn: str
+    chunk: Box
+    where: Selection
+    array: Words
+
+    @property
+    def memory(self) -> memoryview | None:
+        """The bytes of the array, if they are adjacent."""
+        if not self.array.flags.c_contiguous:
+            return None
+        return memoryview(self.array.reshape(-1).view("u1"))  # type: ignore[arg-type]  # as in loads
+
+    def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        """Copy elements into the array."""
+        import numpy as np  # noqa: PLC0415  # read_tensors imported it
+
+        size = self.array.itemsize
+        flat = np.frombuffer(window, self.array.dtype)
+        for copy in copies:
+            source = np.lib.stride_tricks.as_strided(
+                flat[copy.source_offset_elements :],
+                copy.sizes,
+                tuple(stride * size for stride in copy.source_strides),
+                writeable=False,
+            )
+            pairs = zip(copy.dest_offsets, copy.sizes, strict=True)
+            where = tuple(slice(start, start + count) for start, count in pairs)
+            self.array[_view_index(where)] = source
+
+    def put_whole(self, words: Words, place: ChunkPlace) -> None:
+        """Copy elements of the whole chunk, which torch read, into the array."""
+        if words.shape != self.chunk.sizes:
+            raise FormatError(
+                f"{place.fqn} in {place.path} has shape {list(words.shape)}; the metadata says "
+                f"{list(self.chunk.sizes)}.",
+                path=place.path,
+                next_step="Check that the checkpoint is complete and that its files belong "
+                "together.",
+            )
+        self.array[...] = words[tuple(slice(r.start, r[-1] + 1, r.step) for r in self.where)]
+
+    def read(self, place: ChunkPlace) -> ChunkRead:
+        """Return the read that fills the array."""
+        return ChunkRead(
+            place=place,
+            item_bytes=self.array.itemsize,
+            chunk_sizes=self.chunk.sizes,
+            where=self.where,
+            target=self,
+        )
+
+
+def read_tensors(
+    handle: Handle,
+    wanted: Sequence[tuple[str, Selection]],
+    *,
+    gaps: Gaps = "none",
+    on_bytes: OnBytes = ignore,
+) -> list[Words]:
+    """Return the elements of each selection (FQN, positions per dimension) as an array of words.
+
+    All are read in one batch. Of a checkpoint with checksums whole blocks are read, and none
+    without an element of a selection; with `gaps` "cheap", also gaps that take less time than
+    another request. Any thread.
+
+    Raises `IntegrityError` (file, FQN, offset), `CheckpointGoneError`, `StorageError`,
+    `FormatError`, `PhaseTimeoutError`.
+    """
+    import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
+
+    arrays: list[Words] = []
+    pieces: list[_Piece] = []
+    for fqn, ranges in wanted:
+        kind = _WORDS[DTYPES[handle.tensors[fqn].dtype].item_bytes]
+        array: Words = np.empty(tuple(map(len, ranges)), kind)
+        arrays.append(array)
+        pieces += _pieces(handle, fqn, ranges, array)
+    if not pieces:
+        return arrays
+    keys: list[Key] = [(piece.fqn, piece.chunk.offsets) for piece in pieces]
+    with handle.reading(keys) as (chunks, places):
+        pairs = list(zip(pieces, places, strict=True))
+        reads = [piece.read(place) for piece, place in pairs if place.kind == "raw"]
+        chunks.read(reads, gaps=gaps, on_bytes=on_bytes)
+        opaque: dict[tuple[str, int], list[tuple[_Piece, ChunkPlace]]] = {}
+        for piece, place in pairs:
+            if place.kind == "opaque":
+                opaque.setdefault((place.path, place.start), []).append((piece, place))
+        for users in opaque.values():
+            from .torchload import words_of  # noqa: PLC0415  # only torch can read these
+
+            piece, place = users[0]
+            (buffer,) = chunks.read_bytes([place], on_bytes=on_bytes)
+            words = words_of(buffer, place, piece.array.dtype.str)
+            for piece, place in users:
+                piece.put_whole(words, place)
+    return arrays
+
+
+def _pieces(handle: Handle, fqn: str, ranges: Selection, array: Words) -> list[_Piece]:
+    """Return the parts of a selection that lie in one chunk each; together they are all of it."""
+    if not all(ranges):
+        return []
+    starts = tuple(r.start for r in ranges)
+    hull = Box(starts, tuple(r[-1] + 1 - r.start for r in ranges))
+    pieces = []
+    for chunk in handle.sharding(fqn).intersecting(hull):
+        inside = clip(ranges, chunk)
+        if inside is not None:
+            pieces.append(_Piece(fqn, chunk, inside[0], array[_view_index(inside[1])]))
+    held_count = sum(piece.array.size for piece in pieces)
+    if held_count != array.size:
+        # Memory that no chunk fills would pass for values.
+        raise FormatError(
+            f"{handle.url}: the chunks of {fqn} hold {held_count} of {array.size} elements that "
+            "were asked for.",
+            next_step="The save was incomplete, or its metadata is damaged; load another "
+            "checkpoint.",
+        )
+    return pieces
+
+
+def _view_index(where: tuple[slice, ...]) -> tuple[slice | EllipsisType, ...]:
+    """Return an index that gives a view always: of no dimensions it would copy the element."""
+    return (*where, ...)
+
+
+def read_stored(
+    handle: Handle, fqns: Sequence[str], *, on_bytes: OnBytes = ignore
+) -> list[tuple[bytearray, ChunkPlace]]:
+    """Return values that are no tensors as they are stored, all read in one batch.
+
+    Raises as `read_tensors`.
+    """
+    if not fqns:
+        return []
+    with handle.reading([(fqn, None) for fqn in fqns]) as (chunks, places):
+        buffers = chunks.read_bytes(places, on_bytes=on_bytes)
+    return list(zip(buffers, places, strict=True))
+
+
+def read_objects(
+    handle: Handle, fqns: Sequence[str], *, on_bytes: OnBytes = ignore
+) -> Mapping[str, object]:
+    """Return values that are no tensors, unpickled as far as that runs no code.
+
+    Raises `UnsafeContentError` for others, unless the handle allows them, and as `read_tensors`.
+    """
+    stored = read_stored(handle, fqns, on_bytes=on_bytes)
+    if not stored:
+        return {}
+    from .torchload import blob_value  # noqa: PLC0415  # torch.load reads what it wrote
+
+    return {
+        fqn: blob_value(buffer, place, unsafe_pickle=handle.unsafe_pickle)
+        for fqn, (buffer, place) in zip(fqns, stored, strict=True)
+    }
+
+
+def read_slabs(handle: Handle, fqn: str, most_count: int) -> Iterator[Words]:
+    """Yield the elements of a tensor in C order, as flat arrays of at most `most_count` words.
+
+    Each is read when it is asked for. Raises as `read_tensors`.
+    """
+    for ranges in slabs(handle.tensors[fqn].shape, most_count):
+        (words,) = read_tensors(handle, [(fqn, ranges)])
+        yield words.reshape(-1)
+
+
+def slabs(shape: Sequence[int], most_count: int) -> Iterator[Selection]:
+    """Yield selections of at most `most_count` elements that follow one another in C order.
+
+    Each is of adjacent rows of one dimension, so that it is one run of every chunk it meets
+    that is not cut in a dimension before that one. An empty shape has none.
+    """
+    if 0 in shape:
+        return
+    dim, row_count = 0, math.prod(shape)
+    while dim < len(shape) and row_count // shape[dim] > most_count:
+        row_count //= shape[dim]
+        dim += 1
+    outer = itertools.product(*([range(i, i + 1) for i in range(size)] for size in shape[:dim]))
+    if dim == len(shape):
+        yield from outer
+        return
+    size = shape[dim]
+    step = max(1, most_count * size // row_count)
+    inner = tuple(range(n) for n in shape[dim + 1 :])
+    for before in outer:
+        for start in range(0, size, step):
+            yield (*before, range(start, min(start + step, size)), *inner)
+
+
+def numpy_name(dtype: str) -> str | None:
+    """Return the name of numpy's type, or `ml_dtypes`', for torch's `dtype`; None without one."""
+    name = DTYPES[dtype].numpy
+    is_narrow = dtype == "bfloat16" or dtype.startswith("float8")
+    return dtype if name is None and is_narrow else name
+
+
+def elements_of(words: Words, dtype: str) -> NDArray[Any]:
+    """Return words as elements of torch's type `dtype`, in the same memory.
+
+    Raises `CheckpointError` for a type that neither numpy nor `ml_dtypes` has.
+    """
+    name = numpy_name(dtype)
+    if name is None:
+        raise CheckpointError(
+            f"numpy has no type for {dtype}.", next_step="Read the tensor with .torch()."
+        )
+    if DTYPES[dtype].numpy is not None:
+        return words.view(name)
+    import ml_dtypes  # noqa: PLC0415  # only where it is needed
+
+    return words.view(getattr(ml_dtypes, name))
