@@ -31,8 +31,8 @@ from ckpt_storage.errors import (
     RankFailedError,
 )
 from ckpt_storage.progress import reporting
-from ckpt_storage.saves.saving import SaveOptions
-from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store.timed import halted
 
 from .stagewire import PackedState, StateSender, pack
@@ -45,8 +45,6 @@ _END_S = 5.0
 _LOOK_S = 0.1
 _GRACE_S = 5.0
 """How long a worker may take to give up a save that has failed elsewhere."""
-
-_RESOLVE_S = 1.5
 
 _START_S = 120.0
 """How long a worker may take to start: importing torch from a loaded network disk is slow."""
@@ -411,13 +409,19 @@ def _looked_up(run: _Run, error: CheckpointError) -> CheckpointInfo | CommitUnkn
     """Find out whether a save whose worker died while it committed is committed."""
     save_id = run.operation.save_id or ""
     try:
-        settings = run.options.settings(run.url)
-        record = settings.record_of(save_id, Deadline("commit", _RESOLVE_S))
+        session = SaveSession(
+            run.url,
+            run.options,
+            rank=run.operation.rank,
+            is_coordinator=run.operation.is_coordinator,
+            phase=run.operation.phase,
+        )
+        info = session.outcome(save_id)
     except CheckpointError as failure:
         error.add_note(f"Looking for the outcome failed too: {failure}")
     else:
-        if record is not None:
-            return CheckpointInfo.of(settings.base.url, record)
+        if info is not None:
+            return info
     return CommitUnknownError(
         f"{error} Whether save {save_id} is committed cannot be told.",
         save_id=save_id,

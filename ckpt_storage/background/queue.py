@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.errors import CheckpointError, RankMismatchError
-from ckpt_storage.saves.saving import SaveOptions
+from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.store.timed import abandoned_thread_count
 
 from .handle import SaveStatus

@@ -34,7 +34,8 @@ from ckpt_storage.options import (
     UnsafeValues,
 )
 from ckpt_storage.saves.chaining import Chained
-from ckpt_storage.saves.saving import SaveOptions, run_save
+from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.running import run_save
 from ckpt_storage.store import anchored
 
 from .exits import flush, flush_at_exit

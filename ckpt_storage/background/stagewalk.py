@@ -22,8 +22,8 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.loads.hostbytes import MAKE_PLAIN, fault_of
 from ckpt_storage.loads.resolving import Parts, parts_of
+from ckpt_storage.saves.hostcopy import MAKE_PLAIN, fault_of
 from ckpt_storage.saves.refusals import endless
 
 from .hostbuffers import Kind

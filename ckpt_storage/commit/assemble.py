@@ -21,7 +21,7 @@ from ckpt_storage.format.manifest import Manifest, TensorRecord, fits
 from ckpt_storage.store.store import Store
 
 from .reporttable import Chunks, Planned, ReportTable, incomplete
-from .tiednames import agreed_ties
+from .ties import agreed_ties
 
 _MOST = (1 << 62) - 1
 
@@ -104,15 +104,6 @@ def _intervals(shape: Sequence[int], offsets: Counts, sizes: Counts) -> Tiling |
 Layout = tuple[Grid | None, Sequence[tuple[Box, int]] | None]
 
 
-def read_report(result: Sequence[object]) -> RankReport | None:
-    """Return the report in what DCP gathered of one rank, None if there is none."""
-    for entry in result:
-        data = getattr(entry, "storage_data", None)
-        if isinstance(data, RankReport):
-            return data
-    return None
-
-
 def check_files(store: Store, manifest: Manifest) -> None:
     """Raise `IntegrityError` naming rank and file if the coordinator does not see what was written.
 
@@ -170,12 +161,8 @@ def check_reports(
     return whole
 
 
-def assemble(
-    reports: Sequence[RankReport], planned: Planned, settled_ties: Mapping[str, str]
-) -> Manifest:
+def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
     """Return the manifest of the whole checkpoint, without `stock`.
-
-    `settled_ties` is what the front doors know of ties, {} without them.
 
     Raises `IntegrityError` naming tensor, region and ranks if the chunks do not cover every
     planned tensor exactly, a planned blob is not there, or something is that was not planned. A
@@ -209,7 +196,7 @@ def assemble(
         ranks=[report.ref for report in reports],
         stock=None,
         hosts=[report.host for report in reports],
-        ties=agreed_ties(reports, tensors, settled_ties),
+        ties=agreed_ties(reports, tensors),
     )
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_storage._version import __version__
+from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.errors import CheckpointError, IntegrityError
 from ckpt_storage.format import names
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
@@ -31,7 +31,7 @@ from ckpt_storage.transfer.workers import side_by_side
 
 from . import attempt as commit
 from . import cleaning, publishing
-from .assemble import assemble, check_files, check_reports, read_report
+from .assemble import assemble, check_files, check_reports
 from .attempt import Grant
 from .stockwrite import planned_of, stock_metadata, stock_note
 
@@ -44,9 +44,8 @@ def commit_save(
     *,
     world_size: int,
     metadata: Metadata,
-    results: Sequence[Sequence[WriteResult]],
+    reports: Sequence[RankReport | None],
     storage_meta: StorageMeta,
-    settled_ties: Mapping[str, str],
     user: Mapping[str, Any],
     deadline: Deadline,
     retry: RetryPolicy,
@@ -54,24 +53,22 @@ def commit_save(
 ) -> SlotRecord:
     """Check that all ranks wrote all of it, put down the documents, commit; return the record.
 
-    `results[i]` is what rank i's `write_data` returned; `settled_ties` as for `assemble`, `user` as
-    for `commit.commit`. Raises `IntegrityError`, `RankFailedError`, `StorageError`,
+    `reports[i]` is rank i's, None if there is none; `user` as for `commit.commit`.
+    Raises `IntegrityError`, `RankFailedError`, `StorageError`,
     `CommitConflictError` (all: not committed), `CommitUnknownError`, and unless `must_publish` is
     False `NotPublishedError` (committed). If superseded files cannot be deleted that is logged; the
     next save deletes them.
     """
     save_id = grant.save_id
-    reports = check_reports(
-        [read_report(result) for result in results], save_id=save_id, world_size=world_size
-    )
-    manifest = assemble(reports, planned_of(metadata), settled_ties)
+    found = check_reports(reports, save_id=save_id, world_size=world_size)
+    manifest = assemble(found, planned_of(metadata))
     check_files(store, manifest)
-    entry_count = sum(report.item_count for report in reports)
+    entry_count = sum(report.item_count for report in found)
     stock_entries: int | None
-    if all(report.places is not None for report in reports):
+    if all(report.places is not None for report in found):
         # 0 would say that it is a note.
         stock_entries = entry_count or None
-        pickled = stock_metadata(metadata, reports, manifest, storage_meta)
+        pickled = stock_metadata(metadata, found, manifest, storage_meta)
     else:
         stock_entries = 0
         pickled = stock_note(entry_count)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,11 +65,11 @@ class RankReport:
         ref: FileRef,
         *,
         with_places: bool,
-        candidates: Iterable[str] = (),
+        ties: Mapping[str, str] = MappingProxyType({}),
     ) -> RankReport:
         """Return the report on `manifest`, which is stored as `ref` says.
 
-        `candidates` are the tensors that other ranks may tie.
+        `ties` maps alias to target: what is the same memory in the state of this rank.
         """
         table = BoxTable()
         columns = [
@@ -92,8 +93,8 @@ class RankReport:
             pattern=_deflate(pattern.tobytes()),
             boxes=_deflate(_flat(table.boxes)),
             places=_deflate(_places(manifest)) if with_places else None,
-            ties=dict(manifest.ties),
-            tied=_tied(manifest, candidates),
+            ties=dict(ties),
+            tied=_tied(manifest, ties),
         )
 
     def read_vocabulary(self) -> tuple[list[str], list[str]]:
@@ -112,15 +113,6 @@ class RankReport:
         words = np.frombuffer(zlib.decompress(self.boxes), dtype=np.int64)
         count = int(words[0])
         return words[1 : 1 + count], words[1 + count :]
-
-    def empty_boxes(self) -> list[bool]:
-        """Return, per box, whether it holds no element."""
-        ndim, words = self.read_boxes()
-        flat, found, at = words.tolist(), [], 0
-        for count in ndim.tolist():
-            found.append(0 in flat[at + count : at + 2 * count])
-            at += 2 * count
-        return found
 
     def read_places(self) -> Counts | None:
         """Return the columns file number, start and bytes of all items, if they were sent."""
@@ -152,9 +144,9 @@ def _places(manifest: RankManifest) -> bytes:
     return np.concatenate([np.empty((3, 0), dtype=np.int64), *columns], axis=1).tobytes()
 
 
-def _tied(manifest: RankManifest, candidates: Iterable[str]) -> list[Tied]:
-    """Return the chunks with elements of what this rank ties and of `candidates`."""
-    wanted = {*manifest.ties, *manifest.ties.values(), *candidates}
+def _tied(manifest: RankManifest, ties: Mapping[str, str]) -> list[Tied]:
+    """Return the chunks with elements of what this rank ties."""
+    wanted = {*ties, *ties.values()}
     at = {i: fqn for i, fqn in enumerate(manifest.fqns) if fqn in wanted} if wanted else {}
     found: list[Tied] = []
     for file in manifest.files if at else ():

@@ -10,29 +10,46 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from ckpt_storage.commit.reporttable import RankReport
+from ckpt_storage.coordination.agreement import Hello
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import (
     PageCache,
-    Phase,
     Progress,
     RetryPolicy,
     StockMetadata,
     Timeouts,
     UnsafeValues,
 )
-from ckpt_storage.saves.session import SaveSession, SaveSettings
+from ckpt_storage.saves.items import LiveItems
+from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.planning import checked
+from ckpt_storage.saves.session import Granted, SaveSession
+from ckpt_storage.saves.ties import ties_of
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
 from .border import at_dcp_border, rank_of_call
+from .riders import answers_to, hello_of, leave_for
+
+
+@dataclass(slots=True)
+class _Save:
+    """The save of one thread."""
+
+    session: SaveSession
+    hello: Hello | None = None
+    granted: Granted | None = None
 
 
 class CheckpointStorageWriter(StorageWriter):
@@ -92,8 +109,8 @@ class CheckpointStorageWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self._path = path
-        self._settings = SaveSettings.of(
-            path,
+        self._options = SaveOptions(
+            timeouts=Timeouts.of(timeout),
             storage_options=storage_options,
             overwrite=overwrite,
             thread_count=thread_count,
@@ -104,15 +121,15 @@ class CheckpointStorageWriter(StorageWriter):
             commit_url=commit_url,
             stock_metadata=stock_metadata,
             unsafe_values=unsafe_values,
-            timeout=timeout,
             retry=retry,
             progress=progress,
         )
+        self._base = self._options.place(path)
         self._process_group = process_group
         self._threads = threading.local()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._settings.base.url!r})"
+        return f"{type(self).__name__}({self._base.url!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -137,10 +154,10 @@ class CheckpointStorageWriter(StorageWriter):
     @property
     def checkpoint_id(self) -> str:
         """The URL that the save of the calling thread goes to."""
-        save: SaveSession | None = getattr(self._threads, "save", None)
+        save: _Save | None = getattr(self._threads, "save", None)
         if save is not None:
-            return save.url
-        return self._settings.base.join(getattr(self._threads, "pending", None)).url
+            return save.session.url
+        return self._base.join(getattr(self._threads, "pending", None)).url
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what planners may know of the target; DCP asks once before each save.
@@ -161,7 +178,7 @@ class CheckpointStorageWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Aim the calling thread's next save at `checkpoint_id`; DCP calls it on all ranks."""
         self._threads.save = self._threads.save_id = None
-        self._settings.base.join(checkpoint_id)  # refuses what cannot be joined
+        self._base.join(checkpoint_id)  # refuses what cannot be joined
         self._threads.asked = False
         self._threads.pending = checkpoint_id
 
@@ -184,12 +201,18 @@ class CheckpointStorageWriter(StorageWriter):
         checkpoint_id = getattr(self._threads, "pending", None)
         self._threads.pending = None
         self._threads.asked = False
-        self._threads.save = SaveSession(
-            self._settings, checkpoint_id, is_coordinator=is_coordinator, rank=rank
+        session = SaveSession(
+            self._path,
+            self._options,
+            rank=rank,
+            is_coordinator=is_coordinator,
+            phase=partial(Deadline.of, self._options.timeouts),
+            checkpoint_id=checkpoint_id,
         )
+        self._threads.save = _Save(session)
 
-    def _session(self) -> SaveSession:
-        save: SaveSession | None = getattr(self._threads, "save", None)
+    def _save(self) -> _Save:
+        save: _Save | None = getattr(self._threads, "save", None)
         if save is None:
             raise InvalidInputError(
                 "No save is under way in this thread.",
@@ -197,13 +220,13 @@ class CheckpointStorageWriter(StorageWriter):
             )
         return save
 
-    def _deadline(self, phase: Phase) -> Deadline:
-        return Deadline.of(self._settings.timeouts, phase)
-
     @at_dcp_border
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Attach what this rank has to say to its plan; all ranks."""
-        return self._session().propose(plan)
+        """Attach what this rank has to say to its plan; all ranks. Raises `InvalidInputError`."""
+        save = self._save()
+        plan = checked(plan)
+        save.hello = hello_of(save.session.rank, save.session.terms(), plan)
+        return replace(plan, storage_data=save.hello)
 
     @at_dcp_border
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -212,9 +235,10 @@ class CheckpointStorageWriter(StorageWriter):
         Raises `InvalidInputError` if a rank has no writer of ours. Any other refusal is answered
         to all ranks and raised by their `write_data`; no byte was written then.
         """
-        group = self._process_group
-        world_size = None if group is None else dist.get_world_size(group)
-        return self._session().decide(plans, self._deadline("plan"), world_size=world_size)
+        save, group = self._save(), self._process_group
+        assert save.hello is not None  # noqa: S101  # DCP has called `prepare_local_plan`
+        group_size = None if group is None else dist.get_world_size(group)
+        return answers_to(save.hello, plans, save.session, group_size)
 
     @at_dcp_border
     def write_data(
@@ -225,13 +249,22 @@ class CheckpointStorageWriter(StorageWriter):
         Raises what the coordinator refused the save for, `StorageError`, `PhaseTimeoutError`,
         `InvalidInputError` (a value that cannot be stored, naming its FQN).
         """
-        save = self._session()
-        results = save.write(plan, planner, self._deadline("write"))
-        self._threads.save_id = save.save_id
-        if not save.is_coordinator:
+        save = self._save()
+        session = save.session
+        assert save.hello is not None  # noqa: S101  # as above
+        save.granted = leave_for(save.hello)
+        save.hello = None
+        report = session.write(save.granted, plan, LiveItems(planner), ties_of(planner))
+        self._threads.save_id = save.granted.grant.save_id
+        if not session.is_coordinator:
             self._threads.save = None  # its `finish` is on the coordinator
+        result = WriteResult(
+            index=MetadataIndex(f"ckpt_storage.rank.{session.rank}"),
+            size_in_bytes=sum(file.size_bytes for file in report.files),
+            storage_data=report,
+        )
         future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        future.set_result(results)
+        future.set_result([result])
         return future
 
     @at_dcp_border
@@ -242,5 +275,13 @@ class CheckpointStorageWriter(StorageWriter):
         committed), `CommitConflictError` (not committed), `CommitUnknownError`,
         `NotPublishedError` (committed).
         """
-        self._session().commit(metadata, results, self._deadline("commit"))
+        save = self._save()
+        assert save.granted is not None  # noqa: S101  # DCP has called `write_data`
+        save.session.finish(save.granted, metadata, [_report_in(result) for result in results])
         self._threads.save = None
+
+
+def _report_in(results: list[WriteResult]) -> RankReport | None:
+    """Return the report in what DCP gathered of one rank, None if there is none."""
+    found = (result.storage_data for result in results)
+    return next((data for data in found if isinstance(data, RankReport)), None)

@@ -28,7 +28,8 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.loads.loading import load
 from ckpt_storage.manager.deletion import delete
 from ckpt_storage.options import Timeouts
-from ckpt_storage.saves.saving import SaveOptions, run_save, save
+from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.running import run_save, save
 
 from .packing import OUTLINE, pack, unpack
 from .whole import WholePlanner

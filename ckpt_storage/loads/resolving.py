@@ -7,13 +7,13 @@ are asked as ever.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import (
     LoadPlanner,
@@ -71,7 +71,6 @@ def placements_key(placements: Iterable[object]) -> Placements:
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_VALUES = frozenset({type(None), bool, int, float, str, bytes})
-_OWNERS = _PLAIN | {DTensor, ShardedTensor}
 
 _SAVE_METHODS = ("resolve_data", "lookup_object", "transform_object")
 _LOAD_METHODS = ("resolve_tensor", "lookup_tensor", "transform_tensor")
@@ -81,27 +80,31 @@ _KNOWN = {
 }
 
 
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype without the prefix, as the format spells it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has elements, but the memory of all of them was given back.
+
+    As FSDP does with parameters it has gathered: their storage is resized to nothing. Kinds of
+    tensors that wrap others have no memory of their own, and are not judged.
+    """
+    return (
+        type(tensor) in _PLAIN
+        and not tensor.untyped_storage().nbytes()
+        and tensor.numel() != 0
+        and not tensor.is_meta
+    )
+
+
 def _answers_as_torch(planner: object, names: tuple[str, ...]) -> bool:
     """Return whether these methods of a planner are those of torch's default one."""
     kind = type(planner)
     own = getattr(planner, "__dict__", {})
     return all(getattr(kind, name, None) is _KNOWN[name] and name not in own for name in names)
-
-
-def gives_own_tensors(planner: SavePlanner) -> bool:
-    """Return whether what a planner gives is memory of the state, which outlives the save.
-
-    The planner has been set up. Kinds of tensors that answer for themselves may make what they
-    give anew each time.
-    """
-    if not _answers_as_torch(planner, _SAVE_METHODS):
-        return False
-    values: Collection[Any] = planner.state_dict.values()  # type: ignore[attr-defined]  # as below
-    kinds = set(map(type, values))
-    if DTensor in kinds:
-        # Which pass the question on.
-        kinds |= {type(value._local_tensor) for value in values if type(value) is DTensor}  # noqa: SLF001  # as below
-    return not any(issubclass(kind, torch.Tensor) for kind in kinds - _OWNERS)
 
 
 def plain_names(planner: SavePlanner) -> AbstractSet[str]:

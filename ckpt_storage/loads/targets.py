@@ -24,8 +24,7 @@ from ckpt_storage.inspect.torchload import load_whole, scan_blob
 from ckpt_storage.source.model import Source
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, bytes_read, concerns
 
-from .hostbytes import dtype_name, is_freed
-from .resolving import target_resolver
+from .resolving import dtype_name, is_freed, target_resolver
 from .sharedreads import fits_units
 from .sharing import Key
 

@@ -28,7 +28,7 @@ from ckpt_storage.options import (
     UnsafeValues,
 )
 from ckpt_storage.saves.chaining import Chained
-from ckpt_storage.saves.saving import SaveOptions
+from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 

@@ -14,7 +14,8 @@ from ckpt_storage.commit.info import CheckpointInfo, user_record
 from ckpt_storage.coordination.frontdoor import plain_state
 from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.saves.saving import SaveOptions, run_save
+from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.running import run_save
 
 from .census import Census
 from .claims import Claims

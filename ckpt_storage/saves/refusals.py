@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.loads.hostbytes import MAKE_PLAIN, dtype_name, fault_of
+from ckpt_storage.loads.resolving import dtype_name
 
-from .tiedmemory import named_tensors
+from .hostcopy import MAKE_PLAIN, fault_of
+from .ties import named_tensors
 
 
 def check_plan(plan: SavePlan) -> None:
@@ -35,7 +37,21 @@ def check_plan(plan: SavePlan) -> None:
         )
 
 
-def refusal_of_plan(error: Exception, state: Mapping[str, Any]) -> InvalidInputError | None:
+@contextmanager
+def naming_refused(state: Mapping[str, Any]) -> Iterator[None]:
+    """Turn what a planner raises at into `InvalidInputError` naming the key, if known."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        refusal = _refusal_of_plan(error, state)
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+def _refusal_of_plan(error: Exception, state: Mapping[str, Any]) -> InvalidInputError | None:
     """Return what a planner failed on, by its key; None if torch's own plans each tensor alone."""
     if isinstance(error, RecursionError):
         return endless(state, phase="plan", verb="saved")

@@ -199,7 +199,7 @@ def test_a_large_one_has_a_note_in_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Above the limit torch's reader is told why, ours loads, and everyone who is asked says so."""
-    monkeypatch.setattr("ckpt_storage.saves.session.STOCK_ENTRY_LIMIT", len(STATE) - 1)
+    monkeypatch.setattr("ckpt_storage.saves.options.STOCK_ENTRY_LIMIT", len(STATE) - 1)
     caplog.set_level("INFO", "ckpt_storage")
     save(tmp_path / "run")
     assert "would hold 5 entries" in caplog.text
@@ -226,7 +226,7 @@ def test_a_limit_is_not_passed_by_as_many_as_it_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit itself is still written."""
-    monkeypatch.setattr("ckpt_storage.saves.session.STOCK_ENTRY_LIMIT", len(STATE))
+    monkeypatch.setattr("ckpt_storage.saves.options.STOCK_ENTRY_LIMIT", len(STATE))
     save(tmp_path / "run")
     dcp_cases.load_stock(zeros_like(STATE), tmp_path / "run")
 
@@ -235,7 +235,7 @@ def test_never_and_always_are_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Whatever the size."""
     save(tmp_path / "never" / "run", stock_metadata="never")
     check_note(tmp_path / "never" / "run")
-    monkeypatch.setattr("ckpt_storage.saves.session.STOCK_ENTRY_LIMIT", 0)
+    monkeypatch.setattr("ckpt_storage.saves.options.STOCK_ENTRY_LIMIT", 0)
     save(tmp_path / "run", stock_metadata="always")
     dcp_cases.load_stock(zeros_like(STATE), tmp_path / "run")
     with pytest.raises(InvalidInputError, match="'sometimes'"):

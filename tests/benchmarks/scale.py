@@ -255,9 +255,8 @@ def simulate(
         grant,
         world_size=rank_count,
         metadata=metadata,
-        results=results,
+        reports=[result[0].storage_data for result in results],
         storage_meta=StorageMeta(),
-        settled_ties={},
         user={},
         deadline=deadline,
         retry=RetryPolicy(),
@@ -266,7 +265,7 @@ def simulate(
     resident_bytes = _resident_bytes()
     reports = [result[0].storage_data for result in results]
     started = time.perf_counter()
-    assemble(reports, planned_of(metadata), {})
+    assemble(reports, planned_of(metadata))
     assemble_s = time.perf_counter() - started
     written = {path: size for path, size in _sizes(store).items() if path not in before}
     del results, reports

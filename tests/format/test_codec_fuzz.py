@@ -39,7 +39,7 @@ PLAN = Planned(
     planner_data={"grid": ("a", 0), "blob": ("b",)},
 )
 RANK_BODY = manifest_of(0, 2, [*RANKS[0], *RANKS[1][4:]]).to_body()
-BODY = assemble(reports_of(RANKS), PLAN, {}).to_body()
+BODY = assemble(reports_of(RANKS), PLAN).to_body()
 
 NUMBERS = st.one_of(
     st.integers(-2, 7),

@@ -87,7 +87,7 @@ def test_a_manifest_comes_back(tensors: dict[str, tuple[int, bool]], world_size:
             ranks[at % world_size].append(Written(name, (0, 0), (rows, 2)))
     planner_data: dict[str, tuple[str | int, ...]] = {name: (name, 3, "x") for name in tensors}
     plan = Planned(tensors=shapes, blobs=frozenset(), planner_data=planner_data)
-    manifest = assemble(reports_of(ranks), plan, {})
+    manifest = assemble(reports_of(ranks), plan)
     document = seal(manifest.to_body())
     found = Manifest.from_body(unseal(document, path="here"), where="here")
     assert found.planner_data == planner_data
@@ -168,7 +168,7 @@ def test_packed_planner_data_that_cannot_be_is_refused(entries: list[str]) -> No
 def simple_body() -> dict[str, Any]:
     """Return the body of a manifest of one tensor."""
     plan = Planned(tensors={"w": (4,)}, blobs=frozenset(), planner_data=None)
-    return assemble(reports_of([[Written("w", (0,), (4,))]]), plan, {}).to_body()
+    return assemble(reports_of([[Written("w", (0,), (4,))]]), plan).to_body()
 
 
 @pytest.mark.parametrize("count", [1, 100])

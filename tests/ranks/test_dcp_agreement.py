@@ -106,7 +106,7 @@ def save_with_other_version(rank: int, path: Path) -> None:
     """Save while rank 1 has another release of the package."""
     with pytest.MonkeyPatch.context() as patched:
         if rank == 1:
-            patched.setattr("ckpt_storage.saves.session.__version__", "9.9")
+            patched.setattr("ckpt_storage.saves.options.__version__", "9.9")
         dcp_cases.save(state_of(0), path)
 
 

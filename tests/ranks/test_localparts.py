@@ -16,7 +16,7 @@ from ckpt_storage.background.stagewire import pack, unpack
 from ckpt_storage.background.staging import stage
 from ckpt_storage.loads import resolving
 from ckpt_storage.loads.resolving import mark_parts, parts_of
-from ckpt_storage.saves.planexchange import structure_of
+from ckpt_storage.saves.planning import structure_of
 from ckpt_storage.testing.ranks import RankPool
 
 is_asked = importlib.util.find_spec("torch.distributed.checkpoint.protocol") is not None

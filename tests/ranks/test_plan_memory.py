@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt_storage
-from ckpt_storage.saves.planexchange import Structure, planned_alike, structure_of
+from ckpt_storage.saves.planning import Structure, planned_alike, structure_of
 from ckpt_storage.testing.ranks import RankPool
 
 

@@ -27,7 +27,7 @@ from commit_tools import IN_TURN, take_in_turn
 from local_stores import local_store
 from torch.distributed.checkpoint.api import CheckpointException
 
-import ckpt_storage.saves.session
+import ckpt_storage.saves.options
 from ckpt_storage import CheckpointStorageReader, CheckpointStorageWriter, RetryPolicy, verify
 from ckpt_storage.errors import (
     CheckpointError,
@@ -233,7 +233,7 @@ class Disks:
         save(0, self._before, overwrite=False)
         save(1, self._before, overwrite=True)
         self.before = files_below(self._before)
-        monkeypatch.setattr(ckpt_storage.saves.session, "open_store", self._open)
+        monkeypatch.setattr(ckpt_storage.saves.options, "open_store", self._open)
 
     def _open(self, location: Location, **options: Any) -> Store:
         store = local_store(

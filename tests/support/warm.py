@@ -28,7 +28,7 @@ _PRELOADED = [
     "torch",
     "torch.distributed.checkpoint",
     "ckpt_storage.loads.loading",
-    "ckpt_storage.saves.saving",
+    "ckpt_storage.saves.running",
 ]
 
 

@@ -30,7 +30,7 @@ def planned(**shapes: tuple[int, ...]) -> Planned:
 def assembled(ranks: Sequence[Sequence[Written]], plan: Planned) -> Manifest:
     """Return the manifest of reports that travelled as DCP sends them."""
     reports = [pickle.loads(pickle.dumps(report)) for report in reports_of(ranks)]
-    return assemble(reports, plan, {})
+    return assemble(reports, plan)
 
 
 @st.composite

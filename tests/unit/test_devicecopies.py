@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_storage.loads import hostbytes
-from ckpt_storage.loads.hostbytes import DeviceCopies, HostCopies, host_bytes
+from ckpt_storage.saves import hostcopy
+from ckpt_storage.saves.hostcopy import DeviceCopies, HostCopies, host_bytes
 
 MIB = 1 << 20
 
@@ -82,7 +82,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(torch.cuda, "Event", fake.event)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the producer")
-    monkeypatch.setattr(hostbytes, "_pinned", fake.pinned)
+    monkeypatch.setattr(hostcopy, "_pinned", fake.pinned)
     return fake
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.loads.hostbytes import HostCopies, host_bytes
+from ckpt_storage.saves.hostcopy import HostCopies, host_bytes
 
 Make = Callable[[], torch.Tensor]
 

@@ -61,7 +61,7 @@ def metadata_of(*tensors: tuple[str, tuple[int, ...], Sequence[Chunk]], lazy: bo
     shapes = {fqn: shape for fqn, shape, _ in tensors}
     plan = Planned(tensors=shapes, blobs=frozenset(), planner_data=None)
     state: dict[str, Any] = {"step": BytesStorageMetadata()}
-    for fqn, record in assemble(reports_of(ranks), plan, {}).tensors.items():
+    for fqn, record in assemble(reports_of(ranks), plan).tensors.items():
         boxes = [box for box, _ in record.boxes()]
         info = TensorInfo(
             fqn=fqn,

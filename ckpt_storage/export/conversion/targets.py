@@ -199,10 +199,8 @@ def write_target(values: Values, target: Target) -> Written:
 def _write_ours(values: Values, target: Target) -> str:
     """Write one save of one rank and commit it as any save is committed."""
     from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415  # this target is torch's
-        MetadataIndex,
         StorageMeta,
     )
-    from torch.distributed.checkpoint.storage import WriteResult  # noqa: PLC0415  # as above
 
     from ckpt_storage.commit.committing import commit_save  # noqa: PLC0415  # as above
 
@@ -236,11 +234,7 @@ def _write_ours(values: Values, target: Target) -> str:
         # Nobody else knows of this attempt, and nothing was asked to commit it.
         _remove(store, grant.save_id, error)
         raise
-    result = WriteResult(
-        index=MetadataIndex("ckpt_storage.rank.0"),
-        size_in_bytes=sum(file.size_bytes for file in manifest.files),
-        storage_data=RankReport.of(manifest, reference, with_places=True),
-    )
+    report = RankReport.of(manifest, reference, with_places=True, ties=values.ties)
     deadline = Deadline("commit", target.commit_timeout_s)
     try:
         commit_save(
@@ -248,9 +242,8 @@ def _write_ours(values: Values, target: Target) -> str:
             grant,
             world_size=1,
             metadata=metadata_of(values),
-            results=[[result]],
+            reports=[report],
             storage_meta=StorageMeta(checkpoint_id=target.location.url),
-            settled_ties={**{target: target for target in values.ties.values()}, **values.ties},
             user={},
             deadline=deadline,
             retry=target.retry,

@@ -11,17 +11,15 @@ import os
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.commit.tiednames import settled_ties
 from ckpt_storage.coordination.failures import (
     COORDINATOR,
     Report,
@@ -29,7 +27,7 @@ from ckpt_storage.coordination.failures import (
     place_of,
     told_by,
 )
-from ckpt_storage.coordination.frontdoor import plain_state, takes
+from ckpt_storage.coordination.frontdoor import plain_state
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import (
@@ -39,7 +37,6 @@ from ckpt_storage.errors import (
     PhaseTimeoutError,
     RankFailedError,
 )
-from ckpt_storage.export.consolidation.options import ConsolidateOptions
 from ckpt_storage.options import (
     PageCache,
     Progress,
@@ -48,80 +45,19 @@ from ckpt_storage.options import (
     Timeouts,
     UnsafeValues,
 )
-from ckpt_storage.store import Location, anchored
-from ckpt_storage.store.deadline import Deadline
 
 from .chaining import Chained, chained_job, consolidate_committed
-from .planexchange import PlanExchange
-from .refusals import refusal_of_plan
-from .session import SaveSession, SaveSettings
-from .tiedmemory import StateMemory
+from .options import SaveOptions
+from .planning import LocalPlan, PlanExchange
+from .refusals import naming_refused
+from .session import Granted, SaveSession
 
 log = logging.getLogger("ckpt_storage")
-
-_RESOLVE_S = 1.5
-"""How long a rank whose coordinator died looks for the outcome."""
 
 _LOOK = (
     "Load, or list the checkpoints, once that rank has ended: the save is committed if and only "
     "if it shows there."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
-    """Everything a save is told besides state, place and ranks; as `CheckpointStorageWriter`.
-
-    `user` goes into the commit record. `replaces` are ids of saves that are replaced even without
-    `overwrite`. Of both, what the coordinator has counts.
-    """
-
-    timeouts: Timeouts = field(default_factory=Timeouts)
-    overwrite: bool = False
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    planner: SavePlanner | None = None
-    thread_count: int | None = None
-    part_bytes: int | None = None
-    memory_limit_bytes: int | None = None
-    page_cache: PageCache = "keep"
-    sync_files: bool = True
-    commit_url: str | None = None
-    stock_metadata: StockMetadata = "auto"
-    unsafe_values: UnsafeValues = "warn"
-    retry: RetryPolicy | None = None
-    progress: Progress = None
-    consolidate: Chained = None
-    user: Mapping[str, Any] = field(default_factory=dict)
-    replaces: frozenset[str] = frozenset()
-
-    def anchored(self) -> SaveOptions:
-        """Return options that mean the same in every working folder. Raises `InvalidInputError`."""
-        chained = self.consolidate
-        if isinstance(chained, str | os.PathLike):
-            chained = anchored(chained)
-        elif isinstance(chained, ConsolidateOptions) and chained.output is not None:
-            chained = replace(chained, output=anchored(chained.output))
-        commit_url = anchored(self.commit_url) if self.commit_url else None
-        return replace(self, commit_url=commit_url, consolidate=chained)
-
-    def settings(self, url: str | os.PathLike[str]) -> SaveSettings:
-        """Return what these options mean for a save to `url`. Raises `InvalidInputError`."""
-        return SaveSettings.of(
-            url,
-            storage_options=self.storage_options,
-            overwrite=self.overwrite,
-            thread_count=self.thread_count,
-            part_bytes=self.part_bytes,
-            memory_limit_bytes=self.memory_limit_bytes,
-            page_cache=self.page_cache,
-            sync_files=self.sync_files,
-            commit_url=self.commit_url,
-            stock_metadata=self.stock_metadata,
-            unsafe_values=self.unsafe_values,
-            timeout=self.timeouts,
-            retry=self.retry,
-            progress=self.progress,
-        )
 
 
 def save(  # the public surface, all keyword-only
@@ -242,19 +178,18 @@ def run_save(
         if refusal is not None:
             raise refusal
         session = SaveSession(
-            chosen.settings(url),
-            is_coordinator=operation.is_coordinator,
+            url,
+            chosen,
             rank=operation.rank,
-            user=chosen.user,
-            replaces=chosen.replaces,
+            is_coordinator=operation.is_coordinator,
+            phase=operation.phase,
         )
         operation.what = f"the save to {session.url}"
         watch(operation)
-        commit_url, storage_options = chosen.commit_url, chosen.storage_options
         job = chained_job(
             chosen.consolidate,
             session.location,
-            commits=Location.of(commit_url, storage_options) if commit_url else None,
+            commits=chosen.commits,
             rank=operation.rank,
             page_cache=chosen.page_cache,
             timeouts=chosen.timeouts,
@@ -287,10 +222,10 @@ class _Save:
     ) -> None:
         self._operation = operation
         self._session = session
-        self._planner = options.planner or DefaultSavePlanner()
-        self._timeouts = options.timeouts
-        self._plans = PlanExchange(operation, session, self._planner, keeps=options.planner is None)
-        self._write = operation.phase("plan")
+        self._options = options
+        self._save_id = ""
+        self._granted: Granted | None = None
+        self._metadata: Metadata | None = None
         self._is_given_up = False
         self._in_background = in_background
 
@@ -298,9 +233,11 @@ class _Save:
         operation = self._operation
         operation.meet(terms)
         if not operation.is_coordinator:
-            self._send(self._write_part(state))
+            written = self._write_part(state)
+            write = operation.deadline
+            self._send(written)
             # The last rank may take the whole write phase, and only then the commit begins.
-            operation.phase("commit", self._write.remaining_s() + self._timeouts.commit)
+            operation.phase("commit", write.remaining_s() + self._options.timeouts.commit)
             return self._await_outcome()
         try:
             gathered = self._gathered(state)
@@ -335,11 +272,11 @@ class _Save:
 
     def clean_up(self) -> None:
         """Delete what all ranks wrote if the save failed before its commit; on the coordinator."""
-        if self._is_given_up:
-            self._session.discard(is_whole=True)
+        if self._is_given_up and self._granted is not None:
+            self._session.discard(self._granted.grant.save_id, is_whole=True)
 
     def _in_doubt(self, error: BaseException) -> CommitUnknownError:
-        save_id, url = self._session.save_id or "", self._session.url
+        save_id, url = self._save_id, self._session.url
         return CommitUnknownError(
             f"{type(error).__name__} ended rank {COORDINATOR} while it committed; whether save "
             f"{save_id} to {url} is or will be committed cannot be told.",
@@ -377,53 +314,33 @@ class _Save:
             operation.gather(written)
         except CheckpointError as error:
             # It may have arrived all the same, and then the save is committed.
-            operation.phase("commit", self._timeouts.commit)
+            operation.phase("commit", self._options.timeouts.commit)
             raise self._without_coordinator(error) from error
 
     def _write_part(self, state: dict[str, Any]) -> bytes:
-        """Plan and write; return what the coordinator is to know of it.
-
-        Ties ride along: with the plans what each rank ties, back what any rank does, with the
-        results what speaks against that.
-        """
-        operation, session, planner = self._operation, self._session, self._planner
+        """Plan and write; return what the coordinator is to know of it."""
+        operation, session = self._operation, self._session
         operation.phase("plan")
-        try:
-            self._set_up_planner(state)
-            memory = StateMemory(state)
-            plan, tied = self._plans.run(memory.ties())
-        except CheckpointError:
-            raise
-        except Exception as error:
-            refusal = refusal_of_plan(error, state)
-            if refusal is None:
-                raise
-            raise refusal from error
-        session.candidates = [name for group in tied for name in group]
-        # Before the phase is told to anyone who watches.
-        operation.save_id = session.granted().grant.save_id
-        self._write = operation.phase("write")
-        results = session.write(plan, planner, self._write)
-        return pickle.dumps((results, memory.objections(tied)))
-
-    def _set_up_planner(self, state: dict[str, Any]) -> None:
-        planner, is_coordinator = self._planner, self._operation.is_coordinator
-        if takes(planner.set_up_planner, "storage_meta"):
-            planner.set_up_planner(
-                state_dict=state,
-                storage_meta=StorageMeta(checkpoint_id=self._session.url),
-                is_coordinator=is_coordinator,
+        with naming_refused(state):
+            local = LocalPlan.of(
+                state,
+                self._options.planner,
+                url=session.url,
+                rank=operation.rank,
+                world_size=operation.world_size,
             )
-        else:
-            planner.set_up_planner(state, is_coordinator)  # type: ignore[arg-type]  # old
+            exchange = PlanExchange(operation, session, local)
+            plan, granted = exchange.run()
+        self._metadata, self._granted = exchange.metadata, granted
+        # Before the phase is told to anyone who watches.
+        operation.save_id = self._save_id = granted.grant.save_id
+        return pickle.dumps(session.write(granted, plan, local.source, local.ties))
 
     def _commit(self, gathered: list[bytes]) -> CheckpointInfo:
-        assert self._plans.metadata is not None  # noqa: S101  # the planning step set it
-        written = [pickle.loads(packed) for packed in gathered]  # noqa: S301  # our own ranks
-        objections = [against for _, against in written]
-        session, results = self._session, [result for result, _ in written]
-        session.settled_ties = settled_ties(self._plans.tied, objections)
-        return session.commit(self._plans.metadata, results, self._operation.phase("commit"))
+        granted, metadata = self._granted, self._metadata
+        assert granted is not None and metadata is not None  # noqa: S101, PT018  # planning set both
+        reports = [pickle.loads(packed) for packed in gathered]  # noqa: S301  # our own ranks
+        return self._session.finish(granted, metadata, reports)
 
     def _announce(self, outcome: CheckpointInfo | CheckpointError) -> None:
         try:
@@ -452,21 +369,20 @@ class _Save:
 
     def _without_coordinator(self, error: CheckpointError) -> CheckpointError:
         """Return what became of a save whose coordinator was lost after all was written."""
-        session = self._session
-        save_id = session.save_id or ""
+        session, save_id = self._session, self._save_id
         try:
-            record = session.record_of(save_id, Deadline("commit", _RESOLVE_S))
+            info = session.outcome(save_id)
         except CheckpointError as failure:
-            record = None
+            info = None
             error.add_note(f"Looking for the outcome failed too: {failure}")
         where = f"Rank {COORDINATOR}, which commits, gave no word of it in the commit phase"
-        if record is not None:
+        if info is not None:
             return RankFailedError(
                 f"{where}; save {save_id} to {session.url} is committed. {error}",
                 failures={COORDINATOR: str(error)},
                 rank=COORDINATOR,
                 phase="commit",
-                info=CheckpointInfo.of(session.url, record),
+                info=info,
             )
         return CommitUnknownError(
             f"{where}; whether save {save_id} to {session.url} is or will be committed "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import queue
 import weakref
 from collections import deque
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.loads.resolving import is_freed
 
 MAKE_PLAIN = "Convert it to a dense tensor with data before saving, or leave it out."
 """What to do about a tensor that cannot be saved."""
@@ -107,26 +107,6 @@ def _arrived(view: memoryview, event: torch.cuda.Event) -> memoryview:
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-@functools.cache
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype without the prefix, as the format spells it."""
-    return str(dtype).removeprefix("torch.")
-
-
-def is_freed(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has elements, but the memory of all of them was given back.
-
-    As FSDP does with parameters it has gathered: their storage is resized to nothing. Kinds of
-    tensors that wrap others have no memory of their own, and are not judged.
-    """
-    return (
-        type(tensor) in _PLAIN
-        and not tensor.untyped_storage().nbytes()
-        and tensor.numel() != 0
-        and not tensor.is_meta
-    )
 
 
 def fault_of(tensor: torch.Tensor) -> str | None:
