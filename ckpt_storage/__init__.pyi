@@ -29,13 +29,13 @@ from .errors import SaveCancelledError as SaveCancelledError
 from .errors import StorageError as StorageError
 from .errors import UnsafeContentError as UnsafeContentError
 from .errors import UnsupportedByStoreError as UnsupportedByStoreError
-from .export.consolidating import consolidate as consolidate
-from .export.consolidation.job import ConsolidationReport as ConsolidationReport
-from .export.consolidation.options import ConsolidateOptions as ConsolidateOptions
+from .export.consolidate import consolidate as consolidate
+from .export.consolidation import ConsolidationReport as ConsolidationReport
 from .export.converting import ConvertReport as ConvertReport
 from .export.converting import convert as convert
 from .export.copying import CopyReport as CopyReport
 from .export.copying import copy as copy
+from .export.options import ConsolidateOptions as ConsolidateOptions
 from .inspect.checkpoint import Checkpoint as Checkpoint
 from .inspect.checkpoint import diff as diff
 from .inspect.checkpoint import open_checkpoint as open_checkpoint

@@ -209,7 +209,7 @@ def consolidate(
     \b
     torchrun --nproc-per-node 8 -m ckpt_storage consolidate URL
     """
-    from ckpt_storage.export.consolidating import consolidate as run  # noqa: PLC0415  # called
+    from ckpt_storage.export.consolidate import consolidate as run  # noqa: PLC0415  # called
 
     with _ranks(meet_timeout) as rank:
         report = run(url, out, progress=output.shows_progress(), **options)

@@ -205,7 +205,7 @@ def duration(ctx: click.Context, param: click.Parameter, value: str | None) -> f
 
 def byte_count(text: str, option: str) -> int:
     """Return a positive number of bytes: "4096", "512MiB". Raises an error of usage."""
-    from ckpt_storage.export.consolidation.options import parse_bytes  # noqa: PLC0415  # only when given
+    from ckpt_storage.export.options import parse_bytes  # noqa: PLC0415  # only when given
 
     count = parse_bytes(text, option=option)
     if count < 1:

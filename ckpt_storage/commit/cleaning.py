@@ -295,7 +295,7 @@ def delete_checkpoint(
     that begins later aims behind it. Idempotent; cut at any point it leaves the old checkpoint
     or none. With `expected` it is deleted only while that save is its head, or to end what was
     begun; returns whether it is deleted. A `.metadata` that is not ours stays: another tool saved
-    under the name of a deleted one. Exports below it: see `consolidation.removal`.
+    under the name of a deleted one. Exports below it: see `export.removal`.
     """
     while True:
         listed = {entry.path.split("/")[1] for entry in store.list(SAVES)}

@@ -41,12 +41,12 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.stalling import stalling_deadline
 from ckpt_storage.store.store import Store
 
-from .consolidation.options import Selection, parse_bytes
 from .conversion.stream import TensorStream
 from .conversion.targets import FORMATS, Target, TargetFormat, split_file, write_target
 from .conversion.values import Values, chosen
 from .copying import destination_of
-from .overlap import is_within, place_within
+from .options import Selection, parse_bytes
+from .places import is_within, place_within
 
 if TYPE_CHECKING:
     from .conversion.torchfile import TorchFileSource

@@ -61,8 +61,8 @@ from .copyattempt import CopyAttempt, CopyMeans
 from .exportcopy import CopiedExports, copy_exports
 from .filecopies import Copies, FileCopier
 from .foreigncopy import copy_foreign
-from .overlap import is_within, place_within
 from .partcopies import Tally
+from .places import is_within, place_within
 
 log = logging.getLogger("ckpt_storage")
 

@@ -29,6 +29,7 @@ __all__ = [
     "WeightFileRecord",
     "export_path",
     "is_document",
+    "is_file_record",
     "is_probe",
     "is_weight_file",
     "probe_path",
@@ -41,19 +42,21 @@ __all__ = [
 DEFAULT_FOLDER = "hf"
 """Where an export goes unless told otherwise, below its checkpoint."""
 
-DOCUMENTS = "exports"
+DOCUMENTS = ".ckpt-storage"
 """Folder of the documents, in the output folder."""
 
 NAMES_PATH = f"{DOCUMENTS}/names.json"
-HOLDER_PATH = f"{DOCUMENTS}/holder.json"
+HOLDER_PATH = f"{DOCUMENTS}/job.json"
 SINGLE_NAME = "model.safetensors"
 _PROBE = f"{DOCUMENTS}/probe-"
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _WEIGHT_FILE = re.compile(r"model(-[0-9]{5,}-of-([0-9]{5,})(-([0-9a-f]{8}))?)?\.safetensors")
 _DOCUMENT = re.compile(
-    rf"{DOCUMENTS}/((names|holder)\.json|probe-[0-9a-f]{{16}}|[0-9a-f]{{16}}/([0-9]{{5,}}|export)\.json)"
+    rf"{re.escape(DOCUMENTS)}/((names|job)\.json|probe-[0-9a-f]{{16}}"
+    r"|[0-9a-f]{16}/([0-9]{5,}|output)\.json)"
 )
+_FILE_RECORD = re.compile(rf"{re.escape(DOCUMENTS)}/[0-9a-f]{{16}}/[0-9]{{5,}}\.json")
 _MOST_SERIES = 64
 """How many a holder remembers: whoever takes a folder over clears away those before it."""
 _TAG_DIGITS = 16
@@ -72,7 +75,7 @@ def records_folder(fingerprint: str) -> str:
 
 def export_path(fingerprint: str) -> str:
     """Return the path of the record of a complete export."""
-    return f"{records_folder(fingerprint)}/export.json"
+    return f"{records_folder(fingerprint)}/output.json"
 
 
 def weight_file_path(fingerprint: str, number: int) -> str:
@@ -98,6 +101,11 @@ def is_probe(path: str) -> bool:
 def is_weight_file(name: str) -> bool:
     """Return whether a file name is one that an export gives."""
     return _WEIGHT_FILE.fullmatch(name) is not None
+
+
+def is_file_record(path: str) -> bool:
+    """Return whether `path` is that of a record of one complete file."""
+    return _FILE_RECORD.fullmatch(path) is not None
 
 
 def is_document(path: str) -> bool:

@@ -16,6 +16,7 @@ from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.format.documents import MOST_SLOT_BYTES, FileRef, unseal
 from ckpt_storage.format.exports import (
     DEFAULT_FOLDER,
+    DOCUMENTS,
     INDEX_NAME,
     NAMES_PATH,
     ExportRecord,
@@ -40,7 +41,7 @@ RESTORE = "Restore the file from a copy, or load another checkpoint."
 _PUBLISH = "Load it once with the right to write, or save again: either publishes it."
 _MAKE_ANEW = "Delete the file and consolidate again; it is made anew."
 _RECORD_ANEW = "Consolidate again: the record is written anew."
-_OURS = {"commits", "saves", "exports"}
+_OURS = {"commits", "saves", DOCUMENTS}
 _ROUNDS = 3
 
 

@@ -13,7 +13,7 @@ from ckpt_storage.commit.cleaning import delete_checkpoint
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError, StorageError
-from ckpt_storage.export.consolidation.removal import remove_exports
+from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.format.names import SAVES
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store

@@ -22,7 +22,7 @@ from typing import Any
 from ckpt_storage.commit import cleaning
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
-from ckpt_storage.export.consolidation.removal import remove_exports
+from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline

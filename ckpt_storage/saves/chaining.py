@@ -11,10 +11,9 @@ from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, ConsolidationError, InvalidInputError, StorageError
-from ckpt_storage.export.consolidating import output_location, track
-from ckpt_storage.export.consolidation.job import ConsolidateJob, ConsolidationReport
-from ckpt_storage.export.consolidation.options import ConsolidateOptions
-from ckpt_storage.export.consolidation.run import run_consolidate
+from ckpt_storage.export.consolidate import output_location, track
+from ckpt_storage.export.consolidation import ConsolidateJob, ConsolidationReport, run_consolidate
+from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage._version import __version__
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.export.consolidation.options import ConsolidateOptions
+from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.options import (
     STOCK_ENTRY_LIMIT,
     PageCache,

@@ -11,7 +11,7 @@ from consolidate_cases import INDEX, files_in
 from dcp_cases import seeded
 
 import ckpt_storage
-from ckpt_storage.export.consolidating import consolidate
+from ckpt_storage.export.consolidate import consolidate
 
 
 def model(version: int) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def test_a_sound_export_is_counted(url: Path) -> None:
 def test_every_byte_of_an_export_counts(url: Path) -> None:
     """A flipped bit anywhere in a weight file, the index or the record is found, with the file."""
     folder = url / "hf"
-    record = next(name for name in files_in(folder) if name.endswith("export.json"))
+    record = next(name for name in files_in(folder) if name.endswith("output.json"))
     names = [*(path.name for path in folder.glob("*.safetensors")), INDEX, record]
     for name in names:
         path = folder / name

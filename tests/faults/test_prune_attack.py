@@ -13,7 +13,7 @@ from prune_races import RACES, check_race, deleting, quiet
 
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.errors import CheckpointError, CommitConflictError
-from ckpt_storage.export.consolidation.removal import remove_exports
+from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.format.exports import Holder
 from ckpt_storage.manager.pruneplan import Soundness
 from ckpt_storage.manager.pruning import Pruner
@@ -316,9 +316,9 @@ def test_an_export_that_begins_while_one_is_removed_stays(path: str) -> None:
     def gate(operation: str, at_path: str) -> None:
         if operation == "delete" and at_path.endswith(path):
             pytest.fail(f"{at_path} was deleted under a consolidation that works there")
-        if operation == "get" and at_path.endswith("holder.json") and turn():
+        if operation == "get" and at_path.endswith("job.json") and turn():
             holder = Holder(run_id="c" * 32, fingerprint="d" * 64)
-            disk.put(f"{name_of(3)}/hf/exports/holder.json", holder.encode())
+            disk.put(f"{name_of(3)}/hf/.ckpt-storage/job.json", holder.encode())
 
     turns = {"model.safetensors.index.json": 2, "00001.json": 5, "names.json": 6}
     left = [turns[path]]
@@ -329,7 +329,7 @@ def test_an_export_that_begins_while_one_is_removed_stays(path: str) -> None:
 
     here = at(DictStore(disk, CAS, gate), 3)
     assert remove_exports(here) == []
-    assert f"{name_of(3)}/hf/exports/names.json" in disk.files
+    assert f"{name_of(3)}/hf/.ckpt-storage/names.json" in disk.files
     assert files.keys() >= disk.files.keys()
     remove_exports(at(DictStore(disk, CAS), 3))
     assert not [known for known in disk.files if known.startswith(f"{name_of(3)}/hf/")]

@@ -15,7 +15,7 @@ import ckpt_storage
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.errors import StorageError
-from ckpt_storage.export.consolidation.removal import remove_exports
+from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.format.exports import Holder, Series
 from ckpt_storage.manager.deletion import delete
 from ckpt_storage.manager.manager import CheckpointManager
@@ -204,14 +204,14 @@ class Uploading(DictStore):
 
 EXPORTED = {
     **EXPORT,
-    "hf/exports/holder.json": Holder(
+    "hf/.ckpt-storage/job.json": Holder(
         run_id="b" * 32, fingerprint="a" * 64, series=(Series(1), Series(2, "a" * 8))
     ).encode(),
 }
 OUR_UPLOADS = {
     "hf/model.safetensors",
     "hf/model-00002-of-00002-aaaaaaaa.safetensors",
-    "hf/exports/aaaaaaaaaaaaaaaa/00002.json",
+    "hf/.ckpt-storage/aaaaaaaaaaaaaaaa/00002.json",
 }
 OTHER_UPLOADS = {
     "hf/model-00001-of-00004.safetensors",
@@ -219,7 +219,7 @@ OTHER_UPLOADS = {
     "hf/model-00001-of-00001.safetensors",
     "hf/adapter.bin",
     "hf/sub/model.safetensors",
-    "hf/exports/notes.bin",
+    "hf/.ckpt-storage/notes.bin",
     "hf2/model.safetensors",
 }
 
@@ -257,10 +257,10 @@ def test_a_removal_that_was_cut_still_knows_which_uploads_are_ours() -> None:
 
 def test_uploads_without_a_known_holder_stay() -> None:
     """Where nothing tells which names an export had, no weight file's upload is taken for ours."""
-    for holder in (b"damaged", EXPORT["hf/exports/holder.json"]):
+    for holder in (b"damaged", EXPORT["hf/.ckpt-storage/job.json"]):
         store = Uploading(Disk(), CAS)
         store.uploads = OUR_UPLOADS | OTHER_UPLOADS
-        for path, data in {**EXPORT, "hf/exports/holder.json": holder}.items():
+        for path, data in {**EXPORT, "hf/.ckpt-storage/job.json": holder}.items():
             store.disk.put(path, data)
         remove_exports(store)
         assert store.uploads == OTHER_UPLOADS | {
@@ -289,7 +289,7 @@ def test_a_consolidation_aborts_only_uploads_of_those_before_it(tmp_path: Path) 
     for upload in uploads.values():
         upload.write_part(0, 0, [memoryview(b"data")], last=True)
     ckpt_storage.consolidate(tmp_path / "a")
-    drafts = {path.name.partition(".tmp-")[0] for path in (tmp_path / "a/hf").glob(".*")}
+    drafts = {path.name.partition(".tmp-")[0] for path in (tmp_path / "a/hf").glob(".*.tmp-*")}
     for upload in uploads.values():
         upload.abort()
     store.close()

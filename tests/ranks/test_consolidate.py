@@ -22,7 +22,7 @@ from ckpt_storage.errors import (
     InvalidInputError,
     RankMismatchError,
 )
-from ckpt_storage.export.consolidating import consolidate
+from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.options import ProgressEvent
 from ckpt_storage.testing.ranks import RankPool
 
@@ -55,8 +55,8 @@ def test_other_ranks_than_saved_export_the_same_bytes(
     ranks.run(cases.export, url, tmp_path / "four", world_size=4)
     one, four = files_in(tmp_path / "one"), files_in(tmp_path / "four")
     check(one, cases.whole_state(dtypes))
-    assert {name: data for name, data in one.items() if not name.startswith("exports/")} == {
-        name: data for name, data in four.items() if not name.startswith("exports/")
+    assert {name: data for name, data in one.items() if not name.startswith(".ckpt-storage/")} == {
+        name: data for name, data in four.items() if not name.startswith(".ckpt-storage/")
     }
 
 

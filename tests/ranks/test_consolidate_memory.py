@@ -10,7 +10,7 @@ from safetensors import safe_open
 from test_dcp_memory import Peak
 
 import ckpt_storage
-from ckpt_storage.export.consolidating import consolidate
+from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.testing.ranks import RankPool
 
 MIB = 1 << 20

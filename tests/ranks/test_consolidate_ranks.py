@@ -20,11 +20,14 @@ from dcp_cases import seeded
 import ckpt_storage
 from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError
-from ckpt_storage.export.consolidating import consolidate, output_location
-from ckpt_storage.export.consolidation.folder import ExportFolder
-from ckpt_storage.export.consolidation.job import ConsolidateJob, ConsolidationReport
-from ckpt_storage.export.consolidation.run import run_consolidate
-from ckpt_storage.export.consolidation.work import RankWork
+from ckpt_storage.export.consolidate import consolidate, output_location
+from ckpt_storage.export.consolidation import (
+    ConsolidateJob,
+    ConsolidationReport,
+    run_consolidate,
+)
+from ckpt_storage.export.output import ExportFolder
+from ckpt_storage.export.write import RegionWriter
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.upload import Upload
@@ -34,7 +37,7 @@ SILENCE_S = 2.0
 PROMISED_S = SILENCE_S + 5.0
 
 PLACES: dict[str, tuple[type, str]] = {
-    "before the work": (RankWork, "tickets"),
+    "before the work": (RegionWriter, "write"),
     "at a part": (Upload, "write_part"),
     "at the receipts": (Upload, "receipts"),
     "at the completion": (Upload, "complete"),
@@ -108,9 +111,9 @@ def test_a_killed_rank_is_named_and_a_rerun_completes(
     assert not unfinished.keys() & index["weight_map"].values()
     consolidate(url)
     check(files_in(url / "hf"), model())
-    names = {path for path in files_in(url / "hf") if not path.startswith("exports/")}
+    names = {path for path in files_in(url / "hf") if not path.startswith(".ckpt-storage/")}
     assert names == {
-        path for path in files_in(tmp_path / "reference") if not path.startswith("exports/")
+        path for path in files_in(tmp_path / "reference") if not path.startswith(".ckpt-storage/")
     }
 
 
@@ -146,15 +149,15 @@ def test_a_slot_without_a_commit_is_refused(tmp_path: Path) -> None:
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
-from ckpt_storage.export.consolidating import consolidate
-print(consolidate(sys.argv[1], dtype="bfloat16").total_bytes)
+from ckpt_storage.export.consolidate import consolidate
+print(consolidate(sys.argv[1]).total_bytes)
 """
 
 
 def test_one_process_needs_no_torch(tmp_path: Path) -> None:
-    """Where torch cannot be imported, one process consolidates and casts all the same."""
+    """Where torch cannot be imported, one process consolidates all the same."""
     ckpt_storage.save(model(), tmp_path / "run")
     command = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path / "run")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    check(files_in(tmp_path / "run" / "hf"), {k: v.bfloat16() for k, v in model().items()})
+    check(files_in(tmp_path / "run" / "hf"), model())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from consolidation_sources import plan_export
 from crc32c import crc32c
 from export_tools import (
     BLOCK_BYTES,
@@ -27,18 +29,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_stores import store_on
 
-from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.export.consolidation.division import Region, WriteRules
-from ckpt_storage.export.consolidation.executors import Copies, Portion, RegionWriter
-from ckpt_storage.export.consolidation.options import ConsolidateOptions
-from ckpt_storage.export.consolidation.plan import ExportPlan, plan_export
-from ckpt_storage.export.consolidation.storagecopy import (
-    CopyPart,
-    CopyRun,
-    StreamPart,
-    cut_region,
-    number_unit_bytes,
-)
+from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.export.options import ConsolidateOptions
+from ckpt_storage.export.pieces import CopyRun, cut_region, number_unit_bytes
+from ckpt_storage.export.plan import Plan, Region, WriteRules
+from ckpt_storage.export.write import Copies, Portion, RegionWriter
 from ckpt_storage.format.crc import combine_many
 from ckpt_storage.options import MIB, TransferOptions
 from ckpt_storage.store import open_store
@@ -46,6 +41,7 @@ from ckpt_storage.store.backend import Capabilities, Part
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.faults import FaultBackend, Rule
 from ckpt_storage.testing.s3_server import S3Server
 from ckpt_storage.transfer.chunks import ChunkPlace
@@ -78,7 +74,7 @@ def mixed_state() -> dict[str, Chunked]:
 
 def plan_of(
     source: ArraySource, *, world_size: int = 1, share: bool = True, **options: Any
-) -> ExportPlan:
+) -> Plan:
     """Return a plan whose parts are small enough that every file has many."""
     return plan_export(
         source,
@@ -89,7 +85,7 @@ def plan_of(
 
 
 def writer_of(
-    plan: ExportPlan,
+    plan: Plan,
     source: ArraySource,
     store: Store,
     *,
@@ -111,8 +107,16 @@ def writer_of(
     )
 
 
+def written(writer: RegionWriter, region: Region, upload: Upload) -> Portion:
+    """Write one region to an upload that stays open."""
+    portions: list[Portion] = []
+    writer.write([region], lambda _: upload, lambda _, __, portion: portions.append(portion))
+    (portion,) = portions
+    return portion
+
+
 def exported(
-    plan: ExportPlan, source: ArraySource, store: Store, **kw: Any
+    plan: Plan, source: ArraySource, store: Store, **kw: Any
 ) -> tuple[dict[str, bytes], list[Portion]]:
     """Write all regions, each rank by a writer and an upload of its own; return files, portions."""
     target: Store = kw.get("target") or store
@@ -127,14 +131,14 @@ def exported(
             path = f"hf/{plan.files[region.file].name}"
             ticket = owners[region.file].ticket()
             member = target.join(path, ticket)
-            portions.append(writer.write(region, member))
+            portions.append(written(writer, region, member))
             receipts[region.file] += member.receipts()
     for at, file in enumerate(plan.files):
         owners[at].complete(file.size_bytes, receipts=receipts[at])
     return {file.name: target.get(f"hf/{file.name}").data for file in plan.files}, portions
 
 
-def check(files: Mapping[str, bytes], plan: ExportPlan, state: Mapping[str, Chunked]) -> None:
+def check(files: Mapping[str, bytes], plan: Plan, state: Mapping[str, Chunked]) -> None:
     """Assert that the files hold exactly the tensors."""
     found: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     for data in files.values():
@@ -168,7 +172,7 @@ def test_files_hold_the_tensors(store: Store, world_size: int, copies: Copies) -
     assert len(plan.files) == 2
     files, portions = exported(plan, source, store, copies=copies)
     check(files, plan, state)
-    assert sum(p.sent_bytes + p.copied_bytes for p in portions) == plan.total_bytes
+    assert sum(p.sent_bytes + p.copied_bytes for p in portions) == plan.layout.total_bytes
 
 
 def big_rows() -> dict[str, Chunked]:
@@ -210,7 +214,7 @@ def s3_store(server: S3Server) -> Store:
 S3_OPTIONS = TransferOptions(thread_count=2, part_bytes=8 * MIB, memory_limit_bytes=128 * MIB)
 
 
-def s3_plan(source: ArraySource, world_size: int) -> ExportPlan:
+def s3_plan(source: ArraySource, world_size: int) -> Plan:
     """Return a plan with parts that S3 takes."""
     rules = WriteRules(
         can_share_file=True, min_part_bytes=5 * MIB, max_part_count=9000, part_bytes=8 * MIB
@@ -239,12 +243,13 @@ def test_s3_copies_large_runs_by_itself(s3: S3Server, world_size: int) -> None:
     files, portions = exported(plan, source, store, copies="auto", options=S3_OPTIONS)
     check(files, plan, state)
     copied = sum(portion.copied_bytes for portion in portions)
-    assert copied > plan.total_bytes * (0.7 if world_size == 1 else 0.4)
+    assert copied > plan.layout.total_bytes * (0.7 if world_size == 1 else 0.4)
     blocks = 2 * 65536 * 10
-    assert sum(p.read_bytes for p in portions) <= plan.total_bytes - copied + blocks
+    assert sum(p.read_bytes for p in portions) <= plan.layout.total_bytes - copied + blocks
     (data,) = files.values()
     lengths = [portion.stop - portion.start for portion in portions]
-    assert combine_many([p.crc32c for p in portions], lengths) == crc32c(data)
+    crcs = [portion.crc32c or 0 for portion in portions]
+    assert combine_many(crcs, lengths) == crc32c(data)
 
 
 def test_damage_of_copied_bytes_is_found_without_reading_them(s3: S3Server) -> None:
@@ -360,9 +365,9 @@ def test_a_storage_that_wants_parts_in_order_gets_them_so(tmp_path: Path) -> Non
     upload: Any = InOrder()
     writer = writer_of(plan, source, store, copies="auto")
     (region,) = plan.regions
-    writer.write(region, upload)
+    written(writer, region, upload)
     check({plan.files[0].name: b"".join(upload.parts)}, plan, state)
-    assert upload.numbers == [part.number for part in region.parts()]
+    assert upload.numbers == [number for number, _, _ in region.parts()]
     assert upload.last
 
 
@@ -375,7 +380,7 @@ def test_a_failure_ends_those_that_wait_for_their_turn(tmp_path: Path) -> None:
     plan = plan_of(source, share=False)
     upload: Any = InOrder()
     with pytest.raises(IntegrityError) as caught:
-        writer_of(plan, source, store).write(plan.regions[0], upload)
+        written(writer_of(plan, source, store), plan.regions[0], upload)
     assert caught.value.fqn == "columns"
     # A thread that still waited for its turn would be named in a note.
     assert not getattr(caught.value, "__notes__", [])
@@ -388,22 +393,27 @@ def test_too_little_memory_is_refused(store: Store) -> None:
     options = TransferOptions(part_bytes=MIB, memory_limit_bytes=MIB)
     upload = store.upload("hf/x", if_absent=True, copies=True)
     with pytest.raises(InvalidInputError, match="memory_limit_bytes"):
-        writer_of(plan, source, store, options=options).write(plan.regions[0], upload)
+        written(writer_of(plan, source, store, options=options), plan.regions[0], upload)
     upload.abort()
 
 
-def test_what_only_torch_can_read_is_refused(store: Store) -> None:
-    """An item whose payload was not found inside its zip is named, with what to do."""
-    source = saved(store, big_rows())
-    key = ("one", (0,))
-    places = dict(source.known)
-    places[key] = dataclasses.replace(places[key], kind="opaque")
-    source.known = places
+def test_what_torch_alone_can_read_is_read_by_torch(store: Store) -> None:
+    """An item whose payload was not found inside its zip arrives as any other."""
+    state = big_rows()
+    source = saved(store, state)
+    item = io.BytesIO()
+    bits = torch.from_numpy(state["one"].array.view("i2").copy()).view(torch.bfloat16)
+    torch.save(bits.repeat_interleave(2)[::2], item)
+    store.put("saves/s/item", item.getvalue())
+    key, size = ("one", (0,)), len(item.getvalue())
+    place = ChunkPlace(
+        path="saves/s/item", fqn="one", start=0, size_bytes=size, rank=0, kind="opaque"
+    )
+    source.known = {**source.known, key: place}
     plan = plan_of(source)
-    upload = store.upload("hf/x", if_absent=True, copies=True)
-    with pytest.raises(FormatError, match=r"one in saves/s/rank-0 .* only torch.load reads"):
-        writer_of(plan, source, store).write(plan.regions[0], upload)
-    upload.abort()
+    options = dataclasses.replace(OPTIONS, memory_limit_bytes=32 * MIB)
+    files, _ = exported(plan, source, store, options=options)
+    check(files, plan, state)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -499,12 +509,13 @@ def test_every_cut_of_a_region_is_legal(
         assert p.is_last == is_last
         assert is_last or p.stop - p.start >= unit
         assert p.number == p.start // unit
-        if isinstance(p, StreamPart):
-            assert p.stop - p.start <= max(part, 2 * unit) + 64
-        if isinstance(p, CopyPart):
+        if p.place is None:
+            assert p.size_bytes <= max(part, 2 * unit) + 64
+        else:
+            source_stop = p.source_start + p.size_bytes
             assert p.source_start % BLOCK_BYTES == 0
-            assert p.source_stop % BLOCK_BYTES == 0 or p.source_stop == p.place.size_bytes
-            assert p.stop - p.start <= 512 * MIB
+            assert source_stop % BLOCK_BYTES == 0 or source_stop == p.place.size_bytes
+            assert p.size_bytes <= 512 * MIB
     numbers_ = [p.number for p in cut]
     assert len(set(numbers_)) == len(numbers_)
     assert count is None or max(numbers_) <= count

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt_storage
-from ckpt_storage.export.consolidating import consolidate
+from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.testing.ranks import RankPool
 from ckpt_storage.testing.s3_server import S3Server
 

@@ -16,7 +16,7 @@ from servers import Running
 
 import ckpt_storage
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.export.consolidating import consolidate
+from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.testing.ranks import RankPool
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import ckpt_storage
 from ckpt_storage.cli.app import app
 from ckpt_storage.errors import CheckpointError, InvalidInputError
-from ckpt_storage.export.consolidation.options import ConsolidateOptions
+from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backends.posix import Posix, is_unsupported
 from ckpt_storage.testing.faults import Action, Rule, SimulatedCrash

@@ -10,10 +10,12 @@ import crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_storage.export.consolidation.plan import ExportPlan, Piece, PieceFinder, Region, windows
+from ckpt_storage.export.options import ConsolidateOptions
+from ckpt_storage.export.pieces import Piece, PieceFinder
+from ckpt_storage.export.plan import Plan, Region, WriteRules, plan
+from ckpt_storage.export.weights import lay_out_model
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.source.model import SourceFormat, TensorInfo
+from ckpt_storage.source.model import Source, SourceFormat, TensorInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
@@ -124,22 +126,39 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))
 
 
-def assemble(plan: ExportPlan, source: MemorySource, window_bytes: int) -> list[bytes]:
+def plan_export(
+    source: Source,
+    *,
+    options: ConsolidateOptions,
+    world_size: int,
+    rules: WriteRules,
+    ties: Mapping[str, str] | None = None,
+    source_id: str | None = None,
+) -> Plan:
+    """Return the plan that a consolidation makes."""
+    return plan(
+        lay_out_model(source, options, ties),
+        world_size=world_size,
+        rules=rules,
+        source=[source.format, source.save_id, source_id],
+    )
+
+
+def assemble(plan: Plan, source: MemorySource, window_bytes: int) -> list[bytes]:
     """Return the weight files that come out where all regions are copied as the plan says.
 
     Fails where a byte is written twice or not at all, or a window is longer than asked for.
     """
     files = [bytearray(file.size_bytes) for file in plan.files]
     counts = [np.zeros(file.size_bytes, np.uint8) for file in plan.files]
-    finder = PieceFinder(plan, source.tensors)
+    finder = PieceFinder(plan.layout, source.tensors)
     for region in plan.regions:
-        assemble_region(plan, source, region, finder, files, counts, window_bytes)
+        assemble_region(source, region, finder, files, counts, window_bytes)
     assert all((count == 1).all() for count in counts)
     return [bytes(file) for file in files]
 
 
 def assemble_region(
-    plan: ExportPlan,
     source: MemorySource,
     region: Region,
     finder: PieceFinder,
@@ -147,34 +166,29 @@ def assemble_region(
     counts: list[NDArray[np.uint8]],
     window_bytes: int,
 ) -> None:
-    """Copy one region window by window."""
-    at = region.start
-    for window in windows(plan, region, window_bytes):
-        assert window.start == at
-        assert 0 < window.size_bytes <= window_bytes
-        at = window.stop
-        buffer = bytearray(window.size_bytes)
-        buffer[: len(window.header)] = window.header
-        touched = np.zeros(window.size_bytes, np.uint8)
-        touched[: len(window.header)] += 1
-        for piece in finder.pieces_of(window.file, window.start, window.stop):
-            copy_piece(piece, source, memoryview(buffer), touched, window.start)
-        files[window.file][window.start : window.stop] = buffer
-        counts[window.file][window.start : window.stop] += touched
-    assert at == region.stop
+    """Copy one region window by window, cut where every element ends."""
+    step = max(64, window_bytes - window_bytes % 64)
+    for start in range(region.start, region.stop, step):
+        stop = min(start + step, region.stop)
+        buffer = bytearray(stop - start)
+        touched = np.zeros(stop - start, np.uint8)
+        for at, data in finder.fixed_of(region.file, start, stop):
+            buffer[at - start : at - start + len(data)] = data
+            touched[at - start : at - start + len(data)] += 1
+        for piece in finder.pieces_of(region.file, start, stop):
+            copy_piece(piece, source, memoryview(buffer), touched, start)
+        files[region.file][start:stop] = buffer
+        counts[region.file][start:stop] += touched
 
 
 def copy_piece(
     piece: Piece, source: MemorySource, buffer: memoryview, touched: NDArray[np.uint8], origin: int
 ) -> None:
     """Copy one piece with numpy's own slicing, element for element."""
-    item = piece.tensor.item_bytes
+    item = piece.segment.item_bytes
     kinds = [f"V{item}", f"V{item}"]
-    if piece.tensor.is_cast:
-        kinds = [
-            str(DTYPES[name].numpy) for name in (piece.tensor.source_dtype, piece.tensor.dtype)
-        ]
-    payload = source.payloads[piece.fqn, piece.chunk_offsets]
+    assert piece.chunk_offsets is not None
+    payload = source.payloads[piece.segment.fqn, piece.chunk_offsets]
     taken = np.frombuffer(payload, kinds[0]).reshape(piece.chunk_sizes)[slices(piece.region)]
     start = piece.dest_start - origin
     size = math.prod(piece.dest_sizes) * item

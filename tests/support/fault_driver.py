@@ -274,8 +274,8 @@ def export_leftovers(server: S3Server) -> list[str]:
     objects = server.dump()
     index = json.loads(objects[f"{EXPORT}/{INDEX}"])
     tag = index["metadata"]["fingerprint"][:16]
-    documents = ["names.json", "holder.json", f"{tag}/export.json"]
-    named = {INDEX, *index["weight_map"].values(), *(f"exports/{name}" for name in documents)}
+    documents = ["names.json", "job.json", f"{tag}/output.json"]
+    named = {INDEX, *index["weight_map"].values(), *(f".ckpt-storage/{name}" for name in documents)}
     left = {key.removeprefix(f"{EXPORT}/") for key in objects if key.startswith(f"{EXPORT}/")}
     return sorted(left ^ named)
 

@@ -40,7 +40,7 @@ WEIGHT_COUNT = 800_000
 _PR_SET_PDEATHSIG = 1
 _OURS = [
     f"ckpt_storage.{name}"
-    for name in ("loads.loading", "background.saver", "saves.running", "export.consolidating")
+    for name in ("loads.loading", "background.saver", "saves.running", "export.consolidate")
 ]
 
 Where = Literal["call", "local plan", "global plan", ""]

@@ -44,10 +44,10 @@ OTHERS = {
 """What other tools put there; the last beside a checkpoint of ours."""
 
 EXPORT = {
-    "hf/exports/names.json": Names(fingerprint="a" * 64).encode(),
-    "hf/exports/holder.json": Holder(run_id="b" * 32, fingerprint="a" * 64).encode(),
-    "hf/exports/aaaaaaaaaaaaaaaa/00001.json": b"{}",
-    "hf/exports/aaaaaaaaaaaaaaaa/export.json": b"{}",
+    "hf/.ckpt-storage/names.json": Names(fingerprint="a" * 64).encode(),
+    "hf/.ckpt-storage/job.json": Holder(run_id="b" * 32, fingerprint="a" * 64).encode(),
+    "hf/.ckpt-storage/aaaaaaaaaaaaaaaa/00001.json": b"{}",
+    "hf/.ckpt-storage/aaaaaaaaaaaaaaaa/output.json": b"{}",
     "hf/model.safetensors": b"weights",
     "hf/model-00001-of-00002-aaaaaaaa.safetensors": b"weights",
     "hf/model.safetensors.index.json": b"{}",

@@ -11,7 +11,14 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from consolidation_sources import MemorySource, array_source, assemble, bare_source, tensor
+from consolidation_sources import (
+    MemorySource,
+    array_source,
+    assemble,
+    bare_source,
+    plan_export,
+    tensor,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -19,16 +26,10 @@ from safetensors.numpy import load as load_numpy
 from safetensors.torch import load_file
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.export.consolidation.division import divide
-from ckpt_storage.export.consolidation.options import ConsolidateOptions
-from ckpt_storage.export.consolidation.plan import (
-    PieceFinder,
-    WriteRules,
-    index_document,
-    plan_export,
-    windows,
-    with_suffix,
-)
+from ckpt_storage.export.options import ConsolidateOptions
+from ckpt_storage.export.pieces import PieceFinder
+from ckpt_storage.export.plan import WriteRules, divide
+from ckpt_storage.export.weights import index_document, with_suffix
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.source.model import TensorInfo
@@ -190,10 +191,13 @@ def test_headers_are_aligned_and_name_the_format() -> None:
     assert file.name == "model.safetensors"
     assert len(file.header) % 64 == 0
     assert json.loads(file.header[8:])["__metadata__"] == {"format": "pt"}
-    assert all(t.start % t.item_bytes == 0 for t in file.tensors)
-    stops = [t.stop for t in file.tensors]
-    assert [t.start for t in file.tensors] == [len(file.header), *stops[:-1]]
-    assert stops[-1] == file.size_bytes
+    starts, (first, *rest) = file.starts, file.segments
+    assert first.size_bytes == len(file.header)
+    items = [one.item_bytes for one in file.elements]
+    assert all(start % item == 0 for start, item in zip(starts[1:], items, strict=True))
+    stops = [start + one.size_bytes for start, one in zip(starts, file.segments, strict=True)]
+    assert list(starts) == [0, *stops[:-1]]
+    assert (len(rest), stops[-1]) == (len(items), file.size_bytes)
 
 
 def hugging_face_split(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -220,7 +224,7 @@ def test_files_are_cut_as_hugging_face_cuts(sizes: list[int]) -> None:
     plan = plan_export(source, options=options, world_size=1, rules=SHARED)
     expected = hugging_face_split(sizes, 1000)
     count = len(expected)
-    assert [[int(t.name[1:]) for t in file.tensors] for file in plan.files] == expected
+    assert [[int(t.name[1:]) for t in file.elements] for file in plan.files] == expected
     if count > 1:
         assert [f.name for f in plan.files] == [
             f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
@@ -239,8 +243,8 @@ def test_an_index_mapping_decides_the_files() -> None:
     plan = plan_export(
         source, options=options, world_size=1, rules=SHARED, ties={"model.head": "model.a"}
     )
-    assert [[t.name for t in file.tensors] for file in plan.files] == [["b"], ["a"]]
-    document = json.loads(index_document(plan))
+    assert [[t.name for t in file.elements] for file in plan.files] == [["b"], ["a"]]
+    document = json.loads(index_document(plan.layout, save_id=source.save_id, fingerprint="f"))
     assert document["weight_map"] == {
         "b": "model-00001-of-00002.safetensors",
         "a": "model-00002-of-00002.safetensors",
@@ -308,16 +312,16 @@ def test_whole_files_go_to_the_rank_that_has_least() -> None:
     assert sorted(loads) == [700, 800, 900]
 
 
-def test_the_fingerprint_is_of_the_content_and_the_agreement_of_the_plan() -> None:
-    """World size and file names change only the agreement; source and tensors change both."""
+def test_the_identity_is_of_the_content_and_the_digest_of_the_plan() -> None:
+    """World size and file names change only the digest; source and tensors change both."""
     source = bare_source(tensor("a", (5000,)), tensor("b", (5000,)))
     base = plan_export(source, options=ConsolidateOptions(), world_size=2, rules=SHARED)
     wider = plan_export(source, options=ConsolidateOptions(), world_size=3, rules=SHARED)
-    again = with_suffix(base, base.fingerprint[:8])
-    assert base.fingerprint == wider.fingerprint == again.fingerprint
-    assert len({base.agreement, wider.agreement, again.agreement}) == 3
-    assert again.files[0].name == f"model-00001-of-00001-{base.fingerprint[:8]}.safetensors"
-    assert with_suffix(again, "") == base
+    again = base.renamed(with_suffix(base.layout, base.identity[:8]))
+    assert base.identity == wider.identity == again.identity
+    assert len({base.digest, wider.digest, again.digest}) == 3
+    assert again.files[0].name == f"model-00001-of-00001-{base.identity[:8]}.safetensors"
+    assert with_suffix(again.layout, "") == base.layout
     others = [
         plan_export(
             source, options=ConsolidateOptions(rename={"a": "c"}), world_size=2, rules=SHARED
@@ -338,7 +342,7 @@ def test_the_fingerprint_is_of_the_content_and_the_agreement_of_the_plan() -> No
             rules=SHARED,
         ),
     ]
-    digests = [base.fingerprint, *(plan.fingerprint for plan in others)]
+    digests = [base.identity, *(plan.identity for plan in others)]
     assert others[2].files[0].header == base.files[0].header
     assert len(set(digests)) == 5
     assert all(len(digest) == 64 for digest in digests)
@@ -366,12 +370,12 @@ def test_a_large_plan_is_lazy() -> None:
     assert Watched.looks == 0
     loads = [sum(r.size_bytes for r in plan.regions_of(rank)) for rank in range(256)]
     assert max(loads) <= 1.2 * sum(loads) / 256
-    finder = PieceFinder(plan, source.tensors)
+    finder = PieceFinder(plan.layout, source.tensors)
     region = plan.regions_of(17)[0]
     total = sum(
         piece.region.volume * 2
-        for window in windows(plan, region, 16 * MIB)
-        for piece in finder.pieces_of(window.file, window.start, window.stop)
+        for start in range(region.start, region.stop, 16 * MIB)
+        for piece in finder.pieces_of(region.file, start, min(start + 16 * MIB, region.stop))
     )
     assert region.size_bytes - len(plan.files[0].header) <= total <= region.size_bytes
     assert 0 < Watched.looks < 3 * (2 + region.size_bytes // (4096 * 1024 * 2))

@@ -10,16 +10,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from consolidation_sources import MemorySource, array_source, bare_source, nested_source, tensor
+from consolidation_sources import (
+    MemorySource,
+    array_source,
+    bare_source,
+    nested_source,
+    plan_export,
+    tensor,
+)
 
 from ckpt_storage import CheckpointStorageWriter
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.export.consolidation.choice import Choice, check_ties, choose, natural_key
-from ckpt_storage.export.consolidation.options import (
-    ConsolidateOptions,
-    parse_bytes,
-)
-from ckpt_storage.export.consolidation.plan import ExportPlan, WriteRules, plan_export
+from ckpt_storage.export.options import ConsolidateOptions, parse_bytes
+from ckpt_storage.export.plan import Plan, WriteRules
+from ckpt_storage.export.select import Choice, check_ties, choose_model, natural_key
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.filemarks import open_source
@@ -37,7 +41,7 @@ OSD = {"state": {"model.embed.weight": {"exp_avg": W, "step": tensor("", ())}}, 
 
 def chosen(source: MemorySource, **options: Any) -> Choice:
     """Return the choice with these options."""
-    return choose(source, ConsolidateOptions(**options))
+    return choose_model(source, ConsolidateOptions(**options))
 
 
 def out(choice: Choice) -> dict[str, str]:
@@ -199,25 +203,25 @@ def tied_state() -> MemorySource:
 def test_recorded_ties_are_dropped_or_kept() -> None:
     """An alias is left out by default, and read from its own bytes if kept."""
     source, ties = tied_state(), {"head": "embed"}
-    dropped = choose(source, ConsolidateOptions(), ties)
+    dropped = choose_model(source, ConsolidateOptions(), ties)
     assert "head" not in out(dropped)
     (skip,) = dropped.skipped
     assert (skip.fqn, skip.reason, skip.target) == ("head", "tied", "embed")
-    assert out(choose(source, ConsolidateOptions(tied="keep"), ties))["head"] == "head"
+    assert out(choose_model(source, ConsolidateOptions(tied="keep"), ties))["head"] == "head"
 
 
 def test_an_alias_that_was_not_stored_is_read_from_its_target() -> None:
     """Kept, it has the target's elements and a name like the target's; chains are followed."""
     source = nested_source({"model": {"embed": W, "w": W}})
     ties = {"model.head": "model.tail", "model.tail": "model.embed"}
-    kept = choose(source, ConsolidateOptions(tied="keep"), ties)
+    kept = choose_model(source, ConsolidateOptions(tied="keep"), ties)
     assert out(kept) == {
         "embed": "model.embed",
         "head": "model.embed",
         "tail": "model.embed",
         "w": "model.w",
     }
-    dropped = choose(source, ConsolidateOptions(), ties)
+    dropped = choose_model(source, ConsolidateOptions(), ties)
     assert set(out(dropped)) == {"embed", "w"}
     assert {skip.target for skip in dropped.skipped} == {"model.embed"}
 
@@ -225,7 +229,7 @@ def test_an_alias_that_was_not_stored_is_read_from_its_target() -> None:
 def test_an_alias_goes_out_when_its_target_does_not() -> None:
     """Leaving out the target of a tie loses no weights that were asked for."""
     source = tied_state()
-    choice = choose(source, ConsolidateOptions(exclude="embed"), {"head": "embed"})
+    choice = choose_model(source, ConsolidateOptions(exclude="embed"), {"head": "embed"})
     assert "head" in out(choice)
 
 
@@ -233,9 +237,9 @@ def test_a_caller_may_confirm_ties_by_either_name() -> None:
     """Names of weight files and FQNs are understood; recorded ties are dropped too."""
     source = nested_source({"model": {"embed": W, "head": W, "tail": W}})
     for pair in ({"head": "embed"}, {"model.head": "model.embed"}, {"head": "model.embed"}):
-        choice = choose(source, ConsolidateOptions(tied=pair), {"model.tail": "model.embed"})
+        choice = choose_model(source, ConsolidateOptions(tied=pair), {"model.tail": "model.embed"})
         assert out(choice) == {"embed": "model.embed"}
-    absent = choose(source, ConsolidateOptions(tied={"lm_head.weight": "embed"}))
+    absent = choose_model(source, ConsolidateOptions(tied={"lm_head.weight": "embed"}))
     assert left(absent) == {"lm_head.weight": "tied"}
 
 
@@ -244,8 +248,8 @@ def test_an_index_may_name_aliases_that_are_dropped() -> None:
     source = nested_source({"model": {"embed": W, "w": W}})
     index = {"embed": 1, "w": 2, "lm_head.weight": 3}
     plan = planned(source, fqn_to_index_mapping=index, tied={"lm_head.weight": "embed"})
-    assert [[t.name for t in file.tensors] for file in plan.files] == [["embed"], ["w"]]
-    assert plan.ties == {"lm_head.weight": "model.embed"}
+    assert [[t.name for t in file.elements] for file in plan.files] == [["embed"], ["w"]]
+    assert plan.layout.ties == {"lm_head.weight": "model.embed"}
 
 
 def test_an_index_may_have_gaps_and_name_what_does_not_go_out() -> None:
@@ -253,7 +257,7 @@ def test_an_index_may_have_gaps_and_name_what_does_not_go_out() -> None:
     source = nested_source({"model": {"embed": W, "w": W}, "ema": {"embed": W}})
     index = {"embed": 2, "w": 5, "absent": 3, "ema.embed": 1}
     plan = planned(source, fqn_to_index_mapping=index)
-    assert [[t.name for t in file.tensors] for file in plan.files] == [["embed"], ["w"]]
+    assert [[t.name for t in file.elements] for file in plan.files] == [["embed"], ["w"]]
     assert [file.name for file in plan.files] == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
@@ -286,7 +290,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
         ConsolidateOptions(**options)
 
 
-def planned(source: MemorySource, **options: Any) -> ExportPlan:
+def planned(source: MemorySource, **options: Any) -> Plan:
     """Return the plan with these options."""
     return plan_export(source, options=ConsolidateOptions(**options), world_size=1, rules=RULES)
 
@@ -329,10 +333,10 @@ def test_options_that_do_not_fit_the_checkpoint_are_refused(
 def test_a_tie_that_checksums_deny_is_refused() -> None:
     """A caller cannot drop a tensor that differs from its target."""
     source = tied_state()
-    refused = planned(source, tied={"other": "embed"}).ties
+    refused = planned(source, tied={"other": "embed"}).layout.ties
     with pytest.raises(InvalidInputError, match="other is said to be tied to embed; their check"):
         check_ties(source, refused)
-    good = planned(source, tied={"whole": "embed", "head": "embed", "absent": "embed"}).ties
+    good = planned(source, tied={"whole": "embed", "head": "embed", "absent": "embed"}).layout.ties
     assert set(good) == {"whole", "head", "absent"}
     check_ties(source, good)
 
@@ -389,10 +393,10 @@ def test_a_real_checkpoint_tells_containers_from_modules(tmp_path: Path) -> None
         store = open_store(str(tmp_path / name))
         source = open_source(store, deadline=Deadline("plan", 60.0), options=TransferOptions())
         plan = plan_export(source, options=ConsolidateOptions(), world_size=2, rules=RULES)
-        names = [t.name for file in plan.files for t in file.tensors]
+        names = [t.name for file in plan.files for t in file.elements]
         prefix = "model." if name == "nested" else ""
         assert names == ["lm_head.weight", "model.weight"]
-        assert plan.stripped == prefix
-        reasons = {skip.reason for skip in plan.skipped}
+        assert plan.layout.stripped == prefix
+        reasons = {skip.reason for skip in plan.layout.skipped}
         assert reasons == ({"optimizer", "blob"} if name == "nested" else set())
         store.close()

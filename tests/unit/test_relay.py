@@ -13,8 +13,8 @@ from remote_tools import options_of
 
 import ckpt_storage
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.export import relay
-from ckpt_storage.export.consolidating import consolidate
+from ckpt_storage.export import relay, write
+from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.options import MIB, RetryPolicy
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
 from ckpt_storage.transfer.budget import BUDGET
@@ -62,6 +62,7 @@ def pacers(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
         return made[-1]
 
     monkeypatch.setattr(relay, "Pacer", make)
+    monkeypatch.setattr(write, "Pacer", make)
     return made
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from ckpt_storage.export.consolidation.options import Selection, selected
+from ckpt_storage.export.options import Selection
+from ckpt_storage.export.options import matching as selected
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.source.model import TensorInfo
 

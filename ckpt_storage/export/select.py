@@ -1,9 +1,8 @@
-"""Which tensors of a checkpoint go out, under which names, and what is left out and why.
+"""Which values of a checkpoint go out, under which names, and what is left out and why.
 
-The default choice follows how training scripts nest what they save. It goes by the path of each
-value in the nested state dict (`planner_data`), which tells the container in
-`{"model": model.state_dict()}` from a module that is called "model"; where nothing is known of
-the nesting, FQNs are taken whole, except that their first part may name state to leave out.
+Pure. The default choice of `consolidate` follows how training scripts nest what they save: by the
+path of each value in the nested state dict. Where nothing is known of the nesting, FQNs are taken
+whole, except that their first part may name state to leave out.
 """
 
 from __future__ import annotations
@@ -12,104 +11,20 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, Protocol
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.source.model import Source, TensorInfo
 
-from .options import CASTABLE, ConsolidateOptions, selected
+from .options import CASTABLE, ConsolidateOptions, Selection, matching
 
-
-class Ties:
-    """Ties from alias to target, checked as they come in."""
-
-    def __init__(self, source: Source, recorded: Mapping[str, str]) -> None:
-        self._source = source
-        self._targets = dict(recorded)
-        self.roots = self._checked("A recorded tie")
-        """The target of every alias, chains followed to their end."""
-
-    def confirm(self, tied: Mapping[str, str], find: Callable[[str], str]) -> None:
-        """Take over the caller's ties; `find` turns a name of either kind into an FQN."""
-        self._targets |= {find(alias): find(target) for alias, target in sorted(tied.items())}
-        self.roots = self._checked("tied=")
-
-    def _checked(self, who: str) -> dict[str, str]:
-        tensors = self._source.tensors
-        roots: dict[str, str] = {}
-        for alias, target in sorted(self._targets.items()):
-            root, seen = target, {alias}
-            while root in self._targets and root not in seen:
-                seen.add(root)
-                root = self._targets[root]
-            if root in seen:
-                raise InvalidInputError(
-                    f"{who} ties {alias} to itself.",
-                    next_step="Give one target for all aliases of a tensor.",
-                )
-            if root not in tensors:
-                raise InvalidInputError(
-                    f"{who} maps {alias!r} to {root!r}, which is no tensor of the checkpoint.",
-                    next_step="Name a tensor that is there; ckpt-storage show lists them.",
-                )
-            a, b = tensors.get(alias, tensors[root]), tensors[root]
-            if (a.dtype, a.shape) != (b.dtype, b.shape):
-                raise InvalidInputError(
-                    f"{who} maps {alias} ({a.dtype}, {list(a.shape)}) to {root} ({b.dtype}, "
-                    f"{list(b.shape)}).",
-                    next_step="Tied tensors have one dtype and one shape.",
-                )
-            roots[alias] = root
-        return roots
-
-
-def check_ties(source: Source, ties: Mapping[str, str]) -> None:
-    """Raise `InvalidInputError` if an alias that was stored is not what its target is.
-
-    `ties` are those of a plan. Fetches the rank manifests of the tensors concerned, so one rank
-    should do it for all, before anything is written. Where chunks are cut otherwise or have no
-    checksums, the tie is taken on trust.
-    """
-    for alias, target in sorted(ties.items()):
-        if alias in source.tensors and have_same_bytes(source, alias, target) is False:
-            raise InvalidInputError(
-                f"{alias} is said to be tied to {target}; their checksums differ.",
-                next_step='Remove it from tied=, or give tied="keep"; both then go out.',
-            )
-
-
-def have_same_bytes(source: Source, left: str, right: str) -> bool | None:
-    """Return whether two tensors of one dtype and shape hold the same; None if not known.
-
-    Goes by the checksums of chunks, which tell only where both are cut alike.
-    """
-    a, b = source.tensors[left], source.tensors[right]
-    if list(a.boxes) != list(b.boxes):
-        return None
-    keys = [(fqn, box.offsets) for box in a.boxes for fqn in (left, right)]
-    source.require(keys)
-    for box in a.boxes:
-        crcs = [_checksums(source, fqn, box.offsets) for fqn in (left, right)]
-        if None in crcs:
-            return None
-        if crcs[0] != crcs[1]:
-            return False
-    return True
-
-
-def _checksums(
-    source: Source, fqn: str, offsets: tuple[int, ...]
-) -> tuple[int, tuple[int, ...]] | None:
-    place = source.place(fqn, offsets)
-    return None if place.crcs is None else (place.block_bytes, tuple(place.crcs))
-
-
+_DIGITS = re.compile(r"([0-9]+)")
 Reason = Literal["blob", "optimizer", "training state", "outside the model", "excluded", "tied"]
 KeyPath = tuple[str | int, ...]
 
 MODEL_KEYS = frozenset(
-    {
+    [
         "model",
         "model_state",
         "model_state_dict",
@@ -118,12 +33,12 @@ MODEL_KEYS = frozenset(
         "params",
         "state_dict",
         "weights",
-    }
+    ]
 )
 """Keys under which training scripts, Lightning and DeepSpeed keep the model; in any letter case."""
 
 OPTIMIZER_KEYS = frozenset(
-    {
+    [
         "opt",
         "opt_state",
         "optim",
@@ -135,11 +50,11 @@ OPTIMIZER_KEYS = frozenset(
         "optimizer_states",
         "optimizers",
         "optims",
-    }
+    ]
 )
 
 TRAINING_KEYS = frozenset(
-    {
+    [
         "cuda_rng_state",
         "dataloader",
         "grad_scaler",
@@ -153,16 +68,92 @@ TRAINING_KEYS = frozenset(
         "schedulers",
         "train_state",
         "training_state",
-    }
+    ]
 )
 
-_DIGITS = re.compile(r"([0-9]+)")
 _BECAUSE: Mapping[Reason, str] = {
     "blob": "it is no tensor",
     "optimizer": "it is optimizer state",
     "training state": "it is state of the training loop",
     "excluded": "`exclude` names it",
 }
+
+
+class HasValues(Protocol):
+    """What has named values: a source."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Tensors by FQN."""
+
+    @property
+    def blobs(self) -> frozenset[str]:
+        """FQNs of the values that are no tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selected:
+    """The values that a conversion takes over, and FQNs of those that it does not.
+
+    `dropped` maps what the format cannot hold to why.
+    """
+
+    names: frozenset[str]
+    dropped: Mapping[str, str]
+    excluded: frozenset[str]
+
+
+def select(
+    source: HasValues,
+    *,
+    include: Selection | None,
+    exclude: Selection | None,
+    safetensors: bool,
+    on_unsupported: Literal["error", "drop"],
+    format_name: str,
+) -> Selected:
+    """Return which values go over to a format, which is one of safetensors or holds everything.
+
+    Raises `InvalidInputError` for what the format cannot hold, unless that is to be dropped, for an
+    entry that matches nothing, and where nothing is left.
+    """
+    values = {*source.tensors, *source.blobs}
+    chosen = values if include is None else matching(include, values, "include")
+    if exclude is not None:
+        chosen = chosen - matching(exclude, values, "exclude")
+    lacking: dict[str, str] = {}
+    if safetensors:
+        lacking = dict.fromkeys(source.blobs & chosen, "an object, no tensor")
+        for fqn in chosen & source.tensors.keys():
+            reason = _no_safetensors(source.tensors[fqn])
+            if reason:
+                lacking[fqn] = reason
+    if lacking and on_unsupported == "error":
+        shown = ", ".join(f"{fqn} ({why})" for fqn, why in sorted(lacking.items())[:5])
+        more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""  # noqa: PLR2004  # as shown
+        raise InvalidInputError(
+            f"{format_name} cannot hold {shown}{more}.",
+            next_step='Pass unsupported="drop" to leave them out, or name what you want with '
+            "include= and exclude=.",
+        )
+    names = frozenset(chosen - lacking.keys())
+    if not names:
+        raise InvalidInputError(
+            "Nothing is left to convert.", next_step="Leave less out with exclude=."
+        )
+    return Selected(names=names, dropped=lacking, excluded=frozenset(values - chosen))
+
+
+def _no_safetensors(info: TensorInfo) -> str | None:
+    """Return why safetensors cannot hold a tensor, None if it can."""
+    if info.fqn == "__metadata__":
+        return "a name that its header needs for itself"
+    kind = DTYPES.get(info.dtype)
+    if kind is None or kind.safetensors is None:
+        return f"dtype {info.dtype}"
+    if info.dtype == "float4_e2m1fn_x2" and not info.shape:
+        return "a single pair of 4-bit numbers"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +201,7 @@ class Choice:
     names: Mapping[str, str]
 
 
-def choose(
+def choose_model(
     source: Source, options: ConsolidateOptions, ties: Mapping[str, str] | None = None
 ) -> Choice:
     """Return which tensors go out and what they are called.
@@ -228,10 +219,28 @@ def choose(
     An alias goes out in its own right while its target does not. Raises `InvalidInputError`.
     """
     tensors = source.tensors
-    tied = Ties(source, ties or {})
-    paths = _paths(source, tied.roots)
+    roots = _tie_roots(source, ties or {}, "A recorded tie")
+    paths = _paths(source, roots)
     skipped: dict[str, Skipped] = {}
-    chosen = _selected(source, paths, options, skipped)
+
+    def skip(fqn: str, reason: Reason, because: str = "", target: str | None = None) -> None:
+        info = tensors.get(fqn)
+        skipped[fqn] = Skipped(
+            fqn=fqn,
+            reason=reason,
+            because=because or _BECAUSE[reason],
+            size_bytes=None if info is None else payload_bytes(info),
+            target=target,
+        )
+
+    chosen = _selected(source, paths, options, skip)
+    for fqn in source.blobs:
+        skip(fqn, "blob")
+    if not chosen:
+        raise InvalidInputError(
+            f"No tensor is left to export; {len(skipped)} values are left out.",
+            next_step="Name what you want with include=, as FQNs or patterns.",
+        )
     stripped = "" if callable(options.rename) else container_of([paths[fqn] for fqn in chosen])
     names = _names(sorted(chosen), stripped, options)
     if isinstance(options.tied, Mapping):
@@ -242,23 +251,28 @@ def choose(
             whole = f"{stripped}{fqn}"
             return whole if fqn not in tensors and whole in tensors else fqn
 
-        tied.confirm(options.tied, find)
+        told = {find(alias): find(target) for alias, target in sorted(options.tied.items())}
+        roots = _tie_roots(source, {**(ties or {}), **told}, "tied=")
     if options.tied != "keep":
-        for alias, target in tied.roots.items():
+        for alias, target in roots.items():
             if target in chosen and alias not in skipped:
-                _skip(tensors, skipped, alias, "tied", f"it is tied to {target}", target)
+                skip(alias, "tied", f"it is tied to {target}", target)
         chosen -= skipped.keys()
     picked = [
-        _chosen(fqn, fqn if fqn in tensors else tied.roots[fqn], names[fqn], source, options)
+        _chosen(fqn, fqn if fqn in tensors else roots[fqn], names[fqn], source, options)
         for fqn in sorted(chosen)
     ]
-    picked.sort(key=lambda tensor: natural_key(tensor.name))
     return Choice(
-        tensors=tuple(picked),
+        tensors=tuple(sorted(picked, key=lambda tensor: natural_key(tensor.name))),
         skipped=tuple(skipped[fqn] for fqn in sorted(skipped)),
         stripped=stripped,
         names=names,
     )
+
+
+def payload_bytes(info: TensorInfo) -> int:
+    """Return how many bytes the elements of a tensor have."""
+    return prod(info.shape) * DTYPES[info.dtype].item_bytes
 
 
 def natural_key(name: str) -> tuple[list[str | int], str]:
@@ -300,43 +314,32 @@ def _paths(source: Source, roots: Mapping[str, str]) -> dict[str, KeyPath]:
     for alias in roots.keys() - paths.keys():
         outer = paths[roots[alias]][:-1]
         prefix = "".join(f"{key}." for key in outer)
-        inside = alias.startswith(prefix)
-        paths[alias] = (*outer, alias[len(prefix) :]) if inside else (alias,)
+        paths[alias] = (*outer, alias[len(prefix) :]) if alias.startswith(prefix) else (alias,)
     return paths
 
 
+Skip = Callable[..., None]
+
+
 def _selected(
-    source: Source,
-    paths: Mapping[str, KeyPath],
-    options: ConsolidateOptions,
-    skipped: dict[str, Skipped],
+    source: Source, paths: Mapping[str, KeyPath], options: ConsolidateOptions, skip: Skip
 ) -> set[str]:
-    """Return the FQNs that are meant to go out, aliases among them, and note all others."""
-    tensors = source.tensors
+    """Return the FQNs that are meant to go out, aliases among them, and skip other tensors."""
     values = paths.keys() | source.blobs
     if options.include is None:
-        chosen = _default_choice(tensors, paths, skipped)
+        chosen = _default_choice(paths, skip)
     else:
-        chosen = selected(options.include, values, "include") & paths.keys()
+        chosen = matching(options.include, values, "include") & paths.keys()
         for fqn in paths.keys() - chosen:
-            _skip(tensors, skipped, fqn, "excluded", "`include` does not name it")
+            skip(fqn, "excluded", "`include` does not name it")
     if options.exclude is not None:
-        for fqn in selected(options.exclude, values, "exclude") & chosen:
-            _skip(tensors, skipped, fqn, "excluded")
+        for fqn in matching(options.exclude, values, "exclude") & chosen:
+            skip(fqn, "excluded")
             chosen.discard(fqn)
-    for fqn in source.blobs:
-        _skip(tensors, skipped, fqn, "blob")
-    if not chosen:
-        raise InvalidInputError(
-            f"No tensor is left to export; {len(skipped)} values are left out.",
-            next_step="Name what you want with include=, as FQNs or patterns.",
-        )
     return chosen
 
 
-def _default_choice(
-    tensors: Mapping[str, TensorInfo], paths: Mapping[str, KeyPath], skipped: dict[str, Skipped]
-) -> set[str]:
+def _default_choice(paths: Mapping[str, KeyPath], skip: Skip) -> set[str]:
     level, depth = sorted(paths), 0
     while True:
         nested: dict[str, list[str]] = {}
@@ -348,9 +351,9 @@ def _default_choice(
             if len(path) == depth + 1:
                 direct.append(fqn)
             elif key.lower() in OPTIMIZER_KEYS:
-                _skip(tensors, skipped, fqn, "optimizer")
+                skip(fqn, "optimizer")
             elif key.lower() in TRAINING_KEYS:
-                _skip(tensors, skipped, fqn, "training state")
+                skip(fqn, "training state")
             else:
                 nested.setdefault(key, []).append(fqn)
         models = [key for key in nested if key.lower() in MODEL_KEYS]
@@ -362,28 +365,8 @@ def _default_choice(
             return {*direct, *(fqn for fqns in nested.values() for fqn in fqns)}
         others = [fqn for key, fqns in nested.items() if key != chosen for fqn in fqns]
         for fqn in [*direct, *others]:
-            because = f"it lies outside {chosen!r}, which holds the model"
-            _skip(tensors, skipped, fqn, "outside the model", because)
+            skip(fqn, "outside the model", f"it lies outside {chosen!r}, which holds the model")
         level, depth = nested[chosen], depth + 1
-
-
-def _skip(
-    tensors: Mapping[str, TensorInfo],
-    skipped: dict[str, Skipped],
-    fqn: str,
-    reason: Reason,
-    because: str | None = None,
-    target: str | None = None,
-) -> None:
-    info = tensors.get(fqn)
-    size = None if info is None else prod(info.shape) * DTYPES[info.dtype].item_bytes
-    skipped[fqn] = Skipped(
-        fqn=fqn,
-        reason=reason,
-        because=because or _BECAUSE[reason],
-        size_bytes=size,
-        target=target,
-    )
 
 
 def _names(fqns: Sequence[str], stripped: str, options: ConsolidateOptions) -> dict[str, str]:
@@ -447,3 +430,62 @@ def _chosen(
     if options.cast_to is not None and dtype in CASTABLE:
         dtype = options.cast_to
     return Chosen(name=name, fqn=stored, source_dtype=info.dtype, dtype=dtype, shape=info.shape)
+
+
+def _tie_roots(source: Source, ties: Mapping[str, str], who: str) -> dict[str, str]:
+    """Return the target of every alias, chains followed to their end."""
+    tensors = source.tensors
+    roots: dict[str, str] = {}
+    for alias, target in sorted(ties.items()):
+        root, seen = target, {alias}
+        while root in ties and root not in seen:
+            seen.add(root)
+            root = ties[root]
+        if root in seen:
+            raise InvalidInputError(
+                f"{who} ties {alias} to itself.",
+                next_step="Give one target for all aliases of a tensor.",
+            )
+        if root not in tensors:
+            raise InvalidInputError(
+                f"{who} maps {alias!r} to {root!r}, which is no tensor of the checkpoint.",
+                next_step="Name a tensor that is there; ckpt-storage show lists them.",
+            )
+        a, b = tensors.get(alias, tensors[root]), tensors[root]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            raise InvalidInputError(
+                f"{who} maps {alias} ({a.dtype}, {list(a.shape)}) to {root} ({b.dtype}, "
+                f"{list(b.shape)}).",
+                next_step="Tied tensors have one dtype and one shape.",
+            )
+        roots[alias] = root
+    return roots
+
+
+def check_ties(source: Source, ties: Mapping[str, str]) -> None:
+    """Raise `InvalidInputError` if an alias that was stored is not what its target is.
+
+    Goes by the checksums of chunks, which tell only where both are cut alike; else the tie is taken
+    on trust. Fetches the rank manifests of the tensors concerned, so one rank does it for all.
+    """
+    for alias, target in sorted(ties.items()):
+        if alias in source.tensors and _have_same_bytes(source, alias, target) is False:
+            raise InvalidInputError(
+                f"{alias} is said to be tied to {target}; their checksums differ.",
+                next_step='Remove it from tied=, or give tied="keep"; both then go out.',
+            )
+
+
+def _have_same_bytes(source: Source, left: str, right: str) -> bool | None:
+    a, b = source.tensors[left], source.tensors[right]
+    if list(a.boxes) != list(b.boxes):
+        return None
+    source.require([(fqn, box.offsets) for box in a.boxes for fqn in (left, right)])
+    for box in a.boxes:
+        places = [source.place(fqn, box.offsets) for fqn in (left, right)]
+        crcs = [None if p.crcs is None else (p.block_bytes, tuple(p.crcs)) for p in places]
+        if None in crcs:
+            return None
+        if crcs[0] != crcs[1]:
+            return False
+    return True

@@ -1,11 +1,12 @@
-"""Removing the exports that lie below a checkpoint that was deleted."""
+"""Exports that lie directly below a checkpoint: those of other saves, and their removal."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from ckpt_storage.commit.slotlog import read_if_there, stamp
-from ckpt_storage.errors import CheckpointError, StorageError
+from ckpt_storage.errors import CheckpointError
 from ckpt_storage.format.exports import (
     DOCUMENTS,
     HOLDER_PATH,
@@ -13,15 +14,40 @@ from ckpt_storage.format.exports import (
     NAMES_PATH,
     SINGLE_NAME,
     Holder,
+    IndexTag,
     is_weight_file,
 )
 from ckpt_storage.format.names import COMMITS, SAVES, new_write_id
 from ckpt_storage.store.store import Store
 
+from .output import holder_of, listed
+
 log = logging.getLogger("ckpt_storage")
 
 _NOTHING = "0" * 64
-"""The fingerprint of what the holder makes: no export."""
+"""The identity of what a removal makes: no output."""
+
+
+def stale_exports(store: Store, save_id: str) -> list[str]:
+    """Return the folders directly below a checkpoint whose export is of another save.
+
+    Asks one listing and one small read for each folder; a folder that may not be read counts
+    as none.
+    """
+    found = []
+    for entry in listed(store, ""):
+        folder = entry.path.rstrip("/")
+        if not entry.path.endswith("/") or folder in {COMMITS, SAVES}:
+            continue
+        try:
+            index = read_if_there(store, f"{folder}/{INDEX_NAME}")
+        except CheckpointError as error:
+            log.debug("%s/%s is passed over: %s", store.url, folder, error)
+            continue
+        tag = None if index is None else IndexTag.of(index.data)
+        if tag is not None and tag.save_id not in {None, save_id}:
+            found.append(folder)
+    return found
 
 
 def remove_exports(store: Store) -> list[str]:
@@ -47,7 +73,7 @@ def _remove(store: Store, folder: str) -> list[str]:
         return [f"{folder}/{path}" for path in paths]
     run_id = new_write_id()
     holder = Holder(run_id=run_id, fingerprint=_NOTHING, stamp=stamp())
-    holder = holder.after(_holder(store, folder))
+    holder = holder.after(holder_of(store, folder))
     store.replace(f"{folder}/{HOLDER_PATH}", holder.encode())
     uploads = _clear_uploads(store, folder, holder)
     paths = _below(store, folder)
@@ -64,7 +90,8 @@ def _remove(store: Store, folder: str) -> list[str]:
         [NAMES_PATH, HOLDER_PATH],
     ):
         if step:
-            if not _is_held(store, folder, run_id):
+            now = holder_of(store, folder)
+            if now is None or now.run_id != run_id:
                 log.info("%s: another consolidation works in %s; it stays", store.url, folder)
                 return []
             store.delete([f"{folder}/{path}" for path in step])
@@ -79,7 +106,7 @@ def _remove(store: Store, folder: str) -> list[str]:
     return left
 
 
-def _clear_uploads(store: Store, folder: str, holder: Holder) -> set[str]:
+def _clear_uploads(store: Store, folder: str, holder: Holder) -> Collection[str]:
     """Abort the uploads that dead consolidations left open; return the paths of those of others."""
     others: set[str] = set()
 
@@ -96,26 +123,5 @@ def _clear_uploads(store: Store, folder: str, holder: Holder) -> set[str]:
 
 
 def _below(store: Store, folder: str) -> list[str]:
-    try:
-        entries = store.list(folder)
-    except StorageError as error:
-        if error.kind != "not-found":
-            raise
-        return []
+    entries = listed(store, folder, recursive=True)
     return [entry.path.removeprefix(f"{folder}/") for entry in entries if entry.path[-1:] != "/"]
-
-
-def _is_held(store: Store, folder: str, run_id: str) -> bool:
-    holder = _holder(store, folder)
-    return holder is not None and holder.run_id == run_id
-
-
-def _holder(store: Store, folder: str) -> Holder | None:
-    try:
-        found = read_if_there(store, f"{folder}/{HOLDER_PATH}")
-        return None if found is None else Holder.decode(found.data)
-    except StorageError:
-        raise
-    except CheckpointError as error:
-        log.warning("%s: who works in %s is not known: %s", store.url, folder, error)
-        return None

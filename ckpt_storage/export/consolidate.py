@@ -20,9 +20,9 @@ from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.progress import reporting
 from ckpt_storage.store import Location
 
-from .consolidation.job import ConsolidateJob, ConsolidationReport
-from .consolidation.options import DEFAULT_MAX_FILE_BYTES, ConsolidateOptions, Selection
-from .consolidation.run import run_consolidate
+from .consolidation import ConsolidateJob, ConsolidationReport, run_consolidate
+from .options import DEFAULT_MAX_FILE_BYTES, ConsolidateOptions, Selection
+from .places import location_beside
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -142,10 +142,7 @@ def output_location(
     """Return where the export of `source` goes. Raises `InvalidInputError`."""
     if output is None:
         return source.child(DEFAULT_FOLDER)
-    location = Location.of(output, storage_options)
-    if storage_options is None and location.protocol == source.protocol:
-        return Location.of(output, source.storage_options)
-    return location
+    return location_beside(source, output, storage_options)
 
 
 def track(

@@ -1,6 +1,8 @@
-"""Whether all ranks see one checkpoint and one output folder, or each node a disk of its own.
+"""Whether two roots are one place, and whether all ranks see the same places.
 
-Storages that every process reaches by the same requests need no look.
+Names prove that two roots are one place, never that they are not: a link, a mount, two profiles or
+two spellings of an endpoint lead to the same files. So a file of a random name is put at the target
+and looked for: through the source's own store, and by all ranks.
 """
 
 from __future__ import annotations
@@ -8,18 +10,122 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.coordination.failures import spell_ranks
 from ckpt_storage.errors import CheckpointError, RankMismatchError, StorageError
 from ckpt_storage.format.exports import probe_path
+from ckpt_storage.format.names import probe_path as root_probe_path
 from ckpt_storage.source.foreign import SafetensorsSource, StockSource
 from ckpt_storage.source.model import CommittedSource, Source
+from ckpt_storage.store.location import Location
 from ckpt_storage.store.store import Store
 
 _SAMPLE_COUNT = 64
+
+_WHERE = (
+    "endpoint_url",
+    "endpoint",
+    "account_host",
+    "account_name",
+    "base_url",
+    "connection_string",
+    "host",
+    "port",
+    "profile",
+)
+"""Options that may lead to another storage; all others change who asks, not whom."""
+
+
+def location_beside(
+    source: Location,
+    url: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+) -> Location:
+    """Return where `url` is; without options of its own, with those of a source of its kind."""
+    location = Location.of(url, storage_options)
+    if storage_options is None and location.protocol == source.protocol:
+        return Location.of(url, source.storage_options)
+    return location
+
+
+def is_within(outer: Location, inner: Location) -> bool:
+    """Return whether names alone tell that `inner` is `outer`, or lies below it."""
+    if outer.protocol != inner.protocol:
+        return False
+    if not outer.is_local and _endpoint(outer) != _endpoint(inner):
+        return False
+    above, below = _resolved(outer), _resolved(inner)
+    return below == above or below.startswith(f"{above.rstrip('/')}/")
+
+
+def _resolved(location: Location) -> str:
+    return os.path.realpath(location.target) if location.is_local else location.url
+
+
+def _endpoint(location: Location) -> list[str]:
+    inner = location.storage_options.get("client_kwargs")
+    sides: list[Mapping[str, Any]] = [location.storage_options]
+    if isinstance(inner, Mapping):
+        sides.append(inner)
+    return [str(side[name]).rstrip("/") for name in _WHERE for side in sides if side.get(name)]
+
+
+def place_within(source: Store, target: Store, *, is_deep: bool = True) -> str | None:
+    """Return where below the source's root that of the target lies, "" for the very same.
+
+    None: elsewhere. Puts a file of a random name at the target and removes it, unless nothing lies
+    there, or nothing may be written there: then nothing there can be harmed. Without `is_deep`
+    only the source's root itself is looked at. Raises `StorageError`.
+    """
+    if not _holds_anything(target):
+        return None
+    name = root_probe_path()
+    try:
+        target.put(name, b"Is this folder the one that is read from?")
+    except StorageError as error:
+        if error.kind == "permission":
+            return None
+        raise
+    try:
+        if _is_seen(source, name):
+            return ""
+        return _below(source, name) if is_deep else None
+    finally:
+        with contextlib.suppress(StorageError):
+            target.delete([name])
+
+
+def _holds_anything(store: Store) -> bool:
+    try:
+        return bool(store.list("", recursive=False))
+    except StorageError as error:
+        if error.kind not in {"not-found", "permission"}:
+            raise
+        return error.kind == "permission"
+
+
+def _is_seen(store: Store, name: str) -> bool:
+    try:
+        return is_there(store, name)
+    except StorageError as error:
+        # Some storages answer so for what is not there to those who may not list.
+        if error.kind == "permission":
+            return False
+        raise
+
+
+def _below(store: Store, name: str) -> str | None:
+    try:
+        paths = [entry.path for entry in store.list("")]
+    except StorageError as error:
+        if error.kind in {"not-found", "permission"}:
+            return None
+        raise
+    return next((path[: -len(name) - 1] for path in paths if path.endswith(f"/{name}")), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +156,7 @@ class Seen:
 
 
 def source_files(source: Source) -> list[str]:
-    """Return the paths of the files that hold the tensors, sorted."""
+    """Return the paths of the files that hold the values, sorted."""
     if isinstance(source, CommittedSource):
         return sorted(reference.path for reference, _ in source.manifest.files)
     if isinstance(source, StockSource):
@@ -63,7 +169,8 @@ def source_files(source: Source) -> list[str]:
 def place_marks(source: Source, source_store: Store, target: Store, *, world_size: int) -> Marks:
     """Choose a sample of the source's files and write a probe to `target`, whose folders exist.
 
-    Coordinator only; `remove_marks` takes the probe away.
+    Coordinator only; `remove_marks` takes the probe away. Storages that every process reaches by
+    the same requests need no look.
     """
     files: list[str] = []
     probe, nonce = None, os.urandom(16).hex().encode()

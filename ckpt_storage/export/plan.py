@@ -1,19 +1,23 @@
-"""Which rank writes which bytes of which weight file."""
+"""Who writes which bytes of which output file: pure, the same on every rank."""
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
+import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import DEFAULT_PART_BYTES, MIB
 from ckpt_storage.store.backend import Capabilities
 
-_ELEMENTS_BYTES = 64
+from .layout import Elements, Fixed, Layout, OutFile, Stored
+
+ELEMENTS_BYTES = 64
 """A multiple of it, from where tensors begin, is the end of an element of every dtype."""
 
 _PARTS_PER_RANK = 40
@@ -28,8 +32,7 @@ class WriteRules:
     min_part_bytes: least size of a part that does not end its file.
     max_part_count: most parts of one file; None where there is no limit.
     part_multiple_bytes: every part but the last of a file is a multiple of this; on POSIX the
-        page size or more, because a network mount may write back whole pages (there parts are
-        only what regions are made of).
+        page size or more, because a network mount may write back whole pages.
     part_bytes: size of a part that suits the storage; smaller ones are planned where that
         balances the ranks, larger ones where `max_part_count` asks for them.
     """
@@ -62,23 +65,12 @@ class WriteRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One part of a file: bytes [start, stop) of it, numbered from 0 without gaps."""
-
-    number: int
-    start: int
-    stop: int
-    is_last: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Bytes [start, stop) of one weight file, which rank `owner` writes; never empty.
+    """Bytes [start, stop) of one output file, which rank `owner` writes; never empty.
 
-    `file` is a position in `ExportPlan.files`. The whole file is cut into parts at multiples of
+    `file` is a position in `Layout.files`. The whole file is cut into parts at multiples of
     `part_bytes`; `start` is such a multiple, `stop` is one or the end of the file, whose length
-    is `file_bytes`. So part n is [n * part_bytes, ...) whoever writes it, and all parts but the
-    last of the file have `part_bytes`.
+    is `file_bytes`. So part n is [n * part_bytes, ...) whoever writes it.
     """
 
     file: int
@@ -98,16 +90,132 @@ class Region:
         """Whether the region holds the last part of the file."""
         return self.stop == self.file_bytes
 
-    def parts(self) -> Iterator[Part]:
-        """Yield the parts of the region, ascending."""
+    def parts(self) -> Iterator[tuple[int, int, int]]:
+        """Yield number, start and stop of each part of the region, ascending."""
         for start in range(self.start, self.stop, self.part_bytes):
-            stop = min(start + self.part_bytes, self.stop)
-            yield Part(
-                number=start // self.part_bytes,
-                start=start,
-                stop=stop,
-                is_last=stop == self.file_bytes,
-            )
+            yield start // self.part_bytes, start, min(start + self.part_bytes, self.stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All that is written, and by whom.
+
+    `regions` are in order of file and start. Every byte of every file is in exactly one, but for
+    the files of `checks`, position to rank: they are said to be complete, and their rank reads them
+    back, and writes those that are damaged. Files without bytes are the coordinator's.
+
+    `identity` (sha256, hex) stands for the content: source, names, dtypes, shapes, places. It
+    depends neither on ranks nor on names of files. `digest` (sha256, hex) stands for the whole
+    plan: ranks compare it before they begin.
+    """
+
+    layout: Layout
+    world_size: int
+    rules: WriteRules
+    identity: str
+    regions: tuple[Region, ...]
+    checks: Mapping[int, int]
+
+    @property
+    def files(self) -> tuple[OutFile, ...]:
+        """The output files, in the order of their numbers."""
+        return self.layout.files
+
+    @property
+    def digest(self) -> str:
+        """What is equal on two ranks if they made the same plan."""
+        return _digest(
+            {
+                "identity": self.identity,
+                "world_size": self.world_size,
+                "names": [file.name for file in self.files],
+                "regions": [[r.file, r.start, r.stop, r.owner, r.part_bytes] for r in self.regions],
+                "checks": sorted(self.checks.items()),
+            }
+        )
+
+    def regions_of(self, rank: int) -> tuple[Region, ...]:
+        """Return what `rank` writes, in order of file and start."""
+        return tuple(region for region in self.regions if region.owner == rank)
+
+    def whole_region(self, file: int, owner: int) -> Region:
+        """Return the region that is a whole file."""
+        size = self.files[file].size_bytes
+        (part_bytes,) = _part_sizes([size], 1, self.rules)
+        return Region(
+            file=file, start=0, stop=size, owner=owner, part_bytes=part_bytes, file_bytes=size
+        )
+
+    def shared(self) -> dict[int, list[int]]:
+        """Return the files that several ranks write, and those ranks."""
+        owners: dict[int, list[int]] = {}
+        for region in self.regions:
+            owners.setdefault(region.file, []).append(region.owner)
+        return {file: ranks for file, ranks in owners.items() if len(ranks) > 1}
+
+    def renamed(self, layout: Layout) -> Plan:
+        """Return the same plan over files of other names."""
+        return replace(self, layout=layout)
+
+    def leaving(self, done: Collection[int]) -> Plan:
+        """Return the plan for what is left where the files of `done` are said to be complete."""
+        sizes = [file.size_bytes for file in self.files]
+        left = [at for at in range(len(sizes)) if at not in done]
+        checked = sorted(done)
+        owners = _whole_files([sizes[at] for at in checked], self.world_size)
+        return replace(
+            self,
+            regions=_regions(sizes, left, self.world_size, self.rules),
+            checks=dict(zip(checked, owners, strict=True)),
+        )
+
+
+def plan(layout: Layout, *, world_size: int, rules: WriteRules, source: object) -> Plan:
+    """Return the plan of making all files of `layout` by `world_size` ranks.
+
+    `source` (JSON) stands for the content that they are made of.
+    """
+    if world_size < 1:
+        raise InvalidInputError(f"world_size is {world_size}.", next_step="Give 1 or more.")
+    sizes = [file.size_bytes for file in layout.files]
+    return Plan(
+        layout=layout,
+        world_size=world_size,
+        rules=rules,
+        identity=_identity(layout, source),
+        regions=_regions(sizes, range(len(sizes)), world_size, rules),
+        checks={},
+    )
+
+
+def _identity(layout: Layout, source: object) -> str:
+    # A header says names, dtypes, shapes and places; what it does not say is where from.
+    content = []
+    for file in layout.files:
+        fixed = hashlib.sha256()
+        sources: list[object] = []
+        for one in file.segments:
+            if isinstance(one, Fixed):
+                fixed.update(one.data)
+            elif isinstance(one, Elements):
+                sources.append([one.fqn, one.source_dtype, one.dtype, *one.box])
+            elif isinstance(one, Stored):
+                sources.append([one.fqn, one.path, one.size_bytes])
+        content.append([file.size_bytes, fixed.hexdigest(), sources])
+    return _digest({"version": 2, "source": source, "files": content})
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _regions(
+    sizes: Sequence[int], files: Sequence[int], world_size: int, rules: WriteRules
+) -> tuple[Region, ...]:
+    wanted = [at for at in files if sizes[at]]
+    regions = divide([sizes[at] for at in wanted], world_size, rules) if wanted else ()
+    return tuple(replace(region, file=wanted[region.file]) for region in regions)
 
 
 def divide(sizes_bytes: Sequence[int], world_size: int, rules: WriteRules) -> tuple[Region, ...]:
@@ -152,7 +260,7 @@ def _part_sizes(sizes_bytes: Sequence[int], world_size: int, rules: WriteRules) 
 
     All are multiples of 64, so that no part ends within an element.
     """
-    unit = math.lcm(rules.part_multiple_bytes, _ELEMENTS_BYTES)
+    unit = math.lcm(rules.part_multiple_bytes, ELEMENTS_BYTES)
     wanted = rules.part_bytes
     if rules.can_share_file and world_size > 1:
         wanted = min(wanted, sum(sizes_bytes) // (_PARTS_PER_RANK * world_size))

@@ -1,7 +1,4 @@
-"""What a caller may choose about an export, checked as far as that needs no checkpoint.
-
-Values only; knows neither tensors nor storages.
-"""
+"""What a caller may choose: options of a consolidation, selections of values, sizes as texts."""
 
 from __future__ import annotations
 
@@ -40,21 +37,21 @@ class ConsolidateOptions:
     max_file_bytes: tensors of one weight file together have at most this many bytes, unless one
         alone has more: an int, or a text such as "5GB" (decimal) or "5GiB" (binary). Headers do
         not count, as in Hugging Face's libraries.
-    fqn_to_index_mapping: instead of a limit, which file (from 1, without gaps) each tensor goes
+    fqn_to_index_mapping: instead of a limit, which file (from 1; gaps are closed) each tensor goes
         into, as in torch's `HuggingFaceStorageWriter`. Keys are names as in the weight files; one
-        that is none is taken as an FQN of the checkpoint. Every tensor that goes out needs one.
+        that is none is taken as an FQN. Every tensor that goes out needs one.
     dtype: what to cast to, as a `torch.dtype` or its name. Only tensors of float64, float32,
         float16 and bfloat16 are cast, and only to these; all others go out as they are.
-    rename: names in the weight files. A mapping from FQN of the checkpoint to name leaves the
-        tensors that it does not list their default name. A function gets every FQN, as in the
-        checkpoint, and its answer is the name; it must answer alike on all ranks.
-    include: which tensors go out, instead of the default choice (see `choice.choose`).
-    exclude: which of them do not. Both take FQNs of the checkpoint and glob patterns (`*`, which
-        matches dots too, `?`, `[...]`, letter case counts), one or a collection of them, or a
-        function that gets each tensor's FQN. An entry that is an FQN is never read as a pattern.
-    tied: what happens to aliases of recorded ties: "drop" leaves them out, because
-        `transformers` ties them again; "keep" writes their bytes once more. A mapping from alias
-        to target is "drop" with more ties than were recorded.
+    rename: names in the weight files. A mapping from FQN to name leaves the tensors that it does
+        not list their default name. A function gets every FQN, and its answer is the name; it must
+        answer alike on all ranks.
+    include: which tensors go out, instead of the default choice (see `choose_model`).
+    exclude: which of them do not. Both take FQNs and glob patterns (`*`, which matches dots too,
+        `?`, `[...]`, letter case counts), one or a collection of them, or a function that gets
+        each FQN. An entry that is an FQN is never read as a pattern.
+    tied: what happens to aliases of recorded ties: "drop" leaves them out, because `transformers`
+        ties them again; "keep" writes their bytes once more. A mapping from alias to target is
+        "drop" with more ties than were recorded.
     memory_limit_bytes: ceiling of buffers that hold bytes in flight, per process; None: 256 MiB,
         or this rank's share of the node's (`docs/performance.md`).
     page_cache: "drop" lets the kernel keep no copy of weight files that are on a local disk, "keep"
@@ -91,23 +88,14 @@ class ConsolidateOptions:
             )
         _ = self.cast_to
         if not (self.rename is None or callable(self.rename) or _is_text_map(self.rename)):
-            raise InvalidInputError(
-                f"rename is {self.rename!r:.80}.",
-                next_step="Give a mapping from FQN to name, or a function from FQN to name.",
-            )
-        _check_selection("include", self.include)
-        _check_selection("exclude", self.exclude)
+            raise _wrong("rename", self.rename, "a mapping or a function from FQN to name")
+        for option, value in (("include", self.include), ("exclude", self.exclude)):
+            check_selection(option, value)
         if self.tied not in ("drop", "keep") and not _is_text_map(self.tied):
-            raise InvalidInputError(
-                f"tied is {self.tied!r:.80}.",
-                next_step='Give "drop", "keep", or a mapping from alias to target.',
-            )
+            raise _wrong("tied", self.tied, '"drop", "keep", or a mapping from alias to target')
         limit = self.memory_limit_bytes
-        if limit is not None and (type(limit) is not int or limit < MIN_MEMORY_LIMIT_BYTES):
-            raise InvalidInputError(
-                f"memory_limit_bytes is {limit!r}.",
-                next_step=f"Give an integer of {MIN_MEMORY_LIMIT_BYTES} or more.",
-            )
+        if limit is not None:
+            check_memory_limit(limit)
         if self.page_cache is not None:
             check_page_cache(self.page_cache)
 
@@ -118,7 +106,7 @@ class ConsolidateOptions:
 
     @property
     def cast_to(self) -> str | None:
-        """`dtype` as a name of `DTYPES`; None: nothing is cast."""
+        """`dtype` as a name of `tensorfile.DTYPES`; None: nothing is cast."""
         if self.dtype is None:
             return None
         # Without importing torch: a dtype prints as "torch.bfloat16".
@@ -132,6 +120,15 @@ class ConsolidateOptions:
         return name
 
 
+def check_memory_limit(limit: object) -> None:
+    """Raise `InvalidInputError` for a ceiling of buffers that nothing can work with."""
+    if type(limit) is not int or limit < MIN_MEMORY_LIMIT_BYTES:
+        raise InvalidInputError(
+            f"memory_limit_bytes is {limit!r}.",
+            next_step=f"Give an integer of {MIN_MEMORY_LIMIT_BYTES} or more.",
+        )
+
+
 def parse_bytes(value: int | str, *, option: str) -> int:
     """Return a number of bytes given as an int or as a text such as "5GB" or "1.5 GiB".
 
@@ -142,12 +139,18 @@ def parse_bytes(value: int | str, *, option: str) -> int:
         return value
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise InvalidInputError(
-            f"{option} is {value!r:.80}.",
-            next_step='Give a number of bytes, or a text such as "5GB" or "5GiB".',
-        )
+        raise _wrong(option, value, 'a number of bytes, or a text such as "5GB" or "5GiB"')
     number, unit, binary = match.groups(default="")
     return int(Fraction(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()])
+
+
+def check_selection(option: str, value: object) -> None:
+    """Raise `InvalidInputError` unless `value` is a `Selection` or None."""
+    if value is None or callable(value) or isinstance(value, str):
+        return
+    if isinstance(value, Collection) and all(isinstance(entry, str) for entry in value):
+        return
+    raise _wrong(option, value, "FQNs or glob patterns, or a function that takes an FQN")
 
 
 def _check_index(mapping: object) -> None:
@@ -157,10 +160,8 @@ def _check_index(mapping: object) -> None:
         isinstance(key, str) and type(value) is int for key, value in mapping.items()
     )
     if not good or not isinstance(mapping, Mapping) or not mapping:
-        raise InvalidInputError(
-            f"fqn_to_index_mapping is {mapping!r:.80}.",
-            next_step="Give a mapping from FQN to the number of its file, from 1 on.",
-        )
+        text = "a mapping from FQN to the number of its file, from 1 on"
+        raise _wrong("fqn_to_index_mapping", mapping, text)
     fqn = min(mapping, key=lambda fqn: (mapping[fqn], fqn))
     if mapping[fqn] < 1:
         raise InvalidInputError(
@@ -170,7 +171,17 @@ def _check_index(mapping: object) -> None:
         )
 
 
-def selected(selection: Selection, names: Collection[str], option: str) -> set[str]:
+def _wrong(option: str, value: object, wanted: str) -> InvalidInputError:
+    return InvalidInputError(f"{option} is {value!r:.80}.", next_step=f"Give {wanted}.")
+
+
+def _is_text_map(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(key, str) and isinstance(name, str) for key, name in value.items()
+    )
+
+
+def matching(selection: Selection, names: Collection[str], option: str) -> set[str]:
     """Return those of `names`, all values of a checkpoint, that a selection means.
 
     An entry is an FQN, or else a glob pattern. Raises `InvalidInputError` for an entry that matches
@@ -195,20 +206,3 @@ def selected(selection: Selection, names: Collection[str], option: str) -> set[s
             )
         found |= matches
     return found
-
-
-def _check_selection(option: str, value: object) -> None:
-    if value is None or callable(value) or isinstance(value, str):
-        return
-    if isinstance(value, Collection) and all(isinstance(entry, str) for entry in value):
-        return
-    raise InvalidInputError(
-        f"{option} is {value!r:.80}.",
-        next_step="Give FQNs or glob patterns, or a function that takes an FQN.",
-    )
-
-
-def _is_text_map(value: object) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(key, str) and isinstance(name, str) for key, name in value.items()
-    )

@@ -1,0 +1,154 @@
+"""What output files are made of: a list of segments each, without holes.
+
+Pure values. A layout says nothing of ranks, of storages, or of which file a stored byte lies in.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.dtypes import DTYPES
+
+from .select import Skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Bytes that are known before anything is read: headers, frames, padding, documents."""
+
+    data: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements:
+    """A box of a tensor, its elements in C order, each cast to `dtype` if that is another.
+
+    `name` is what the file calls it, `fqn` what the checkpoint does: of an alias that only exists
+    as a recorded tie, that of its target. `shape` is the whole tensor's.
+    """
+
+    name: str
+    fqn: str
+    shape: tuple[int, ...]
+    box: Box
+    source_dtype: str
+    dtype: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.box.volume * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element as written."""
+        return DTYPES[self.dtype].item_bytes
+
+    @property
+    def source_item_bytes(self) -> int:
+        """Bytes of one element as stored."""
+        return DTYPES[self.source_dtype].item_bytes
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether elements change their dtype on the way."""
+        return self.dtype != self.source_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Stored bytes as they are: a value that is no tensor (`fqn`), or a whole file (`path`)."""
+
+    size_bytes: int
+    fqn: str = ""
+    path: str = ""
+    item_bytes: int = field(default=1, init=False)
+    source_item_bytes: int = field(default=1, init=False)
+    is_cast: bool = field(default=False, init=False)
+
+
+Segment = Fixed | Elements | Stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutFile:
+    """One output file; `number` counts from 1, `starts` says where each segment begins.
+
+    `crc32c` is that of the whole file where it is known before. With `edges`, which ascend and of
+    which the last is the end, the writer also tells the checksums of what lies between them.
+    """
+
+    number: int
+    name: str
+    size_bytes: int
+    segments: Sequence[Segment]
+    starts: Sequence[int]
+    crc32c: int | None = None
+    edges: Sequence[int] = ()
+
+    @property
+    def header(self) -> bytes:
+        """The bytes that the file begins with, as far as they are known before."""
+        first = self.segments[0] if self.segments else None
+        return first.data if isinstance(first, Fixed) else b""
+
+    @property
+    def elements(self) -> list[Elements]:
+        """The tensors, or parts of them, in their order."""
+        return [one for one in self.segments if isinstance(one, Elements)]
+
+
+def out_file(
+    number: int,
+    name: str,
+    segments: Sequence[Segment],
+    *,
+    crc32c: int | None = None,
+    edges: Sequence[int] = (),
+) -> OutFile:
+    """Return the file that these segments make one after another."""
+    *starts, size = itertools.accumulate((one.size_bytes for one in segments), initial=0)
+    return OutFile(
+        number=number,
+        name=name,
+        size_bytes=size,
+        segments=tuple(segments),
+        starts=tuple(starts),
+        crc32c=crc32c,
+        edges=tuple(edges),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """All files of an output, in the order of their numbers, and what is in none of them.
+
+    `stripped` is the container key (with its dots) that was taken off the FQNs, "" if none.
+    """
+
+    files: tuple[OutFile, ...]
+    skipped: tuple[Skipped, ...] = ()
+    stripped: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors in them."""
+        return sum(one.size_bytes for file in self.files for one in file.elements)
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """The FQN of every alias that was left out, and that of the tensor that stands for it."""
+        return {skip.fqn: skip.target for skip in self.skipped if skip.target is not None}

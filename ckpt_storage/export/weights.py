@@ -1,0 +1,226 @@
+"""Layouts of safetensors: Hugging Face's weight files with their index, and torch's sharded ones.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.safetensors import SafetensorsEntry, encode_safetensors_header
+from ckpt_storage.source.model import Source, TensorInfo
+
+from .layout import Elements, Fixed, Layout, OutFile, out_file
+from .options import ConsolidateOptions
+from .select import Choice, choose_model, payload_bytes
+
+DATA_ALIGN_BYTES = 64
+"""The tensors' bytes begin at a multiple of it, as payloads in our shard files do."""
+
+
+def lay_out_model(
+    source: Source, options: ConsolidateOptions, ties: Mapping[str, str] | None = None
+) -> Layout:
+    """Return the weight files that a consolidation makes, named for an empty folder.
+
+    `ties` are the recorded ones, alias to target in FQNs. Fetches nothing, not even rank manifests.
+    Raises `InvalidInputError` for options that do not fit the checkpoint.
+    """
+    choice = choose_model(source, options, ties)
+    tensors = [
+        Elements(
+            name=one.name,
+            fqn=one.fqn,
+            shape=one.shape,
+            box=Box((0,) * len(one.shape), one.shape),
+            source_dtype=one.source_dtype,
+            dtype=one.dtype,
+        )
+        for one in choice.tensors
+    ]
+    if options.fqn_to_index_mapping is None:
+        groups = _split_by_size(tensors, options.file_limit_bytes)
+    else:
+        groups = _split_by_index(tensors, _index(options.fqn_to_index_mapping, choice))
+    return Layout(files=_weight_files(groups), skipped=choice.skipped, stripped=choice.stripped)
+
+
+def lay_out_whole(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Layout:
+    """Return weight files of all `tensors` under their FQNs, in order."""
+    groups: list[list[Elements]] = [[]]
+    size = 0
+    for info in tensors:
+        length = payload_bytes(info)
+        if groups[-1] and size + length > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(elements_of(info, Box((0,) * len(info.shape), info.shape)))
+        size += length
+    return Layout(files=_weight_files(groups))
+
+
+def lay_out_sharded(tensors: Iterable[TensorInfo], max_file_bytes: int) -> Layout:
+    """Return files as torch's `HuggingFaceStorageWriter` names those of its ranks.
+
+    A file of that layout holds one part of a tensor at the most, so part n of each tensor goes
+    into shard n, or a later one where that is full.
+    """
+    groups: list[list[Elements]] = []
+    sizes: list[int] = []
+    for info in tensors:
+        at = 0
+        for box in boxes_of(info):
+            one = elements_of(info, box)
+            while at < len(groups) and sizes[at] and sizes[at] + one.size_bytes > max_file_bytes:
+                at += 1
+            if at == len(groups):
+                groups.append([])
+                sizes.append(0)
+            groups[at].append(one)
+            sizes[at] += one.size_bytes
+            at += 1
+    files = []
+    for number, group in enumerate(groups, 1):
+        # Torch writes it as text too; its version is a number there, and its reader wants none.
+        offsets = {one.name: {"saved_offsets": list(one.box.offsets)} for one in _ordered(group)}
+        metadata = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        name = f"shard-{number:05d}-model-00001-of-00001.safetensors"
+        files.append(_weight_file(number, name, group, metadata))
+    return Layout(files=tuple(files))
+
+
+def boxes_of(info: TensorInfo) -> list[Box]:
+    """Return the chunks of a tensor, each once; one for a tensor without elements."""
+    boxes = list(dict.fromkeys(box for box in info.boxes if not box.is_empty))
+    return boxes or [Box((0,) * len(info.shape), info.shape)]
+
+
+def elements_of(info: TensorInfo, box: Box) -> Elements:
+    """Return a box of a tensor under its FQN, as it is stored."""
+    return Elements(
+        name=info.fqn,
+        fqn=info.fqn,
+        shape=info.shape,
+        box=box,
+        source_dtype=info.dtype,
+        dtype=info.dtype,
+    )
+
+
+def file_name(number: int, count: int, suffix: str = "") -> str:
+    """Return the name of weight file `number` (from 1) of `count`, as Hugging Face spells it."""
+    if count == 1 and not suffix:
+        return "model.safetensors"
+    tail = f"-{suffix}" if suffix else ""
+    return f"model-{number:05d}-of-{count:05d}{tail}.safetensors"
+
+
+def with_suffix(layout: Layout, suffix: str) -> Layout:
+    """Return weight files that are named for a re-export, or, with "", as at first."""
+    count = len(layout.files)
+    files = tuple(replace(f, name=file_name(f.number, count, suffix)) for f in layout.files)
+    return replace(layout, files=files)
+
+
+def index_document(
+    layout: Layout, *, save_id: str | None = None, fingerprint: str | None = None
+) -> bytes:
+    """Return the bytes of `model.safetensors.index.json`.
+
+    `total_size` counts the tensors' bytes, as Hugging Face's libraries do. `save_id` and
+    `fingerprint` tell which export of ours the files belong to; other readers pass over them.
+    """
+    metadata: dict[str, object] = {"total_size": layout.tensor_bytes}
+    if fingerprint is not None:
+        metadata |= {"save_id": save_id, "fingerprint": fingerprint}
+    body = {
+        "metadata": metadata,
+        "weight_map": {one.name: file.name for file in layout.files for one in file.elements},
+    }
+    return (json.dumps(body, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _split_by_size(tensors: Sequence[Elements], max_file_bytes: int) -> list[list[Elements]]:
+    """Return the tensors per file, cut as Hugging Face's libraries cut.
+
+    A file is closed by the first tensor that would not fit; one that is larger than a file may be
+    gets its own, and what came before it goes on filling its file
+    (`huggingface_hub.split_state_dict_into_shards_factory`).
+    """
+    groups: list[list[Elements]] = []
+    current: list[Elements] = []
+    current_bytes = 0
+    for tensor in tensors:
+        size = tensor.size_bytes
+        if size > max_file_bytes:
+            groups.append([tensor])
+            continue
+        if current and current_bytes + size > max_file_bytes:
+            groups.append(current)
+            current, current_bytes = [], 0
+        current.append(tensor)
+        current_bytes += size
+    return [*groups, current] if current else groups
+
+
+def _split_by_index(tensors: Sequence[Elements], index: Mapping[str, int]) -> list[list[Elements]]:
+    """Return the tensors per file, given the file's number for each name; gaps are closed."""
+    groups: dict[int, list[Elements]] = {}
+    for tensor in tensors:
+        if tensor.name not in index:
+            raise InvalidInputError(
+                f"fqn_to_index_mapping does not say which file {tensor.name} goes into.",
+                next_step="Add it to the mapping, or leave it out with exclude=.",
+            )
+        groups.setdefault(index[tensor.name], []).append(tensor)
+    return [groups[number] for number in sorted(groups)]
+
+
+def _index(mapping: Mapping[str, int], choice: Choice) -> dict[str, int]:
+    """Return the file number of each name, given keys that are names or FQNs."""
+    known = set(choice.names.values())
+    index: dict[str, int] = {}
+    for key in sorted(mapping):
+        name = key if key in known else choice.names.get(key)
+        # The mapping of a whole model may name what this checkpoint lacks, or what stays behind.
+        if name is not None and index.setdefault(name, mapping[key]) != mapping[key]:
+            raise InvalidInputError(
+                f"fqn_to_index_mapping gives {name} two files, as {key} and as its other name.",
+                next_step="Use the names in the weight files only.",
+            )
+    return index
+
+
+def _weight_files(groups: Sequence[Sequence[Elements]]) -> tuple[OutFile, ...]:
+    count = len(groups)
+    return tuple(
+        _weight_file(number, file_name(number, count), group, {})
+        for number, group in enumerate(groups, 1)
+    )
+
+
+def _ordered(tensors: Sequence[Elements]) -> list[Elements]:
+    """Return tensors of larger elements first, so that each begins at a multiple of its element."""
+    return sorted(tensors, key=lambda one: -one.item_bytes)
+
+
+def _weight_file(
+    number: int, name: str, tensors: Sequence[Elements], metadata: Mapping[str, str]
+) -> OutFile:
+    ordered = _ordered(tensors)
+    entries = []
+    at = 0
+    for one in ordered:
+        end = at + one.size_bytes
+        entries.append(
+            SafetensorsEntry(name=one.name, dtype=one.dtype, shape=one.box.sizes, start=at, end=end)
+        )
+        at = end
+    header = encode_safetensors_header(
+        entries, {"format": "pt", **metadata}, align_bytes=DATA_ALIGN_BYTES
+    )
+    return out_file(number, name, [Fixed(header), *ordered])
