@@ -1,4 +1,4 @@
-"""`CheckpointStorageReader`: DCP's load calls become the steps of one load session.
+"""`CheckpointStorageReader`: DCP's load calls become the steps of one load.
 
 Every rank holds one; all methods but `prepare_global_plan` run on every rank.
 """
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.loads.session import LoadSession, LoadSettings
+from ckpt_storage.loads.loader import Loader, LoadSettings
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location
@@ -92,7 +92,7 @@ class CheckpointStorageReader(StorageReader):
     def _aim(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         settings = self._settings
         begin = partial(Deadline.of, settings.timeouts)
-        self._session = LoadSession(settings, checkpoint_id, begin=begin)
+        self._loader = Loader(settings, checkpoint_id, begin=begin)
         self._checkpoint_id = checkpoint_id
 
     def __repr__(self) -> str:
@@ -101,7 +101,7 @@ class CheckpointStorageReader(StorageReader):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         # What is open belongs to a process; the other side opens its own.
-        del state["_session"]
+        del state["_loader"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ class CheckpointStorageReader(StorageReader):
     @property
     def checkpoint_id(self) -> str:
         """The URL that is read from."""
-        return self._session.url
+        return self._loader.url
 
     @property
     def format(self) -> SourceFormat:
@@ -128,7 +128,7 @@ class CheckpointStorageReader(StorageReader):
 
         Opens the checkpoint if `dcp.load` has not yet. Raises as `read_metadata`.
         """
-        return self._session.opened().format
+        return self._loader.open().format
 
     @at_dcp_border
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -143,7 +143,7 @@ class CheckpointStorageReader(StorageReader):
         Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
         `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
         """
-        metadata = self._session.read_metadata()
+        metadata = self._loader.metadata(lazy=False)
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -157,17 +157,17 @@ class CheckpointStorageReader(StorageReader):
         **kwargs: Any,
     ) -> None:
         """Note this rank's part; the coordinator also finishes what a crashed saver left undone."""
-        self._session.set_up(is_coordinator=is_coordinator, rank=rank_of_call(kwargs))
+        self._loader.set_up(is_coordinator=is_coordinator, rank=rank_of_call(kwargs))
 
     @at_dcp_border
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Attach what this rank is about to read; all ranks."""
-        return self._session.propose(plan)
+        return self._loader.propose(plan)
 
     @at_dcp_border
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise `RankMismatchError` unless all ranks read one save; coordinator only."""
-        self._session.check()
+        self._loader.check()
         return plans
 
     @at_dcp_border
@@ -179,7 +179,7 @@ class CheckpointStorageReader(StorageReader):
         saved over its files since they were opened), `UnsafeContentError`,
         `StorageError`, `PhaseTimeoutError`.
         """
-        self._session.read(plan, planner)
+        self._loader.read(plan, planner)
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future

@@ -20,9 +20,9 @@ from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts
 
+from .exchange import Links
+from .loader import Loader, LoadSettings
 from .loadplanner import OwnChunksLoadPlanner
-from .loadreads import Sharing
-from .session import LoadSession, LoadSettings
 from .sharing import ShareOrder
 
 _MOST_LOOKS = 8
@@ -121,11 +121,11 @@ def load(  # the public surface, all keyword-only
                 retry=retry,
                 progress=progress,
             )
-            session = LoadSession(settings, begin=operation.phase)
-            operation.what = f"the load from {session.url}"
+            loader = Loader(settings, begin=operation.phase)
+            operation.what = f"the load from {loader.url}"
             plain = plain_state(dict(sorted(state.items())))
             chosen = planner or OwnChunksLoadPlanner()
-            _run(operation, peers_of(coordinator), session, chosen, plain)
+            _run(operation, peers_of(coordinator), loader, chosen, plain)
             operation.all_gather(pickle.dumps(None))
             has_read = True
             for key, value in plain.items():
@@ -170,7 +170,7 @@ class _Answer:
 def _run(
     operation: Operation,
     peers: Peers,
-    session: LoadSession,
+    loader: Loader,
     planner: LoadPlanner,
     state: dict[str, Any],
 ) -> None:
@@ -180,17 +180,17 @@ def _run(
     still agree on what they read, but their plans travel only where reads may be shared. Where some
     ranks give a planner and others none, all send their plans in full, once that is known.
     """
-    operation.meet(session.terms())
+    operation.meet(loader.terms())
     operation.phase("load")
     is_own = type(planner) is OwnChunksLoadPlanner
-    metadata = session.read_lazily() if is_own else session.read_metadata()
+    metadata = loader.metadata(lazy=is_own)
     planner.set_up_planner(state, metadata, operation.is_coordinator)
-    session.set_up(is_coordinator=operation.is_coordinator, rank=operation.rank)
+    loader.set_up(is_coordinator=operation.is_coordinator, rank=operation.rank)
     plan = planner.create_local_plan()
     told = plan
-    if is_own and not session.may_share(operation.world_size):
+    if is_own and loader.share_policy(operation.world_size) is None:
         told = replace(plan, items=[])
-    proposal = _Proposal(plan=session.propose(told), is_own=is_own)
+    proposal = _Proposal(plan=loader.propose(told), is_own=is_own)
 
     def decide(proposals: list[_Proposal]) -> Sequence[_Answer | None]:
         plans = [proposal.plan for proposal in proposals]
@@ -198,21 +198,21 @@ def _run(
             return [None] * len(plans)
         if not is_own:
             return decide_in_full(plans)
-        session.check()
-        return [_Answer(plan=None, order=order) for order in session.share_orders(plans)]
+        loader.check()
+        return [_Answer(plan=None, order=order) for order in loader.share_orders(plans)]
 
     def decide_in_full(plans: list[LoadPlan]) -> list[_Answer]:
         plans = planner.create_global_plan(plans)
-        session.check()
-        orders = session.share_orders(plans)
+        loader.check()
+        orders = loader.share_orders(plans)
         return [_Answer(plan=plan, order=order) for plan, order in zip(plans, orders, strict=True)]
 
     answer = exchange_plans(operation, proposal, decide)
     if answer is None:
-        answer = exchange_plans(operation, session.propose(plan), decide_in_full)
+        answer = exchange_plans(operation, loader.propose(plan), decide_in_full)
     if answer.plan is not None:
         plan = planner.finish_plan(answer.plan)
-    sharing = None
+    links = None
     if answer.order is not None:
-        sharing = Sharing(order=answer.order, operation=operation, peers=peers)
-    session.read(plan, planner, sharing)
+        links = Links(order=answer.order, operation=operation, peers=peers)
+    loader.read(plan, planner, links)

@@ -6,6 +6,7 @@ rank; this one finds those that a rank needs by bisection of the grid, and plans
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import Any, overload
@@ -39,12 +40,15 @@ def metadata_of(source: Source, *, url: str) -> Metadata:
     state: dict[str, _Entry] = {}
     sizes: dict[tuple[int, ...], torch.Size] = {}
     # By identity: who made the boxes of tensors that are cut alike made them once.
-    made: dict[int, list[_Extent]] = {}
+    made: dict[int, ChunkList] = {}
     for fqn, info in source.tensors.items():
         size = sizes.get(info.shape)
         if size is None:
             size = sizes[info.shape] = torch.Size(info.shape)
-        state[fqn] = _tensor_metadata(info, size, made.setdefault(id(info.boxes), []))
+        chunks = made.get(id(info.boxes))
+        if chunks is None:
+            chunks = made[id(info.boxes)] = ChunkList(info)
+        state[fqn] = _tensor_metadata(info, size, chunks)
     state.update((fqn, BytesStorageMetadata()) for fqn in source.blobs)
     return _metadata(source, state, url=url)
 
@@ -73,7 +77,7 @@ class _Entries(Mapping[str, _Entry]):
         if fqn in self._blobs:
             return BytesStorageMetadata()
         info = self._tensors[fqn]
-        return _tensor_metadata(info, torch.Size(info.shape))
+        return _tensor_metadata(info, torch.Size(info.shape), ChunkList(info))
 
     def __iter__(self) -> Iterator[str]:
         yield from self._tensors
@@ -87,13 +91,19 @@ class _Entries(Mapping[str, _Entry]):
 
 
 def _tensor_metadata(
-    info: TensorInfo, size: torch.Size, made: list[_Extent] | None = None
+    info: TensorInfo, size: torch.Size, chunks: ChunkList
 ) -> TensorStorageMetadata:
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=getattr(torch, info.dtype)),
+        properties=_properties(info.dtype),
         size=size,
-        chunks=ChunkList(info, made),  # type: ignore[arg-type]  # a list in all but its type
+        chunks=chunks,  # type: ignore[arg-type]  # a list in all but its type
     )
+
+
+@functools.cache
+def _properties(dtype: str) -> TensorProperties:
+    # One for all: fewer objects are fewer for the collector to look at.
+    return TensorProperties(dtype=getattr(torch, dtype))
 
 
 _MOST_KEPT = 256
@@ -130,6 +140,8 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
     def __getitem__(self, index: int | slice) -> ChunkStorageMetadata | list[ChunkStorageMetadata]:
         if isinstance(index, slice):
             return list(map(_chunk, self.info.boxes[index]))
+        if self._made:
+            return ChunkStorageMetadata(*self._made[index])
         return _chunk(self.info.boxes[index])
 
     def __iter__(self) -> Iterator[ChunkStorageMetadata]:
@@ -252,7 +264,12 @@ class _Cuts:
 
     def __init__(self) -> None:
         self._own: dict[_Cut, list[ChunkStorageMetadata]] = {}
+        self._shapes: dict[torch.Size, torch.Size] = {}
         self._parts: dict[tuple[int, tuple[int, ...], int], list[_Part]] = {}
+
+    def shape(self, shape: torch.Size) -> torch.Size:
+        """Return one object for equal shapes."""
+        return self._shapes.setdefault(shape, shape)
 
     def own(self, value: torch.Tensor) -> tuple[list[ChunkStorageMetadata], bool]:
         """Return the chunks of a tensor that this rank holds, and whether others share the list.
@@ -284,7 +301,7 @@ class _Cuts:
 
 def _reads_of(fqn: str, chunks: ChunkList, value: torch.Tensor, cuts: _Cuts) -> Iterable[ReadItem]:
     if type(value) in _PLAIN and len(chunks) == 1:
-        return () if 0 in value.shape else (_whole(fqn, value.shape),)
+        return () if 0 in value.shape else (_whole(fqn, cuts.shape(value.shape)),)
     return _items(fqn, cuts.parts(chunks, value))
 
 
@@ -300,7 +317,7 @@ def _items(fqn: str, parts: Iterable[_Part]) -> list[ReadItem]:
 
 
 def _whole(fqn: str, shape: torch.Size) -> ReadItem:
-    zeros = torch.Size((0,) * len(shape))
+    zeros = _zeros(len(shape))
     index = MetadataIndex(fqn, zeros, 0)
     return ReadItem(
         type=LoadItemType.TENSOR,
@@ -310,6 +327,11 @@ def _whole(fqn: str, shape: torch.Size) -> ReadItem:
         storage_offsets=zeros,
         lengths=shape,
     )
+
+
+@functools.cache
+def _zeros(ndim: int) -> torch.Size:
+    return torch.Size((0,) * ndim)
 
 
 def _parts(chunks: ChunkList, own: list[ChunkStorageMetadata]) -> Iterator[_Part]:

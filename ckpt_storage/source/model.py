@@ -106,20 +106,13 @@ class _Tensors(Mapping[str, TensorInfo]):
 
     def __init__(self, records: Mapping[str, TensorRecord]) -> None:
         self._records = records
-        self._made: dict[str, TensorInfo] = {}
         self._boxes: dict[tuple[int, tuple[int, ...]], Sequence[Box]] = {}
 
     def __getitem__(self, fqn: str) -> TensorInfo:
-        found = self._made.get(fqn)
-        if found is None:
-            record = self._records[fqn]
-            found = self._made[fqn] = TensorInfo(
-                fqn=fqn,
-                dtype=record.dtype,
-                shape=record.shape,
-                boxes=self._boxes_of(record),
-            )
-        return found
+        record = self._records[fqn]
+        return TensorInfo(
+            fqn=fqn, dtype=record.dtype, shape=record.shape, boxes=self._boxes_of(record)
+        )
 
     def _boxes_of(self, record: TensorRecord) -> Sequence[Box]:
         # Tensors that are cut alike share one layout, which lives as long as the records.
@@ -177,6 +170,15 @@ def _is_first_solid(
     number, at = known
     before, sizes = manifest.files[number].items.sizes[at], items.sizes[item]
     return before is not None and sizes is not None and 0 in before and 0 not in sizes
+
+
+_FEW = 4
+
+
+def _some(column: memoryview, start: int, stop: int) -> Sequence[int]:
+    """Return a part of a column: of few numbers as a tuple, which the collector forgets."""
+    part = column[start:stop]
+    return tuple(part) if len(part) <= _FEW else part
 
 
 @dataclass(slots=True)
@@ -338,7 +340,7 @@ class CommittedSource:
             file_bytes=file.size_bytes,
             rank=rank,
             block_bytes=file.block_bytes,
-            crcs=index.blocks[number][starts[item] : starts[item + 1]],
+            crcs=_some(index.blocks[number], starts[item], starts[item + 1]),
         )
 
     def _contradiction(

@@ -274,7 +274,7 @@ def simulate(
     def counted(location: Location, **options: Any) -> Store:
         return cast("Store", _Counted(open_store(location, **options), answers))
 
-    with patch("ckpt_storage.loads.session.open_store", counted):
+    with patch("ckpt_storage.loads.loader.open_store", counted):
         started = time.perf_counter()
         found = CheckpointStorageReader(url).read_metadata()
         metadata_s = time.perf_counter() - started

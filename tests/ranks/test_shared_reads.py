@@ -252,17 +252,16 @@ def test_two_ranks_share_what_spares_64_mib(ranks: RankPool, server: S3Server) -
 
 def load_with_a_sink_that_breaks(rank: int, options: dict[str, Any], where: str) -> str:
     """Load where rank 1 cannot deliver; return what is raised, or what is left behind."""
-    from ckpt_storage.loads import sharedreads  # noqa: PLC0415  # in the rank
+    from ckpt_storage.loads import exchange  # noqa: PLC0415  # in the rank
 
-    original = vars(sharedreads)["put"]
+    original = vars(exchange)["put"]
 
     def put(*args: Any) -> None:
-        is_receiver = threading.current_thread().name.startswith("shared reads")
-        if rank == 1 and is_receiver == (where == "receiver"):
+        if rank == 1 and where in threading.current_thread().name:
             raise RuntimeError("the sink broke")
         original(*args)
 
-    vars(sharedreads)["put"] = put
+    vars(exchange)["put"] = put
     begin = time.monotonic()
     try:
         target = zeros_like(model())
@@ -271,11 +270,11 @@ def load_with_a_sink_that_breaks(rank: int, options: dict[str, Any], where: str)
         left = [t.name for t in threading.enumerate() if t.name.startswith("shared reads")]
         return f"{left} {time.monotonic() - begin < 20} {error}"
     finally:
-        vars(sharedreads)["put"] = original
+        vars(exchange)["put"] = original
     return "loaded"
 
 
-@pytest.mark.parametrize("where", ["reads", "receiver"])
+@pytest.mark.parametrize("where", ["passing on", "receiving"])
 def test_whatever_a_sink_raises_all_ranks_hear_of_it(
     ranks: RankPool, server: S3Server, where: str
 ) -> None:

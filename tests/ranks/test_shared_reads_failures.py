@@ -1,46 +1,38 @@
-"""Shared reads that fail: whatever is raised, peers hear of it, and nothing writes afterwards."""
+"""Shared reads end: with every rank's values, whatever the windows; or with an error on each."""
 
 from __future__ import annotations
 
+import itertools
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from local_stores import local_store
 
-from ckpt_storage.errors import CheckpointError
+from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.format.boxes import Box, WindowCopy
 from ckpt_storage.format.selections import box_selection
-from ckpt_storage.loads.sharedreads import SharedReads
-from ckpt_storage.loads.sharing import Key, ShareOrder, SharePolicy, plan_shares
+from ckpt_storage.loads.exchange import SharedReads
+from ckpt_storage.loads.sharing import Key, SharePolicy, plan_shares
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead
-from ckpt_storage.transfer.costs import LOCAL_COSTS
 from ckpt_storage.transfer.ranges import RangeReader
 
-MIB = 1 << 20
-UNIT_COUNT = 4
-CHUNK_BYTES = UNIT_COUNT * 8 * MIB
-KEY: Key = ("w", (0,))
-OPTIONS = TransferOptions.for_storage(
-    is_remote=False,
-    local_threads=1,
-    local_part_bytes=8 * MIB,
-    thread_count=None,
-    part_bytes=None,
-    memory_limit_bytes=None,
-)
-
-
-POLICY = SharePolicy(unit_bytes=8 * MIB, min_saved_bytes=1, max_gap_bytes=MIB)
+KIB = 1024
+UNIT_BYTES = 64 * KIB
+POLICY = SharePolicy(unit_bytes=UNIT_BYTES, min_saved_bytes=1, max_gap_bytes=KIB)
 
 
 class Operation:
-    """What a phase is told of its operation: the first failure counts."""
+    """What the phases of all ranks are told of their operation: the first failure counts."""
 
     def __init__(self) -> None:
         self.told: list[CheckpointError] = []
@@ -62,170 +54,224 @@ class Operation:
         """Ignore progress."""
 
 
+class Wires:
+    """Ways between the ranks of one process: a message is taken over when both sides are there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ways: dict[tuple[int, int, int], queue.SimpleQueue[Any]] = {}
+
+    def way(self, sender: int, receiver: int, tag: int) -> queue.SimpleQueue[Any]:
+        """Return where a receiver says that it waits."""
+        with self._lock:
+            return self._ways.setdefault((sender, receiver, tag), queue.SimpleQueue())
+
+
+def wait_for(found: Callable[[], Any], deadline: Deadline) -> Any:
+    """Return what a queue gives; raise what the deadline raises."""
+    while True:
+        try:
+            return found()
+        except queue.Empty:
+            deadline.check("Waiting for a rank")
+
+
 class Wire:
-    """Rank 0's end of messages with a rank 1 that sends its units when `open` is set.
+    """One rank's end of the ways."""
 
-    A wait ends soon after the operation failed, as those of the ranks' own group do.
-    """
-
-    def __init__(self, messages: Sequence[bytes]) -> None:
-        self.open = threading.Event()
-        self._messages = list(messages)
+    def __init__(self, wires: Wires, rank: int) -> None:
+        self._wires = wires
+        self._rank = rank
 
     def send(self, to: int, data: memoryview, tag: int, deadline: Deadline) -> None:
-        """Swallow what rank 0 sends."""
+        """Wait for the receiver, and fill its memory."""
+        way = self._wires.way(self._rank, to, tag)
+        into, arrived = wait_for(lambda: way.get(timeout=0.05), deadline)
+        into[:] = data
+        arrived.put(None)
 
     def receive(self, source: int, into: memoryview, tag: int, deadline: Deadline) -> None:
-        """Fill `into` with the next message."""
-        assert (source, tag > 0) == (1, True)
-        deadline.check("Receiving")
-        into[:] = self._messages.pop(0)
-
-    def receive_any(self, into: memoryview, tag: int, deadline: Deadline) -> int:
-        """Wait for rank 1's next unit."""
-        while not self.open.wait(0.01):
-            deadline.check("Receiving")
-        self.receive(1, into, tag, deadline)
-        return 1
+        """Wait until the sender has filled `into`."""
+        arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wires.way(source, self._rank, tag).put((into, arrived))
+        wait_for(lambda: arrived.get(timeout=0.05), deadline)
 
 
-def orders() -> list[ShareOrder]:
-    """Return the orders of two ranks that both want the whole chunk."""
-    whole = Box((0,), (CHUNK_BYTES,))
-    found = plan_shares(
-        {KEY: [(0, whole), (1, whole)]}, lambda _: ((CHUNK_BYTES,), 1), world_size=2, policy=POLICY
-    )
-    assert found is not None
-    return found
-
-
-def messages_of(order: ShareOrder) -> list[bytes]:
-    """Return what rank 1 sends of the units that are its own: zeros."""
-    found = []
-    for unit in order.units:
-        if unit.owner == 1:
-            length = unit.stop - unit.start
-            found += [numbers(1, length, 1), numbers(unit.number, 0), bytes(length)]
-    return found
-
-
-def numbers(*values: int) -> bytes:
-    """Return whole numbers as they travel."""
-    return b"".join(value.to_bytes(8, "little") for value in values)
-
-
-class Sink:
-    """A target without memory, of which `put` is given."""
+class Target:
+    """A target without memory, that notes the elements it is given."""
 
     memory = None
 
-    def __init__(self, put: Callable[[memoryview, Any], None]) -> None:
-        self.put = put
+    def __init__(self, sizes: Sequence[int], note: Callable[[], None]) -> None:
+        self.array = np.zeros(tuple(sizes), np.uint8)
+        self._note = note
+
+    def put(self, window: memoryview, copies: Sequence[WindowCopy]) -> None:
+        """Copy."""
+        self._note()
+        flat = np.frombuffer(window, np.uint8)
+        for copy in copies:
+            spots = tuple(
+                slice(at, at + n) for at, n in zip(copy.dest_offsets, copy.sizes, strict=True)
+            )
+            self.array[spots] = np.lib.stride_tricks.as_strided(
+                flat[copy.source_offset_elements :], copy.sizes, copy.source_strides
+            )
 
 
-class Case:
-    """Rank 0's part of a shared read, over a folder, whose sink is `sink`."""
+class Ranks:
+    """Some ranks that want regions of chunks, in one process, over a folder."""
 
-    def __init__(self, folder: Path, sink: Callable[[memoryview, Any], None]) -> None:
-        (folder / "f").write_bytes(bytes(CHUNK_BYTES))
-        # Two runs: no part of it goes straight into a target.
-        region = Box((0, 0), (2, CHUNK_BYTES // 2 - 1))
-        place = ChunkPlace(path="f", fqn="w", start=0, size_bytes=CHUNK_BYTES)
-        request = ChunkRead(
-            place=place,
-            item_bytes=1,
-            chunk_sizes=(2, CHUNK_BYTES // 2),
-            where=box_selection(region),
-            target=Sink(sink),
-        )
-        order = orders()[0]
+    def __init__(
+        self,
+        folder: Path,
+        wants: dict[Key, list[tuple[int, Box]]],
+        shapes: dict[Key, tuple[int, int]],
+        world_size: int,
+        window: int,
+        note: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self.operation = Operation()
-        self.wire = Wire(messages_of(order))
-        self.deadline = Deadline("load", 20, watch=self.operation)
-        self.shared = SharedReads(order, {KEY: [request]}, self.wire, self.deadline)
-        self.store = local_store(str(folder))
+        self.expected: dict[int, list[tuple[Target, Any]]] = {r: [] for r in range(world_size)}
+        orders = plan_shares(
+            wants, lambda key: (shapes[key], 1), world_size=world_size, policy=POLICY
+        )
+        self.parts: list[SharedReads] = []
+        wires, places, arrays = Wires(), {}, {}
+        for number, (key, shape) in enumerate(shapes.items()):
+            data = np.random.default_rng(number).integers(0, 256, shape, np.uint8)
+            (folder / f"f{number}").write_bytes(data.tobytes())
+            places[key] = ChunkPlace(path=f"f{number}", fqn=key[0], start=0, size_bytes=data.size)
+            arrays[key] = data
+        for order in orders or ():
+            reads: dict[Key, list[ChunkRead]] = {key: [] for key in order.keys}
+            for key, found in reads.items():
+                for rank, region in wants[key]:
+                    if rank == order.rank:
+                        target = Target(region.sizes, lambda rank=rank: note(rank))  # type: ignore[misc]  # bound
+                        where = box_selection(region)
+                        cut = arrays[key][tuple(slice(r.start, r.stop) for r in where)]
+                        self.expected[rank].append((target, cut))
+                        found.append(
+                            ChunkRead(
+                                place=places[key],
+                                item_bytes=1,
+                                chunk_sizes=shapes[key],
+                                where=where,
+                                target=target,
+                            )
+                        )
+            deadline = Deadline("load", 20, watch=self.operation)
+            ranges = RangeReader(
+                local_store(str(folder)),
+                TransferOptions(part_bytes=UNIT_BYTES, block_bytes=KIB),
+                deadline,
+            )
+            self.parts.append(
+                SharedReads(order, reads, Wire(wires, order.rank), ranges, window=window)
+            )
 
-    def run(self) -> None:
-        """Read and receive."""
-        ranges = RangeReader(self.store, OPTIONS, self.deadline)
-        self.shared.run(ranges, self.shared.ranges(LOCAL_COSTS), on_bytes=lambda _: None)
+    def run(self, rest: Callable[[], None] = lambda: None) -> list[BaseException | None]:
+        """Run all ranks at a time; return what each raised."""
+        errors: list[BaseException | None] = [None] * len(self.parts)
+
+        def one(number: int) -> None:
+            try:
+                self.parts[number].run(rest, on_bytes=lambda _: None)
+            except BaseException as error:  # noqa: BLE001  # returned
+                errors[number] = error
+
+        threads = [threading.Thread(target=one, args=(n,)) for n in range(len(self.parts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        return errors
 
 
-def is_receiver() -> bool:
-    """Return whether this thread is the one that receives."""
-    return threading.current_thread().name.startswith("shared reads")
+def whole(*sizes: int) -> Box:
+    """Return the region of a whole chunk."""
+    return Box((0,) * len(sizes), sizes)
 
 
-def receivers() -> list[threading.Thread]:
-    """Return the receiving threads that are alive."""
-    return [t for t in threading.enumerate() if t.name.startswith("shared reads")]
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data(), world_size=st.integers(2, 8), window=st.sampled_from([1, 2]))
+def test_every_rank_gets_what_it_wants(
+    tmp_path: Path, data: st.DataObject, world_size: int, window: int
+) -> None:
+    """Whatever up to 8 ranks want, with windows of 1 and 2: each gets it, and none waits."""
+    shapes: dict[Key, tuple[int, int]] = {}
+    wants: dict[Key, list[tuple[int, Box]]] = {}
+    for number in range(data.draw(st.integers(1, 4))):
+        key: Key = (f"t{number}", (0, 0))
+        shape = shapes[key] = data.draw(st.sampled_from([(4, 9), (700, 300), (40, 5000)]))
+        for rank in data.draw(st.sets(st.integers(0, world_size - 1), min_size=2)):
+            top = data.draw(st.integers(0, shape[0] - 1))
+            part = Box((top, 1), (shape[0] - top, shape[1] - 1))
+            wants.setdefault(key, []).append(
+                (rank, data.draw(st.sampled_from([part, whole(*shape)])))
+            )
+    ranks = Ranks(tmp_path, wants, shapes, world_size, window)
+    assert not any(ranks.run())
+    for target, expected in itertools.chain(*ranks.expected.values()):
+        np.testing.assert_array_equal(target.array, expected)
 
 
+KEY: Key = ("w", (0, 0))
+
+
+def replicated(folder: Path, note: Callable[[int], None]) -> Ranks:
+    """Return two ranks that both want a chunk of eight units."""
+    shape = (8, UNIT_BYTES)
+    return Ranks(folder, {KEY: [(r, whole(*shape)) for r in range(2)]}, {KEY: shape}, 2, 2, note)
+
+
+def left() -> list[str]:
+    """Return the names of the threads of shared reads that are alive."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("shared reads")]
+
+
+@pytest.mark.parametrize("where", ["passing on", "receiving"])
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, KeyboardInterrupt, CheckpointError])
-def test_a_sink_that_raises_ends_the_reads_of_all(
-    tmp_path: Path, kind: type[BaseException]
+def test_a_target_that_raises_ends_the_reads_of_all(
+    tmp_path: Path, kind: type[BaseException], where: str
 ) -> None:
-    """The error leaves `run` as it is; peers are told, and the receiver has ended by then."""
-    taken: list[bool] = []
+    """The error leaves `run` of its rank as it is; the other is told; no thread is left."""
 
-    def sink(_window: memoryview, _copies: Sequence[WindowCopy]) -> None:
-        taken.append(is_receiver())
-        if not is_receiver():
-            raise kind("the sink broke")
+    def note(rank: int) -> None:
+        if rank == 1 and where in threading.current_thread().name:
+            raise kind("the target broke")
 
-    case = Case(tmp_path, sink)
-    with pytest.raises(kind, match="the sink broke"):
-        case.run()
-    assert receivers() == []
-    assert "the sink broke" in str(case.operation.told[0])
-    count = len(taken)
-    case.wire.open.set()
-    assert len(taken) == count
+    ranks = replicated(tmp_path, note)
+    begin = time.monotonic()
+    errors = ranks.run()
+    assert time.monotonic() - begin < 10
+    assert type(errors[1]) is kind
+    assert "the target broke" in str(errors[0])
+    assert "the target broke" in str(ranks.operation.told[0])
+    assert left() == []
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, CheckpointError])
-def test_a_sink_that_raises_in_the_receiver_ends_the_reads_of_all(
-    tmp_path: Path, kind: type[BaseException]
-) -> None:
-    """The first failure is raised, by the caller's thread; peers are told of it at once."""
+def test_an_interrupt_of_a_ranks_own_reads_ends_the_reads_of_all(tmp_path: Path) -> None:
+    """A Ctrl-C while others are awaited is told, too, and leaves no thread."""
+    ranks = replicated(tmp_path, lambda _: None)
 
-    def sink(_window: memoryview, _copies: Sequence[WindowCopy]) -> None:
-        if is_receiver():
-            raise kind("the sink broke")
-        case.wire.open.set()
-        # What this rank still reads must not delay the word.
-        limit = time.monotonic() + 10
-        while not case.operation.told and time.monotonic() < limit:
-            time.sleep(0.01)
-        told.append(bool(case.operation.told))
+    def interrupted() -> None:
+        raise KeyboardInterrupt
 
-    told: list[bool] = []
-    case = Case(tmp_path, sink)
-    with pytest.raises(kind, match="the sink broke"):
-        case.run()
-    assert receivers() == []
-    assert told
-    assert all(told)
-    assert "the sink broke" in str(case.operation.told[0])
+    assert any(isinstance(error, KeyboardInterrupt) for error in ranks.run(interrupted))
+    assert ranks.operation.told
+    assert left() == []
 
 
-def test_an_interrupt_while_others_are_awaited_ends_the_receiver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A Ctrl-C that arrives after this rank's own reads is told, too, and leaves no thread."""
-    case = Case(tmp_path, lambda _window, _copies: None)
-    original = threading.Thread.join
-    calls: list[float | None] = []
-
-    def join(self: threading.Thread, timeout: float | None = None) -> None:
-        if self.name.startswith("shared reads"):
-            calls.append(timeout)
-            if len(calls) == 1:
-                raise KeyboardInterrupt
-        original(self, timeout)
-
-    monkeypatch.setattr(threading.Thread, "join", join)
-    with pytest.raises(KeyboardInterrupt):
-        case.run()
-    assert receivers() == []
-    assert case.operation.told
+def test_a_rank_that_never_comes_is_no_wait_for_ever(tmp_path: Path) -> None:
+    """Who waits for a unit of one that reads nothing raises by the deadline of the reads."""
+    ranks = replicated(tmp_path, lambda _: None)
+    deadline = ranks.parts[0]._deadline  # noqa: SLF001  # shorter than that of the others
+    deadline._at = time.monotonic() + 0.5  # noqa: SLF001
+    del ranks.parts[1]
+    assert isinstance(ranks.run()[0], PhaseTimeoutError)
+    assert left() == []

@@ -21,7 +21,13 @@ from ckpt_storage._version import __version__
 from ckpt_storage.commit import publishing
 from ckpt_storage.coordination import agreement
 from ckpt_storage.coordination.agreement import Hello
-from ckpt_storage.errors import CheckpointError, FormatError, InvalidInputError, StorageError
+from ckpt_storage.errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    StorageError,
+)
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import (
     LOCAL_READ_BYTES,
@@ -31,17 +37,21 @@ from ckpt_storage.options import (
     Timeouts,
     TransferOptions,
 )
+from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import FileMarks, open_marked, told_from_damage
 from ckpt_storage.source.model import Source
 from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.costs import REMOTE_READ_BYTES
+from ckpt_storage.transfer.chunks import ChunkReader
+from ckpt_storage.transfer.costs import REMOTE_READ_BYTES, costs_for
+from ckpt_storage.transfer.ranges import RangeReader
 
+from .exchange import Links, SharedReads
+from .items import LoadItems, wanted_regions
 from .loadplanner import lazy_metadata_of, metadata_of
-from .loadreads import LoadReads, Sharing
-from .sharing import Key, ShareOrder, SharePolicy, can_plan, plan_shares, share_policy
-from .targets import LoadJob, wanted_regions
+from .sharing import Key, ShareOrder, SharePolicy, can_plan, plan_shares
+from .targets import Rings
 
 log = logging.getLogger("ckpt_storage")
 
@@ -124,10 +134,12 @@ class LoadSettings:
         return dataclasses.replace(options, part_bytes=min(share, REMOTE_READ_BYTES))
 
 
-class LoadSession:
+class Loader:
     """One load as this rank sees it, step by step; belongs to one thread.
 
-    `begin` starts the phases of the load; a front door's know of other ranks' failures.
+    `begin` starts the phases of the load; a front door's know of other ranks' failures. Errors of
+    the opening: `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
+    `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
     """
 
     def __init__(
@@ -141,13 +153,13 @@ class LoadSession:
         self._settings = settings
         self._location = settings.base.join(checkpoint_id)
         self._begin = begin
-        self._catching_up: threading.Thread | None = None
-        self._newer: FormatError | None = None
         self._rank = 0
         self._is_coordinator = False
         self._store: Store | None = None
         self._source: Source | None = None
         self._marks: FileMarks | None = None
+        self._catching_up: threading.Thread | None = None
+        self._newer: FormatError | None = None
 
     @property
     def url(self) -> str:
@@ -162,22 +174,8 @@ class LoadSession:
             "the version of ckpt_storage": __version__,
         }
 
-    def read_metadata(self) -> Metadata:
-        """Open the checkpoint anew and return what it holds; all ranks.
-
-        Raises `CheckpointNotFoundError`, `CheckpointInProgressError`, `CheckpointGoneError`,
-        `FormatError`, `UnsafeContentError`, `IntegrityError`, `StorageError`.
-        """
-        self._source = None
-        return metadata_of(self.opened(), url=self.url)
-
-    def read_lazily(self) -> Metadata:
-        """Do as `read_metadata` for a planner of ours, which asks for entries one by one."""
-        self._source = None
-        return lazy_metadata_of(self.opened(), url=self.url)
-
-    def opened(self) -> Source:
-        """Return the checkpoint, opened if it was not yet. Raises as `read_metadata`."""
+    def open(self) -> Source:
+        """Return the checkpoint, opened if it was not yet. Raises errors of the opening."""
         if self._source is None:
             settings = self._settings
             store = open_store(self._location, timeouts=settings.timeouts, retry=settings.retry)
@@ -190,11 +188,19 @@ class LoadSession:
             )
         return self._source
 
+    def metadata(self, *, lazy: bool) -> Metadata:
+        """Open the checkpoint anew and return what it holds, entry by entry where `lazy`.
+
+        Raises errors of the opening.
+        """
+        self._source = None
+        return (lazy_metadata_of if lazy else metadata_of)(self.open(), url=self.url)
+
     def set_up(self, *, is_coordinator: bool, rank: int) -> None:
         """Note this rank's part; the coordinator also finishes what a crashed saver left undone."""
         self._is_coordinator = is_coordinator
         self._rank = rank
-        source = self.opened()
+        source = self.open()
         if is_coordinator and source.save_id is not None and self._store is not None:
             # No step of the load: its phases and their time are left alone.
             store, limit_s = self._store, min(_PUBLISH_S, self._settings.timeouts.load / 2)
@@ -215,14 +221,6 @@ class LoadSession:
         agreement.clear_inbox()
         return dataclasses.replace(plan, storage_data=self._hello())
 
-    def _hello(self) -> Hello:
-        source = self.opened()
-        terms = {
-            "the checkpoint's URL": self._location.url,
-            "the save to read": f"{source.format} {source.save_id}",
-        }
-        return Hello(nonce="", rank=self._rank, host=socket.gethostname(), terms=terms)
-
     def check(self) -> None:
         """Raise `RankMismatchError` unless all ranks read one save; coordinator only.
 
@@ -232,13 +230,17 @@ class LoadSession:
         hellos = {**agreement.inbox().hellos, self._rank: self._hello()}
         agreement.check_agreement([hellos[rank] for rank in sorted(hellos)], phase="load")
 
-    def may_share(self, world_size: int) -> bool:
-        """Return whether so many ranks may share reads; if not, plans need not travel."""
-        return self._share_policy(world_size) is not None
+    def _hello(self) -> Hello:
+        source = self.open()
+        terms = {
+            "the checkpoint's URL": self._location.url,
+            "the save to read": f"{source.format} {source.save_id}",
+        }
+        return Hello(nonce="", rank=self._rank, host=socket.gethostname(), terms=terms)
 
-    def _share_policy(self, world_size: int) -> SharePolicy | None:
-        """Return when sharing pays among so many ranks; None: never."""
-        source, store = self.opened(), self._store
+    def share_policy(self, world_size: int) -> SharePolicy | None:
+        """Return when sharing pays among so many ranks; None: never, and plans need not travel."""
+        source, store = self.open(), self._store
         if (
             self._settings.shared_reads == "never"
             or world_size == 1
@@ -248,14 +250,14 @@ class LoadSession:
             or source.format == "dcp"  # where payloads lie is known only to who reads their heads
         ):
             return None
-        return share_policy(part_bytes=self._settings.transfer_options(is_remote=True).part_bytes)
+        return SharePolicy.for_parts(self._settings.transfer_options(is_remote=True).part_bytes)
 
     def share_orders(self, plans: list[LoadPlan]) -> Sequence[ShareOrder | None]:
         """Return who reads what of that which several ranks need; None for all: each for itself.
 
         Coordinator only.
         """
-        source, policy = self.opened(), self._share_policy(len(plans))
+        source, policy = self.open(), self.share_policy(len(plans))
         orders = None
         if policy is not None and can_plan(sum(len(plan.items) for plan in plans)):
             orders = plan_shares(
@@ -266,50 +268,95 @@ class LoadSession:
             )
         return orders or [None] * len(plans)
 
-    def read(self, plan: LoadPlan, planner: LoadPlanner, sharing: Sharing | None = None) -> None:
-        """Read this rank's items into the planner's targets; all ranks.
+    def read(self, plan: LoadPlan, planner: LoadPlanner, links: Links | None = None) -> None:
+        """Read this rank's items into the planner's targets, and commit them; all ranks.
 
-        With `sharing`, which all ranks then give, together with others. Nothing is committed to
+        With `links`, which all ranks then give, together with others. Nothing is committed to
         the planner before all of it was verified. Raises `IntegrityError` (file, FQN, offset),
         `CheckpointGoneError` (also if another writer has saved over its files since they were
         opened), `UnsafeContentError`, `StorageError`, `PhaseTimeoutError`.
         """
-        source, opened = self.opened(), self._store
-        if opened is None:  # pragma: no cover  # opened() sets it
+        source, settings, opened = self.open(), self._settings, self._store
+        if opened is None:  # pragma: no cover  # open() sets it
             raise InvalidInputError("The checkpoint is not open.")
         deadline = self._begin("load")
         store = opened.bounded(deadline)
+        options = settings.transfer_options(is_remote=store.capabilities.is_remote)
+        ranges = RangeReader(store, options, deadline)
+        share = options.memory_limit_bytes // (2 * options.part_bytes)
+        rings = Rings(max(1, min(options.thread_count + 1, share)))
         with (
             deadline.governs(f"Loading from {store.url}", rank=self._rank),
             self._unchanged(store) as paths,
         ):
             source.renew(store, deadline)
-            settings = self._settings
-            load = LoadJob(
-                source, planner, verify=settings.verify, allow_lossy=settings.allow_lossy
+            items = LoadItems(
+                source,
+                plan,
+                planner,
+                rings,
+                verify=settings.verify,
+                allow_lossy=settings.allow_lossy,
             )
-            load.plan(plan.items)
-            paths.update(load.paths)
-            reads = LoadReads(
-                load=load,
-                store=opened,
-                options=self._settings.transfer_options(is_remote=store.capabilities.is_remote),
-                rank=self._rank,
-                progress=self._settings.progress,
-                save_id=source.save_id,
-                with_bar=self._is_coordinator,
-            )
-            if sharing is None:
-                reads.alone(deadline)
+            if self._marks is not None:
+                paths.update(items.paths)
+            if links is None:
+                self._read(items, ranges, None)
             else:
-                reads.together(sharing, deadline, is_willing=self._settings.shared_reads != "never")
-        load.commit(unsafe_pickle=self._settings.unsafe_pickle)
-        catching_up, self._catching_up = self._catching_up, None
-        if catching_up is not None:
-            catching_up.join(min(_PUBLISH_S + 1, deadline.remaining_s()))
-            if catching_up.is_alive():
-                log.warning("%s: .metadata may not be up to date: no answer in time.", opened.url)
-            self._check_newest()
+                self._read_together(items, ranges, links)
+            rings.finish()
+        items.commit(unsafe_pickle=settings.unsafe_pickle)
+        self._join_catching_up(deadline)
+
+    def _read_together(self, items: LoadItems, ranges: RangeReader, links: Links) -> None:
+        """Read what the order says, and take what others read; alone if any rank cannot."""
+        order, options = links.order, ranges.options
+        # A unit goes through one buffer, which must not be more than a part may be.
+        can_share = (
+            self._settings.shared_reads != "never"
+            and order.unit_bytes <= options.part_bytes
+            and 2 * order.unit_bytes <= options.memory_limit_bytes
+            and items.share(order.keys, order.unit_bytes)
+        )
+        with links.joined(ranges.deadline, can_share=can_share) as is_joined:
+            if is_joined:
+                # With what a client holds of each; the rest is for this rank's own reads.
+                window = options.memory_limit_bytes // (4 * order.unit_bytes)
+                window = max(1, min(window, options.thread_count))
+                self._read(
+                    items,
+                    ranges,
+                    SharedReads(order, items.shared, links.peers, ranges, window=window),
+                )
+                return
+        items.share_nothing()
+        self._read(items, ranges, None)
+
+    def _read(self, items: LoadItems, ranges: RangeReader, shared: SharedReads | None) -> None:
+        is_remote = ranges.store.capabilities.is_remote
+        chunks = ChunkReader(ranges, costs_for(is_remote=is_remote))
+        # A disk likes order; servers like to be asked for several things at a time.
+        reads = chunks.plan(items.reads, turn=self._rank if is_remote else None)
+        total_bytes = sum(read.stop - read.start for read in reads)
+        total_bytes += 0 if shared is None else shared.total_bytes
+        ranges.deadline.expect(total_bytes)
+        with reporting(
+            self._settings.progress,
+            phase="load",
+            rank=self._rank,
+            total_bytes=total_bytes,
+            save_id=self.open().save_id,
+            with_bar=self._is_coordinator,
+        ) as on_bytes:
+            run = partial(ranges.run, reads, on_bytes=on_bytes)
+            try:
+                if shared is None:
+                    run()
+                else:
+                    shared.run(run, on_bytes=on_bytes)
+                items.read_opaque(chunks)
+            except (StorageError, IntegrityError) as error:
+                raise items.explain(error) from error
 
     def _roll_forward(self, store: Store, save_id: str) -> None:
         """Finish what a crashed saver left undone, where that is allowed."""
@@ -322,6 +369,14 @@ class LoadSession:
             is_denied = isinstance(error, StorageError) and error.kind == "permission"
             level = logging.DEBUG if is_denied else logging.WARNING
             log.log(level, "%s: .metadata was not brought up to date: %s", store.url, error)
+
+    def _join_catching_up(self, deadline: Deadline) -> None:
+        catching_up, self._catching_up = self._catching_up, None
+        if catching_up is not None:
+            catching_up.join(min(_PUBLISH_S + 1, deadline.remaining_s()))
+            if catching_up.is_alive():
+                log.warning("%s: .metadata may not be up to date: no answer in time.", self.url)
+            self._check_newest()
 
     def _check_newest(self) -> None:
         """Raise what `_roll_forward` found of a newer save."""

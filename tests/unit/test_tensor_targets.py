@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from local_stores import local_store
 
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.selections import box_selection
-from ckpt_storage.loads.targets import TensorTarget
-from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, put
+from ckpt_storage.loads.targets import Rings, TensorTarget
+from ckpt_storage.options import TransferOptions
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.testing.late_mover import LateMover
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, put
+from ckpt_storage.transfer.costs import LOCAL_COSTS
+from ckpt_storage.transfer.ranges import RangeReader
 
 DTYPES = {torch.uint8: 1, torch.bfloat16: 2, torch.float32: 4}
 
@@ -88,3 +97,34 @@ def test_a_target_of_another_type_is_converted() -> None:
     payload = torch.arange(8, dtype=torch.float32).numpy().tobytes()
     put(read, 0, memoryview(bytearray(payload)))
     assert target.tolist() == [[2, 3], [6, 7]]
+
+
+@pytest.mark.parametrize("buffer_count", [1, 3])
+def test_elements_on_their_way_to_a_device_are_not_overwritten(
+    tmp_path: Path, buffer_count: int
+) -> None:
+    """Windows go through few buffers, from four threads, late; each element arrives as it was."""
+    wanted = torch.arange(40 * 1024, dtype=torch.float32).reshape(40, 1024)
+    (tmp_path / "f").write_bytes(wanted.numpy().tobytes())
+    place = ChunkPlace(path="f", fqn="w", start=0, size_bytes=wanted.nbytes)
+    rings = Rings(buffer_count, make=lambda _: LateMover())
+    device = torch.device("meta")  # any that is not the CPU: the mover decides
+    targets = [torch.zeros(40, 1000, dtype=torch.float64), torch.zeros(20, 1024)]
+    wheres = [(range(40), range(24, 1024)), (range(0, 40, 2), range(1024))]
+    reads = [
+        ChunkRead(
+            place=place,
+            item_bytes=4,
+            chunk_sizes=(40, 1024),
+            where=where,
+            target=TensorTarget(target, torch.float32, rings.of(device)),
+        )
+        for where, target in zip(wheres, targets, strict=True)
+    ]
+    options = TransferOptions(thread_count=4, part_bytes=8 * 1024, block_bytes=1024)
+    costs = replace(LOCAL_COSTS, part_min_bytes=4 * 1024, window_bytes=8 * 1024)
+    ranges = RangeReader(local_store(str(tmp_path)), options, Deadline("load", 60))
+    ChunkReader(ranges, costs).read(reads)
+    rings.finish()
+    assert torch.equal(targets[0], wanted[:, 24:].double())
+    assert torch.equal(targets[1], wanted[::2])

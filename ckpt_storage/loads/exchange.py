@@ -1,0 +1,244 @@
+"""Reads that ranks share: each owner reads its units and passes them on, in order of number.
+
+It cannot lock up. Take the lowest unit that some rank still misses. All lower ones are delivered,
+so one of its owner's threads reads this one, and sends it to the ranks in turn. Each rank that
+misses it has one of its receiving threads wait for it, since they take units in order of number
+and wait for nothing else. So it moves, with one thread of each kind, too.
+
+What arrives is held to the checkpoint's own checksums (I9), where there are any and the reader
+verifies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.peers import Peers
+from ckpt_storage.errors import CheckpointError
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.transfer.chunks import ChunkRead, ChunkReader, bytes_read, put
+from ckpt_storage.transfer.costs import REMOTE_COSTS
+from ckpt_storage.transfer.ranges import RangeReader, ignore
+
+from .sharing import Key, ShareOrder, Unit
+
+log = logging.getLogger("ckpt_storage")
+
+_TAG = 11
+_RECEIVING = 4
+"""Threads that receive: more bring nothing, since checking and copying is what takes time."""
+
+_JOIN_S = 30.0
+
+_LINK_S = 60.0
+"""Where ranks cannot reach one another within this, each reads for itself."""
+
+
+class Transport(Protocol):
+    """Messages between the ranks of a load; every wait ends by the deadline."""
+
+    def send(self, to: int, data: memoryview, tag: int, deadline: Deadline) -> None:
+        """Send `data` to rank `to`."""
+
+    def receive(self, source: int, into: memoryview, tag: int, deadline: Deadline) -> None:
+        """Fill `into` with what rank `source` sends under `tag`."""
+
+
+class SharedReads:
+    """One rank's part of the shared reads of one load.
+
+    `reads` has what this rank wants, by chunk; those of the order's chunks are served here and by
+    nobody else. The deadline of the `ranges` knows of other ranks' failures. At most `window`
+    units are read, and as many received, at a time.
+    """
+
+    def __init__(
+        self,
+        order: ShareOrder,
+        reads: Mapping[Key, Sequence[ChunkRead]],
+        transport: Transport,
+        ranges: RangeReader,
+        *,
+        window: int,
+    ) -> None:
+        self._rank = order.rank
+        self._reads = reads
+        self._transport = transport
+        self._deadline = ranges.deadline
+        # Each thread has one request under way.
+        options = dataclasses.replace(ranges.options, thread_count=1)
+        alone = RangeReader(ranges.store, options, ranges.deadline, pacer=ranges.pacer)
+        self._chunks = ChunkReader(alone, REMOTE_COSTS)
+        self._own = [unit for unit in order.units if unit.owner == order.rank]
+        self._awaited = [unit for unit in order.units if unit.owner != order.rank]
+        self._window = window
+        self._failures: list[BaseException] = []
+        self._on_bytes: Callable[[int], None] = ignore
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that this rank reads or others read for it."""
+        return sum(unit.size_bytes for unit in (*self._own, *self._awaited))
+
+    def run(self, read_rest: Callable[[], None], *, on_bytes: Callable[[int], None]) -> None:
+        """Read and pass on, take what others read, and call `read_rest` meanwhile.
+
+        Raises the first failure, here or of the operation that the deadline belongs to, whatever
+        its kind, after the other ranks were told; no thread of this rank writes into a target
+        then, unless the log says so.
+        """
+        self._on_bytes = on_bytes
+        threads = [
+            *self._threads("passing on", self._own, self._pass_on, self._window),
+            *self._threads(
+                "receiving", self._awaited, self._receive, min(self._window, _RECEIVING)
+            ),
+        ]
+        try:
+            # First what others wait for.
+            for thread in threads:
+                thread.start()
+            read_rest()
+            # Each wait in them ends by the deadline, or soon after the operation failed.
+            for thread in threads:
+                thread.join()
+        except BaseException as error:
+            self._fail(error)
+            for thread in threads:
+                if thread.ident is not None:
+                    thread.join(_JOIN_S)
+                if thread.is_alive():
+                    log.warning("%s has not ended yet; it writes into no target.", thread.name)
+            if self._failures[0] is not error:
+                raise self._failures[0] from error
+            raise
+        if self._failures:
+            raise self._failures[0]
+
+    def _threads(
+        self,
+        what: str,
+        units: Sequence[Unit],
+        handle: Callable[[Unit, memoryview], None],
+        count: int,
+    ) -> list[threading.Thread]:
+        left = iter(units)
+        lock = threading.Lock()
+        most_bytes = max((unit.size_bytes for unit in units), default=0)
+
+        def run() -> None:
+            try:
+                buffer = memoryview(bytearray(most_bytes))
+                while not self._failures:
+                    with lock:
+                        unit = next(left, None)
+                    if unit is None:
+                        return
+                    handle(unit, buffer[: unit.size_bytes])
+            except BaseException as error:  # noqa: BLE001  # raised by the caller's thread
+                self._fail(error)
+
+        name = f"shared reads of rank {self._rank}, {what}"
+        return [
+            threading.Thread(target=run, name=f"{name} {number}", daemon=True)
+            for number in range(min(count, len(units)))
+        ]
+
+    def _fail(self, error: BaseException) -> None:
+        """Note why this rank gives up, in whatever thread, and tell the others at once."""
+        self._failures.append(error)
+        if not isinstance(error, CheckpointError):
+            error = CheckpointError(
+                f"{type(error).__name__}: {error}",
+                rank=self._rank,
+                phase=self._deadline.phase,
+                next_step="See the log of that rank.",
+            )
+        self._deadline.failed(error)
+
+    def _pass_on(self, unit: Unit, buffer: memoryview) -> None:
+        parts = list(self._parts(unit, buffer))
+        self._chunks.read([bytes_read(reads[0].place, part, start) for reads, start, part in parts])
+        self._deliver(parts)
+        for rank in unit.ranks:
+            if rank != self._rank:
+                self._transport.send(rank, buffer, _TAG + unit.number, self._deadline)
+        self._on_bytes(len(buffer))
+
+    def _receive(self, unit: Unit, buffer: memoryview) -> None:
+        self._transport.receive(unit.owner, buffer, _TAG + unit.number, self._deadline)
+        parts = list(self._parts(unit, buffer))
+        for reads, start, part in parts:
+            reads[0].place.check(part, start)
+        self._deliver(parts)
+        self._deadline.advanced(len(buffer))
+        self._on_bytes(len(buffer))
+
+    def _parts(
+        self, unit: Unit, buffer: memoryview
+    ) -> Iterator[tuple[Sequence[ChunkRead], int, memoryview]]:
+        """Yield who wants each piece, where it begins in its chunk, and its bytes."""
+        at = 0
+        for key, start, stop in unit.pieces:
+            yield self._reads[key], start, buffer[at : at + stop - start]
+            at += stop - start
+
+    def _deliver(self, parts: Sequence[tuple[Sequence[ChunkRead], int, memoryview]]) -> None:
+        for reads, start, part in parts:
+            for read in reads:
+                if self._failures:
+                    # The caller may use the targets again, though this thread came back late.
+                    raise CheckpointError(f"The load of rank {self._rank} was given up.")
+                put(read, start, part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What one rank reads for others and they for it, and the ways between them."""
+
+    order: ShareOrder
+    operation: Operation
+    peers: Peers
+
+    @contextmanager
+    def joined(self, deadline: Deadline, *, can_share: bool) -> Iterator[bool]:
+        """Reach one another for the time of a block; False on all ranks if any cannot.
+
+        All ranks, as steps of the operation, whose deadline it is. Raises what that failed with.
+        """
+        is_joined = False
+        if self._all(can_share):
+            is_joined = self._all(self._has_reached(deadline))
+            if not is_joined:
+                self.peers.drop()
+        if not is_joined:
+            yield False
+            return
+        try:
+            yield True
+        except BaseException:
+            # What is under way between these ranks belongs to nobody now.
+            self.peers.drop()
+            raise
+
+    def _all(self, answer: bool) -> bool:  # noqa: FBT001  # a vote
+        return set(self.operation.all_gather(b"yes" if answer else b"no")) == {b"yes"}
+
+    def _has_reached(self, deadline: Deadline) -> bool:
+        try:
+            self.peers.join(self.operation, deadline, limit_s=_LINK_S)
+        except CheckpointError as error:
+            failure = self.operation.failure()
+            if failure is not None:
+                raise failure from error
+            deadline.check("Joining the ranks that share reads")
+            log.warning("Each rank reads for itself: %s", error)
+            return False
+        return True

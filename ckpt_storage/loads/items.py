@@ -1,0 +1,293 @@
+"""The items of one load plan on this rank: from what they read to the commit to the planner."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from functools import cache
+
+import torch
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.format.boxes import Box, GridBoxes
+from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.selections import box_selection
+from ckpt_storage.inspect.torchload import load_whole, scan_blob
+from ckpt_storage.source.model import Source, TensorInfo
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read, concerns
+
+from .resolving import dtype_name, is_freed, target_resolver
+from .sharing import Key
+from .targets import Rings, TensorTarget
+
+
+class LoadItems:
+    """What one rank reads in one load, planned; no payload is read here but opaque items.
+
+    `reads` are this rank's own, `shared` those that are to be shared with other ranks.
+
+    Raises `InvalidInputError` for targets that cannot hold what is read.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        rings: Rings,
+        *,
+        verify: bool,
+        allow_lossy: bool,
+    ) -> None:
+        self._source = source
+        self._planner = planner
+        self._rings = rings
+        self._resolve = target_resolver(planner)
+        self._allow_lossy = allow_lossy
+        self._sizes: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, ...]] = {}
+        # In columns: thousands of rows are as many objects for the collector to look at.
+        self._items: list[ReadItem] = []
+        self._targets: list[torch.Tensor] = []
+        self._read_items: list[ReadItem] = []
+        self._blobs: list[tuple[ReadItem, bytearray, ChunkPlace]] = []
+        self._opaque: dict[tuple[str, int], list[tuple[ReadItem, torch.Tensor, ChunkPlace]]] = {}
+        self.reads: list[ChunkRead] = []
+        self.shared: dict[Key, list[ChunkRead]] = {}
+        places = source.places([(item.storage_index.fqn, _offsets_of(item)) for item in plan.items])
+        self._places = places
+        owners: dict[tuple[torch.device, int], tuple[ReadItem, ChunkPlace]] = {}
+        for item, place in zip(plan.items, places, strict=True):
+            found = place if verify else place.unchecked()
+            if item.type is LoadItemType.BYTE_IO:
+                buffer = bytearray(found.size_bytes)
+                self._blobs.append((item, buffer, found))
+                self.reads.append(bytes_read(found, memoryview(buffer)))
+                self._read_items.append(item)
+                continue
+            info = source.tensors[item.storage_index.fqn]
+            target = self._target(item, info.dtype)
+            if not allow_lossy and place.crcs is not None and target.numel():
+                _check_memory(owners, item, target, place)
+            self._items.append(item)
+            self._targets.append(target)
+            if found.kind == "opaque":
+                key = found.path, found.start
+                self._opaque.setdefault(key, []).append((item, target, found))
+            else:
+                self.reads.append(self._read(item, info, target, found))
+                self._read_items.append(item)
+
+    def _target(self, item: ReadItem, stored: str) -> torch.Tensor:
+        """Return the memory that the planner wants filled. Raises `InvalidInputError`."""
+        target = self._resolve(item)
+        if target.requires_grad:
+            target = target.detach()
+        fqn = item.storage_index.fqn
+        if target.shape != item.lengths:
+            raise _unfit(
+                f"The planner gave a target of shape {list(target.size())} for "
+                f"{list(item.lengths)} elements of {fqn}.",
+                "Check the load planner's resolve_tensor.",
+            )
+        if target.is_meta:
+            raise _unfit(
+                f"The target of {fqn} is on the meta device and can hold nothing.",
+                "Materialise it first, by to_empty() say.",
+            )
+        if is_freed(target):
+            raise _unfit(
+                f"The target of {fqn} has no memory: its storage was resized to nothing.",
+                "Load into tensors that have memory (FSDP: into its state_dict()).",
+            )
+        if not self._allow_lossy and not torch.can_cast(_dtype(stored)[0], target.dtype):
+            raise _unfit(
+                f"{fqn} is stored as {stored}; its target is {dtype_name(target.dtype)}, which "
+                "cannot hold such values.",
+                "Load into a target of the stored kind, or pass allow_lossy=True.",
+            )
+        return target
+
+    def _read(
+        self, item: ReadItem, info: TensorInfo, target: torch.Tensor, place: ChunkPlace
+    ) -> ChunkRead:
+        dtype, item_bytes = _dtype(info.dtype)
+        lengths = item.lengths
+        # A chunk as large as its tensor has its shape: nothing to look up for an unsharded one.
+        sizes = info.shape
+        if lengths != sizes or place.size_bytes != target.numel() * item_bytes:
+            sizes = self._chunk_sizes(item)
+        where = None
+        if lengths != sizes or any(item.storage_offsets):
+            where = box_selection(Box(tuple(item.storage_offsets), tuple(lengths)))
+        return ChunkRead(
+            place=place,
+            item_bytes=item_bytes,
+            chunk_sizes=sizes,
+            where=where,
+            target=TensorTarget(target, dtype, self._rings.of(target.device)),
+        )
+
+    def _chunk_sizes(self, item: ReadItem) -> tuple[int, ...]:
+        info = self._source.tensors[item.storage_index.fqn]
+        offsets = _offsets_of(item) or ()
+        key = None
+        if isinstance(info.boxes, GridBoxes):
+            # Tensors that are cut alike share a grid, which lives as long as the source.
+            key = (id(info.boxes.grid), info.shape, offsets)
+            known = self._sizes.get(key)
+            if known is not None:
+                return known
+        chunk = info.chunk_at(offsets)
+        if chunk is None:  # pragma: no cover  # places() found the chunk by the same offsets
+            raise FormatError(f"{info.fqn} has no chunk at {offsets}.", next_step="Load again.")
+        if key is not None:
+            self._sizes[key] = chunk.sizes
+        return chunk.sizes
+
+    @property
+    def paths(self) -> AbstractSet[str]:
+        """The files that are read."""
+        return {place.path for place in self._places}
+
+    def share(self, chunks: AbstractSet[Key], unit_bytes: int) -> bool:
+        """Set apart the reads of `chunks`; return whether no block of them lies in two units.
+
+        If one does, all reads stay this rank's own.
+        """
+        shared: dict[Key, list[ChunkRead]] = {key: [] for key in chunks}
+        own: list[ChunkRead] = []
+        for item, read in zip(self._read_items, self.reads, strict=True):
+            offsets = _offsets_of(item)
+            place = read.place
+            mine = None if offsets is None else shared.get((place.fqn, offsets))
+            if mine is None:
+                own.append(read)
+            elif unit_bytes % place.block_bytes:
+                return False
+            else:
+                mine.append(read)
+        if not all(shared.values()):
+            return False
+        self.reads, self.shared = own, shared
+        return True
+
+    def share_nothing(self) -> None:
+        """Make reads of this rank's own of those that were to be shared."""
+        for reads in self.shared.values():
+            self.reads.extend(reads)
+        self.shared = {}
+
+    def read_opaque(self, chunks: ChunkReader) -> None:
+        """Read the items that only torch itself can read, one at a time in memory."""
+        for users in self._opaque.values():
+            place = users[0][2]
+            (buffer,) = chunks.read_bytes([place])
+            whole = load_whole(buffer, place)
+            for item, target, _ in users:
+                sizes = self._chunk_sizes(item)
+                if tuple(whole.shape) != sizes:
+                    raise FormatError(
+                        f"{place.fqn} in {place.path} has shape {list(whole.shape)}; the metadata "
+                        f"says {list(sizes)} elements.",
+                        path=place.path,
+                        next_step="Check that the checkpoint is complete and that its files "
+                        "belong together.",
+                    )
+                box = box_selection(Box(tuple(item.storage_offsets), tuple(item.lengths)))
+                target.copy_(whole[tuple(slice(r.start, r.stop) for r in box)])
+
+    def explain(self, error: StorageError | IntegrityError) -> Exception:
+        """Return `error` with what it means here: which tensor, which rank, gone or damaged."""
+        places = [place for place in self._places if concerns(error, place.path)]
+        if not places:
+            return error
+        if isinstance(error, StorageError):
+            is_missing = error.kind == "not-found"
+            return self._source.explain_missing(places[0]) if is_missing else error
+        if error.fqn is not None:
+            return error
+        offset = error.offset or 0
+        place = min(
+            (p for p in places if p.start <= offset < p.start + p.size_bytes),
+            key=lambda p: p.start,
+            default=places[0],
+        )
+        by = f", written by rank {place.rank}" if place.rank is not None else ""
+        step = error.next_step or ""
+        return IntegrityError(
+            f"{str(error).removesuffix(step).strip()} The file holds {place.fqn}{by}. Targets of "
+            "this load hold undefined values.",
+            fqn=place.fqn,
+            offset=error.offset,
+            path=error.path,
+            rank=place.rank,
+            phase="load",
+            next_step=error.next_step,
+        )
+
+    def commit(self, *, unsafe_pickle: bool) -> None:
+        """Hand everything to the planner; all bytes were read and verified."""
+        if not unsafe_pickle:
+            for _, buffer, place in self._blobs:
+                scan_blob(buffer, place)
+        for item, target in zip(self._items, self._targets, strict=True):
+            self._planner.commit_tensor(item, target)
+        for item, buffer, _ in self._blobs:
+            self._planner.load_bytes(item, io.BytesIO(buffer))
+
+
+def wanted_regions(plans: Sequence[LoadPlan]) -> dict[Key, list[tuple[int, Box]]]:
+    """Return for each chunk which ranks want which region of it, counted from its first element."""
+    wants: dict[Key, list[tuple[int, Box]]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            offsets = _offsets_of(item)
+            if offsets is not None:
+                region = Box(tuple(item.storage_offsets), tuple(item.lengths))
+                wants.setdefault((item.storage_index.fqn, offsets), []).append((rank, region))
+    return wants
+
+
+@cache
+def _dtype(name: str) -> tuple[torch.dtype, int]:
+    return getattr(torch, name), DTYPES[name].item_bytes
+
+
+def _offsets_of(item: ReadItem) -> tuple[int, ...] | None:
+    if item.type is LoadItemType.BYTE_IO:
+        return None
+    # A size is a tuple, and equal to one: no copy of each.
+    return item.storage_index.offset or ()
+
+
+def _check_memory(
+    owners: dict[tuple[torch.device, int], tuple[ReadItem, ChunkPlace]],
+    item: ReadItem,
+    target: torch.Tensor,
+    place: ChunkPlace,
+) -> None:
+    """Refuse targets that begin at one address and would get values of other checksums."""
+    other, held = owners.setdefault((target.device, target.data_ptr()), (item, place))
+    if other is item or _value(other, held) == _value(item, place):
+        return
+    if held.fqn == place.fqn:
+        raise _unfit(
+            f"Several elements of the target of {place.fqn} are a single memory location.",
+            "Load into a tensor that is not expanded: clone() it first.",
+        )
+    raise _unfit(
+        f"The targets of {held.fqn} and {place.fqn} are one memory, and the checkpoint holds "
+        "other values for each.",
+        "Give each a tensor of its own, load one of them, or pass allow_lossy=True: then either "
+        "value may stay.",
+    )
+
+
+def _unfit(message: str, next_step: str) -> InvalidInputError:
+    return InvalidInputError(message, phase="load", next_step=next_step)
+
+
+def _value(item: ReadItem, place: ChunkPlace) -> object:
+    return tuple(item.storage_offsets), tuple(item.lengths), list(place.crcs or ())
