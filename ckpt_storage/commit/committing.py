@@ -33,7 +33,7 @@ from . import attempt as commit
 from . import cleaning, publishing
 from .assemble import assemble, check_files, check_reports
 from .attempt import Grant
-from .stockwrite import planned_of, stock_metadata, stock_note
+from .stock import planned_of, stock_metadata, stock_note
 
 log = logging.getLogger("ckpt_storage")
 

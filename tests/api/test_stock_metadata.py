@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import failures_of, same, zeros_like
 from report_tools import SAVE_ID, Written, reports_of
-from stock_samples import made_metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -33,8 +27,7 @@ from ckpt_storage import (
     CheckpointStorageWriter,
     InvalidInputError,
 )
-from ckpt_storage.commit.stockpickle import EntryTable, StockEntry, pickled
-from ckpt_storage.commit.stockwrite import entries_of
+from ckpt_storage.commit.stock import entries_of
 
 STATE: dict[str, Any] = {
     "w": torch.arange(6.0).reshape(2, 3),
@@ -43,117 +36,6 @@ STATE: dict[str, Any] = {
     "step": 5,
     "ü": torch.arange(3),
 }
-ENTRIES = [
-    StockEntry("model.w", (0, 0), "saves/x/__0_0.distcp", 0, 1 << 40),
-    StockEntry("model.w", (4, 0), "saves/x/__1_0.distcp", 1 << 31, (1 << 31) - 1),
-    StockEntry("model.w", (1 << 45, 0), "saves/x/__1_0.distcp", 255, 256),
-    StockEntry("scalar", (), "saves/x/__0_0.distcp", 65_536, 1577),
-    StockEntry("step", None, "saves/x/ü/__0_0.distcp", 7, 0),
-    StockEntry("model.w", (4, 0), "saves/x/__9_0.distcp", 5, 5),
-]
-
-
-def plain(entries: list[StockEntry]) -> dict[MetadataIndex, _StorageInfo]:
-    """Return the table as objects, of equal keys the first."""
-    table: dict[MetadataIndex, _StorageInfo] = {}
-    for entry in entries:
-        offset = None if entry.offsets is None else torch.Size(entry.offsets)
-        info = _StorageInfo(entry.path, entry.start, entry.length)
-        table.setdefault(MetadataIndex(entry.fqn, offset), info)
-    return table
-
-
-@pytest.mark.parametrize("count", [0, 1, 3, 6])
-@pytest.mark.parametrize("ranks", [1, 100])
-def test_the_pickle_written_by_hand_is_that_of_the_objects(count: int, ranks: int) -> None:
-    """Whatever is around the table, and however often strings come again."""
-    metadata = made_metadata(ranks)
-    found = pickle.loads(pickled(metadata, EntryTable.of(ENTRIES[:count])))
-    assert found == dataclasses.replace(metadata, storage_data=plain(ENTRIES[:count]))
-    assert list(found.storage_data) == list(plain(ENTRIES[:count]))
-    for index, info in found.storage_data.items():
-        assert type(index.offset) in {torch.Size, type(None)}
-        assert index.index is None
-        assert info.transform_descriptors is None
-
-
-KEYS = ("version", "modules", "save_id", "load_id", "x")
-
-
-@pytest.mark.parametrize("tensor_count", [1, 40, *range(1597, 1640, 14)])
-def test_what_the_pickle_around_remembers_is_not_overwritten(
-    tmp_path: Path, tensor_count: int
-) -> None:
-    """However much it remembers; torch's reader gets the keys and the places that were written."""
-    names = [f"{KEYS[n % 5]}.t{n}" for n in range(tensor_count)]
-    metadata = Metadata(
-        state_dict_metadata={
-            name: TensorStorageMetadata(
-                TensorProperties(torch.float32),
-                torch.Size([4, 4]),
-                [ChunkStorageMetadata(torch.Size([n, 0]), torch.Size([1, 4])) for n in range(4)],
-            )
-            for name in names
-        },
-        planner_data={name: (*KEYS, name) for name in names},
-        storage_data={},
-        storage_meta=StorageMeta("run", "save-1", "load-1", ["modules"]),
-        version="1.0.0",
-    )
-    entries = [
-        StockEntry(name, (n, 0), f"saves/x/__{n}_0.distcp", n, 16)
-        for name in names
-        for n in range(4)
-    ]
-    data = pickled(metadata, EntryTable.of(entries))
-    (tmp_path / ".metadata").write_bytes(data)
-    found = FileSystemReader(tmp_path).read_metadata()
-    found.storage_meta = metadata.storage_meta
-    assert found == dataclasses.replace(metadata, storage_data=plain(entries))
-    assert vars(found).keys() == vars(metadata).keys()
-    assert pickle.loads(data).storage_meta == metadata.storage_meta
-
-
-def tensors(**changes: Any) -> dict[str, TensorStorageMetadata]:
-    """Return three that look alike, under names that the pickle uses itself."""
-    return {
-        name: TensorStorageMetadata(
-            TensorProperties(torch.float8_e4m3fn, memory_format=torch.channels_last, **changes),
-            torch.Size([4, 2]),
-            [ChunkStorageMetadata(torch.Size([n, 0]), torch.Size([2, 2])) for n in (0, 2)],
-        )
-        for name in ("size", "offset", "properties")
-    }
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_tensors_that_look_alike_are_objects_of_their_own(*, requires_grad: bool) -> None:
-    """Equal ones are written once, and read as often as they are."""
-    state = tensors(requires_grad=requires_grad)
-    entries = [StockEntry(name, (0, 0), "size", 1, 2) for name in state]
-    found = pickle.loads(pickled(Metadata(state), EntryTable.of(entries)))  # type: ignore[arg-type]
-    assert found == Metadata(state, storage_data=plain(entries))  # type: ignore[arg-type]
-    held = list(found.state_dict_metadata.values())
-    assert len({id(entry.properties) for entry in held}) == 3
-    assert len({id(chunk) for entry in held for chunk in entry.chunks}) == 6
-    assert all(type(entry.size) is torch.Size for entry in held)
-    assert all(entry.properties.memory_format is torch.channels_last for entry in held)
-
-
-@dataclasses.dataclass
-class Chunk(ChunkStorageMetadata):
-    """A chunk with one thing more."""
-
-    label: str = ""
-
-
-def test_chunks_of_a_planner_s_own_are_kept() -> None:
-    """Where one entry is not of torch's classes, all are pickled as objects."""
-    state = tensors()
-    state["offset"].chunks[1] = Chunk(torch.Size([2, 0]), torch.Size([2, 2]), "mine")
-    found = pickle.loads(pickled(Metadata(state), EntryTable.of(ENTRIES)))  # type: ignore[arg-type]
-    assert found == Metadata(state, storage_data=plain(ENTRIES))  # type: ignore[arg-type]
-    assert found.state_dict_metadata["offset"].chunks[1].label == "mine"
 
 
 def test_a_chunk_with_elements_wins_over_an_empty_one_at_its_place() -> None:
@@ -162,7 +44,7 @@ def test_a_chunk_with_elements_wins_over_an_empty_one_at_its_place() -> None:
         [Written("w", (0, 0), (0, 4)), Written("e", (0,), (0,))],
         [Written("w", (0, 0), (4, 4)), Written("w", (0, 0), (0, 4))],
     ]
-    found = pickle.loads(pickled(made_metadata(1), entries_of(reports_of(ranks)))).storage_data
+    found = entries_of(reports_of(ranks))
     assert len(found) == 2
     assert found[MetadataIndex("w", [0, 0])] == _StorageInfo(
         f"saves/{SAVE_ID}/__1_0.distcp", 0, 128
@@ -170,13 +52,16 @@ def test_a_chunk_with_elements_wins_over_an_empty_one_at_its_place() -> None:
     assert found[MetadataIndex("e", [0])].relative_path.endswith("__0_0.distcp")
 
 
-def test_other_classes_than_those_known_are_pickled_as_objects(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A torch whose classes have changed still gets what it can read."""
-    monkeypatch.setattr("ckpt_storage.commit.stockpickle._is_known", lambda: False)
-    found = pickle.loads(pickled(made_metadata(2), EntryTable.of(ENTRIES)))
-    assert found.storage_data == plain(ENTRIES)
+def test_equal_sizes_are_pickled_once(tmp_path: Path) -> None:
+    """Tensors that look alike are objects of their own all the same, and torch's own ones."""
+    save(tmp_path, {f"t{n}": torch.zeros(5, 7) for n in range(300)})
+    found = FileSystemReader(tmp_path).read_metadata()
+    entries = found.state_dict_metadata.values()
+    chunks = [e.chunks[0] for e in entries if type(e) is TensorStorageMetadata]
+    assert len({id(chunk) for chunk in chunks}) == 300
+    assert len({id(chunk.sizes) for chunk in chunks}) == 1
+    assert len({id(index.offset) for index in found.storage_data}) == 1
+    assert all(type(index.offset) is torch.Size for index in found.storage_data)
 
 
 def save(path: Path, state: dict[str, Any] = STATE, **options: Any) -> None:

@@ -43,7 +43,7 @@ from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit.assemble import assemble
 from ckpt_storage.commit.committing import commit_save
 from ckpt_storage.commit.reporttable import RankReport
-from ckpt_storage.commit.stockwrite import planned_of
+from ckpt_storage.commit.stock import planned_of
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef, seal

@@ -24,7 +24,7 @@ from ckpt_storage import (
     InvalidInputError,
     NotPublishedError,
 )
-from ckpt_storage.commit import slotlog, stockwrite
+from ckpt_storage.commit import slotlog, stock
 from ckpt_storage.format import documents
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.documents import MOST_SLOT_BYTES, seal, unseal
@@ -206,7 +206,7 @@ def test_metadata_that_no_reader_would_take_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error says how to save without it."""
-    monkeypatch.setattr(stockwrite, "MOST_STOCK_BYTES", 4100)
+    monkeypatch.setattr(stock, "MOST_STOCK_BYTES", 4100)
     with pytest.raises(CheckpointError, match="stock_metadata='auto' or 'never'"):
         ckpt_storage.save(STATE, tmp_path / "a", stock_metadata="always")
     assert listed(tmp_path) == []

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_storage.commit.shardfile import ShardFileWriter, ShardTable
-from ckpt_storage.commit.stockwrite import STOCK_VERSION
+from ckpt_storage.commit.stock import STOCK_VERSION
 from ckpt_storage.errors import CheckpointError, StorageError
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
