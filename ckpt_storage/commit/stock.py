@@ -11,7 +11,6 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -86,19 +85,16 @@ def stock_metadata(
     shared with later saves. Its dtypes are corrected to what was written, because a cached plan
     may be out of date. Raises `InvalidInputError` for a pickle that no reader would take.
     """
-    state, sizes = dict(metadata.state_dict_metadata), _Sizes()
+    state = dict(metadata.state_dict_metadata)
     for fqn, tensor in manifest.tensors.items():
-        entry = state[fqn]
-        if isinstance(entry, TensorStorageMetadata):
-            properties = entry.properties
-            if properties.dtype != (dtype := getattr(torch, tensor.dtype)):
-                properties = dataclasses.replace(properties, dtype=dtype)
-            chunks = list(map(sizes.shared, entry.chunks))
-            state[fqn] = dataclasses.replace(entry, properties=properties, chunks=chunks)
+        entry, dtype = state[fqn], getattr(torch, tensor.dtype)
+        if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != dtype:
+            properties = dataclasses.replace(entry.properties, dtype=dtype)
+            state[fqn] = dataclasses.replace(entry, properties=properties)
     changed = dataclasses.replace(
         metadata,
         state_dict_metadata=state,
-        storage_data=entries_of(reports, sizes),
+        storage_data=entries_of(reports),
         storage_meta=storage_meta,
         version=STOCK_VERSION,
     )
@@ -114,35 +110,13 @@ def stock_metadata(
     return found
 
 
-class _Sizes:
-    """Equal sizes as one object: pickled once, they take a quarter of the time."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], torch.Size] = {}
-
-    def of(self, values: Sequence[int]) -> torch.Size:
-        """Return the size that all who ask for these values get."""
-        key = tuple(values)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = torch.Size(key)
-        return found
-
-    def shared(self, chunk: ChunkStorageMetadata) -> ChunkStorageMetadata:
-        """Return an equal chunk of such sizes; a planner's own kind is left as it is."""
-        if type(chunk) is not ChunkStorageMetadata:
-            return chunk
-        return ChunkStorageMetadata(self.of(chunk.offsets), self.of(chunk.sizes))
-
-
-def entries_of(
-    reports: Sequence[RankReport], sizes: _Sizes | None = None
-) -> dict[MetadataIndex, _StorageInfo]:
+def entries_of(reports: Sequence[RankReport]) -> dict[MetadataIndex, _StorageInfo]:
     """Return an entry an item of all ranks; those without elements last.
 
-    Of two at one place the first counts, and an empty one may stand where another begins.
+    Of two at one place the first counts, and an empty one may stand where another begins. Equal
+    names and sizes are one object: pickled once, they take a quarter of the time.
     """
-    known = sizes or _Sizes()
+    sizes: dict[tuple[int, ...], torch.Size] = {}
     names: dict[str, str] = {}
     entries: dict[MetadataIndex, _StorageInfo] = {}
     empty: dict[MetadataIndex, _StorageInfo] = {}
@@ -154,7 +128,10 @@ def entries_of(
         paths = [ref.path for ref in report.files]
         boxes = boxes_of(report)
         # The last is for blobs, whose box is -1.
-        places = [*(known.of(box.offsets) for box in boxes), None]
+        places = [
+            *(sizes.setdefault(box.offsets, torch.Size(box.offsets)) for box in boxes),
+            None,
+        ]
         is_empty = [*(0 in box.sizes for box in boxes), False]
         fqn, _, box = report.read_pattern()
         for name, at, file, start, length in zip(
