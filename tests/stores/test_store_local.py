@@ -120,7 +120,7 @@ def error_of(call: Callable[[], object]) -> StorageError:
 
 
 def test_a_missing_folder_is_not_made_by_a_write(store: Store, root: str) -> None:
-    """Only `prepare` makes folders; a write says who should have and asks about sharing."""
+    """Only `make_folders` makes them; a write says who should have and asks about sharing."""
     for call in (
         lambda: store.put("nothing/x", b"x"),
         lambda: store.create("nothing/x", b"x"),
