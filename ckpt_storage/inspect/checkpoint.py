@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -284,26 +285,18 @@ class Checkpoint(Mapping[str, Any]):
 
         Raises what reading raises, and `KeyError` for a name that is in neither.
         """
-        if not isinstance(other, Checkpoint):
-            with open_checkpoint(other) as opened:
-                return self.diff(
-                    opened,
-                    names=names,
-                    prefix=prefix,
-                    values=values,
-                    rtol=rtol,
-                    atol=atol,
-                    progress=progress,
-                )
-        return compare(
-            self._handle,
-            other._handle,  # noqa: SLF001  # of this class
-            names=names,
-            prefix=prefix,
-            values=values,
-            tolerance=Tolerance(absolute=atol, relative=rtol),
-            progress=progress,
-        )
+        with ExitStack() as stack:
+            if not isinstance(other, Checkpoint):
+                other = stack.enter_context(open_checkpoint(other))
+            return compare(
+                self._handle,
+                other._handle,  # noqa: SLF001  # of this class
+                names=names,
+                prefix=prefix,
+                values=values,
+                tolerance=Tolerance(absolute=atol, relative=rtol),
+                progress=progress,
+            )
 
     def verify(self, *, deep: bool = True) -> VerifyReport:
         """Check every byte of the save that is open, and report all damage; see `verify`.
