@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-import multiprocessing
 import os
 import pickle
-import signal
-import socket
-import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from multiprocessing.util import Finalize
-from typing import Any
+from functools import partial
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import place_of, travelling
@@ -33,21 +26,20 @@ from ckpt_storage.errors import (
 from ckpt_storage.progress import reporting
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.session import SaveSession
+from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.timed import halted
 
-from .stagewire import PackedState, StateSender, pack
-from .staging import StagedState
-from .worker import Beat, Failed, Job, Outcome, Reply, Setup, Step, worker_main
+from .process import GoneError, WorkerProcess
+from .worker import Beat, Failed, Job, Outcome, Reply, Setup, Step
+
+if TYPE_CHECKING:
+    from .job import SaveJob
 
 log = logging.getLogger("ckpt_storage")
 
-_END_S = 5.0
 _LOOK_S = 0.1
 _GRACE_S = 5.0
 """How long a worker may take to give up a save that has failed elsewhere."""
-
-_START_S = 120.0
-"""How long a worker may take to start: importing torch from a loaded network disk is slow."""
 
 
 class Worker:
@@ -59,9 +51,9 @@ class Worker:
     def __init__(self, *, rank: int, world_size: int, silence_s: float) -> None:
         self._setup = Setup(rank=rank, world_size=world_size, log_level=log.getEffectiveLevel())
         self._silence_s = silence_s
-        self._child: _Child | None = None
+        self._child: WorkerProcess | None = None
         try:
-            self._child = _Child(self._setup)
+            self._child = WorkerProcess(self._setup)
         except InvalidInputError:
             raise
         except CheckpointError as error:
@@ -80,36 +72,24 @@ class Worker:
         if child is not None:
             child.end()
 
-    def run(
-        self,
-        operation: Operation,
-        staged: StagedState,
-        options: SaveOptions,
-        *,
-        url: str | os.PathLike[str],
-        number: int,
-    ) -> CheckpointInfo:
+    def run(self, operation: Operation, job: SaveJob) -> CheckpointInfo:
         """Let the worker run one save in `operation`, and return or raise how it ended.
 
         A worker that dies, or gives no sign of life, is ended, and the save with it.
         """
-        # Callables of the trainer stay here: they get what the worker's beats tell.
-        sent = dataclasses.replace(options, progress=None)
-        job = Job(number=number, url=os.fspath(url), options=_pickled(sent))
-        packed = pack(staged)
-        run = _Run(operation, options, url, number)
+        run = _Run(operation, job.options, job.url, job.number)
         try:
             with run.shown():
                 try:
-                    outcome = self._attempt(run, job, packed)
-                except _GoneError as gone:
+                    outcome = self._attempt(run, job)
+                except GoneError as gone:
                     if run.has_begun:
                         raise
                     # It never took the save up, so no other rank knows of it.
                     log.warning("The worker process of rank %d %s.", operation.rank, gone)
                     self.close()  # it may be stopped, not dead
-                    outcome = self._attempt(run, job, packed)
-        except _GoneError as gone:
+                    outcome = self._attempt(run, job)
+        except GoneError as gone:
             error = run.death(str(gone))
             run.leave()
             self.close()
@@ -122,8 +102,8 @@ class Worker:
         assert outcome.info is not None  # noqa: S101  # there is one or the other
         return outcome.info
 
-    def _attempt(self, run: _Run, job: Job, packed: PackedState) -> Outcome:
-        """Hand a save to the worker and carry out its steps. Raises `_GoneError`."""
+    def _attempt(self, run: _Run, job: SaveJob) -> Outcome:
+        """Hand a save to the worker and carry out its steps. Raises `GoneError`."""
         child = self._child
         if child is not None and not child.process.is_alive():
             log.warning(
@@ -132,10 +112,12 @@ class Worker:
                 child.how(),
             )
             self.close()
-        child = self._child = self._child or _Child(self._setup)
+        child = self._child = self._child or WorkerProcess(self._setup)
         run.watch(child, self._silence_s)
-        child.send(job, self._silence_s)
-        child.send_state(packed)
+        told = Job(number=job.number, url=os.fspath(job.url), options=job.packed)
+        child.send(told, self._silence_s)
+        assert job.staged is not None  # noqa: S101  # or it were refused
+        child.send_state(job.staged)
         return run.served()
 
 
@@ -156,7 +138,7 @@ class _Run:
         self.word: bytes | None = None
         """What the coordinator announced, once a member's worker asked for it."""
         self._number = number
-        self._child: _Child | None = None
+        self._child: WorkerProcess | None = None
         self._silence_s = 0.0
         self._outcome: Outcome | None = None
         self._steps: list[Step] = []
@@ -181,14 +163,14 @@ class _Run:
                 self._bar = _Bar(self.operation, self.options, stack)
             yield
 
-    def watch(self, child: _Child, silence_s: float) -> None:
+    def watch(self, child: WorkerProcess, silence_s: float) -> None:
         """Listen to this worker from now on."""
         self._child, self._gone = child, None
-        self._silence_s = silence_s + child.slack_s
+        self._silence_s = silence_s
         self._heard_s = time.monotonic()
 
     def served(self) -> Outcome:
-        """Carry out steps until the save has ended. Raises `_GoneError`."""
+        """Carry out steps until the save has ended. Raises `GoneError`."""
         is_told = False
         while self._outcome is None:
             halted()
@@ -206,7 +188,7 @@ class _Run:
 
     def _raise_if_gone(self) -> None:
         if self._outcome is None and self._gone is not None:
-            raise _GoneError(self._gone)
+            raise GoneError(self._gone)
 
     def _carry_out(self, step: Step) -> None:
         operation = self.operation
@@ -228,7 +210,7 @@ class _Run:
                 self.word = value
         except CheckpointError as error:
             if self._gone is not None:
-                raise _GoneError(self._gone) from None
+                raise GoneError(self._gone) from None
             self._raised = error
             reply = Reply(number=self._number, error=travelling(error))
         else:
@@ -291,8 +273,9 @@ class _Run:
             if self._gone is not None or self._outcome is not None:
                 return
             if not wait([child.control, child.process.sentinel], timeout_s):
-                if time.monotonic() > self._heard_s + self._silence_s:
-                    self._gone = f"gave no sign of life for {self._silence_s:g} s and was ended"
+                quiet_s = self._silence_s + child.slack_s
+                if time.monotonic() > self._heard_s + quiet_s:
+                    self._gone = f"gave no sign of life for {quiet_s:g} s and was ended"
                 elif time.monotonic() > self._end_s:
                     self._gone = "did not end the save within all its deadlines and was ended"
                 return
@@ -311,9 +294,7 @@ class _Run:
         child = self._child
         assert child is not None  # noqa: S101  # it is watched
         self._heard_s = time.monotonic()
-        if child.slack_s:
-            self._silence_s -= child.slack_s
-            child.slack_s = 0.0
+        child.has_beaten = True
         self.has_begun = True
         if isinstance(message, Step):
             self._steps.append(message)
@@ -413,8 +394,8 @@ def _looked_up(run: _Run, error: CheckpointError) -> CheckpointInfo | CommitUnkn
             run.url,
             run.options,
             rank=run.operation.rank,
-            is_coordinator=run.operation.is_coordinator,
-            phase=run.operation.phase,
+            is_coordinator=False,
+            phase=partial(Deadline.of, run.options.timeouts),
         )
         info = session.outcome(save_id)
     except CheckpointError as failure:
@@ -439,109 +420,3 @@ def _unexported(error: CheckpointError, info: CheckpointInfo) -> ConsolidationEr
         phase="consolidate",
         next_step="The checkpoint can be loaded; call consolidate to go on with it.",
     )
-
-
-class _GoneError(Exception):
-    """The worker is gone; the message says how."""
-
-
-class _Child:
-    """One worker process that has been started, and our ends of its pipes.
-
-    Raises `InvalidInputError` where none may be had, `CheckpointError` where none is to be had now.
-    """
-
-    def __init__(self, setup: Setup) -> None:
-        context = multiprocessing.get_context("spawn")
-        try:
-            self.control, their_control = context.Pipe()
-            states, their_states = context.Pipe()
-            self.process: SpawnProcess = context.Process(
-                target=worker_main,
-                args=(setup, their_control, their_states),
-                name=f"ckpt-storage worker {setup.rank}",
-                daemon=True,
-            )
-            self.process.start()
-        except AssertionError as error:
-            raise InvalidInputError(
-                f"No worker process can be started here: {error}.", next_step="Use mode='thread'."
-            ) from error
-        except OSError as error:
-            raise CheckpointError(
-                f"Rank {setup.rank} cannot start its worker process: {error}.",
-                rank=setup.rank,
-                phase="stage",
-                next_step="See how many processes and open files it has and may have (ulimit -u, "
-                "-n), or use mode='thread'.",
-            ) from error
-        their_control.close()
-        their_states.close()
-        _workers.add(self.process)
-        self._states = states
-        self._sender = StateSender(states)
-        self.slack_s = _START_S
-        """How much longer than a sign of life its first one may take."""
-        # Runs before multiprocessing asks it to end and waits: a stopped process never would.
-        self.end = Finalize(None, _end, (self.process, self.control, states), exitpriority=100)
-
-    def send(self, message: object, timeout_s: float) -> None:
-        """Send on the control pipe. Raises `_GoneError` if nobody takes it within the limit."""
-        with self._sent(self.control, timeout_s + self.slack_s):
-            self.control.send(message)
-
-    def send_state(self, packed: PackedState) -> None:
-        """Send a state on the other pipe; as `send`."""
-        with self._sent(self._states, _START_S):
-            self._sender.send(packed)
-
-    @contextlib.contextmanager
-    def _sent(self, connection: Connection, timeout_s: float) -> Iterator[None]:
-        limit = struct.pack("ll", max(1, int(timeout_s)), 0)
-        with socket.socket(fileno=os.dup(connection.fileno())) as pipe:
-            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        try:
-            yield
-        except OSError:
-            raise _GoneError(self.how()) from None
-
-    def how(self) -> str:
-        """Return how it went; one whose pipes are closed is about to."""
-        self.process.join(_END_S)
-        code = self.process.exitcode
-        if code is None:
-            return "took no message and was ended"
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                return f"was ended by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
-
-
-_workers: weakref.WeakSet[SpawnProcess] = weakref.WeakSet()
-
-
-def _disown() -> None:
-    """Let a child of fork end no worker of its parent when it exits, as multiprocessing would."""
-    children: set[object] = multiprocessing.process._children  # type: ignore[attr-defined]  # noqa: SLF001  # no public way
-    children.difference_update(_workers)
-
-
-os.register_at_fork(after_in_child=_disown)
-
-
-def _end(process: SpawnProcess, control: Connection, states: Connection) -> None:
-    control.close()
-    states.close()
-    process.kill()
-    process.join(_END_S)
-
-
-def _pickled(options: SaveOptions) -> bytes:
-    try:
-        return pickle.dumps(options)
-    except BaseException as error:
-        raise InvalidInputError(
-            f"The planner or another argument cannot be sent to the worker process: {error}.",
-            phase="stage",
-            next_step="Define its class at the top of a module, or use mode='thread'.",
-        ) from error

@@ -3,68 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.errors import CheckpointError, RankMismatchError
-from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.store.timed import abandoned_thread_count
 
-from .handle import SaveStatus
-from .hostbuffers import Lease
-from .staging import StagedState, StagingJob
+from .job import SaveJob
 
 log = logging.getLogger("ckpt_storage")
-
-
-@dataclass(slots=True, kw_only=True)
-class SaveJob:
-    """One save: what it is told, and its state once that is copied.
-
-    `number` counts the saves of a saver, the same on every rank. With `refusal` nothing is saved
-    and the other ranks are told why. `staging` is a copy under way.
-    """
-
-    status: SaveStatus
-    options: SaveOptions
-    url: str | os.PathLike[str]
-    number: int
-    lease: Lease | None = None
-    staged: StagedState | None = None
-    staging: StagingJob | None = None
-    refusal: CheckpointError | None = None
-
-    def end_staging(self) -> None:
-        """Wait until the state is copied; one that cannot be is a refusal."""
-        if self.staging is None or self.refusal is not None:
-            return
-        try:
-            what = f"the staging for {self.status.url}"
-            with as_checkpoint_errors(what, self.status.rank, in_background=True):
-                self.staged = self.staging.wait(self.options.timeouts.stage)
-        except CheckpointError as error:
-            error.phase = error.phase or "stage"
-            self.refusal = error
-        else:
-            self.status.mark_staged()
-
-    def end_lease(self) -> None:
-        """Give the memory back once nobody reads or writes there."""
-        if self.lease is None:
-            return
-        # A thread that was left behind may still read the state, and must not read the next one;
-        # copies that came too late must not go on into it.
-        is_read = self.status.error is not None and abandoned_thread_count() > 0
-        if is_read or (self.staging is not None and not self.staging.done()):
-            self.lease.abandon()
-        else:
-            self.lease.release()
-        self.lease = self.staging = self.staged = None
 
 
 class SaveQueue:

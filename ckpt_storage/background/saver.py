@@ -19,11 +19,8 @@ from typing import Any, Literal, Self
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors, place_of
-from ckpt_storage.coordination.frontdoor import plain_state
-from ckpt_storage.coordination.operation import Operation
-from ckpt_storage.coordination.ranks import Ranks, SaverChannel, group_of
+from ckpt_storage.coordination.ranks import SaverChannel, group_of
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.options import (
     PageCache,
@@ -35,15 +32,16 @@ from ckpt_storage.options import (
 )
 from ckpt_storage.saves.chaining import Chained
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.running import run_save
 from ckpt_storage.store import anchored
 
+from .arena import Arenas
 from .exits import flush, flush_at_exit
 from .handle import SaveHandle, SaveStatus, check_process
-from .hostbuffers import HostBuffers
+from .job import SaveJob, carry_out
 from .link import Worker
-from .queue import SaveJob, SaveQueue
-from .staging import begin_stage, stage
+from .process import pack, twin_of
+from .queue import SaveQueue
+from .staging import StagingJob
 
 log = logging.getLogger("ckpt_storage")
 
@@ -124,11 +122,9 @@ class AsyncSaver:
             except BaseException:
                 self._channel.close()
                 raise
-        self._buffers = HostBuffers(
-            "shared" if mode == "process" else "private", max_leases=max_pending
-        )
+        self._arenas = Arenas("shared" if mode == "process" else "private", most=max_pending)
         self._queue = SaveQueue(
-            partial(_run, self._ranks, self._worker),
+            partial(carry_out, self._ranks, self._worker),
             drained=self._worker.close if self._worker is not None else lambda: None,
         )
         self._saves: list[SaveStatus] = []
@@ -139,7 +135,7 @@ class AsyncSaver:
         self._exit_timeout_s = exit_timeout_s
         # Non-blocking: a saver that is forgotten lets its saves end, and its worker with them.
         self._finalizer = weakref.finalize(
-            self, _let_go, self._process_id, self._buffers, self._queue, self._channel
+            self, _let_go, self._process_id, self._arenas, self._queue, self._channel
         )
         self._finalizer.atexit = False
 
@@ -244,7 +240,7 @@ class AsyncSaver:
                 # The other ranks are in this save: a rank that raised and left would leave them
                 # alone there.
                 status.take()  # raised here, and not again by the next save
-                job.refusal = _refusal(status, error)
+                job.refuse(error)
                 self._queue.put(job)
                 raise
             self._queue.put(job)
@@ -270,12 +266,25 @@ class AsyncSaver:
             # The trainer's working folder counts, as it is now.
             job.url, job.options = anchored(job.url), job.options.anchored()
             prepare()
-            job.lease = self._buffers.lease(timeout_s=timeouts.stage)
+            planner = job.options.planner
+            if self._worker is not None:
+                # Before the planner knows the state, which is not to travel; so another one does.
+                job.packed = pack(job.options)
+                planner = None if planner is None else twin_of(planner)
+            job.lease = self._arenas.lease(timeout_s=timeouts.stage)
+            job.staging = StagingJob(
+                state,
+                job.lease,
+                planner,
+                url=status.url,
+                rank=status.rank,
+                world_size=self._ranks.world_size,
+            )
             if block_until_staged:
-                job.staged = stage(plain_state(state), job.lease)
+                job.staged = job.staging.run()
                 status.mark_staged()
             else:
-                job.staging = begin_stage(plain_state(state), job.lease)
+                job.staging.start()
 
     @contextlib.contextmanager
     def step_guard(self) -> Iterator[None]:
@@ -355,58 +364,10 @@ class AsyncSaver:
         return (len(self._saves) + 1) * one_s + _SLACK_S
 
 
-def _refusal(status: SaveStatus, error: BaseException) -> CheckpointError:
-    """Return what the other ranks are told of a save that was not begun here."""
-    if isinstance(error, CheckpointError):
-        error.phase = error.phase or "stage"
-        error.rank = status.rank if error.rank is None else error.rank
-        return error
-    return CheckpointError(
-        f"The save to {status.url} was not begun: rank {status.rank} was interrupted while it "
-        f"copied its state ({type(error).__name__}).",
-        rank=status.rank,
-        phase="stage",
-    )
-
-
-def _run(ranks: Ranks, worker: Worker | None, job: SaveJob) -> CheckpointInfo:
-    """Carry a job out, in the worker if there is one; a refusal is told to the other ranks."""
-    status = job.status
-
-    def watch(operation: Operation) -> None:
-        status.follow(lambda: (operation.signs, operation.save_id))
-        status.on_cancel(operation.give_up)
-
-    if worker is not None and job.staged is not None and job.refusal is None:
-        what = f"the save to {status.url}"
-        with (
-            ranks.operation(what, timeouts=job.options.timeouts, number=job.number) as operation,
-            as_checkpoint_errors(what, operation.rank, in_background=True),
-        ):
-            watch(operation)
-            return worker.run(operation, job.staged, job.options, url=job.url, number=job.number)
-
-    def state() -> dict[str, Any]:
-        if job.refusal is not None:
-            raise job.refusal
-        assert job.staged is not None  # noqa: S101  # there is one or the other
-        return dict(job.staged.state)
-
-    return run_save(
-        ranks,
-        state,
-        job.url,
-        lambda: job.options,
-        watch=watch,
-        number=job.number,
-        in_background=True,
-    )
-
-
-def _let_go(process_id: int, buffers: HostBuffers, queue: SaveQueue, channel: SaverChannel) -> None:
+def _let_go(process_id: int, arenas: Arenas, queue: SaveQueue, channel: SaverChannel) -> None:
     if os.getpid() != process_id:
         return  # a child of fork owns nothing of this
-    buffers.close()
+    arenas.close()
     queue.close()
     channel.close()
 

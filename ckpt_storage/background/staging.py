@@ -1,114 +1,256 @@
-"""A state dict copied out of the trainer's way, into leased host memory.
+"""A rank's part of a save, planned and copied out of the trainer's way.
 
-The result holds nothing that the trainer can change: tensors are copied, everything else is
-copied or pickled. Structure and objects are taken when the call is made; `begin_stage` leaves
-only the copying of tensors' bytes to a thread.
+The planner's local half runs in the caller. The bytes of its write items are copied into one
+arena, so that nothing that the trainer changes later is saved.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import os
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
-from ckpt_storage.loads.resolving import mark_parts
+from ckpt_storage.coordination.frontdoor import plain_state
+from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
+from ckpt_storage.saves.hostcopy import is_as_stored
+from ckpt_storage.saves.items import LiveItems
+from ckpt_storage.saves.planning import Kept, LocalPlan, PlanMemory, Structure, checked
+from ckpt_storage.saves.refusals import naming_refused
+from ckpt_storage.saves.shardfile import Item
 
-from .hostbuffers import Arena, Lease
-from .stagelayout import Copy, Layout, plan_layout
-from .stagewalk import Keep, State, Walk, rebuilt, walked
+from .arena import Arena, Lease
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 BATCH_BYTES = 64 * 1024 * 1024
 """Bytes between two looks at signals and at other threads."""
 
+_ALIGN_BYTES = 64
+_SMALL_BYTES = 64 * 1024
+"""Up to this, asking torch for a copy costs more than the copy."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedState:
-    """A state that belongs to its holder until the lease ends.
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-    `tensors` are its plain tensors, also those inside wrappers (DTensor), and `layout` says where
-    in `arena` they lie. Where the memory is shared, objects that are neither containers nor
-    tensors are kept pickled, as `stagewalk.Pickled`.
-    """
-
-    state: State
-    tensor_bytes: int
-    arena: Arena
-    layout: Layout = field(repr=False)
-    tensors: tuple[torch.Tensor, ...] = field(repr=False)
+_planned = PlanMemory()
+"""Local plans of the last few structures: torch plans some 50 us an item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Recipe:
-    """What one stage leaves to the next about its arena: valid while the kinds are the same."""
+class Places:
+    """Where the items of a local plan lie in an arena, each in the order of the plan.
 
-    kinds: list[object]
-    layout: Layout
-    arena: Arena
-    targets: tuple[torch.Tensor, ...]
-    tensors: tuple[torch.Tensor, ...]
-    leaves: tuple[torch.Tensor, ...]
+    A blob has no dtype. `unsafe` names the type that makes `load` refuse a blob, by its position.
+    Columns, because objects for each of many items set the garbage collector to work.
+    """
+
+    starts: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    dtypes: list[str | None] = field(default_factory=list)
+    unsafe: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """Copies still to be made, and the state as it will be after them."""
+class Local:
+    """What one rank plans; pickles. `key` is new for each plan that is made."""
 
-    staged: StagedState
-    sources: list[torch.Tensor]
-    targets: tuple[torch.Tensor, ...]
+    key: str
+    plan: SavePlan
+    structure: Structure | None
 
 
-def stage(state: State, lease: Lease) -> StagedState:
-    """Copy `state` into the memory of `lease` and return the copy when it is complete.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """One rank's part of a save, until the lease ends; `ties` maps alias to target."""
 
-    Stateful objects at the top level are asked for their state first. A storage that several
-    tensors share is copied once and shared by their copies. Attributes set on a tensor are not
-    kept, but those by which it names parts of a global tensor (`localparts`). The second and later
-    states of the same structure cost little more than the copy of their bytes.
+    local: Local
+    places: Places
+    ties: Mapping[str, str]
+    arena: Arena = field(repr=False)
 
-    Raises:
-        InvalidInputError: Something cannot be staged; the message names it. Nothing was kept.
-        CheckpointError: The memory cannot be had, or the device failed.
 
+def local_plan(
+    local: Local,
+    places: Places,
+    ties: Mapping[str, str],
+    memory: NDArray[np.uint8],
+    planner: SavePlanner,
+) -> LocalPlan:
+    """Return what a save takes of staged items, whose bytes are `memory`.
+
+    `planner` makes the plans for all ranks.
     """
-    prepared = _prepare(state, lease)
-    _copy(prepared, _fork_streams(prepared.sources))
-    return prepared.staged
+    return LocalPlan(
+        planner=_PlannedAhead(local.plan, planner),
+        source=StagedItems(local.plan, places, memory),
+        ties=ties,
+        structure=local.structure,
+    )
 
 
-def begin_stage(state: State, lease: Lease) -> StagingJob:
-    """Take structure and objects of `state` now, and its tensors' bytes in a thread.
+class StagedItems:
+    """An `ItemSource` over the memory of an arena."""
 
-    The tensors must not change before the job is done. On CUDA the copies wait for what the
-    calling thread has enqueued so far on its current streams.
+    def __init__(self, plan: SavePlan, places: Places, memory: NDArray[np.uint8]) -> None:
+        self._memory = memoryview(memory)  # type: ignore[arg-type]  # numpy 2 types no buffer on 3.11
+        self._places = places
+        self._numbers: dict[MetadataIndex, int] = {
+            item.index: number for number, item in enumerate(plan.items)
+        }
 
-    Raises:
-        InvalidInputError: As `stage`.
+    def items(self, plan: SavePlan) -> Iterator[Item]:
+        """Yield the items of a final plan. Raises `InvalidInputError` for one not staged."""
+        places = self._places
+        for item in plan.items:
+            number = self._numbers.get(item.index)
+            if number is None:
+                raise InvalidInputError(
+                    f"{item.index.fqn} is not in the local plan, so it was not copied.",
+                    phase="write",
+                    next_step="Save with a planner whose finish_plan adds no items.",
+                )
+            start, size_bytes = places.starts[number], places.sizes[number]
+            chunk = None if item.tensor_data is None else item.tensor_data.chunk
+            yield Item(
+                fqn=item.index.fqn,
+                dtype=places.dtypes[number],
+                offsets=() if chunk is None else tuple(chunk.offsets),
+                sizes=() if chunk is None else tuple(chunk.sizes),
+                payload_bytes=size_bytes,
+                views=functools.partial(self._views, start, start + size_bytes),
+                unsafe=places.unsafe.get(number),
+            )
 
-    """
-    prepared = _prepare(state, lease)
-    return StagingJob(prepared, _fork_streams(prepared.sources))
+    def _views(self, start: int, end: int, window_bytes: int) -> Iterator[memoryview]:
+        for at in range(start, end, window_bytes):
+            yield self._memory[at : min(end, at + window_bytes)]
+
+
+class _PlannedAhead(SavePlanner):
+    """A planner whose local half ran before; another one plans for all ranks."""
+
+    def __init__(self, plan: SavePlan, inner: SavePlanner) -> None:
+        self._plan = plan
+        self._inner = inner
+
+    def set_up_planner(self, *_args: object, **_options: object) -> None:
+        """Do nothing: it ran in the caller."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Return the plan that was made."""
+        return self._plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """As the other planner."""
+        return self._inner.create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """As the other planner."""
+        return self._inner.finish_plan(new_plan)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:  # noqa: ANN401  # as the planner's
+        """Refuse: the bytes are in the arena."""
+        raise NotImplementedError
 
 
 class StagingJob:
-    """Copies under way in a daemon thread, which nobody has to join."""
+    """The items of one state: planned now, copied by `run` or in a daemon thread by `start`.
 
-    def __init__(self, prepared: _Prepared, streams: dict[torch.device, torch.cuda.Stream]) -> None:
-        self._staged = prepared.staged
+    On CUDA the copies wait for what the calling thread has enqueued so far on its streams.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        lease: Lease,
+        planner: SavePlanner | None = None,
+        *,
+        url: str | os.PathLike[str] = "",
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Plan this rank's part of `state`; take all of it that is no tensor.
+
+        Raises `InvalidInputError` for what cannot be saved, naming it; `CheckpointError` if the
+        memory cannot be had; and what `planner` raises.
+        """
+        if not isinstance(state, Mapping):
+            raise InvalidInputError(
+                f"The state is a {type(state).__qualname__}, not a dict.",
+                phase="stage",
+                next_step="Give a dict of names to tensors, objects or further dicts.",
+            )
+        plain = plain_state(state)
+        with naming_refused(plain), torch.no_grad():
+            live = LocalPlan.of(
+                plain, planner, url=os.fspath(url), rank=rank, world_size=world_size
+            )
+            local = _local(live)
+            found = _Found(live.planner)
+            try:
+                places, blobs, end = self._placed(found, local.plan)
+            except InvalidInputError as error:
+                error.phase = "stage"
+                raise
+        arena = lease.arena(end)
+        for start, item in blobs:
+            _put(arena.memory, start, item)
+        self._staged = Staged(local=local, places=places, ties=live.ties, arena=arena)
+        self._streams = _fork_streams({tensor.device for tensor in self._sources})
         self._error: Exception | None = None
         self._ended = threading.Event()
-        thread = threading.Thread(
-            target=self._run, args=(prepared, streams), name="ckpt_storage-stage", daemon=True
-        )
-        thread.start()
 
-    def _run(self, prepared: _Prepared, streams: dict[torch.device, torch.cuda.Stream]) -> None:
+    def _placed(self, found: _Found, plan: SavePlan) -> tuple[Places, list[tuple[int, Item]], int]:
+        """Return where each item goes, the blobs, and the bytes of all; note what is to copy."""
+        self._sources: list[torch.Tensor] = []
+        self._starts: list[int] = []
+        places, blobs, end = Places(), list[tuple[int, Item]](), 0
+        known: dict[int, int] = {}
+        for number, item in enumerate(found.items(plan)):
+            tensor, size_bytes = found.tensor, item.payload_bytes
+            start = end
+            if tensor is None:
+                blobs.append((start, item))
+                if item.unsafe is not None:
+                    places.unsafe[number] = item.unsafe
+            elif size_bytes:
+                # What is the same elements of the same memory is copied once.
+                first = known.setdefault(tensor.data_ptr(), len(self._sources))
+                if first < len(self._sources) and _form(self._sources[first]) == _form(tensor):
+                    start = self._starts[first]
+                else:
+                    self._sources.append(tensor)
+                    self._starts.append(start)
+            places.starts.append(start)
+            places.sizes.append(size_bytes)
+            places.dtypes.append(item.dtype)
+            if start == end:
+                end += -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        return places, blobs, end
+
+    def run(self) -> Staged:
+        """Copy the tensors' bytes, and return all once it is there. Raises `CheckpointError`."""
+        self._run()
+        return self.wait(0)
+
+    def start(self) -> None:
+        """Copy in a thread; the tensors must not change before the job is done."""
+        threading.Thread(target=self._run, name="ckpt_storage-stage", daemon=True).start()
+
+    def _run(self) -> None:
         try:
-            _copy(prepared, streams)
+            self._copy()
         except Exception as error:  # noqa: BLE001  # raised by `wait`, whatever it is
             # Frames hold tensors of the trainer, and the error lives as long as the job.
             for told in (error, error.__cause__):
@@ -116,20 +258,18 @@ class StagingJob:
             self._error = error
         finally:
             # Before anyone goes on: the trainer may want the memory of the sources.
-            prepared.sources.clear()
+            self._sources.clear()
             self._ended.set()
 
     def done(self) -> bool:
         """Return whether the copies have ended, well or not."""
         return self._ended.is_set()
 
-    def wait(self, timeout_s: float) -> StagedState:
+    def wait(self, timeout_s: float) -> Staged:
         """Return the complete copy, waiting at most `timeout_s`; may be called again.
 
-        Raises:
-            PhaseTimeoutError: The copies go on; the lease must not be released yet.
-            CheckpointError: They failed.
-
+        Raises `PhaseTimeoutError` while the copies go on (the lease must not be released yet), or
+        `CheckpointError` if they failed.
         """
         if not self._ended.wait(timeout_s):
             raise PhaseTimeoutError(
@@ -142,110 +282,106 @@ class StagingJob:
             raise self._error
         return self._staged
 
-
-def _prepare(state: State, lease: Lease) -> _Prepared:
-    # Unlike inference mode, tensors made here may be used outside.
-    with torch.no_grad():
-        walk = walked(state)
-        addresses = [tensor.data_ptr() for tensor in walk.tensors]
-        recipe = lease.memo if isinstance(lease.memo, _Recipe) else None
-        sources = None
-        if (
-            recipe is not None
-            and _same(recipe.kinds, walk.kinds)
-            and recipe.layout.holds_for(addresses)
-        ):
-            sources = _sources(recipe.layout.copies, recipe.targets, walk.tensors)
-        if recipe is None or sources is None:
-            # Its tensors would keep the old arena in memory beside a new one.
-            lease.memo = recipe = None
-            recipe = lease.memo = _recipe(walk, lease)
-            sources = _sources(recipe.layout.copies, recipe.targets, walk.tensors)
-            assert sources is not None, "a layout holds for the tensors it was made for"  # noqa: S101
-        staged = StagedState(
-            state=rebuilt(walk, iter(recipe.leaves), lease.kind),
-            tensor_bytes=recipe.layout.payload_bytes,
-            arena=recipe.arena,
-            layout=recipe.layout,
-            tensors=recipe.tensors,
-        )
-    return _Prepared(staged=staged, sources=sources, targets=recipe.targets)
-
-
-def _same(left: list[object], right: list[object]) -> bool:
-    try:
-        return left == right
-    except Exception:  # noqa: BLE001  # a wrapper's own context may not be comparable
-        return False
+    def _copy(self) -> None:
+        memory = self._staged.arena.memory
+        address = memory.ctypes.data
+        pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        try:
+            if self._streams:
+                self._staged.arena.pin(next(iter(self._streams)))
+            for tensor, start in zip(self._sources, self._starts, strict=True):
+                size_bytes = tensor.nbytes
+                if size_bytes <= _SMALL_BYTES and is_as_stored(tensor):
+                    ctypes.memmove(address + start, tensor.data_ptr(), size_bytes)
+                    continue
+                targets, sources = pairs.setdefault(tensor.device, ([], []))
+                source = _copyable(tensor)
+                run = torch.from_numpy(memory[start : start + size_bytes])
+                targets.append(run.view(source.dtype).view(source.shape))
+                sources.append(source)
+            with torch.no_grad():
+                for device, (targets, sources) in pairs.items():
+                    stream = self._streams.get(device)
+                    with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+                        _copy_batches(targets, sources, non_blocking=stream is not None)
+            for stream in self._streams.values():
+                stream.synchronize()
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(
+                f"The state could not be copied to host memory: {error}.",
+                phase="stage",
+                next_step="Free host and device memory, then save again.",
+            ) from error
 
 
-def _recipe(walk: Walk, lease: Lease) -> _Recipe:
-    layout = plan_layout(walk.tensors)
-    arena = lease.arena(layout.size_bytes)
-    memory = arena.memory
-    storages = [
-        torch.from_numpy(memory[window.start : window.start + window.size_bytes]).untyped_storage()
-        for window in layout.windows
-    ]
-    plain = [
-        torch.empty(0, dtype=source.dtype).set_(
-            storages[place.window], place.offset, place.size, place.stride
-        )
-        for source, place in zip(walk.tensors, layout.places, strict=True)
-    ]
-    targets = []
-    for copy in layout.copies:
-        if copy.form == "elements":
-            targets.append(plain[copy.source])
-        else:
-            whole = torch.empty(0, dtype=torch.uint8)
-            targets.append(whole.set_(storages[layout.places[copy.source].window]))
-    tensors = tuple(map(kept, plain, walk.keeps))
-    return _Recipe(
-        kinds=walk.kinds,
-        layout=layout,
-        arena=arena,
-        targets=tuple(targets),
-        tensors=tensors,
-        leaves=tuple(walk.built(iter(tensors))),
+class _Found(LiveItems):
+    """Live items; `tensor` is that of the last one, None if it was a blob."""
+
+    tensor: torch.Tensor | None = None
+
+    def _blob(self, fqn: str, data: object) -> Item:
+        self.tensor = None
+        return super()._blob(fqn, data)
+
+    def _tensor(self, item: WriteItem, data: object) -> Item:
+        self.tensor = data if isinstance(data, torch.Tensor) else None
+        return super()._tensor(item, data)
+
+
+def _local(live: LocalPlan) -> Local:
+    """Return the local plan of a planner that is set up, as the last time where nothing changed."""
+    structure = live.structure
+    kept = None if structure is None else _planned.find(structure)
+    if kept is not None:
+        return Local(key=kept.plan_id, plan=kept.plan, structure=structure)
+    plan = live.planner.create_local_plan()
+    if not plan.usable:
+        # With plan caching: the same as the last time, which this rank copies all the same.
+        plan = live.planner.plan  # type: ignore[attr-defined]  # torch's default one
+    plan, key = checked(plan), os.urandom(16).hex()
+    if structure is not None:
+        _planned.keep(structure, Kept(plan_id=key, plan=plan, item_count=0, metadata=None))
+    return Local(key=key, plan=plan, structure=structure)
+
+
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return how elements are read from the memory that a tensor begins at."""
+    return (
+        *(tensor.device, tensor.dtype, tensor.shape, tensor.stride()),
+        *(tensor.is_conj(), tensor.is_neg()),
     )
 
 
-def kept(tensor: torch.Tensor, keep: Keep) -> torch.Tensor:
-    """Return a tensor of the same memory with what a copy keeps."""
-    if keep.is_parameter:
-        made: torch.Tensor = torch.nn.Parameter(tensor, requires_grad=keep.requires_grad)
-    else:
-        made = tensor.detach().requires_grad_(keep.requires_grad)
-    return made if keep.parts is None else mark_parts(made, keep.parts)
+def _put(memory: NDArray[np.uint8], start: int, item: Item) -> None:
+    for view in item.views(item.payload_bytes or 1):
+        part = np.frombuffer(view, dtype=np.uint8)
+        memory[start : start + part.size] = part
+        start += part.size
 
 
-def _sources(
-    copies: Sequence[Copy], targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-) -> list[torch.Tensor] | None:
-    """Return the tensor to copy from for each copy; None if a window reaches past its storage."""
-    found = []
-    for copy, target in zip(copies, targets, strict=True):
-        tensor = tensors[copy.source]
-        if copy.form == "bytes":
-            storage = tensor.untyped_storage()
-            start = tensor.data_ptr() - storage.data_ptr()
-            size_bytes = target.numel()
-            if start + size_bytes > storage.nbytes():
-                return None
-            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            tensor = raw.set_(storage, start, (size_bytes,), (1,))
-        found.append(tensor)
-    return found
+def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as elements that torch can copy; of some kinds it knows only the size."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # named in torch's "Extending PyTorch"
+        plain = tensor.as_subclass(torch.Tensor)
+        return plain if _copies(plain.dtype) else plain.view(_SAME_SIZE[plain.element_size()])
 
 
-def _fork_streams(sources: Sequence[torch.Tensor]) -> dict[torch.device, torch.cuda.Stream]:
+@functools.cache
+def _copies(dtype: torch.dtype) -> bool:
+    try:
+        torch.empty(1, dtype=dtype).copy_(torch.empty(1, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _fork_streams(devices: set[torch.device]) -> dict[torch.device, torch.cuda.Stream]:
     """Return a side stream per CUDA device, behind all that is enqueued on the current one.
 
     Other accelerators are waited for here: their copies are made without a stream of their own.
     """
     streams = {}
-    for device in {source.device for source in sources}:
+    for device in devices:
         if device.type == "cuda":
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             streams[device] = stream
@@ -253,33 +389,6 @@ def _fork_streams(sources: Sequence[torch.Tensor]) -> dict[torch.device, torch.c
         elif device.type != "cpu":
             torch.accelerator.synchronize(device)
     return streams
-
-
-def _copy(prepared: _Prepared, streams: dict[torch.device, torch.cuda.Stream]) -> None:
-    """Make all copies; on return they are complete."""
-    pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for source, target in zip(prepared.sources, prepared.targets, strict=True):
-        targets, sources = pairs.setdefault(source.device, ([], []))
-        targets.append(target)
-        sources.append(source)
-    try:
-        if streams:
-            prepared.staged.arena.pin(next(iter(streams)))
-        with torch.no_grad():
-            for device, (targets, sources) in pairs.items():
-                if device in streams:
-                    with torch.cuda.stream(streams[device]):
-                        _copy_batches(targets, sources, non_blocking=True)
-                else:
-                    _copy_batches(targets, sources, non_blocking=False)
-        for stream in streams.values():
-            stream.synchronize()
-    except (RuntimeError, MemoryError) as error:
-        raise CheckpointError(
-            f"The state could not be copied to host memory: {error}.",
-            phase="stage",
-            next_step="Free host and device memory, then save again.",
-        ) from error
 
 
 def _copy_batches(

@@ -16,8 +16,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import travelling
@@ -26,11 +30,20 @@ from ckpt_storage.coordination.signs import Sign
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.planning import LocalPlan
 from ckpt_storage.saves.running import run_save
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.timed import abandoned_thread_count
 
-from .stagewire import StateReceiver
+from .arena import map_shared
+from .staging import Local, Places, local_plan
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+KEPT_PLANS = 2
+"""How many local plans a worker remembers."""
 
 BEAT_S = 0.25
 """How often a worker tells its trainer how far it is."""
@@ -52,6 +65,24 @@ class Job:
     number: int
     url: str
     options: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What is saved, on the other pipe; with `with_file` the arena's descriptor follows.
+
+    `gone` are ids of arenas that are used no more. `local` is a pickled `Local`, None for one of
+    the last `KEPT_PLANS` that were sent.
+    """
+
+    arena_id: int
+    arena_bytes: int
+    with_file: bool
+    gone: Sequence[int]
+    key: str
+    local: bytes | None
+    places: Places
+    ties: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +291,9 @@ class _Worker:
     def __init__(self, setup: Setup, control: Connection, states: Connection) -> None:
         self._setup = setup
         self._control = control
-        self._receiver = StateReceiver(states)
+        self._states = states
+        self._arenas: dict[int, NDArray[np.uint8]] = {}
+        self._plans: dict[str, bytes | Local] = {}
         self._sending = threading.Lock()
         self._operation: PipedOperation | None = None
         self._number = 0
@@ -293,7 +326,7 @@ class _Worker:
             self._operation = operation
             info = run_save(
                 _Borrowed(operation),  # type: ignore[arg-type]  # it lends an operation, as ranks do
-                state,
+                lambda: state(options.planner),
                 job.url,
                 lambda: options,
                 in_background=True,
@@ -307,25 +340,31 @@ class _Worker:
             is_clean=abandoned_thread_count() == 0,
         )
 
-    def _receive(self) -> Callable[[], dict[str, Any]]:
-        """Take a state off the pipe; return what gives it, or raises why it cannot be had."""
+    def _receive(self) -> Callable[[SavePlanner | None], LocalPlan]:
+        """Take a state off the pipe; return what makes a local plan of it."""
         try:
-            state = self._receiver.receive()
-        except EOFError:
+            state: State = self._states.recv()
+            for arena_id in state.gone:
+                self._arenas.pop(arena_id, None)
+            if state.with_file:
+                file = reduction.recv_handle(self._states)
+                self._arenas[state.arena_id] = map_shared(file, state.arena_bytes)
+        except (EOFError, ConnectionResetError):
             os._exit(0)  # the trainer is gone
-        except BaseException as error:  # noqa: BLE001  # what the user's own classes raise
-            failure = InvalidInputError(
-                f"The state cannot be read in the worker process: {type(error).__name__}: {error}.",
-                phase="stage",
-                next_step="Save plain data in place of own classes, or use mode='thread'.",
-            )
-        else:
-            return lambda: state
+        if state.local is not None:
+            self._plans[state.key] = state.local
+            for key in list(self._plans)[:-KEPT_PLANS]:
+                del self._plans[key]
 
-        def fail() -> dict[str, Any]:
-            raise failure
+        def made(planner: SavePlanner | None) -> LocalPlan:
+            local = self._plans[state.key]
+            if isinstance(local, bytes):
+                local = self._plans[state.key] = pickle.loads(local)  # noqa: S301  # our trainer's
+            memory = self._arenas[state.arena_id]
+            inner = planner or DefaultSavePlanner()
+            return local_plan(local, state.places, state.ties, memory, inner)
 
-        return fail
+        return made
 
     def _beat(self, trainer_pid: int) -> None:
         pause = threading.Event()

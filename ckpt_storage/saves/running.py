@@ -149,7 +149,7 @@ def save(  # the public surface, all keyword-only
 
 def run_save(
     coordinator: Ranks,
-    state: Callable[[], dict[str, Any]],
+    state: Callable[[], dict[str, Any] | LocalPlan],
     url: str | os.PathLike[str],
     options: Callable[[], SaveOptions],
     *,
@@ -158,6 +158,8 @@ def run_save(
     in_background: bool = False,
 ) -> CheckpointInfo:
     """Run one save; what `state` and `options` raise reaches all ranks as well.
+
+    `state` may be staged: then it is this rank's part of planning, made before.
 
     `watch` gets the operation as soon as there is one, to look at its signs of life; `number` is
     that of the operation, where the ranks' saves are counted elsewhere. Raises as `save`; with
@@ -229,7 +231,7 @@ class _Save:
         self._is_given_up = False
         self._in_background = in_background
 
-    def run(self, state: dict[str, Any], terms: Mapping[str, str]) -> CheckpointInfo:
+    def run(self, state: dict[str, Any] | LocalPlan, terms: Mapping[str, str]) -> CheckpointInfo:
         operation = self._operation
         operation.meet(terms)
         if not operation.is_coordinator:
@@ -260,7 +262,7 @@ class _Save:
         self._announce(info)
         return info
 
-    def _gathered(self, state: dict[str, Any]) -> list[bytes]:
+    def _gathered(self, state: dict[str, Any] | LocalPlan) -> list[bytes]:
         """Write this rank's part; return what all ranks tell of theirs, on the coordinator."""
         try:
             return self._operation.gather(self._write_part(state))
@@ -317,17 +319,21 @@ class _Save:
             operation.phase("commit", self._options.timeouts.commit)
             raise self._without_coordinator(error) from error
 
-    def _write_part(self, state: dict[str, Any]) -> bytes:
+    def _write_part(self, state: dict[str, Any] | LocalPlan) -> bytes:
         """Plan and write; return what the coordinator is to know of it."""
         operation, session = self._operation, self._session
         operation.phase("plan")
-        with naming_refused(state):
-            local = LocalPlan.of(
-                state,
-                self._options.planner,
-                url=session.url,
-                rank=operation.rank,
-                world_size=operation.world_size,
+        with naming_refused({} if isinstance(state, LocalPlan) else state):
+            local = (
+                state
+                if isinstance(state, LocalPlan)
+                else LocalPlan.of(
+                    state,
+                    self._options.planner,
+                    url=session.url,
+                    rank=operation.rank,
+                    world_size=operation.world_size,
+                )
             )
             exchange = PlanExchange(operation, session, local)
             plan, granted = exchange.run()

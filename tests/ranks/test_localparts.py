@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,6 @@ import pytest
 import torch
 
 import ckpt_storage
-from ckpt_storage.background.hostbuffers import HostBuffers, map_shared
-from ckpt_storage.background.stagewire import pack, unpack
-from ckpt_storage.background.staging import stage
 from ckpt_storage.loads import resolving
 from ckpt_storage.loads.resolving import mark_parts, parts_of
 from ckpt_storage.saves.planning import structure_of
@@ -34,32 +30,6 @@ def marked(start: int, count: int, *, rows: int = 8, width: int = 3) -> torch.Te
 def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release of torch that asks tensors for their parts."""
     monkeypatch.setattr(resolving, "_is_known", True)
-
-
-@pytest.mark.usefixtures("asked")
-@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
-def test_copies_say_what_their_tensors_say(kind: type[torch.Tensor]) -> None:
-    """Staged copies, and those that reach a worker, keep the parts; of Parameters as well."""
-    tensor = marked(2, 3)
-    parts = parts_of(tensor)
-    assert parts is not None
-    if kind is torch.nn.Parameter:
-        tensor = mark_parts(torch.nn.Parameter(tensor), parts)
-    with HostBuffers("shared") as buffers, buffers.lease(timeout_s=60) as lease:
-        staged = stage({"part": tensor, "whole": torch.ones(2)}, lease)
-        copies: Any = staged.state
-        assert parts_of(copies["part"]) == parts
-        assert parts_of(copies["whole"]) is None
-        arena = staged.arena
-        assert arena.file is not None
-        packed = pack(staged)
-        arrived: dict[str, Any] = unpack(
-            packed.skeleton, map_shared(os.dup(arena.file), arena.size_bytes)
-        )
-    assert type(arrived["part"]) is kind
-    assert parts_of(arrived["part"]) == parts
-    assert torch.equal(arrived["part"], marked(2, 3))
-    assert parts_of(arrived["whole"]) is None
 
 
 @pytest.mark.usefixtures("asked")

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,7 +51,8 @@ from ckpt_storage import (
     save,
     save_async,
 )
-from ckpt_storage.background import saver, staging
+from ckpt_storage.background import saver
+from ckpt_storage.background.staging import StagingJob
 from ckpt_storage.testing.ranks import RankPool
 
 W, C, D = SaveState.WRITING, SaveState.COMMITTING, SaveState.COMMITTED
@@ -338,12 +340,13 @@ class SlowCopies:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
-        self.inner = staging._copy  # noqa: SLF001  # the step that a GPU takes its time for
-        monkeypatch.setattr(staging, "_copy", self._copy)
+        self.inner = inner = StagingJob._copy  # noqa: SLF001  # what a GPU takes its time for
 
-    def _copy(self, *args: Any) -> None:
-        self.go.wait(END_S)
-        self.inner(*args)
+        def slow(job: StagingJob) -> None:
+            self.go.wait(END_S)
+            inner(job)
+
+        monkeypatch.setattr(StagingJob, "_copy", slow)
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
@@ -382,7 +385,7 @@ def test_copy_that_takes_too_long_harms_no_later_save(
         error = late.exception(END_S)
         assert isinstance(error, PhaseTimeoutError)
         assert late.state is SaveState.TIMED_OUT
-        monkeypatch.setattr(staging, "_copy", slow.inner)
+        monkeypatch.setattr(StagingJob, "_copy", slow.inner)
         hold = Hold(tmp_path, "write", 0)
         next_one = saver.save(
             {"w": torch.ones(1000)}, tmp_path / "b", planner=held(hold), sync_files=False
@@ -409,7 +412,7 @@ def test_step_guard_raises_no_failure_of_a_save(
     def broken(*_args: Any) -> None:
         raise RuntimeError("out of memory, says the test")
 
-    monkeypatch.setattr(staging, "_copy", broken)
+    monkeypatch.setattr(StagingJob, "_copy", broken)
     saver = quick_saver("thread", on_error=on_error)
     handle = saver.save({"w": torch.ones(10)}, tmp_path / "a", block_until_staged=False)
     with saver.step_guard():
@@ -611,14 +614,20 @@ def test_forgotten_saver_ends_its_saves(tmp_path: Path, mode: Any) -> None:
     assert not hasattr(AsyncSaver, "__del__")
 
 
+@contextlib.contextmanager
+def _quiet(
+    saver: AsyncSaver, folder: str, rank: int, out: io.StringIO, err: io.StringIO
+) -> Iterator[None]:
+    """Take what is printed once all workers have started: the log tells of those that are late."""
+    save_step(saver, folder, rank, 99).result(END_S)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield
+
+
 def _watched(rank: int, folder: str, mode: Any) -> tuple[list[ProgressEvent], str, str | None]:
     events: list[ProgressEvent] = []
     out, err = io.StringIO(), io.StringIO()
-    with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        quick_saver(mode) as saver,
-    ):
+    with quick_saver(mode) as saver, _quiet(saver, folder, rank, out, err):
         handle = save_step(saver, folder, rank, 0, progress=events.append)
         info = handle.result(END_S)
     return events, out.getvalue() + err.getvalue(), info.save_id
@@ -643,7 +652,7 @@ def test_progress_callback_gets_bytes_phase_and_rank(
 
 def _with_bar(rank: int, folder: str, mode: Any) -> str:
     err = io.StringIO()
-    with contextlib.redirect_stderr(err), quick_saver(mode) as saver:
+    with quick_saver(mode) as saver, _quiet(saver, folder, rank, io.StringIO(), err):
         save_step(saver, folder, rank, 0, progress=True).result(END_S)
     return err.getvalue()
 

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from dcp_cases import same, seeded
+from dcp_cases import raw_bytes, seeded
 from descriptors import open_files
 from named_memory import named_memory
 
-from ckpt_storage.background import hostbuffers, staging
-from ckpt_storage.background.hostbuffers import HostBuffers, Kind
-from ckpt_storage.background.staging import stage
+from ckpt_storage.background import arena as arenas_module
+from ckpt_storage.background import staging
+from ckpt_storage.background.arena import Arenas, Kind
+from ckpt_storage.background.staging import StagingJob
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 
 MIB = 1024 * 1024
@@ -62,13 +63,13 @@ class FakeRuntime:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
     """A machine that seems to have CUDA."""
     runtime = FakeRuntime()
-    monkeypatch.setattr(hostbuffers, "cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(arenas_module, "cuda_runtime", lambda: runtime)
     return runtime  # type: ignore[return-value]  # no teardown
 
 
 def test_a_waiting_lease_gets_the_set_that_comes_free() -> None:
     """Waiting ends with the release of another thread's lease, or with close."""
-    buffers = HostBuffers()
+    buffers = Arenas()
     held = buffers.lease()
     outcomes: list[object] = []
 
@@ -93,14 +94,14 @@ def test_a_waiting_lease_gets_the_set_that_comes_free() -> None:
 @KINDS
 def test_what_was_staged_outlives_an_abandoned_lease(kind: Kind) -> None:
     """After abandon nobody writes into the old memory, and it is freed with its last reader."""
-    with HostBuffers(kind) as buffers:
+    with contextlib.closing(Arenas(kind)) as buffers:
         lease = buffers.lease()
-        stuck = stage({"x": seeded(1, 1000)}, lease)
+        stuck = StagingJob({"x": seeded(1, 1000)}, lease).run()
         arena = weakref.ref(stuck.arena)
         lease.abandon()
         with buffers.lease() as lease:
-            stage({"x": seeded(2, 1000)}, lease)
-        assert same(stuck.state, {"x": seeded(1, 1000)})
+            StagingJob({"x": seeded(2, 1000)}, lease).run()
+        assert bytes(stuck.arena.memory[:4000]) == raw_bytes(seeded(1, 1000))
         del stuck
         gc.collect()
         assert arena() is None
@@ -108,7 +109,7 @@ def test_what_was_staged_outlives_an_abandoned_lease(kind: Kind) -> None:
 
 def test_memory_that_cannot_be_had_is_an_error() -> None:
     """A state larger than the address space is refused with the phase; the lease stays usable."""
-    with HostBuffers() as buffers, buffers.lease() as lease:
+    with contextlib.closing(Arenas()) as buffers, buffers.lease() as lease:
         with pytest.raises(CheckpointError, match="host memory") as caught:
             lease.arena(1 << 60)
         assert caught.value.phase == "stage"
@@ -120,12 +121,12 @@ def test_memory_that_cannot_be_had_is_an_error() -> None:
 def test_twenty_stages_take_no_more_memory_than_two(kind: Kind) -> None:
     """Resident memory and open files stand still from the second stage on."""
     state = {str(index): torch.ones(MIB) for index in range(8)}
-    with HostBuffers(kind) as buffers:
+    with contextlib.closing(Arenas(kind)) as buffers:
         for step in range(22):
             if step == 2:
                 before, files = resident_bytes(), open_files()
             with buffers.lease() as lease:
-                stage(state, lease)
+                StagingJob(state, lease).run()
         assert resident_bytes() - before < 8 * MIB
         assert open_files() <= files
     gc.collect()
@@ -135,7 +136,7 @@ def test_twenty_stages_take_no_more_memory_than_two(kind: Kind) -> None:
 @KINDS
 def test_pages_are_locked_once_and_unlocked_before_they_go(kind: Kind, cuda: FakeRuntime) -> None:
     """An arena is registered at the first need, and unregistered when its last view dies."""
-    with HostBuffers(kind) as buffers, buffers.lease() as lease:
+    with contextlib.closing(Arenas(kind)) as buffers, buffers.lease() as lease:
         arena = lease.arena(MIB)
         assert cuda.calls == []
         assert arena.pin()
@@ -168,14 +169,18 @@ def test_copies_from_a_gpu_are_enqueued_and_awaited_once(
 
     monkeypatch.setattr(staging, "_fork_streams", lambda _: {torch.device("cpu"): Stream()})
     monkeypatch.setattr(staging, "BATCH_BYTES", 3000)
+    monkeypatch.setattr(staging, "_SMALL_BYTES", 0)
     monkeypatch.setattr(torch, "_foreach_copy_", noted)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     state = {str(seed): seeded(seed, 500) for seed in range(5)}
-    with HostBuffers("shared") as buffers:
+    with contextlib.closing(Arenas("shared")) as buffers:
         for _ in range(2):
             with buffers.lease() as lease:
-                assert same(stage(state, lease).state, state)
+                staged = StagingJob(state, lease).run()
+                for start, tensor in zip(staged.places.starts, state.values(), strict=True):
+                    found = bytes(staged.arena.memory[start : start + tensor.nbytes])
+                    assert found == raw_bytes(tensor)
             assert events == [True, True, True, "synchronize"]
             events.clear()
         assert [name for name, _ in cuda.calls] == ["register"]
@@ -186,10 +191,10 @@ def test_a_killed_process_leaves_no_name_behind() -> None:
     """A process that holds shared memory has no name for it, so SIGKILL leaves no file."""
     code = """
         import time, torch
-        from ckpt_storage.background.hostbuffers import HostBuffers
-        from ckpt_storage.background.staging import stage
-        lease = HostBuffers("shared").lease()
-        stage({"x": torch.ones(1000)}, lease)
+        from ckpt_storage.background.arena import Arenas
+        from ckpt_storage.background.staging import StagingJob
+        lease = Arenas("shared").lease()
+        StagingJob({"x": torch.ones(1000)}, lease).run()
         print("staged", flush=True)
         time.sleep(60)
     """

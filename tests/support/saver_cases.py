@@ -1,7 +1,7 @@
 """States, planners that hold a save in a given step, and processes, for tests of the saver.
 
-A save is held where a test needs it: in thread mode by a planner or a patch in this process, in
-process mode by a planner that patches its worker when it is unpickled there. Who is held leaves a
+A save is held where a test needs it by a patch, in thread mode in this process, in process mode in
+the worker: by a planner, when it is unpickled there. Who is held leaves a
 mark in a folder, with its process id, and goes on once the folder has the word.
 """
 
@@ -21,12 +21,14 @@ import torch
 from dcp_cases import seeded
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage import AsyncSaver, SaveHandle, Timeouts, load
 from ckpt_storage.background.worker import PipedOperation
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.coordination.boardoperation import BoardOperation
+from ckpt_storage.saves import session
+from ckpt_storage.saves.planning import PlanExchange
 
 MODES: tuple[Literal["thread", "process"], ...] = ("thread", "process")
 
@@ -137,6 +139,10 @@ def _patch() -> None:
     if hasattr(commit.commit, "inner"):
         return
     inner_commit = commit.commit
+    _hold_before(PlanExchange, "run", "local plan")
+    _hold_before(session, "write_shard", "write")
+    for kind in (BoardOperation, PipedOperation):
+        _hold_before(kind, "outcome", "outcome")
 
     @functools.wraps(inner_commit)
     def held_commit(*args: Any, **kwargs: Any) -> Any:
@@ -145,22 +151,19 @@ def _patch() -> None:
         _pass("committed")
         return record
 
-    def held_outcome(kind: Any) -> Callable[[Any], bytes]:
-        inner = kind.outcome
-
-        @functools.wraps(inner)
-        def outcome(self: Any) -> bytes:
-            _pass("outcome")
-            answer: bytes = inner(self)
-            return answer
-
-        return outcome
-
     held_commit.inner = inner_commit  # type: ignore[attr-defined]  # the mark of a wrapped one
     commit.commit = held_commit
-    kinds: tuple[Any, ...] = (BoardOperation, PipedOperation)
-    for kind in kinds:
-        kind.outcome = held_outcome(kind)
+
+
+def _hold_before(kind: Any, name: str, where: Where) -> None:
+    inner = getattr(kind, name)
+
+    @functools.wraps(inner)
+    def held_first(*args: Any, **options: Any) -> Any:
+        _pass(where)
+        return inner(*args, **options)
+
+    setattr(kind, name, held_first)
 
 
 class HeldPlanner(DefaultSavePlanner):
@@ -178,20 +181,10 @@ class HeldPlanner(DefaultSavePlanner):
         self.__dict__.update(state)
         hold_here(self._hold)
 
-    def create_local_plan(self) -> SavePlan:
-        """Plan, held or not."""
-        _pass("local plan")
-        return super().create_local_plan()
-
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Plan for all, held or not."""
         _pass("global plan")
         return super().create_global_plan(all_plans)
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return an item's data, held or not."""
-        _pass("write")
-        return super().resolve_data(write_item)
 
 
 def held(hold: Hold) -> HeldPlanner:
@@ -201,9 +194,9 @@ def held(hold: Hold) -> HeldPlanner:
 
 
 class BrokenPlanner(DefaultSavePlanner):
-    """A planner that fails where the state is planned."""
+    """A planner that fails once the ranks have planned."""
 
-    def create_local_plan(self) -> SavePlan:
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:  # noqa: ARG002  # torch's
         """Fail."""
         raise ZeroDivisionError("the planner divides by zero")
 
@@ -211,7 +204,7 @@ class BrokenPlanner(DefaultSavePlanner):
 class ExitingPlanner(DefaultSavePlanner):
     """A planner that wants to end the process that plans."""
 
-    def create_local_plan(self) -> SavePlan:
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:  # noqa: ARG002  # torch's
         """Exit."""
         sys.exit(3)
 

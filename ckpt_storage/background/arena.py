@@ -1,8 +1,8 @@
-"""Host memory that outlives a save: arenas, and leases of them.
+"""Host memory for copies of states, reused from save to save.
 
 An arena has no name in any file system: private memory is an anonymous mapping, shared memory a
-mapping of a memfd. Whatever is killed, the kernel frees it with the last process that maps it,
-and the size limit of /dev/shm does not apply.
+mapping of a memfd. The kernel frees it with the last process that maps it, however that ends, and
+the size limit of /dev/shm does not apply.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeout
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger("ckpt_storage")
 
 Kind = Literal["private", "shared"]
 
-ARENA_ROUNDING_BYTES = 2 * 1024 * 1024
+ROUNDING_BYTES = 2 * 1024 * 1024
 """Arenas are multiples of this, the size of a huge page on the common machines."""
 
 GROWTH_SLACK = 8
@@ -59,9 +59,8 @@ def cuda_runtime() -> Any | None:  # noqa: ANN401  # torch types its CUDA bindin
 class Arena:
     """One stretch of host memory, unmapped when the last view of it is gone.
 
-    `memory` are its bytes, writable; slices keep the mapping alive. `file` is a descriptor of
-    shared memory, open until `close`, else None. No page is copied in forked children: shared
-    memory stays one, and private memory is empty there.
+    `memory` are its bytes, writable. `file` is a descriptor of shared memory, open until `close`,
+    else None. A forked child shares shared memory, and finds private memory empty.
     """
 
     def __init__(self, kind: Kind, size_bytes: int) -> None:
@@ -107,7 +106,7 @@ class Arena:
         with _on(device):
             code = int(runtime.cudaHostRegister(address, self.size_bytes, _REGISTER_PORTABLE))
         if code:
-            logger.warning(
+            log.warning(
                 "%d bytes of staging memory cannot be page-locked (CUDA error %d); copies from the "
                 "GPU will be slower. Check the limit on locked memory (ulimit -l).",
                 self.size_bytes,
@@ -127,15 +126,13 @@ class Arena:
 
 
 class Lease:
-    """The right to one buffer set until `release` or `abandon`; a context manager.
+    """The right to one arena until `release` or `abandon`; a context manager.
 
     What was staged into it must not be read after `release`: the next holder writes there.
-    `memo` belongs to the holder's stager, lasts from lease to lease, and is dropped with the
-    arena that it describes.
     """
 
-    def __init__(self, buffers: HostBuffers, held: _Held) -> None:
-        self._buffers = buffers
+    def __init__(self, arenas: Arenas, held: Arena | None) -> None:
+        self._arenas = arenas
         self._held = held
         self._live = True
 
@@ -150,45 +147,28 @@ class Lease:
     ) -> None:
         self.release()
 
-    @property
-    def kind(self) -> Kind:
-        """Whether other processes can map the memory."""
-        return self._buffers.kind
-
-    @property
-    def memo(self) -> object | None:
-        """What the stager left here about the present arena."""
-        return self._held.memo
-
-    @memo.setter
-    def memo(self, value: object | None) -> None:
-        self._held.memo = value
-
     def arena(self, need_bytes: int) -> Arena:
-        """Return the set's arena, made or made anew if it holds less than `need_bytes`.
+        """Return the arena, made or made anew if it holds less than `need_bytes`.
 
         A new one is not a copy: what was staged in the old one stays with those who hold it.
-
-        Raises:
-            CheckpointError: The memory cannot be had, or the lease has ended.
-
+        Raises `CheckpointError` if the memory cannot be had, or the lease has ended.
         """
         if not self._live:
             raise InvalidInputError(
                 "The lease has ended.", phase="stage", next_step="Take a new lease for each save."
             )
-        held = self._held
-        if held.arena is None or held.arena.size_bytes < need_bytes:
-            if held.arena is not None:
+        if self._held is None or self._held.size_bytes < need_bytes:
+            if self._held is not None:
                 need_bytes += need_bytes // GROWTH_SLACK
-            # Before the new one is made, so that the old memory can go first.
-            held.drop()
-            rounded = math.ceil(max(1, need_bytes) / ARENA_ROUNDING_BYTES) * ARENA_ROUNDING_BYTES
-            held.arena = Arena(self.kind, rounded)
-        return held.arena
+                # Before the new one is made, so that the old memory can go first.
+                self._held.close()
+                self._held = None
+            rounded = math.ceil(max(1, need_bytes) / ROUNDING_BYTES) * ROUNDING_BYTES
+            self._held = Arena(self._arenas.kind, rounded)
+        return self._held
 
     def release(self) -> None:
-        """Give the set back for reuse; idempotent, never waits, from any thread."""
+        """Give the arena back for reuse; idempotent, never waits, from any thread."""
         self._end(reuse=True)
 
     def abandon(self) -> None:
@@ -201,69 +181,34 @@ class Lease:
     def _end(self, *, reuse: bool) -> None:
         if self._live:
             self._live = False
-            self._buffers._take_back(self._held, reuse=reuse)  # noqa: SLF001  # its own lease
+            held, self._held = self._held, None
+            self._arenas._take_back(held, reuse=reuse)  # noqa: SLF001  # its own lease
 
 
-class _Held:
-    """One buffer set: an arena that may not exist yet, and what its stager remembers."""
+class Arenas:
+    """At most `most` arenas, made on demand and reused from save to save. Thread-safe."""
 
-    def __init__(self) -> None:
-        self.arena: Arena | None = None
-        self.memo: object | None = None
-
-    def drop(self) -> None:
-        self.memo = None
-        if self.arena is not None:
-            self.arena.close()
-            self.arena = None
-
-
-class HostBuffers:
-    """At most `max_leases` buffer sets, made on demand and reused from save to save.
-
-    A context manager. Safe to use from several threads.
-    """
-
-    def __init__(self, kind: Kind = "private", *, max_leases: int = 1) -> None:
-        if max_leases < 1:
-            raise InvalidInputError(
-                f"max_leases must be at least 1, not {max_leases}.", next_step="Give 1 or more."
-            )
+    def __init__(self, kind: Kind = "private", *, most: int = 1) -> None:
         self.kind: Kind = kind
-        self._max_leases = max_leases
+        self._most = most
         self._changed = threading.Condition()
-        self._free: list[_Held] = []
-        self._leased: list[_Held] = []
+        self._free: list[Arena] = []
+        self._leased_count = 0
         self._closed = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def lease(self, *, timeout_s: float = 0.0) -> Lease:
-        """Return the right to a buffer set, waiting at most `timeout_s` for one to be free.
+        """Return the right to an arena, waiting at most `timeout_s` for one to be free.
 
-        The set used last comes first: its pages are warm.
-
-        Raises:
-            PhaseTimeoutError: All sets are in use.
-            InvalidInputError: The buffers were closed.
-
+        The one used last comes first: its pages are warm. Raises `PhaseTimeoutError` if all are
+        in use, and `InvalidInputError` once they were closed.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while not self._closed and len(self._leased) >= self._max_leases:
+            while not self._closed and self._leased_count >= self._most:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise PhaseTimeoutError(
-                        f"All {self._max_leases} staging buffers are in use by earlier saves.",
+                        f"All {self._most} staging buffers are in use by earlier saves.",
                         timeout_s=timeout_s,
                         phase="stage",
                         next_step="Wait for an earlier save to end, or raise max_pending.",
@@ -275,28 +220,27 @@ class HostBuffers:
                     phase="stage",
                     next_step="Save before the saver is closed.",
                 )
-            held = self._free.pop() if self._free else _Held()
-            self._leased.append(held)
-        return Lease(self, held)
+            self._leased_count += 1
+            return Lease(self, self._free.pop() if self._free else None)
 
     def close(self) -> None:
-        """Let go of all memory, of leased sets when their leases end; idempotent, never waits."""
+        """Let go of all memory, of leased arenas when their leases end; idempotent, never waits."""
         with self._changed:
             self._closed = True
             free, self._free = self._free, []
             self._changed.notify_all()
-        for held in free:
-            held.drop()
+        for arena in free:
+            arena.close()
 
-    def _take_back(self, held: _Held, *, reuse: bool) -> None:
+    def _take_back(self, held: Arena | None, *, reuse: bool) -> None:
         with self._changed:
-            self._leased.remove(held)
+            self._leased_count -= 1
             keep = reuse and not self._closed
-            if keep:
+            if keep and held is not None:
                 self._free.append(held)
             self._changed.notify()
-        if not keep:
-            held.drop()
+        if held is not None and not keep:
+            held.close()
 
 
 def map_shared(file: int, size_bytes: int) -> NDArray[np.uint8]:

@@ -1,0 +1,369 @@
+"""What is staged is the state at the call, whatever the trainer does afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dcp_cases import raw_bytes, same, seeded
+from saver_cases import END_S, quick_saver
+from test_dcp_tensor_kinds import freed
+from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+from ckpt_storage import load
+from ckpt_storage.background.arena import Arenas, Kind, Lease
+from ckpt_storage.background.staging import Staged, StagingJob, local_plan
+from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
+from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.testing.ranks import RankPool
+
+STEP = torch.float32.itemsize
+
+
+class Named(torch.Tensor):
+    """A subclass that owns its storage."""
+
+
+class Counter:
+    """An object that DCP asks for its state."""
+
+    def __init__(self) -> None:
+        self.weight = seeded(90, 4)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a tensor that is the object's own."""
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing; DCP asks that it exists."""
+
+
+@pytest.fixture(params=["private", "shared"])
+def lease(request: pytest.FixtureRequest) -> Iterator[Lease]:
+    """A lease of either kind."""
+    kind: Kind = request.param
+    with contextlib.closing(Arenas(kind)) as arenas, arenas.lease() as held:
+        yield held
+
+
+def stage(state: Any, lease: Lease) -> Staged:
+    """Return what is staged of a state at once."""
+    return StagingJob(state, lease).run()
+
+
+def contents(staged: Staged) -> dict[str, bytes]:
+    """Return the bytes of each item, by name and offsets."""
+    plan = staged.local.plan
+    local = local_plan(
+        staged.local, staged.places, staged.ties, staged.arena.memory, DefaultSavePlanner()
+    )
+    return {
+        f"{item.fqn}{list(item.offsets) if any(item.offsets) else ''}": b"".join(item.views(7))
+        for item in local.source.items(plan)
+    }
+
+
+def value(staged: Staged, name: str) -> Any:
+    """Return a value that is no tensor."""
+    return torch.load(io.BytesIO(contents(staged)[name]), weights_only=False)
+
+
+def shapes_of(seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return tensors of a kind in every way that they can lie in memory."""
+    image = seeded(seed + 8, 2, 3, 4, 5, dtype=dtype)
+    return {
+        "plain": seeded(seed, 7, 5, dtype=dtype),
+        "scalar": seeded(seed + 1, dtype=dtype),
+        "one": seeded(seed + 2, 1, dtype=dtype),
+        "empty": seeded(seed + 3, 0, 4, dtype=dtype),
+        "transposed": seeded(seed + 4, 6, 3, dtype=dtype).t(),
+        "column": seeded(seed + 5, 50, 40, dtype=dtype)[:, 3],
+        "stepped": seeded(seed + 6, 50, dtype=dtype)[1::7],
+        "expanded": seeded(seed + 7, 3, 1, dtype=dtype).expand(3, 40),
+        "expanded column": seeded(seed + 10, 50, 40, dtype=dtype)[:2, 3:4].expand(2, 3),
+        "windows": seeded(seed + 9, 12, dtype=dtype).as_strided((4, 6), (2, 1)),
+        "permuted": image.permute(0, 2, 3, 1),
+        "inner": image[1:, :, 1:3],
+    }
+
+
+def spoil(value: object) -> None:
+    """Overwrite every tensor of a state, and empty its containers."""
+    if isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            raw = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
+            raw.copy_(255 - raw)
+    elif isinstance(value, dict | list):
+        for item in list(value.values() if isinstance(value, dict) else value):
+            spoil(item)
+        value.clear()
+    elif isinstance(value, tuple):
+        for item in value:
+            spoil(item)
+    elif isinstance(value, set):
+        value.clear()
+    elif isinstance(value, np.ndarray):
+        value.fill(7)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+@pytest.mark.parametrize("name", list(DTYPES))
+def test_every_dtype_is_independent_of_the_original(lease: Lease, name: str) -> None:
+    """Tensors of every kind and memory layout keep their values when the originals change."""
+    state = shapes_of(1, getattr(torch, name))
+    expected = {key: raw_bytes(tensor) for key, tensor in state.items()}
+    staged = stage(state, lease)
+    for tensor in state.values():
+        spoil(tensor)
+    assert contents(staged) == expected
+
+
+def test_the_second_stage_reuses_memory_and_plan_and_tells_new_values(lease: Lease) -> None:
+    """Stage after stage gives the values of its moment, in the same arena, by one local plan."""
+    state: dict[str, Any] = {"a": seeded(1, 300, 300).t(), "b": [seeded(50, 9), 1]}
+    seen = set()
+    for step in range(3):
+        state["a"].add_(1)
+        state["b"][1] = step
+        expected = raw_bytes(state["a"])
+        staged = stage(state, lease)
+        state["a"].zero_()
+        assert contents(staged)["a"] == expected
+        assert value(staged, "b.1") == step
+        seen.add((staged.arena.arena_id, staged.local.key))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda state: state.update(b=seeded(5, 3, 4).bfloat16()), id="dtype"),
+        pytest.param(lambda state: state.update(b=seeded(5, 4, 3).t()), id="strides"),
+        pytest.param(lambda state: state.update(b=seeded(5, 4, 4)), id="shape"),
+        pytest.param(lambda state: state.update(a=seeded(5, 2_000_000)), id="growth"),
+        pytest.param(lambda state: state.update(b=state["a"]), id="new tie"),
+        pytest.param(lambda state: state.update(b=state["a"][1:]), id="new partial tie"),
+        pytest.param(lambda state: state.update(b=nn.Parameter(state["b"])), id="parameter"),
+        pytest.param(lambda state: state.update(c=state["c"].conj()), id="conjugated"),
+        pytest.param(lambda state: state.pop("a"), id="removed"),
+        pytest.param(lambda state: state.update(b={"a": state.pop("a")}), id="moved"),
+    ],
+)
+def test_a_changed_structure_is_noticed(
+    lease: Lease, change: Callable[[dict[str, Any]], object]
+) -> None:
+    """A tensor of another kind, size or place, or another tie, is staged as it is now."""
+    state: dict[str, Any] = {
+        "a": seeded(1, 3, 4),
+        "b": seeded(2, 3, 4),
+        "c": seeded(3, 4, dtype=torch.complex64),
+    }
+    stage(state, lease)
+    change(state)
+    flat = {
+        (f"{key}.{inner}" if inner else key): tensor
+        for key, value in state.items()
+        for inner, tensor in (value.items() if isinstance(value, dict) else [("", value)])
+    }
+    expected = {key: raw_bytes(tensor) for key, tensor in flat.items()}
+    assert contents(stage(state, lease)) == expected
+
+
+def test_values_are_serialised_at_the_call(lease: Lease) -> None:
+    """What is no tensor is saved as it was, Stateful objects and arrays included."""
+    counter = Counter()
+    state: dict[str, Any] = {"set": {1, 2}, "numpy": np.arange(5), "counter": counter}
+    weight = raw_bytes(counter.weight)
+    staged = stage(state, lease)
+    spoil(state["set"])
+    spoil(state["numpy"])
+    spoil(counter.weight)
+    assert value(staged, "set") == {1, 2}
+    assert np.array_equal(value(staged, "numpy"), np.arange(5))
+    assert contents(staged)["counter.weight"] == weight
+
+
+def test_the_same_elements_are_copied_once(lease: Lease) -> None:
+    """Equal views of one memory take its bytes once, other views their own; ties are told."""
+    base = seeded(1, 1000, 8)
+    state = {
+        "whole": base,
+        "again": base,
+        "parameter": nn.Parameter(base),
+        "rows": base[3:9],
+        "turned": base.t(),
+        "subclass": base.as_subclass(Named),
+    }
+    expected = {key: raw_bytes(tensor.as_subclass(torch.Tensor)) for key, tensor in state.items()}
+    staged = stage(state, lease)
+    assert contents(staged) == expected
+    starts = dict(zip(state, staged.places.starts, strict=True))
+    assert len({starts[name] for name in ("whole", "again", "parameter", "subclass")}) == 1
+    assert len(set(starts.values())) == 3
+    assert staged.ties["again"] == staged.ties["parameter"] == "whole"
+
+
+def test_a_small_view_of_a_large_storage_costs_its_own_bytes(lease: Lease) -> None:
+    """Rows and columns of a large matrix take what they hold."""
+    matrix = seeded(1, 1000, 5000)
+    staged = stage({"rows": matrix[10:12], "column": matrix[:, 3]}, lease)
+    assert staged.places.sizes == [10_000 * STEP, 1000 * STEP]
+    assert staged.arena.size_bytes < matrix.nbytes // 5
+
+
+def sharded_rank(rank: int) -> None:
+    """Stage DTensors, a ShardedTensor and a shards wrapper; compare with what was there."""
+    mesh = init_device_mesh("cpu", (2,))
+    shard = seeded(10 + rank, 2, 3)
+    state = {
+        "sharded": nn.Parameter(distribute_tensor(seeded(1, 5, 4), mesh, [Shard(0)])),
+        "legacy": ShardedTensor._init_from_local_shards(  # noqa: SLF001  # torch has no other
+            [LocalShard.from_tensor_and_offsets(shard, [2 * rank, 0], rank)], (4, 3)
+        ),
+    }
+    with contextlib.closing(Arenas()) as arenas, arenas.lease() as held:
+        for _ in range(2):
+            local = state["sharded"].to_local().detach()
+            at = f"[{3 * rank}, 0]" if rank else ""
+            expected = {f"sharded{at}": raw_bytes(local)}
+            expected[f"legacy[{2 * rank}, 0]" if rank else "legacy"] = raw_bytes(shard)
+            staged = StagingJob(state, held, rank=rank, world_size=2).run()
+            local.add_(1)
+            shard.add_(1)
+            assert contents(staged) == expected
+
+
+def test_distributed_tensors_are_staged_shard_by_shard(ranks: RankPool) -> None:
+    """Of DTensors and ShardedTensors a rank stages what it holds."""
+    ranks.run(sharded_rank, world_size=2)
+
+
+def quantised() -> torch.Tensor:
+    """Return a quantised tensor; torch says that such are to go."""
+    return torch.quantize_per_tensor(seeded(1, 4), 0.1, 0, torch.qint8)
+
+
+def two(left: torch.Tensor, right: torch.Tensor) -> TwoTensor:
+    """Return a wrapper around two tensors."""
+    return TwoTensor(left, right)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*nested.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor.*:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: torch.empty(3, device="meta"), "meta device"),
+        (lambda: freed(3), "memory was given back"),
+        (lambda: seeded(1, 4).to_sparse(), "sparse_coo"),
+        (lambda: torch.nested.nested_tensor([seeded(1, 2), seeded(2, 3)]), "nested"),
+        (quantised, "quantised"),
+        (nn.UninitializedParameter, "uninitialised"),
+        (lambda: two(seeded(1, 4), seeded(2, 4)), "wraps others"),
+        (threading.Lock, "lock"),
+    ],
+)
+def test_what_cannot_be_staged_is_refused_by_name(
+    lease: Lease, make: Callable[[], Any], reason: str
+) -> None:
+    """The error names the value by its FQN and says what to do; the lease stays usable."""
+    state = {"a": seeded(1, 3), "model": {"layers": [seeded(2, 3), make()]}}
+    with pytest.raises(InvalidInputError, match=rf"model\.layers\.1 .*{reason}") as caught:
+        stage(state, lease)
+    assert caught.value.next_step
+    assert contents(stage({"a": seeded(1, 3)}, lease)) == {"a": raw_bytes(seeded(1, 3))}
+
+
+def test_a_circle_and_a_list_are_refused(lease: Lease) -> None:
+    """A container that holds itself is an error, not a crash; so is a state that is no mapping."""
+    circle: list[Any] = []
+    circle.append(circle)
+    with pytest.raises(InvalidInputError, match="holds itself"):
+        stage({"x": circle}, lease)
+    with pytest.raises(InvalidInputError, match="is a list, not a dict"):
+        stage([seeded(1, 3)], lease)
+
+
+def test_an_item_that_was_not_planned_is_refused_by_name(lease: Lease) -> None:
+    """A planner whose `finish_plan` adds an item is told which."""
+    staged = stage({"a": seeded(1, 3)}, lease)
+    other = stage({"b": seeded(1, 3)}, lease).local.plan
+    local = local_plan(staged.local, staged.places, {}, staged.arena.memory, DefaultSavePlanner())
+    with pytest.raises(InvalidInputError, match="b is not in the local plan"):
+        list(local.source.items(other))
+
+
+def test_a_job_takes_objects_at_once_and_bytes_later(
+    lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job sees objects as they are at the call; wait gives up in time and may be repeated."""
+    may_copy = threading.Event()
+    copy_now = StagingJob._copy  # noqa: SLF001  # the step that takes long on large states
+
+    def held_up(self: StagingJob) -> None:
+        may_copy.wait(30)
+        copy_now(self)
+
+    monkeypatch.setattr(StagingJob, "_copy", held_up)
+    state: dict[str, Any] = {"step": [1], "x": seeded(1, 5)}
+    job = StagingJob(state, lease)
+    job.start()
+    state["step"][0] = 2
+    assert not job.done()
+    with pytest.raises(PhaseTimeoutError) as caught:
+        job.wait(0.01)
+    assert caught.value.phase == "stage"
+    may_copy.set()
+    for limit_s in (30, 0):
+        staged = job.wait(limit_s)
+        assert value(staged, "step") == [1]
+        assert contents(staged)["x"] == raw_bytes(state["x"])
+    assert job.done()
+
+
+def test_a_job_that_fails_raises_in_wait(lease: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the device becomes ours, each time that somebody waits, and holds no tensor."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch, "_foreach_copy_", broken)
+    tensor = seeded(1, 100_000)
+    source = weakref.ref(tensor)
+    job = StagingJob({"x": tensor}, lease)
+    job.start()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="illegal memory access") as caught:
+            job.wait(30)
+    del tensor
+    gc.collect()
+    assert source() is None
+    assert caught.value.phase == "stage"
+
+
+def test_a_worker_gets_states_of_many_structures(tmp_path: Path) -> None:
+    """Local plans and arenas that a worker forgot, or never had, reach it when they are needed."""
+    with quick_saver("process") as saver:
+        for step in range(9):
+            kind = step % 4
+            state = {f"w{kind}": seeded(step, 700_000 * (kind + 1)), "step": [step, {kind}]}
+            saver.save(state, tmp_path / f"{step}", sync_files=False).result(END_S)
+            target: dict[str, Any] = {f"w{kind}": torch.zeros(700_000 * (kind + 1)), "step": [0, 0]}
+            load(target, tmp_path / f"{step}", unsafe_pickle=True)
+            assert same(target, state)
