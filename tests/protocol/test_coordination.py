@@ -297,6 +297,26 @@ def test_what_a_rank_watches_besides_ends_the_operation_of_all(who: int, when: s
         assert error.rank == who, rank
 
 
+@pytest.mark.parametrize("step", ["planning for itself", "deciding for all"])
+def test_an_error_of_rank_0_is_every_ranks_only_where_it_decides(step: str) -> None:
+    """What fails in its own planning names it elsewhere, like what fails on any rank."""
+
+    def body(coordinator: Ranks) -> None:
+        with coordinator.operation("the test", timeouts=LONG) as operation:
+            operation.meet(TERMS)
+            operation.phase("plan")
+            if step == "deciding for all":
+                operation.gather(b"")
+            if coordinator.is_coordinator:
+                raise StorageError("no place")
+            operation.scatter([])
+
+    kind = StorageError if step == "deciding for all" else RankFailedError
+    told = errors(run(group(LocalBoard(), 3), body))
+    assert [type(error) for error in told] == [StorageError, kind, kind]
+    assert [error.rank for error in told] == [0, 0, 0]
+
+
 class OddError(CheckpointError):
     """An error that cannot be sent to another process."""
 
