@@ -149,7 +149,6 @@ class PipedOperation:
         self.save_id: str | None = None
         self.committed: CheckpointInfo | None = None
         self.verdict: CheckpointError | None = None
-        self.on_phase: Callable[[], object] = lambda: None
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self.signs: Mapping[int, Sign] = {}
         self._send = send

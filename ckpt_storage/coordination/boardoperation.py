@@ -77,7 +77,6 @@ class BoardOperation:
         self.save_id: str | None = None
         self.committed: CheckpointInfo | None = None
         self.verdict: CheckpointError | None = None
-        self.on_phase: Callable[[], object] = lambda: None
         self._group = group
         self._waits = Waits(
             group.board,
@@ -174,7 +173,6 @@ class BoardOperation:
         self._signs.begin(phase, total_bytes)
         if self._watch is not None:
             self._watch.nudge()
-        self.on_phase()
         return self._waits.deadline
 
     @property

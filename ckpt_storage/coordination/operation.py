@@ -34,7 +34,6 @@ class Operation(Watch, Protocol):
     save_id: str | None
     committed: CheckpointInfo | None
     verdict: CheckpointError | None
-    on_phase: Callable[[], object]
 
     def meet(self, terms: Mapping[str, str]) -> None:
         """Wait for all ranks and check that they mean the same; the first of all steps.

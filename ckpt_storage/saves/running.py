@@ -205,7 +205,6 @@ def run_save(
         if job is None:
             return info
         operation.committed = info
-        operation.on_phase()
         job = replace(job, slot=info.slot)
         report = consolidate_committed(operation, job, info, in_background=in_background)
         return replace(info, export=report.output_url)
