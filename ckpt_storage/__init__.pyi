@@ -31,10 +31,10 @@ from .errors import UnsafeContentError as UnsafeContentError
 from .errors import UnsupportedByStoreError as UnsupportedByStoreError
 from .export.consolidate import consolidate as consolidate
 from .export.consolidation import ConsolidationReport as ConsolidationReport
-from .export.converting import ConvertReport as ConvertReport
-from .export.converting import convert as convert
-from .export.copying import CopyReport as CopyReport
-from .export.copying import copy as copy
+from .export.convert import ConvertReport as ConvertReport
+from .export.convert import convert as convert
+from .export.copy import CopyReport as CopyReport
+from .export.copy import copy as copy
 from .export.options import ConsolidateOptions as ConsolidateOptions
 from .inspect.checkpoint import Checkpoint as Checkpoint
 from .inspect.checkpoint import diff as diff

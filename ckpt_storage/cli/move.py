@@ -54,7 +54,7 @@ def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:  # noqa: AN
     DST shows the copy all at once, at the end. If it is interrupted, call it again: what is
     complete is not sent again. Exits with 1 if it is copied but an export beside it could not be.
     """
-    from ckpt_storage.export.copying import copy  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.export.copy import copy  # noqa: PLC0415  # called, not imported
 
     report = copy(src, dst, progress=output.shows_progress(), **options)
     code = FOUND if report.failed_exports else SOUND
@@ -128,7 +128,7 @@ def convert(
     SRC is a folder of any format that is read, or a file of torch.save (.pt, .pth, .bin, .ckpt).
     For a model as transformers wants it, use consolidate.
     """
-    from ckpt_storage.export.converting import convert as run  # noqa: PLC0415  # called, not imported
+    from ckpt_storage.export.convert import convert as run  # noqa: PLC0415  # called, not imported
 
     if memory_limit_bytes is not None:
         options["memory_limit_bytes"] = memory_limit_bytes

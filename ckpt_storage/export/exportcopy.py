@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 from dataclasses import dataclass, field
@@ -29,8 +28,9 @@ from ckpt_storage.format.names import BLOCKER, COMMITS, PROBE_PREFIX, SAVES, STO
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.store import Store
 
-from .filecopies import FileCopier
-from .partcopies import FileToCopy
+from .files import FileCopier, FileToCopy
+from .layout import OutFile
+from .output import abort_uploads
 
 log = logging.getLogger("ckpt_storage")
 
@@ -144,9 +144,7 @@ class _Export:
         self._hold(record)
         if not is_there(self._target, self._at(INDEX_NAME)):
             self._target.replace(self._at(INDEX_NAME), BLOCKER)
-        files = [self._file(one) for one in record.files]
-        files += self._others({one.path for one in record.files})
-        self._copier.copy(self._copier.check(files))
+        self._copy_files(record)
         self._target.replace(record_path, record_bytes)
         # The index publishes it.
         self._target.replace(self._at(INDEX_NAME), self._index)
@@ -194,7 +192,7 @@ class _Export:
             self._target.replace(path, holder.encode())
         elif Holder.decode(found.data).run_id == run_id:
             names = {self._at(file.path) for file in record.files}
-            self._target.abort_uploads(self._folder, only=names.__contains__)
+            abort_uploads(self._target, self._folder, names.__contains__)
 
     def _refused(self, why: str) -> bool:
         log.warning(
@@ -207,30 +205,43 @@ class _Export:
     def _is_weight(self, entry: ObjectInfo) -> bool:
         return is_weight_file(entry.path.rpartition("/")[2])
 
-    def _file(self, file: FileRef) -> FileToCopy:
-        path = self._at(file.path)
-        whole = dataclasses.replace(file, path=path)
-        return FileToCopy(
-            path=path,
-            target=path,
-            size_bytes=file.size_bytes,
-            spans=WholeFile(whole, path=path),
-        )
+    def _copy_files(self, record: ExportRecord) -> None:
+        """Copy what the target has not; what it has must be what it should be."""
+        copier = self._copier
+        files = [
+            FileToCopy(
+                path=self._at(one.path),
+                target=self._at(one.path),
+                size_bytes=one.size_bytes,
+                crc32c=one.crc32c,
+            )
+            for one in record.files
+        ]
+        others = self._others({one.path for one in record.files})
+        whole = copier.plan([*files, *others])
+        done = copier.there(whole)
+        # Nothing tells one content of a file from another that people put there, but the source.
+        same = {at: ref for at, ref in done.items() if ref.crc32c >= 0 or self._is_same(ref.path)}
+        copier.copy(whole, done=same, damage=self._damage)
+
+    def _damage(self, file: OutFile) -> CheckpointError:
+        reference = FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=file.crc32c or 0)
+        return self._copier.damage_of(file, WholeFile(reference, path=file.name))
+
+    def _is_same(self, path: str) -> bool:
+        return self._target.get(path).data == self._source.get(path).data
 
     def _others(self, weight_files: set[str]) -> list[FileToCopy]:
         """Return what people put beside the weights: a model's configuration, its tokenizer.
 
-        Not what they put into folders there, which is noted. Nothing tells one content of such a
-        file from another, so what is at the target already is compared.
+        Not what they put into folders there, which is noted.
         """
         known = {self._at(name) for name in (*weight_files, INDEX_NAME, NAMES_PATH, HOLDER_PATH)}
         entries = _listed(self._source, self._folder)
         own = self._at(f"{DOCUMENTS}/")
         self.left_out = [e.path for e in entries if e.path.endswith("/") and e.path != own]
         return [
-            FileToCopy(
-                path=entry.path, target=entry.path, size_bytes=entry.size_bytes, is_compared=True
-            )
+            FileToCopy(path=entry.path, target=entry.path, size_bytes=entry.size_bytes)
             for entry in entries
             if not entry.path.endswith("/")
             and entry.path not in known

@@ -357,8 +357,8 @@ class PlainFolder(OutputFolder):
         self._shown = shown
         self._names = frozenset({*(file.name for file in plan.files), others} - {""})
 
-    def take(self, *, overwrite: bool) -> None:
-        """Make the folder look like no checkpoint.
+    def take(self, *, overwrite: bool) -> bool:
+        """Make the folder look like no checkpoint; return whether an earlier run began this work.
 
         Raises `CheckpointExistsError` if a checkpoint, or a file of one of the names, is there and
         `overwrite` is False, and `InvalidInputError` for the folder of a checkpoint of ours. What
@@ -377,7 +377,7 @@ class PlainFolder(OutputFolder):
         here = self._here()
         is_resumed = earlier is not None and earlier.fingerprint == identity
         is_remains = is_noted and not self._is_whole(here)
-        if not is_resumed or self._is_whole(here):
+        if not is_resumed:
             self._check_free(here, may_replace=overwrite or is_remains)
         store.make_folders(sorted({name.rpartition("/")[0] for name in self._names} - {""}))
         self._hide(here)
@@ -391,6 +391,7 @@ class PlainFolder(OutputFolder):
             if any(path.startswith(f"{DOCUMENTS}/") for path in here):
                 store.delete_folder(DOCUMENTS)
         self._hold(earlier, [])
+        return is_resumed
 
     def publish(self, shown: tuple[str, bytes] | None) -> None:
         """Put the file that shows all others, or take the index away that hid them."""

@@ -17,7 +17,6 @@ from ckpt_storage.format.crc import combine_many
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.inspect.checks import has_checksum
 from ckpt_storage.options import Phase, TransferOptions
-from ckpt_storage.source.model import Source
 from ckpt_storage.store.backend import Part
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -27,6 +26,7 @@ from ckpt_storage.transfer.workers import Workers
 
 from .layout import OutFile
 from .plan import Plan, Region
+from .reads import Readable
 from .write import Copies, Paces, Portion, RegionWriter
 
 log = logging.getLogger("ckpt_storage")
@@ -113,7 +113,7 @@ class Means:
     it may read the source.
     """
 
-    source: Source
+    source: Readable
     source_store: Store
     target: Store
     options: TransferOptions
@@ -274,7 +274,8 @@ class _Work:
             ranges = RangeReader(
                 means.target, means.options, means.deadline, pacer=means.paces.target
             )
-            if not has_checksum(ranges, dataclasses.replace(reference, path=path)):
+            is_known = reference.crc32c != UNKNOWN_CRC
+            if is_known and not has_checksum(ranges, dataclasses.replace(reference, path=path)):
                 log.warning("%s is damaged, and made again.", reference.path)
                 damaged.append(at)
                 return

@@ -26,7 +26,6 @@ from ckpt_storage.options import (
     TransferOptions,
     default_memory_limit_bytes,
 )
-from ckpt_storage.source.model import Source
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.upload import Upload
@@ -36,7 +35,7 @@ from ckpt_storage.transfer.workers import Workers
 
 from .pieces import FilePart, PieceFinder, copy_runs, cut_region, streamed
 from .plan import Plan, Region
-from .reads import Reading, RegionReader
+from .reads import Readable, Reading, RegionReader
 
 Copies = Literal["auto", "always", "never"]
 """Which parts the storage copies: where that pays, wherever it can, none."""
@@ -170,7 +169,7 @@ class RegionWriter:
         self,
         plan: Plan,
         *,
-        source: Source,
+        source: Readable,
         source_store: Store,
         target_store: Store,
         options: TransferOptions,

@@ -43,7 +43,7 @@ from ckpt_storage.errors import (
     InvalidInputError,
     UnsafeContentError,
 )
-from ckpt_storage.export.converting import FORMATS, TargetFormat, convert
+from ckpt_storage.export.convert import FORMATS, TargetFormat, convert
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import MIB
 from ckpt_storage.store import open_store
@@ -731,7 +731,7 @@ def test_a_failed_conversion_leaves_no_files_that_the_next_one_keeps(
         assert not {path for path in left if path.endswith(".distcp")}
         convert(tmp_path / "src", tmp_path / "dst", to=to)
     else:
-        assert len({path for path in left if path.endswith(".distcp")}) > 1
+        assert not left  # a torch file is checked before anything is written
         torch.save(state, tmp_path / "a.pt")
         convert(tmp_path / "a.pt", tmp_path / "dst", to=to)
     shards = [path for path in files_below(tmp_path / "dst") if path.endswith(".distcp")]

@@ -32,7 +32,7 @@ from ckpt_storage.errors import (
     InvalidInputError,
     StorageError,
 )
-from ckpt_storage.export.converting import TargetFormat, convert
+from ckpt_storage.export.convert import TargetFormat, convert
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.transfer import ranges
 

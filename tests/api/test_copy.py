@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from ckpt_storage import CheckpointManager, consolidate, verify
 from ckpt_storage.commit import cleaning
 from ckpt_storage.errors import CheckpointExistsError, IntegrityError, InvalidInputError
-from ckpt_storage.export import partcopies
-from ckpt_storage.export.copying import copy
+from ckpt_storage.export import pieces
+from ckpt_storage.export.copy import copy
 from ckpt_storage.format.documents import seal
 from ckpt_storage.options import MIB, ProgressEvent
 from ckpt_storage.store import open_store
@@ -352,7 +352,7 @@ def test_from_s3_to_a_disk_and_back(source: Path, tmp_path: Path, s3: S3Server) 
 
 def test_within_a_bucket_the_storage_copies(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """No byte of a large file travels, in one part or many, and checksums told are compared."""
-    monkeypatch.setattr(partcopies, "_COPY_BYTES", 6 * MIB)
+    monkeypatch.setattr(pieces, "_COPY_BYTES", 6 * MIB)
     state = {"a": torch.arange(5 * MIB, dtype=torch.float32), "b": torch.ones(3)}
     options = s3.storage_options
     save(state, "s3://one/run", storage_options=options)
@@ -372,7 +372,7 @@ def test_within_a_bucket_the_storage_copies(s3: S3Server, monkeypatch: pytest.Mo
 
 def test_damage_is_found_without_reading(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The storage's own checksum of what it copied gives a flipped bit away."""
-    monkeypatch.setattr(partcopies, "_COPY_BYTES", 6 * MIB)
+    monkeypatch.setattr(pieces, "_COPY_BYTES", 6 * MIB)
     state = {"a": torch.arange(4 * MIB, dtype=torch.float32)}
     options = s3.storage_options
     save(state, "s3://one/run", storage_options=options)
@@ -596,7 +596,8 @@ def test_a_note_that_was_left_behind_gives_no_leave_to_overwrite(
                 index = {"metadata": {}, "weight_map": {"a": "model.safetensors"}}
                 (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     note = seal({"identity": "of another"}) if is_sealed else b"{}"
-    (tmp_path / "2" / ".ckpt-storage-copy.json").write_bytes(note)
+    (tmp_path / "2" / ".ckpt-storage").mkdir()
+    (tmp_path / "2" / ".ckpt-storage/job.json").write_bytes(note)
     before = files_below(tmp_path / "2")
     with pytest.raises(CheckpointExistsError):
         copy(tmp_path / "1", tmp_path / "2")

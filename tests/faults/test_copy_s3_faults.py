@@ -7,9 +7,9 @@ import torch
 from copy_cases import attempt, head_of, save, save_files
 from fault_tools import Faulty
 
-import ckpt_storage.export.copying
-from ckpt_storage.export import partcopies
-from ckpt_storage.export.copying import copy
+import ckpt_storage.export.copy
+from ckpt_storage.export import pieces
+from ckpt_storage.export.copy import copy
 from ckpt_storage.options import MIB
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.testing.faults import Rule
@@ -18,7 +18,7 @@ from ckpt_storage.testing.s3_server import S3Server
 
 def test_copies_within_s3_cut_anywhere_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the storage copying by itself: nothing commits half, no upload stays open."""
-    monkeypatch.setattr(partcopies, "_COPY_BYTES", 6 * MIB)
+    monkeypatch.setattr(pieces, "_COPY_BYTES", 6 * MIB)
     with S3Server() as server:
         server.create_bucket("bkt")
         options = server.storage_options
@@ -28,7 +28,7 @@ def test_copies_within_s3_cut_anywhere_go_on(monkeypatch: pytest.MonkeyPatch) ->
             storage_options=options,
         )
         faulty = Faulty("s3://bkt/dst")
-        monkeypatch.setattr(ckpt_storage.export.copying, "open_store", faulty)
+        monkeypatch.setattr(ckpt_storage.export.copy, "open_store", faulty)
 
         def stored(prefix: str) -> dict[str, bytes]:
             return {

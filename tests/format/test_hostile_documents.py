@@ -13,7 +13,7 @@ import torch
 
 import ckpt_storage
 from ckpt_storage import FormatError, InvalidInputError
-from ckpt_storage.export.conversion.torchzip import lists_are_plausible
+from ckpt_storage.export.torchzip import lists_are_plausible
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import seal, unseal
 

@@ -14,9 +14,9 @@ from dcp_cases import seeded
 from fault_tools import Faulty, Opener
 from safetensors.torch import load_file
 
-import ckpt_storage.export.converting
+import ckpt_storage.export.convert
 from ckpt_storage.errors import CheckpointError, CheckpointExistsError
-from ckpt_storage.export.converting import ConvertReport, TargetFormat, convert
+from ckpt_storage.export.convert import ConvertReport, TargetFormat, convert
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Backend, Buffers
 from ckpt_storage.testing.faults import FaultBackend, Rule, SimulatedCrash
@@ -35,7 +35,9 @@ def state_of(seed: int) -> dict[str, torch.Tensor]:
 def cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
     """Stores of the target `dst`."""
     found = Faulty((tmp_path / "dst").as_uri())
-    monkeypatch.setattr(ckpt_storage.export.converting, "open_store", found)
+    monkeypatch.setattr(ckpt_storage.export.convert, "open_store", found)
+    for name in ("_LEAST_THREADS", "_LOCAL_THREADS"):
+        monkeypatch.setattr(ckpt_storage.export.write, name, 1)  # one file after the other
     yield found
     found.close()
 
@@ -191,7 +193,7 @@ def test_what_is_noted_of_files_grows_with_their_number(
             made.append(Counting(backend))
             return made[-1]
 
-        monkeypatch.setattr(ckpt_storage.export.converting, "open_store", Opener(counting))
+        monkeypatch.setattr(ckpt_storage.export.convert, "open_store", Opener(counting))
         convert(source, target, to=to, max_file_bytes=4000)
         assert len([path for path in target.iterdir() if path.name.endswith(MARKS)]) == count
         written[count] = sum(backend.written_bytes for backend in made)

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_storage import CheckpointStorageWriter
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.export.copying import copy
+from ckpt_storage.export.copy import copy
 from ckpt_storage.options import RetryPolicy
 from ckpt_storage.testing.faults import Action, SimulatedCrash
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import io
 import math
 import pickle
@@ -11,7 +10,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Literal
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -19,19 +18,13 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, UnsafeContentError
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkPlace, bytes_read
-
-from .stream import Readable, TensorStream, payload_bytes
+from ckpt_storage.transfer.chunks import ChunkPlace
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-    from ckpt_storage.store.deadline import Deadline
-    from ckpt_storage.store.store import Store
 
 
 _TENSORS = "data"
@@ -124,73 +117,8 @@ def _name_positions(archive: zipfile.ZipFile) -> Iterator[tuple[str, int]]:
         at = stop + len(info.extra) + len(info.comment)
 
 
-class RecordStream(TensorStream):
-    """Reads the tensors of one file of `torch.save`, each held to the checksum of its record.
-
-    A tensor that is all of its record is checked on its way: damage is told once its last bytes
-    were taken. Of one that is a part the whole record is read before, once.
-    """
-
-    def __init__(
-        self,
-        source: Readable,
-        store: Store,
-        records: Mapping[str, Record],
-        *,
-        options: TransferOptions,
-        deadline: Deadline,
-        window_bytes: int,
-    ) -> None:
-        super().__init__(
-            source, store, options=options, deadline=deadline, window_bytes=window_bytes
-        )
-        self._records = records
-        self._sound: set[Record] = set()
-
-    def box(self, fqn: str, box: Box) -> Iterator[memoryview]:
-        """Yield the bytes of a box of a tensor in C order."""
-        record = self._records.get(fqn)
-        windows = super().box(fqn, box)
-        if record is None or record in self._sound:
-            yield from windows
-            return
-        info = self._source.tensors[fqn]
-        place = self._source.place(fqn, (0,) * len(info.shape))
-        covers = (place.start, payload_bytes(info)) == (record.start, record.size_bytes)
-        if not covers or box.sizes != info.shape:
-            self._check(place, record)
-            yield from windows
-            return
-        crc = 0
-        for window in windows:
-            crc = zlib.crc32(window, crc)
-            yield window
-        self._hold(place, record, crc)
-
-    def _check(self, place: ChunkPlace, record: Record) -> None:
-        crc, end = 0, record.start + record.size_bytes
-        for start in range(record.start, end, self._window_bytes):
-            buffer = bytearray(min(self._window_bytes, end - start))
-            part = dataclasses.replace(place, start=start, size_bytes=len(buffer))
-            self._run([bytes_read(part, memoryview(buffer))])
-            crc = zlib.crc32(buffer, crc)
-        self._hold(place, record, crc)
-
-    def _hold(self, place: ChunkPlace, record: Record, crc: int) -> None:
-        if crc != record.crc32:
-            raise IntegrityError(
-                f"{place.path} is damaged: the {record.size_bytes} bytes at byte "
-                f"{record.start}, which hold {place.fqn}, do not have the checksum that they were "
-                "written with.",
-                path=place.path,
-                fqn=place.fqn,
-                offset=record.start,
-                next_step=_RESTORE,
-            )
-        self._sound.add(record)
-
-
 _READ_AHEAD_BYTES = 64 * 1024
+_WINDOW_BYTES = 4 << 20
 _MAGIC = b"PK\x03\x04"
 _RESTORE = "Restore the file from a copy."
 
@@ -258,6 +186,8 @@ class TorchFileSource:
     records: Mapping[str, Record] = field(default_factory=dict)
     size_bytes: int = 0
     save_id: str | None = None
+    format: Literal["torch_save"] = "torch_save"
+    _sound: set[Record] = field(default_factory=set)
 
     @property
     def blobs(self) -> frozenset[str]:
@@ -265,7 +195,33 @@ class TorchFileSource:
         return frozenset(self.values)
 
     def require(self, chunks: Iterable[Key]) -> None:
-        """Nothing to fetch: opening found all places."""
+        """Read the records in which these tensors lie, each once, and check them.
+
+        Raises `IntegrityError` for one that does not have the checksum that torch wrote.
+        """
+        for fqn, _ in chunks:
+            record = self.records.get(fqn)
+            if record is not None and record not in self._sound:
+                self._check(fqn, record)
+                self._sound.add(record)
+
+    def _check(self, fqn: str, record: Record) -> None:
+        crc, end = 0, record.start + record.size_bytes
+        window = memoryview(bytearray(min(_WINDOW_BYTES, record.size_bytes)))
+        for start in range(record.start, end, _WINDOW_BYTES):
+            view = window[: end - start]
+            self.store.read(self.path, [(start, view)], size_bytes=self.size_bytes)
+            crc = zlib.crc32(view, crc)
+        if crc != record.crc32:
+            raise IntegrityError(
+                f"{self.path} is damaged: the {record.size_bytes} bytes at byte "
+                f"{record.start}, which hold {fqn}, do not have the checksum that they were "
+                "written with.",
+                path=self.path,
+                fqn=fqn,
+                offset=record.start,
+                next_step=_RESTORE,
+            )
 
     def renew(self, store: Store, deadline: Deadline) -> None:
         """Take over the store of the step that begins."""

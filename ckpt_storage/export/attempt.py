@@ -1,6 +1,6 @@
 """One save attempt that holds the files of another checkpoint: sent, then committed.
 
-Why the save id is kept, and when not, is told in `copying`, which calls it.
+Why the save id is kept, and when not, is told in `copy`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ckpt_storage.errors import (
     CheckpointExistsError,
     CommitConflictError,
     IntegrityError,
-    StorageError,
 )
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
@@ -37,12 +36,11 @@ from ckpt_storage.options import RetryPolicy
 from ckpt_storage.source.model import read_document
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
-from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.pacing import Pacer
-from ckpt_storage.transfer.workers import Workers
 
-from .filecopies import FileCopier
-from .partcopies import FileToCopy
+from .files import FileCopier, FileToCopy
+from .layout import OutFile
+from .output import abort_uploads
+from .run import side_by_side
 
 log = logging.getLogger("ckpt_storage")
 
@@ -54,12 +52,8 @@ _BATCH_COUNT = 64
 class CopyMeans:
     """What an attempt works with; `scope` tells what is one storage with the target."""
 
-    source: Store
-    target: Store
     scope: Callable[[], Hashable]
     overwrite: bool
-    thread_count: int
-    deadline: Deadline
     commit_timeout_s: float
     retry: RetryPolicy
 
@@ -77,13 +71,7 @@ class CopyAttempt:
         save_id: str,
     ) -> None:
         self._means = means
-        self._paces = copier.paces
-        self._source = means.source.bounded(
-            means.deadline, throttled=self._paces.source.slowed_down
-        )
-        self._target = means.target.bounded(
-            means.deadline, throttled=self._paces.target.slowed_down
-        )
+        self._source, self._target = copier.source, copier.target
         self._copier = copier
         self._head = head
         self._manifest = manifest
@@ -95,12 +83,39 @@ class CopyAttempt:
     def run(self) -> SlotRecord:
         """Send, commit, publish; return the record of the commit."""
         grant, is_resumed = self._begin()
-        references = list(self._send_ranks(is_resumed=is_resumed))
+        references = list(self._send_ranks())
+        self._send_files(is_resumed=is_resumed)
         stock, stock_bytes = self._send_stock()
         manifest = self._send_manifest(references, stock)
         record = self._commit(grant, manifest, stock)
         self._after_commit(grant, record, stock_bytes)
         return record
+
+    def _send_files(self, *, is_resumed: bool) -> None:
+        """Send the shard files; those of an earlier copy are read back, and kept if sound."""
+        copier = self._copier
+        whole = copier.plan(
+            [
+                FileToCopy(
+                    path=file.path,
+                    target=self._renamed_path(file.path),
+                    size_bytes=file.size_bytes,
+                    crc32c=file.crc32c,
+                )
+                for file, _ in self._manifest.files
+            ]
+        )
+        done = copier.there(whole) if is_resumed else {}
+        copier.copy(whole, done=done, damage=self._damage)
+
+    def _damage(self, file: OutFile) -> CheckpointError:
+        """Return what is wrong with a file that was copied to other bytes than it was written."""
+        reference, rank = self._manifest.files[file.number - 1]
+        (data,) = self._fetched([self._manifest.ranks[rank]])
+        where = self._manifest.ranks[rank].path
+        document = RankManifest.from_body(unseal(data, path=where), where=where)
+        (shard,) = (one for one in document.files if one.path == reference.path)
+        return self._copier.damage_of(file, ShardSpans(document, shard))
 
     def _begin(self) -> tuple[Grant, bool]:
         """Check what is at the target and make the folders; return whether a copy began before."""
@@ -122,7 +137,7 @@ class CopyAttempt:
             log.warning("%s is single-writer: %s", store.url, probed.reason)
         if is_resumed:
             # Its process is dead, or is ended by this: the later copy goes on.
-            self._abort_uploads()
+            abort_uploads(store, save_folder(save_id))
         else:
             begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **slotlog.stamp()}
             store.put(begun_path(save_id), seal(begun))
@@ -134,17 +149,8 @@ class CopyAttempt:
         )
         return grant, is_resumed
 
-    def _abort_uploads(self) -> None:
-        try:
-            self._target.abort_uploads(save_folder(self._save_id))
-        except StorageError as error:
-            if error.kind not in {"permission", "unsupported"}:
-                raise
-            # What a dead copy left open takes room, but no part in this one.
-            log.info("uploads of an earlier copy cannot be looked for: %s", error)
-
-    def _send_ranks(self, *, is_resumed: bool) -> Iterator[FileRef]:
-        """Send shard files and then the rank manifests that describe them, some ranks at a time."""
+    def _send_ranks(self) -> Iterator[FileRef]:
+        """Send the documents of all ranks, some at a time, each held to what names it."""
         ranks = self._manifest.ranks
         listed: dict[int, dict[str, FileRef]] = {}
         for reference, rank in self._manifest.files:
@@ -152,25 +158,14 @@ class CopyAttempt:
         for first in range(0, len(ranks), _BATCH_COUNT):
             numbers = range(first, min(first + _BATCH_COUNT, len(ranks)))
             sent: list[tuple[str, bytes]] = []
-            files: list[FileToCopy] = []
-            for rank, data in zip(
-                numbers, self._fetched([ranks[rank] for rank in numbers]), strict=True
-            ):
-                body = unseal(data, path=ranks[rank].path)
-                document = RankManifest.from_body(body, where=ranks[rank].path)
+            batch = self._fetched([ranks[rank] for rank in numbers])
+            for rank, data in zip(numbers, batch, strict=True):
+                where = ranks[rank].path
+                document = RankManifest.from_body(unseal(data, path=where), where=where)
                 self._check_rank(rank, document, listed.get(rank, {}))
-                sent.append((self._renamed_path(ranks[rank].path), self._renamed(document, data)))
-                files += [
-                    FileToCopy(
-                        path=file.path,
-                        target=self._renamed_path(file.path),
-                        size_bytes=file.size_bytes,
-                        spans=ShardSpans(document, file),
-                    )
-                    for file in document.files
-                ]
-            self._copier.copy(self._copier.check(files) if is_resumed else files)
-            self._write_all(sent)
+                sent.append((self._renamed_path(where), self._renamed(document, data)))
+            jobs = [partial(self._target.put, path, data) for path, data in sent]
+            side_by_side(jobs, "write rank manifests", self._copier.deadline)
             yield from itertools.starmap(_reference, sent)
 
     def _check_rank(self, rank: int, document: RankManifest, listed: Mapping[str, FileRef]) -> None:
@@ -197,20 +192,8 @@ class CopyAttempt:
             )
 
         jobs = [partial(fetch, reference) for reference in references]
-        self._all(jobs, "read rank manifests", self._paces.source)
+        side_by_side(jobs, "read rank manifests", self._copier.deadline)
         return [found[reference.path] for reference in references]
-
-    def _write_all(self, documents: Sequence[tuple[str, bytes]]) -> None:
-        jobs = [partial(self._target.put, path, data) for path, data in documents]
-        self._all(jobs, "write rank manifests", self._paces.target)
-
-    def _all(self, jobs: Sequence[partial[None]], name: str, pacer: Pacer) -> None:
-        count = min(self._means.thread_count, len(jobs))
-        deadline = self._means.deadline
-        with Workers(count, name=name, deadline=deadline, limit=pacer.limit) as workers:
-            for one in jobs:
-                workers.submit(one)
-            workers.drain()
 
     def _send_stock(self) -> tuple[FileRef | None, bytes | None]:
         """Send what `.metadata` is made from."""

@@ -6,8 +6,7 @@ the target looks like no checkpoint, or like the one that is being replaced wher
 
 from __future__ import annotations
 
-import hashlib
-import json
+import io
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,47 +15,67 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ckpt_storage.commit import attempt as commit
+from ckpt_storage.commit import cleaning
+from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.commit.slotlog import is_there
-from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError, StorageError
-from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, new_write_id
-from ckpt_storage.options import (
-    DEFAULT_MEMORY_LIMIT_BYTES,
-    LOCAL_READ_BYTES,
-    MIB,
-    PageCache,
-    Progress,
-    RetryPolicy,
-    Timeouts,
-    TransferOptions,
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    InvalidInputError,
+    NotPublishedError,
+    StorageError,
 )
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.documents import FileRef, seal
+from ckpt_storage.format.names import (
+    INDEX_NAME,
+    STOCK_METADATA,
+    new_write_id,
+    rank_manifest_path,
+    shard_name,
+    shard_path,
+)
+from ckpt_storage.format.rank_manifest import RankManifest
+from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import open_newest, told_from_damage, watch_file
 from ckpt_storage.source.model import CommittedSource, Source, TensorInfo
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.stalling import stalling_deadline
 from ckpt_storage.store.store import Store
 
-from .conversion.stream import TensorStream
-from .conversion.targets import FORMATS, Target, TargetFormat, split_file, write_target
-from .conversion.values import Values, chosen
-from .copying import destination_of
-from .options import Selection, parse_bytes
-from .places import is_within, place_within
+from .layout import Fixed, Layout, Segment, Stored
+from .options import DEFAULT_MAX_FILE_BYTES, Selection, check_memory_limit, parse_bytes
+from .output import PlainFolder, Shown, write_record
+from .places import is_within, location_beside, place_within
+from .plan import Plan, WriteRules, plan
+from .reads import SegmentStream
+from .run import Alone, Means, Seal, make, no_seal
+from .select import payload_bytes, select
+from .shards import lay_out_shards, metadata_of, rank_manifest, stock_pickle
+from .weights import index_document, lay_out_sharded, lay_out_whole
+from .write import Paces, transfer_options
 
 if TYPE_CHECKING:
-    from .conversion.torchfile import TorchFileSource
+    from .torchfile import TorchFileSource
 
-__all__ = ["FORMATS", "ConvertReport", "TargetFormat", "convert"]
+TargetFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
+"""ours; stock DCP; torch's sharded safetensors; one Hugging Face export; a file of torch.save."""
 
-DEFAULT_MAX_FILE_BYTES = "5GB"
-_LOCAL_THREADS = 2
-_LEAST_MEMORY_BYTES = 16 * MIB
-_LAYOUT = 1
+FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
+
+OnBytes = Callable[[int], None]
+
+_LAYOUT = 2
 """Changes with how values are laid out in files: those of another release are not gone on with."""
 
 _KEYS_AT_ONCE = 4096
@@ -102,7 +121,7 @@ def convert(  # the public surface, all keyword-only
     unsupported: Literal["error", "drop"] = "error",
     overwrite: bool = False,
     max_file_bytes: int | str = DEFAULT_MAX_FILE_BYTES,
-    memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES,
+    memory_limit_bytes: int | None = None,
     page_cache: PageCache = "keep",
     unsafe_pickle: bool = False,
     storage_options: Mapping[str, Any] | None = None,
@@ -168,7 +187,7 @@ def convert(  # the public surface, all keyword-only
     timeouts = Timeouts.of(timeout)
     job = _Conversion(
         source=source,
-        target=destination_of(source, dst, destination_storage_options),
+        target=location_beside(source, dst, destination_storage_options),
         to=to,
         overwrite=overwrite,
         max_file_bytes=parse_bytes(max_file_bytes, option="max_file_bytes"),
@@ -194,18 +213,15 @@ class _Conversion:
         to: TargetFormat,
         overwrite: bool,
         max_file_bytes: int,
-        memory_limit_bytes: int,
+        memory_limit_bytes: int | None,
         page_cache: PageCache,
         unsafe_pickle: bool,
         timeouts: Timeouts,
         retry: RetryPolicy,
         progress: Progress,
     ) -> None:
-        if type(memory_limit_bytes) is not int or memory_limit_bytes < _LEAST_MEMORY_BYTES:
-            raise InvalidInputError(
-                f"memory_limit_bytes is {memory_limit_bytes!r}.",
-                next_step=f"Give an integer of {_LEAST_MEMORY_BYTES} or more.",
-            )
+        if memory_limit_bytes is not None:
+            check_memory_limit(memory_limit_bytes)
         if is_within(source, target) and is_within(target, source):
             raise _onto_itself(source.url)
         self.source = source
@@ -231,19 +247,6 @@ class _Conversion:
         self.stores.callback(store.close)
         return store.bounded(self.deadline)
 
-    def _options(self, store: Store) -> TransferOptions:
-        """Return what one side may use: reads, windows and writes share the memory."""
-        share = self._memory_limit_bytes // 2
-        is_remote = store.capabilities.is_remote
-        threads = min(8 if is_remote else _LOCAL_THREADS, max(1, share // (4 * MIB)))
-        part_bytes = min(LOCAL_READ_BYTES, max(MIB, share // (2 * threads)))
-        part_bytes = max(part_bytes, store.capabilities.min_part_bytes)
-        return TransferOptions(
-            thread_count=threads,
-            part_bytes=part_bytes,
-            memory_limit_bytes=max(share, 2 * part_bytes),
-        )
-
     def run(
         self,
         *,
@@ -257,92 +260,269 @@ class _Conversion:
                 f"{self.source.url} is of the format {self._to} already.",
                 next_step="Use ckpt_storage.copy to copy it.",
             )
-        names, excluded = chosen(source, include=include, exclude=exclude)
-        lacking = self._lacking(source, names)
-        if lacking and unsupported == "error":
-            raise _cannot_hold(self._to, lacking)
-        kept = names - lacking.keys()
-        if not kept:
-            raise InvalidInputError(
-                "Nothing is left to convert.", next_step="Leave less out with exclude=."
-            )
+        chosen = select(
+            source,
+            include=include,
+            exclude=exclude,
+            safetensors=self._to in _SAFETENSORS,
+            on_unsupported=unsupported,
+            format_name=self._to,
+        )
         self._check_elsewhere(source, store, is_file=source_format == "torch_save")
-        options = self._options(store)
-        values = Values(
+        kept = chosen.names
+        values = _Values(
+            source=source,
+            store=store,
             tensors={fqn: info for fqn, info in source.tensors.items() if fqn in kept},
             blobs=frozenset(source.blobs & kept),
             held=getattr(source, "values", {}),
             paths=source.planner_data or {},
             ties={a: t for a, t in _ties_of(source).items() if a in kept and t in kept},
-            stream=_stream_of(
-                source,
-                store,
-                options=options,
-                deadline=self.deadline,
-                window_bytes=options.part_bytes,
-            ),
-            check_unchanged=self._check_unchanged,
         )
         with told_from_damage(self._check_unchanged):
             # A source of which something is missing leaves the target as it was.
-            _find(source, values)
+            keys = iter(value_keys(values))
+            while part := list(islice(keys, _KEYS_AT_ONCE)):
+                source.require(part)
+        total_bytes = sum(map(payload_bytes, values.tensors.values()))
         with (
             told_from_damage(self._check_unchanged),
             reporting(
                 self._progress,
                 phase="write",
                 rank=0,
-                total_bytes=values.total_bytes,
+                total_bytes=total_bytes,
                 save_id=source.save_id,
                 with_bar=True,
             ) as on_bytes,
         ):
-            written = write_target(
-                values,
-                Target(
-                    format=self._to,
-                    location=self.target,
-                    source_url=self.source.url,
-                    identity=self._identity(kept),
-                    overwrite=self._overwrite,
-                    max_file_bytes=self._max_file_bytes,
-                    unsafe_pickle=self._unsafe_pickle,
-                    deadline=self.deadline,
-                    commit_timeout_s=self._timeouts.commit,
-                    retry=self._retry,
-                    on_bytes=on_bytes,
-                    open=self._open,
-                    options_for=self._options,
-                ),
-            )
+            save_id, kept_count = self._write(values, on_bytes)
         return ConvertReport(
             source_url=self.source.url,
             source_format=source_format,
             url=self.target.url,
             format=self._to,
-            save_id=written.save_id,
-            kept_count=written.kept_count,
+            save_id=save_id,
+            kept_count=kept_count,
             tensor_count=len(values.tensors),
             blob_count=len(values.blobs),
-            total_bytes=values.total_bytes,
-            dropped=tuple(sorted(lacking)),
-            excluded=tuple(sorted(excluded)),
+            total_bytes=total_bytes,
+            dropped=tuple(sorted(chosen.dropped)),
+            excluded=tuple(sorted(chosen.excluded)),
             seconds=time.monotonic() - self._start_s,
         )
 
-    def _identity(self, names: set[str]) -> str:
-        """Return what stands for the files to come; a new one if the source may change unseen."""
-        if self._source_state is None:
-            return new_write_id()
-        what = [
-            _LAYOUT,
-            self.source.url,
-            self._source_state,
-            self._to,
-            self._max_file_bytes,
-            sorted(names),
-        ]
-        return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+    def _write(self, values: _Values, on_bytes: OnBytes) -> tuple[str | None, int]:
+        """Write all values; return the save id of a checkpoint of ours, and what was kept."""
+        if self._to == "torch_save":
+            self._write_torch(values, on_bytes)
+            return None, 0
+        target = self._open(self.target)
+        if self._to == "ckpt_storage":
+            return self._write_ours(values, target, on_bytes), 0
+        tensors = values.tensors.values()
+        if self._to == "dcp":
+            shards = lay_out_shards(
+                tensors,
+                values.segments(),
+                max_file_bytes=self._max_file_bytes,
+                path_of=partial(shard_name, 0),
+            )
+
+            def document() -> tuple[str, bytes]:
+                metadata = metadata_of(tensors, values.blobs, values.paths)
+                return STOCK_METADATA, stock_pickle(metadata, shards, self.target.url)
+
+            return None, self._write_plain(
+                values, target, shards.layout, "metadata", STOCK_METADATA, document, on_bytes
+            )
+        if self._to == "dcp_safetensors":
+            made = lay_out_sharded(tensors, self._max_file_bytes)
+            return None, self._write_plain(
+                values, target, made, "nothing", "", lambda: None, on_bytes
+            )
+        made = lay_out_whole(tensors, self._max_file_bytes)
+        return None, self._write_plain(
+            values, target, made, "index", "", lambda: (INDEX_NAME, index_document(made)), on_bytes
+        )
+
+    def _write_plain(
+        self,
+        values: _Values,
+        target: Store,
+        files: Layout,
+        shown: Shown,
+        last: str,
+        document: Callable[[], tuple[str, bytes] | None],
+        on_bytes: OnBytes,
+    ) -> int:
+        """Write files of another writer's format, and at the end what shows them."""
+        whole = self._plan(values, target, files)
+        folder = PlainFolder(target, whole, self.deadline, shown=shown, others=last)
+        folder.take(overwrite=self._overwrite)
+        done = folder.complete_files(whole)
+        whole = whole.leaving(done)
+        seal = partial(write_record, target, whole.identity)
+        made = make(Alone(self.deadline), whole, self._means(values, target, on_bytes, seal), done)
+        self._check_unchanged()
+        folder.publish(document())
+        return len(made.kept)
+
+    def _plan(self, values: _Values, target: Store, files: Layout) -> Plan:
+        options = self._options(values, target)
+        source: object = new_write_id()
+        if self._source_state is not None:
+            # Else the source may change unseen.
+            source = [_LAYOUT, self.source.url, self._source_state, self._to, self._max_file_bytes]
+        rules = WriteRules.of(target.capabilities, part_bytes=options.part_bytes)
+        return plan(files, world_size=1, rules=rules, source=source)
+
+    def _options(self, values: _Values, target: Store) -> TransferOptions:
+        return transfer_options(values.store, target, memory_limit_bytes=self._memory_limit_bytes)
+
+    def _means(
+        self, values: _Values, target: Store, on_bytes: OnBytes, seal: Seal = no_seal
+    ) -> Means:
+        options = self._options(values, target)
+        return Means(
+            source=values.source,
+            source_store=values.store,
+            target=target,
+            options=options,
+            deadline=self.deadline,
+            paces=Paces(options),
+            on_bytes=on_bytes,
+            seal=seal,
+        )
+
+    def _write_ours(self, values: _Values, target: Store, on_bytes: OnBytes) -> str:
+        """Write one save of one rank and commit it as any save is committed."""
+        grant = commit.begin(
+            target,
+            overwrite=self._overwrite,
+            probe=lambda found: probe_exclusive_create(found, scope=self.target.scope).exclusive,
+        )
+        block_bytes = TransferOptions().block_bytes
+        shards = lay_out_shards(
+            values.tensors.values(),
+            values.segments(),
+            max_file_bytes=self._max_file_bytes,
+            path_of=partial(shard_path, grant.save_id, 0),
+            block_bytes=block_bytes,
+        )
+        try:
+            made = make(
+                Alone(self.deadline),
+                self._plan(values, target, shards.layout),
+                self._means(values, target, on_bytes),
+                {},
+            )
+            self._check_unchanged()
+            spans = {portion.file: portion.spans for portion in made.portions}
+            manifest = rank_manifest(
+                shards,
+                [spans.get(at, ()) for at in range(len(shards.items))],
+                save_id=grant.save_id,
+                block_bytes=block_bytes,
+                ties=values.ties,
+            )
+            document = seal(manifest.to_body())
+            reference = FileRef(
+                path=rank_manifest_path(grant.save_id, 0),
+                size_bytes=len(document),
+                crc32c=crc32c_of(document),
+            )
+            target.put(reference.path, document)
+        except BaseException as error:
+            # Nobody else knows of this attempt, and nothing was asked to commit it.
+            _remove(target, grant.save_id, error)
+            raise
+        try:
+            self._commit(values, target, grant, manifest, reference)
+        except CheckpointError as error:
+            # Any other says that the save is not committed, and never will be: nobody tries again.
+            if not isinstance(error, CommitUnknownError | NotPublishedError):
+                _remove(target, grant.save_id, error)
+            raise
+        return grant.save_id
+
+    def _commit(
+        self,
+        values: _Values,
+        target: Store,
+        grant: Grant,
+        manifest: RankManifest,
+        reference: FileRef,
+    ) -> None:
+        from torch.distributed.checkpoint.metadata import (  # noqa: PLC0415  # this target is torch's
+            StorageMeta,
+        )
+
+        from ckpt_storage.commit.committing import commit_save  # noqa: PLC0415  # as above
+
+        report = RankReport.of(manifest, reference, with_places=True, ties=values.ties)
+        deadline = Deadline("commit", self._timeouts.commit)
+        commit_save(
+            target.bounded(deadline),
+            grant,
+            world_size=1,
+            metadata=metadata_of(values.tensors.values(), values.blobs, values.paths),
+            reports=[report],
+            storage_meta=StorageMeta(checkpoint_id=self.target.url),
+            user={},
+            deadline=deadline,
+            retry=self._retry,
+        )
+
+    def _write_torch(self, values: _Values, on_bytes: OnBytes) -> None:
+        from .torchzip import TorchValues, write_torch_file  # noqa: PLC0415  # imports torch
+
+        parent, name = split_file(self.target)
+        if not name:
+            raise InvalidInputError(
+                f"{self.target.url} names no file.", next_step="Give a file, such as model.pt."
+            )
+        target = self._open(parent)
+        is_taken = is_there(target, name)
+        if is_taken and not self._overwrite:
+            raise CheckpointExistsError(
+                f"{self.target.url} is there.",
+                path=self.target.url,
+                phase="plan",
+                next_step="Give another name, or pass overwrite=True to replace it.",
+            )
+
+        def begin() -> None:
+            if is_taken and not target.capabilities.atomic_replace:
+                target.delete([name])
+
+        target.make_folders([])
+        options = self._options(values, target)
+        write_torch_file(
+            TorchValues(
+                tensors=values.tensors,
+                blobs=sorted(values.blobs),
+                held=values.held,
+                paths=values.paths,
+                ties=values.ties,
+            ),
+            target,
+            name,
+            stream=partial(
+                SegmentStream,
+                source=values.source,
+                store=values.store,
+                options=options,
+                deadline=self.deadline,
+            ),
+            size_of=values.blob_bytes,
+            options=options,
+            deadline=self.deadline,
+            on_bytes=on_bytes,
+            unsafe_pickle=self._unsafe_pickle,
+            begin=begin,
+            check_unchanged=self._check_unchanged,
+        )
 
     def _check_elsewhere(
         self, source: Source | TorchFileSource, store: Store, *, is_file: bool
@@ -377,7 +557,7 @@ class _Conversion:
             return self._torch_file(parent, name)
         store = self._open(self.source)
         try:
-            opened, marks = open_newest(store, deadline=self.deadline, options=self._options(store))
+            opened, marks = open_newest(store, deadline=self.deadline, options=TransferOptions())
         except (CheckpointNotFoundError, StorageError):
             if name and is_there(self._open(parent), name):
                 return self._torch_file(parent, name)
@@ -391,7 +571,7 @@ class _Conversion:
         return opened, store, opened.format
 
     def _torch_file(self, parent: Location, name: str) -> tuple[TorchFileSource, Store, str]:
-        from .conversion.torchfile import open_torch_file  # noqa: PLC0415  # imports torch
+        from .torchfile import open_torch_file  # noqa: PLC0415  # imports torch
 
         store = self._open(parent)
         self._check_unchanged = watch_file(store, name)
@@ -401,49 +581,44 @@ class _Conversion:
         source = open_torch_file(store, name, unsafe_pickle=self._unsafe_pickle)
         return source, store, "torch_save"
 
-    def _lacking(self, source: Source | TorchFileSource, names: set[str]) -> dict[str, str]:
-        """Return the values that the format cannot hold, and why."""
-        if self._to not in _SAFETENSORS:
-            return {}
-        why = dict.fromkeys(source.blobs & names, "an object, no tensor")
-        for fqn in names & source.tensors.keys():
-            info = source.tensors[fqn]
-            reason = _no_safetensors(info)
-            if reason:
-                why[fqn] = reason
-        return why
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Values:
+    """What goes over. held: values that are in memory as objects; other blobs are stored."""
+
+    source: Source | TorchFileSource
+    store: Store
+    tensors: Mapping[str, TensorInfo]
+    blobs: frozenset[str]
+    held: Mapping[str, object]
+    paths: Mapping[str, tuple[str | int, ...]]
+    ties: Mapping[str, str]
+
+    def blob_bytes(self, fqn: str) -> int:
+        """Return the length of a stored value that is no tensor."""
+        return self.source.place(fqn, None).size_bytes
+
+    def segments(self) -> dict[str, Segment]:
+        """Return each value that is no tensor as DCP stores it: by `torch.save`."""
+        found: dict[str, Segment] = {}
+        for fqn in sorted(self.blobs):
+            if fqn in self.held:
+                import torch  # noqa: PLC0415  # only what torch read is held
+
+                buffer = io.BytesIO()
+                torch.save(self.held[fqn], buffer)
+                found[fqn] = Fixed(buffer.getvalue())
+            else:
+                found[fqn] = Stored(fqn=fqn, size_bytes=self.blob_bytes(fqn))
+        return found
 
 
-def _stream_of(
-    source: Source | TorchFileSource,
-    store: Store,
-    *,
-    options: TransferOptions,
-    deadline: Deadline,
-    window_bytes: int,
-) -> TensorStream:
-    records = getattr(source, "records", None)
-    if records is None:
-        return TensorStream(
-            source, store, options=options, deadline=deadline, window_bytes=window_bytes
-        )
-    from .conversion.torchfile import RecordStream  # noqa: PLC0415  # imports torch
-
-    return RecordStream(
-        source,
-        store,
-        records,
-        options=options,
-        deadline=deadline,
-        window_bytes=window_bytes,
-    )
-
-
-def _find(source: Source | TorchFileSource, values: Values) -> None:
-    """Fetch what tells where the values lie, many at a time: each alone takes a round trip."""
-    keys = iter(value_keys(values))
-    while part := list(islice(keys, _KEYS_AT_ONCE)):
-        source.require(part)
+def _remove(store: Store, save_id: str, error: BaseException) -> None:
+    """Delete an attempt that failed; what fails about it is noted on the error it failed with."""
+    try:
+        cleaning.delete_attempt(store, save_id)
+    except CheckpointError as failure:
+        error.add_note(f"Removing what was written failed too: {failure}")
 
 
 def _onto_itself(url: str) -> InvalidInputError:
@@ -467,22 +642,13 @@ def _ties_of(source: Source | TorchFileSource) -> Mapping[str, str]:
     return found
 
 
-def _no_safetensors(info: TensorInfo) -> str | None:
-    """Return why safetensors cannot hold a tensor, None if it can."""
-    if info.fqn == "__metadata__":
-        return "a name that its header needs for itself"
-    if DTYPES[info.dtype].safetensors is None:
-        return f"dtype {info.dtype}"
-    if info.dtype == "float4_e2m1fn_x2" and not info.shape:
-        return "a single pair of 4-bit numbers"
-    return None
-
-
-def _cannot_hold(to: str, lacking: Mapping[str, str]) -> InvalidInputError:
-    shown = ", ".join(f"{fqn} ({why})" for fqn, why in sorted(lacking.items())[:5])
-    more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""  # noqa: PLR2004  # as shown
-    return InvalidInputError(
-        f"{to} cannot hold {shown}{more}.",
-        next_step='Pass unsupported="drop" to leave them out, or name what you want with '
-        "include= and exclude=.",
-    )
+def split_file(location: Location) -> tuple[Location, str]:
+    """Return the folder of a file, and the file's name."""
+    head, _, name = location.target.rpartition("/")
+    is_root = not head or head.endswith(":/")
+    target = head or "/"
+    return Location(
+        protocol=location.protocol,
+        target=location.target if is_root and head else target,
+        storage_options=location.storage_options,
+    ), "" if is_root and head else name

@@ -40,33 +40,30 @@ from ckpt_storage.errors import (
     InvalidInputError,
 )
 from ckpt_storage.format.commit_record import SlotRecord
-from ckpt_storage.options import (
-    LOCAL_READ_BYTES,
-    PageCache,
-    Progress,
-    RetryPolicy,
-    Timeouts,
-    TransferOptions,
-)
+from ckpt_storage.format.exports import HOLDER_PATH, is_file_record
+from ckpt_storage.format.names import INDEX_NAME, PROBE_PREFIX, STOCK_METADATA
+from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.filemarks import open_marked
-from ckpt_storage.source.model import SourceFormat, gone, read_manifest
+from ckpt_storage.source.filemarks import FileMarks, open_marked, told_from_damage
+from ckpt_storage.source.foreign import StockSource
+from ckpt_storage.source.model import Source, SourceFormat, gone, read_manifest
+from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store import Location, open_store
+from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.stalling import stalling_deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.workers import Workers
 
-from .copyattempt import CopyAttempt, CopyMeans
+from .attempt import CopyAttempt, CopyMeans
 from .exportcopy import CopiedExports, copy_exports
-from .filecopies import Copies, FileCopier
-from .foreigncopy import copy_foreign
-from .partcopies import Tally
-from .places import is_within, place_within
+from .files import FileCopier, FileToCopy, Tally
+from .output import PlainFolder, Shown, write_record
+from .places import is_within, location_beside, place_within
+from .run import side_by_side
+from .write import Copies, transfer_options
 
 log = logging.getLogger("ckpt_storage")
 
-_LOCAL_THREADS = 2
 _STAMP_CHARS = 17
 
 
@@ -161,7 +158,7 @@ def copy(  # the public surface, all keyword-only
 
     """
     source = Location.of(src, storage_options)
-    target = destination_of(source, dst, destination_storage_options)
+    target = location_beside(source, dst, destination_storage_options)
     _check_apart(source, target)
     timeouts = Timeouts.of(timeout)
     job = _Copy(
@@ -178,18 +175,6 @@ def copy(  # the public surface, all keyword-only
     )
     with job.stores, job.deadline.governs(f"Copying {source.url} to {target.url}"):
         return job.run()
-
-
-def destination_of(
-    source: Location,
-    dst: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None,
-) -> Location:
-    """Return where `dst` is; without options of its own, with those of a source of its kind."""
-    location = Location.of(dst, storage_options)
-    if storage_options is None and location.protocol == source.protocol:
-        return Location.of(dst, source.storage_options)
-    return location
 
 
 def _check_apart(source: Location, target: Location) -> None:
@@ -236,14 +221,11 @@ class _Copy:
         self.stores.callback(target.close)
         self.source_store = source.bounded(self.deadline)
         self.target_store = target.bounded(self.deadline)
-        stores = source, target
-        self.options = TransferOptions.for_storage(
-            is_remote=any(store.capabilities.is_remote for store in stores),
-            local_threads=_LOCAL_THREADS,
-            local_part_bytes=LOCAL_READ_BYTES,
-            thread_count=self.thread_count,
-            part_bytes=None,
+        self.options = transfer_options(
+            source,
+            target,
             memory_limit_bytes=self.memory_limit_bytes,
+            thread_count=self.thread_count,
         )
 
     def run(self) -> CopyReport:
@@ -259,16 +241,40 @@ class _Copy:
             return self.run()
         with self._reporting(0, None) as on_bytes:
             copier = self._copier(None, on_bytes)
-            total_bytes = copy_foreign(
-                source,
-                self.source_store,
-                self.target_store,
-                copier,
-                marks=marks,
-                source_url=self.source.url,
-                overwrite=self.overwrite,
-            )
+            total_bytes = self._foreign(source, marks, copier)
         return self._report(copier.tally, format=source.format, total_bytes=total_bytes)
+
+    def _foreign(self, source: Source, marks: FileMarks, copier: FileCopier) -> int:
+        """Copy all files below the root of a checkpoint of another writer; return their bytes.
+
+        `marks` are those the source was opened with: what shows the copy to readers is written only
+        after they held for all that was read.
+        """
+        entries = [entry for entry in self.source_store.list("") if _is_content(entry)]
+        _check_whole(source, entries)
+        sizes = {entry.path: entry.size_bytes for entry in entries}
+        last = STOCK_METADATA if source.format == "dcp" else INDEX_NAME
+        content: Shown = "metadata"
+        if source.format != "dcp":
+            content = "index" if last in sizes else "nothing"
+        files = [
+            FileToCopy(path=path, target=path, size_bytes=size)
+            for path, size in sorted(sizes.items())
+            if path != last
+        ]
+        listed = sorted((entry.path, entry.size_bytes, entry.modified_s) for entry in entries)
+        whole = copier.plan(files, [self.source.url, listed])
+        shows = last if last in sizes else ""
+        folder = PlainFolder(self.target_store, whole, self.deadline, shown=content, others=shows)
+        is_resumed = folder.take(overwrite=self.overwrite)
+        done = copier.there(whole, folder.complete_files(whole)) if is_resumed else {}
+        with told_from_damage(partial(marks.check, self.source_store)):
+            seal = partial(write_record, self.target_store, whole.identity)
+            copier.copy(whole, done=done, seal=seal)
+            data = _read_whole(self.source_store, last, sizes[last]) if shows else None
+        marks.check(self.source_store)
+        folder.publish(None if data is None else (last, data))
+        return sum(sizes.values())
 
     def _check_elsewhere(self) -> None:
         """Refuse a target that is the source by another name; the storages themselves are asked."""
@@ -289,12 +295,8 @@ class _Copy:
             copier = self._copier(manifest.save_id, on_bytes)
             if not was_there:
                 means = CopyMeans(
-                    source=self.source_store,
-                    target=self.target_store,
                     scope=self.target.scope,
                     overwrite=self.overwrite,
-                    thread_count=self.options.thread_count,
-                    deadline=self.deadline,
                     commit_timeout_s=self.timeouts.commit,
                     retry=self.retry,
                 )
@@ -338,12 +340,8 @@ class _Copy:
             if record is not None:
                 named.update((*record.fenced, record.save_id or ""))
 
-        if found.last_slot:
-            count = min(self.options.thread_count, found.last_slot)
-            with Workers(count, name="read slots", deadline=self.deadline) as workers:
-                for slot in range(1, found.last_slot + 1):
-                    workers.submit(partial(read, slot))
-                workers.drain()
+        jobs = [partial(read, slot) for slot in range(1, found.last_slot + 1)]
+        side_by_side(jobs, "read slots", self.deadline)
         head_id = found.head.save_id if found.head else None
         while save_id != head_id and save_id in named:
             save_id = _derived(save_id)
@@ -361,15 +359,19 @@ class _Copy:
                 next_step="Restore the file from a copy, or copy another checkpoint.",
             )
 
-        return FileCopier(
-            self.source_store,
-            self.target_store,
+        copier = FileCopier(
+            source=self.source_store,
+            target=self.target_store,
             options=self.options,
             deadline=self.deadline,
             copies=self.copies,
             on_bytes=on_bytes,
             explain_missing=explain,
         )
+        copier.source = self.source_store.bounded(
+            self.deadline, throttled=copier.paces.source.slowed_down
+        )
+        return copier
 
     def _reporting(
         self, total_bytes: int, save_id: str | None
@@ -413,6 +415,58 @@ class _Copy:
             left_out=tuple(exports.left_out),
             failed_exports=dict(exports.failed),
             seconds=time.monotonic() - self.start_s,
+        )
+
+
+def _is_content(entry: ObjectInfo) -> bool:
+    name = entry.path.rpartition("/")[2]
+    return not (
+        entry.path.endswith("/") or _is_of_the_work(entry.path) or name.startswith(PROBE_PREFIX)
+    )
+
+
+def _is_of_the_work(path: str) -> bool:
+    """Return whether a path is that of a note of a run, and so no part of a checkpoint."""
+    return path == HOLDER_PATH or is_file_record(path)
+
+
+def _read_whole(store: Store, path: str, size_bytes: int) -> bytes:
+    data = store.get(path, max_bytes=size_bytes).data
+    if len(data) != size_bytes:
+        raise IntegrityError(
+            f"{path} has changed while the checkpoint was being copied.",
+            path=path,
+            offset=0,
+            next_step="Copy again.",
+        )
+    return data
+
+
+def _check_whole(source: Source, entries: Sequence[ObjectInfo]) -> None:
+    """Refuse a checkpoint of which a file is missing, or shorter than what it must hold."""
+    sizes = {entry.path: entry.size_bytes for entry in entries}
+    if isinstance(source, StockSource):
+        # Whole items, with what stands behind a tensor's bytes.
+        for (fqn, _), item in source.metadata.items.items():
+            _check_end(sizes, item.relative_path, fqn, item.offset + item.length)
+        return
+    keys = value_keys(source)
+    source.require(keys)
+    for key in keys:
+        place = source.place(*key)
+        _check_end(sizes, place.path, place.fqn, place.start + place.size_bytes)
+
+
+def _check_end(sizes: Mapping[str, int], path: str, fqn: str, end: int) -> None:
+    size_bytes = sizes.get(path)
+    if size_bytes is None or size_bytes < end:
+        what = "is missing" if size_bytes is None else f"has {size_bytes} bytes"
+        raise IntegrityError(
+            f"{path} {what}; {fqn} ends at its byte {end}.",
+            path=path,
+            fqn=fqn,
+            offset=size_bytes or 0,
+            next_step="Restore the file from a copy, or copy another checkpoint.",
         )
 
 

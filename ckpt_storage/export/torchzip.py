@@ -12,9 +12,8 @@ import itertools
 import pickle
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +21,17 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from ckpt_storage.commit.shardfile import ShardFileWriter
 from ckpt_storage.errors import InvalidInputError, StorageError, UnsafeContentError
+from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 
-from .stream import payload_bytes
-from .values import Values
+from .layout import Segment, Stored
+from .reads import SegmentStream
+from .select import payload_bytes
+from .weights import elements_of
 
 _ALIGN_BYTES = 64
 _LOCAL = struct.Struct("<4s5H3L2H")
@@ -54,45 +56,76 @@ _ABSENT_COUNT = 1 << 16
 _Path = tuple[str | int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchValues:
+    """What goes into the file.
+
+    blobs: FQNs of what is no tensor. held: those of them that are in memory as objects; the others
+    are pickled in the source. paths: where each value sits in the nested state dict; a value that
+    it does not name sits at the top. ties: alias to target, equal in all bytes.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    blobs: Sequence[str]
+    held: Mapping[str, object]
+    paths: Mapping[str, tuple[str | int, ...]]
+    ties: Mapping[str, str]
+
+
 def write_torch_file(  # one call site, all named
-    values: Values,
+    values: TorchValues,
     store: Store,
     path: str,
     *,
+    stream: Callable[[Sequence[Segment]], SegmentStream],
+    size_of: Callable[[str], int],
     options: TransferOptions,
     deadline: Deadline,
     on_bytes: Callable[[int], None],
     unsafe_pickle: bool,
-    make_room: Callable[[], None],
+    begin: Callable[[], None],
+    check_unchanged: Callable[[], None],
 ) -> None:
     """Write all values as a nested state dict; visible only complete, durable on return.
 
-    `make_room` is called once it is known that the values can be written. Tied tensors share their
-    storage, as they did. Raises `UnsafeContentError` for a value that torch does not load with
-    `weights_only`, unless `unsafe_pickle`.
+    `stream` reads segments of the source, `size_of` tells the length of a stored value. `begin` is
+    called once it is known that the values can be written, `check_unchanged` before they become
+    visible. Tied tensors share their storage, as they did. Raises `UnsafeContentError` for a value
+    that torch does not load with `weights_only`, unless `unsafe_pickle`.
     """
-    pickled, stored = _pickled(values, unsafe_pickle=unsafe_pickle)
-    make_room()
+    stored_blobs = [fqn for fqn in values.blobs if fqn not in values.held]
+    segments = [Stored(fqn=fqn, size_bytes=size_of(fqn)) for fqn in stored_blobs]
+    data = stream(segments)
+    objects = dict(values.held)
+    for segment in segments:
+        pickled = b"".join(data.take(segment.size_bytes))
+        objects[segment.fqn] = _loaded(segment.fqn, pickled, unsafe_pickle=unsafe_pickle)
+    pickler, main = _pickled(values, objects)
+    begin()
+    total_bytes = sum(map(payload_bytes, values.tensors.values()))
     writer = ShardFileWriter(
         store,
         path,
         options=options,
-        planned_bytes=values.total_bytes + len(pickled),
+        planned_bytes=total_bytes + len(main),
         deadline=deadline,
         on_bytes=on_bytes,
     )
     archive = _Zip(writer)
+    whole = [values.tensors[fqn] for fqn in pickler.streamed]
+    data = stream([elements_of(one, Box((0,) * len(one.shape), one.shape)) for one in whole])
     try:
-        archive.record("data.pkl", len(pickled), [memoryview(pickled)])
+        archive.record("data.pkl", len(main), [memoryview(main)])
         # No ".format_version": it would let torch compute where records lie, as its own zip
         # writer places them. Without it torch looks each one up.
         archive.record("byteorder", 6, [memoryview(b"little")])
-        for key, (length, views) in stored.items():
-            archive.record(f"data/{key}", length, views(), is_aligned=True)
+        for key, (length, held) in pickler.stored.items():
+            views = data.take(length) if held is None else [memoryview(held)]
+            archive.record(f"data/{key}", length, views, is_aligned=True)
             deadline.check(f"Writing {path}")
         archive.record("version", 2, [memoryview(b"3\n")])
         archive.record(".data/serialization_id", 40, [memoryview(b"0" * 40)])
-        values.check_unchanged()
+        check_unchanged()
         archive.finish()
     except BaseException as error:
         try:
@@ -166,9 +199,6 @@ def _central(spelt: bytes, crc: int, length: int, start: int) -> bytes:
     return _CENTRAL.pack(b"PK\x01\x02", *fields, *rest) + spelt + extra
 
 
-Stored = dict[str, tuple[int, Callable[[], Iterable[memoryview]]]]
-
-
 @dataclass(frozen=True, slots=True)
 class _StorageStub:
     """The storage of the tensor `fqn`, still in the source."""
@@ -206,11 +236,11 @@ class _Pickler(pickle.Pickler):
     Storages are numbered in the order in which the pickle names them, as in torch's own files.
     """
 
-    def __init__(self, file: io.BytesIO, values: Values) -> None:
+    def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
-        self.stored: Stored = {}
+        # The length of each storage, and its bytes where they are in memory.
+        self.stored: dict[str, tuple[int, bytes | None]] = {}
         self.streamed: list[str] = []
-        self._values = values
         self._numbers: dict[int | str, str] = {}
         self._kept: list[object] = []
 
@@ -218,7 +248,7 @@ class _Pickler(pickle.Pickler):
         """Return what stands for a storage."""
         if isinstance(obj, _StorageStub):
             if obj.fqn not in self._numbers:
-                self._number(obj.fqn, obj.length, partial(self._values.whole, obj.fqn))
+                self._number(obj.fqn, obj.length, None)
                 self.streamed.append(obj.fqn)
             return ("storage", obj.kind, self._numbers[obj.fqn], "cpu", obj.count)
         if not (isinstance(obj, torch.storage.TypedStorage) or torch.is_storage(obj)):
@@ -228,7 +258,7 @@ class _Pickler(pickle.Pickler):
         address: int = untyped._cdata  # noqa: SLF001  # as above
         if address not in self._numbers:
             data = _bytes_of(untyped)
-            self._number(address, len(data), lambda: [memoryview(data)])
+            self._number(address, len(data), data)
             self._kept.append(untyped)  # its address must not come again
         number = self._numbers[address]
         if typed is not None:
@@ -236,11 +266,9 @@ class _Pickler(pickle.Pickler):
             return ("storage", kind, number, "cpu", typed._size())  # noqa: SLF001  # as above
         return ("storage", torch.UntypedStorage, number, "cpu", untyped.nbytes())
 
-    def _number(
-        self, key: int | str, length: int, views: Callable[[], Iterable[memoryview]]
-    ) -> None:
+    def _number(self, key: int | str, length: int, data: bytes | None) -> None:
         number = self._numbers[key] = str(len(self.stored))
-        self.stored[number] = (length, views)
+        self.stored[number] = length, data
 
 
 def _bytes_of(storage: Any) -> bytes:  # noqa: ANN401  # torch's storages are half typed
@@ -252,8 +280,8 @@ def _bytes_of(storage: Any) -> bytes:  # noqa: ANN401  # torch's storages are ha
     return data
 
 
-def _pickled(values: Values, *, unsafe_pickle: bool) -> tuple[bytes, Stored]:
-    """Return the pickle of the nested state dict, and how to get the bytes of each storage."""
+def _pickled(values: TorchValues, objects: Mapping[str, object]) -> tuple[_Pickler, bytes]:
+    """Return the pickle of the nested state dict, and what it says of storages."""
     storages: dict[str, _StorageStub] = {}
     flat: dict[str, object] = {}
     for fqn, info in values.tensors.items():
@@ -261,15 +289,11 @@ def _pickled(values: Values, *, unsafe_pickle: bool) -> tuple[bytes, Stored]:
         if target not in storages:
             storages[target] = _storage_of(target, values.tensors[target])
         flat[fqn] = _TensorStub(storages[target], info.dtype, info.shape)
-    values.expect((fqn, None) for fqn in sorted(values.blobs))
-    for fqn in sorted(values.blobs):
-        flat[fqn] = _value(values, fqn, unsafe_pickle=unsafe_pickle)
+    flat |= {fqn: objects[fqn] for fqn in values.blobs}
     file = io.BytesIO()
-    pickler = _Pickler(file, values)
-    pickler.dump(_nested(flat, values))
-    # The caller writes them in this order.
-    values.expect((fqn, values.whole_box(fqn)) for fqn in pickler.streamed)
-    return file.getvalue(), pickler.stored
+    pickler = _Pickler(file)
+    pickler.dump(_nested(flat, values.paths))
+    return pickler, file.getvalue()
 
 
 def _storage_of(fqn: str, info: TensorInfo) -> _StorageStub:
@@ -281,13 +305,10 @@ def _storage_of(fqn: str, info: TensorInfo) -> _StorageStub:
     return _StorageStub(fqn, storage, length // kind.item_bytes, length)
 
 
-def _value(values: Values, fqn: str, *, unsafe_pickle: bool) -> object:
+def _loaded(fqn: str, pickled: bytes, *, unsafe_pickle: bool) -> object:
     """Return a value that is no tensor as the object that it is."""
-    if fqn in values.held:
-        return values.held[fqn]
-    data = io.BytesIO(values.pickled(fqn))
     try:
-        return torch.load(data, map_location="cpu", weights_only=not unsafe_pickle)
+        return torch.load(io.BytesIO(pickled), map_location="cpu", weights_only=not unsafe_pickle)
     except Exception as error:
         raise UnsafeContentError(
             f"{fqn} is not a value that torch loads with weights_only=True.",
@@ -316,9 +337,9 @@ def lists_are_plausible(paths: Collection[_Path]) -> bool:
     return sum(longest.values()) <= _ABSENT_PER_KEY * key_count + _ABSENT_COUNT
 
 
-def _nested(flat: Mapping[str, object], values: Values) -> object:
+def _nested(flat: Mapping[str, object], known: Mapping[str, _Path]) -> object:
     """Return the nested state dict; lists of which a part was dropped would shift, so refuse."""
-    paths = {fqn: values.path_of(fqn) for fqn in flat}
+    paths = {fqn: known.get(fqn, (fqn,)) for fqn in flat}
     if not lists_are_plausible(paths.values()):
         raise InvalidInputError(
             "The values do not form a nested state dict: its lists would be far longer than what "
