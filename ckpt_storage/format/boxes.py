@@ -74,45 +74,22 @@ class ByteRun:
     stop: int
 
 
-def byte_runs(chunk_sizes: Sequence[int], region: Box, item_bytes: int) -> Iterator[ByteRun]:
-    """Yield the byte runs of `region` in the payload of a chunk, ascending, none adjacent.
-
-    `region` counts from the chunk's first element. There can be as many runs as the region has
-    rows; `run_count` tells. Raises `InvalidInputError` if the region leaves the chunk.
-    """
-    _check_inside(chunk_sizes, region)
-    if region.is_empty:
-        return
-    strides = _strides(chunk_sizes)
-    first = _dot(region.offsets, strides) * item_bytes
-    outer = _run_dimension(chunk_sizes, region)
-    length = region.volume // math.prod(region.sizes[:outer]) * item_bytes
-    steps = [
-        range(0, size * stride * item_bytes, stride * item_bytes)
-        for size, stride in zip(region.sizes[:outer], strides[:outer], strict=True)
-    ]
-    for step in itertools.product(*steps):
-        start = first + sum(step)
-        yield ByteRun(start, start + length)
-
-
 def run_count(chunk_sizes: Sequence[int], region: Box) -> int:
-    """Return how many runs `byte_runs` yields, without making them."""
+    """Return how many runs of adjacent bytes a region is in the payload of a chunk.
+
+    `region` counts from the chunk's first element. Raises `InvalidInputError` if it leaves
+    that.
+    """
     return _run_count(tuple(chunk_sizes), region)
 
 
 @functools.lru_cache(maxsize=256)
 def _run_count(chunk_sizes: tuple[int, ...], region: Box) -> int:
-    # Remembered as `rows_of`.
+    # Remembered, because many regions of chunks that are cut alike follow one another.
     _check_inside(chunk_sizes, region)
     if region.is_empty:
         return 0
     return math.prod(region.sizes[: _run_dimension(chunk_sizes, region)])
-
-
-def run_bytes(region: Box, item_bytes: int) -> int:
-    """Return how many bytes the runs of `region` hold together."""
-    return region.volume * item_bytes
 
 
 def run_extent(chunk_sizes: Sequence[int], region: Box, item_bytes: int) -> ByteRun:
@@ -183,45 +160,6 @@ class WindowCopy(NamedTuple):
     dest_offsets: tuple[int, ...]
 
 
-def window_copies(
-    chunk_sizes: Sequence[int], region: Box, start_element: int, stop_element: int
-) -> list[WindowCopy]:
-    """Return what to copy from elements [start, stop) of a chunk's payload into a region.
-
-    `region` counts from the chunk's first element. There are at most max(1, 2 ndim - 1) copies,
-    whatever the sizes; over windows that partition the payload each element of the region is
-    copied once. Raises `InvalidInputError` if the region or the window leaves the chunk.
-    """
-    rows = rows_of(tuple(chunk_sizes), region)
-    row = rows.row_elements
-    if row and not (start_element % row or stop_element % row):
-        first, last = start_element // row, stop_element // row
-        if 0 <= first < last <= chunk_sizes[0]:
-            # Whole rows, as in most windows: nothing to cut.
-            low, high = max(first, rows.first_row), min(last, rows.last_row)
-            if low >= high:
-                return []
-            copy = WindowCopy(
-                source_offset_elements=(low - first) * row + rows.inner_start,
-                source_strides=rows.strides,
-                sizes=(high - low, *rows.inner_sizes),
-                dest_offsets=(low - rows.first_row, *rows.inner_zeros),
-            )
-            return [copy]
-    copies = []
-    for box in interval_boxes(chunk_sizes, start_element, stop_element):
-        part = box.intersect(region)
-        if part is not None:
-            copy = WindowCopy(
-                source_offset_elements=_dot(part.offsets, rows.strides) - start_element,
-                source_strides=rows.strides,
-                sizes=part.sizes,
-                dest_offsets=part.relative_to(region).offsets,
-            )
-            copies.append(copy)
-    return copies
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
     """One read: bytes [start, stop), which hold the intervals at positions `members`."""
@@ -272,44 +210,6 @@ def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the C-order strides of an array, in elements."""
     inner = itertools.accumulate(reversed(sizes[1:]), mul, initial=1)
     return tuple(inner)[::-1] if sizes else ()
-
-
-class Rows(NamedTuple):
-    """What all windows of a chunk have in common for one region of it; everything in elements.
-
-    A row is what one index of the first dimension holds; those of the region are
-    [first_row, last_row), none if it is empty. In each its part begins at `inner_start`.
-    """
-
-    strides: tuple[int, ...]
-    row_elements: int
-    first_row: int
-    last_row: int
-    inner_start: int
-    inner_sizes: tuple[int, ...]
-    inner_zeros: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=256)
-def rows_of(chunk_sizes: tuple[int, ...], region: Box) -> Rows:
-    """Work out what windows have in common, after making sure that the region lies in the chunk.
-
-    Remembered, because many windows of one chunk follow one another.
-    """
-    _check_inside(chunk_sizes, region)
-    strides = _strides(chunk_sizes)
-    if not strides or region.is_empty:
-        return Rows(strides, strides[0] if strides else 0, 0, 0, 0, (), ())
-    inner = region.sizes[1:]
-    return Rows(
-        strides=strides,
-        row_elements=strides[0],
-        first_row=region.offsets[0],
-        last_row=region.offsets[0] + region.sizes[0],
-        inner_start=_dot(region.offsets[1:], strides[1:]),
-        inner_sizes=inner,
-        inner_zeros=(0,) * len(inner),
-    )
 
 
 def _dot(left: Sequence[int], right: Sequence[int]) -> int:
