@@ -99,7 +99,8 @@ def find_source(
             return open_stock(store, current.data, options=options, deadline=deadline), entries
         if found.last is None:
             raise FormatError(
-                f"{store.url} has .metadata of save {named.save_id} but no commits/ folder.",
+                f"{store.url} has .metadata of save {named.save_id} in slot {named.slot}, but "
+                "slot 1 cannot be found: there is no commits/ folder, or it lost files.",
                 path=COMMITS,
                 next_step="Copy the whole checkpoint, commits/ included; torch's own readers "
                 "can load it as it is, without checksums.",

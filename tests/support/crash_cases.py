@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import spec_reader
 import torch
 import torch.distributed.checkpoint as dcp
 from commit_tools import IN_TURN, take_in_turn
@@ -196,6 +197,10 @@ def check_sound(folder: Path, at: str) -> None:
     report = verify(folder)
     assert report.ok, f"{at}: {report.problems}"
     assert seen_by_stock(folder) == 3, at
+    found = spec_reader.read(folder)
+    assert spec_reader.plain(found.blobs["step"]) == 3, at
+    weight = found.tensors["layer.weight"][1].tobytes()
+    assert weight == state_of(3)["layer.weight"].numpy().tobytes(), at
 
 
 @contextmanager
