@@ -293,7 +293,11 @@ class BoardOperation:
         try:
             yield
         except BoardError as error:
-            raise self._waits.failure or lost_board(error, self.deadline, self.what) from error
+            failure = self._waits.failure
+            if failure is None or isinstance(failure, SaveCancelledError):
+                # Somebody's wish does not say what became of a message that was on its way.
+                failure = lost_board(error, self.deadline, self.what)
+            raise failure from error
 
     def _key(self, *parts: str) -> str:
         return "/".join(("op", self.id, *parts))
@@ -302,6 +306,9 @@ class BoardOperation:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def _next_step(self, name: str) -> str:
+        if self._waits.failure is not None:
+            # Another rank that has not heard of it yet would go on with what this one sends.
+            raise self._waits.failure
         self._step += 1
         return self._key(f"{self._step}-{name}")
 

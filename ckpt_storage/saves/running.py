@@ -36,6 +36,7 @@ from ckpt_storage.errors import (
     NotPublishedError,
     PhaseTimeoutError,
     RankFailedError,
+    SaveCancelledError,
 )
 from ckpt_storage.options import (
     PageCache,
@@ -313,6 +314,8 @@ class _Save:
         operation = self._operation
         try:
             operation.gather(written)
+        except SaveCancelledError:
+            raise  # before anything was sent; so the coordinator cannot have committed
         except CheckpointError as error:
             # It may have arrived all the same, and then the save is committed.
             operation.phase("commit", self._options.timeouts.commit)
