@@ -58,7 +58,7 @@ class Reader:
             return "nothing is there"
         try:
             manifest = source.read_document(here, head.manifest, save_id=head.save_id)
-            shard = here.read(f"saves/{head.save_id}/__0_0.distcp")
+            shard = here.get(f"saves/{head.save_id}/__0_0.distcp").data
         except CheckpointGoneError:
             return "gone"
         except CheckpointError as error:
