@@ -26,7 +26,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
@@ -158,30 +157,21 @@ class Training(Stateful):
 
 
 class FatalPlanner(DefaultSavePlanner):
-    """Kills the training process as on a lost machine, half-way through the writing of a save.
+    """Kills the training process as on a lost machine, once all ranks know what they write.
 
-    A planner hands out what a rank has to write, one item after another. It may do so in a worker
-    process, which is lost with the machine: `victim_pid` is the one that trains.
+    A planner may work in a worker process, which is lost with the machine: `victim_pid` is the one
+    that trains.
     """
 
     def __init__(self, victim_pid: int) -> None:
         super().__init__()
         self.victim_pid = victim_pid
-        self.left_count = 0
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Count what this rank has to write."""
-        plan = super().finish_plan(new_plan)
-        self.left_count = len(plan.items)
-        return plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | BytesIO:
-        """Return the data of one item, or end the process before the last one."""
-        self.left_count -= 1
-        if self.left_count == 0:
-            os.kill(self.victim_pid, signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().resolve_data(write_item)
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:  # noqa: ARG002  # nobody comes back
+        """End this process and the one that trains, while the other ranks write."""
+        os.kill(self.victim_pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
 
 
 def newest_checkpoint(url: str, storage_options: dict[str, Any]) -> str | None:
