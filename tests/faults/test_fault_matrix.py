@@ -15,7 +15,7 @@ SELECTION: list[tuple[str, str, Fault, Victim, Host]] = [
     ("save", "waiting", "stop", "coordinator", "rank 0"),
     ("save", "commit", "stop and go on", "coordinator", "launcher"),
     ("load", "read", "kill", "coordinator", "launcher"),
-    ("consolidate", "complete shared, kept by 1", "oversleep", "member", "launcher"),
+    ("consolidate", "complete shared", "oversleep", "coordinator", "launcher"),
     ("consolidate", "index", "stop", "coordinator", "launcher"),
 ]
 

@@ -128,12 +128,12 @@ _GO_ON: frozenset[Fault] = _SIGNALS | {"stop and go on", "oversleep"}
 
 
 def _writing(op: str, **more: Any) -> Hold:
-    """Hold a request for the weight file that a rank writes alone."""
+    """Hold a request for the weight file that a rank writes alone; it is small."""
     return Hold(names=frozenset({"consolidate"}), op=op, key=_NAME, **{"holds": "victim", **more})
 
 
 def _sharing(op: str, victim: Victim, files: tuple[int, int, int], **more: Any) -> Hold:
-    """Hold a request for the weight file that the victim keeps and another rank writes to."""
+    """Hold a request for a weight file that two ranks write, and that the coordinator completes."""
     return Hold(
         names=frozenset({"consolidate"}),
         op=op,
@@ -163,29 +163,17 @@ _CONSOLIDATE = {
         faults=_GO_ON | {"error", "hang"},
         member_step="broadcast 3",
     ),
-    "write": _writing("part", faults=_GO_ON | {"error", "hang"}, member_step="broadcast 3"),
+    "write": _writing("put", faults=_GO_ON | {"error", "hang"}, member_step="broadcast 3"),
     "waiting": _writing(
-        "part", holds="other", faults=_SIGNALS | {"interrupt"}, member_step="broadcast 3"
+        "put", holds="other", faults=_SIGNALS | {"interrupt"}, member_step="broadcast 3"
     ),
-    "complete": _writing("complete", faults=_GO_ON | {"error", "hang"}, member_step="broadcast 3"),
     # All parts of the file are withheld, those of the victim and those of the other rank.
-    "write shared, kept by 0": replace(
+    "write shared": replace(
         _sharing("part(_copy)?", "member", (1, 1, 2), holds="both", hit_count=2),
         victims=("member", "coordinator"),
     ),
-    "write shared, kept by 1": _sharing(
-        "part(_copy)?", "member", (1, 2, 2), holds="both", hit_count=2
-    ),
-    "complete shared, kept by 0": _sharing(
-        "complete", "coordinator", (1, 1, 2), holds="victim", member_step="scatter 2"
-    ),
-    "complete shared, kept by 1": _sharing(
-        "complete",
-        "member",
-        (1, 2, 2),
-        holds="victim",
-        coordinator_step="gather 4",
-        member_step="broadcast 3",
+    "complete shared": _sharing(
+        "complete", "coordinator", (1, 1, 2), holds="victim", member_step="broadcast 3"
     ),
     "index": Hold(
         names=frozenset({"consolidate"}),
