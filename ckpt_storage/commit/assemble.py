@@ -15,8 +15,9 @@ import numpy as np
 
 from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError, StorageError
-from ckpt_storage.format.boxes import Box, Grid, compact, covers_exactly, find_grid
-from ckpt_storage.format.documents import Counts
+from ckpt_storage.format.boxes import Box, Grid, compact, find_grid
+from ckpt_storage.format.columns import Counts
+from ckpt_storage.format.coverage import covers_exactly
 from ckpt_storage.format.manifest import Manifest, TensorRecord, fits
 from ckpt_storage.store.store import Store
 

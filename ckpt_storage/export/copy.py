@@ -57,8 +57,9 @@ from ckpt_storage.store.store import Store
 from .attempt import CopyAttempt, CopyMeans
 from .exportcopy import CopiedExports, copy_exports
 from .files import FileCopier, FileToCopy, Tally
-from .output import PlainFolder, Shown, write_record
+from .output import Shown, write_record
 from .places import is_within, location_beside, place_within
+from .plain_folder import PlainFolder
 from .run import side_by_side
 from .write import Copies, transfer_options
 

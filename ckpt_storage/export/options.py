@@ -5,10 +5,10 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import MIB, PageCache, check_page_cache
@@ -206,3 +206,34 @@ def matching(selection: Selection, names: Collection[str], option: str) -> set[s
             )
         found |= matches
     return found
+
+
+TargetFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
+"""ours; stock DCP; torch's sharded safetensors; one Hugging Face export; a file of torch.save."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertReport:
+    """What `convert` did; both URLs are without credentials.
+
+    source_format, format: of what was read and of what was written. save_id: of the checkpoint
+    that was made, if it is one of ours. kept_count: files that a call which died had completed, and
+    that were found sound. total_bytes counts tensors only. dropped: FQNs that the
+    target cannot hold and that were left out as asked; excluded: those that a selection left out.
+    """
+
+    source_url: str
+    source_format: str
+    url: str
+    format: TargetFormat
+    save_id: str | None
+    kept_count: int
+    tensor_count: int
+    blob_count: int
+    total_bytes: int
+    dropped: Sequence[str]
+    excluded: Sequence[str]
+    seconds: float
+
+
+FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)

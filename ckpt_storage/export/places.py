@@ -18,6 +18,7 @@ from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.coordination.failures import spell_ranks
 from ckpt_storage.errors import CheckpointError, RankMismatchError, StorageError
 from ckpt_storage.format.exports import probe_path
+from ckpt_storage.format.names import STOCK_METADATA
 from ckpt_storage.format.names import probe_path as root_probe_path
 from ckpt_storage.source.foreign import SafetensorsSource, StockSource
 from ckpt_storage.source.model import CommittedSource, Source
@@ -254,3 +255,22 @@ def _nodes(seen: Sequence[Seen], ranks: Sequence[int]) -> str:
         f"{host} (rank{'s' if len(held) > 1 else ''} {spell_ranks(held)})"
         for host, held in sorted(hosts.items())
     )
+
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+FOLDER_FILES = (".distcp", ".safetensors", ".json", STOCK_METADATA)
+"""How the names end that a folder of some format may get."""
+
+
+def split_file(location: Location) -> tuple[Location, str]:
+    """Return the folder of a file, and the file's name."""
+    head, _, name = location.target.rpartition("/")
+    is_root = not head or head.endswith(":/")
+    target = head or "/"
+    return Location(
+        protocol=location.protocol,
+        target=location.target if is_root and head else target,
+        storage_options=location.storage_options,
+    ), "" if is_root and head else name

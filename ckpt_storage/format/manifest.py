@@ -15,20 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from .boxes import Box, Grid, compact, find_flaw
+from .boxes import Box, Grid, compact
+from .columns import Columns, Counts, LazyList, pack_column, pack_names
+from .coverage import find_flaw
 from .documents import (
     MOST_RANKS,
-    Columns,
-    Counts,
     FileRef,
     Getter,
-    LazyList,
     check_format,
     decode_crcs,
     encode_crcs,
     encode_format,
-    pack_column,
-    pack_names,
     ref_from_json,
 )
 from .names import rank_manifest_path, shard_path, stock_copy_path

@@ -17,19 +17,9 @@ import numpy as np
 from ckpt_storage.errors import FormatError, InvalidInputError
 from ckpt_storage.options import MIN_BLOCK_BYTES
 
+from .columns import Columns, Counts, pack_column, pack_names
 from .crc import combine_blocks
-from .documents import (
-    Columns,
-    Counts,
-    FileRef,
-    Getter,
-    check_format,
-    decode_crcs,
-    encode_crcs,
-    encode_format,
-    pack_column,
-    pack_names,
-)
+from .documents import FileRef, Getter, check_format, decode_crcs, encode_crcs, encode_format
 from .dtypes import DTYPES
 from .names import is_save_id, shard_path
 

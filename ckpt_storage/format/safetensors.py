@@ -13,7 +13,7 @@ from math import prod
 from ckpt_storage.errors import FormatError, InvalidInputError
 
 from .dtypes import DTYPES
-from .shard_item import NeedMoreBytes
+from .item_header import NeedMoreBytes
 
 # The reference implementation refuses longer headers.
 _MAX_HEADER_BYTES = 100_000_000

@@ -10,8 +10,8 @@ from functools import partial
 
 from ckpt_storage.commit import slotlog, stockfooter
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, StorageError
-from ckpt_storage.format.boxes import covers_exactly
 from ckpt_storage.format.commit_record import SlotRecord, split_footer, with_footer
+from ckpt_storage.format.coverage import covers_exactly
 from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.format.documents import MOST_SLOT_BYTES, FileRef, unseal
 from ckpt_storage.format.exports import (

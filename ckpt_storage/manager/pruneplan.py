@@ -18,15 +18,8 @@ from ckpt_storage.errors import (
     IntegrityError,
     StorageError,
 )
-from ckpt_storage.format.documents import (
-    Columns,
-    Getter,
-    check_format,
-    encode_format,
-    pack_column,
-    seal,
-    unseal,
-)
+from ckpt_storage.format.columns import Columns, pack_column
+from ckpt_storage.format.documents import Getter, check_format, encode_format, seal, unseal
 from ckpt_storage.format.names import probe_path
 from ckpt_storage.inspect.verify import Part, check_part
 from ckpt_storage.store.deadline import Deadline

@@ -19,12 +19,13 @@ from ckpt_storage.errors import (
     IntegrityError,
     StorageError,
 )
-from ckpt_storage.format.boxes import Box, Flaw, covers_exactly, find_flaw
+from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.coverage import Flaw, covers_exactly, find_flaw
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
 from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.format.item_header import NeedMoreBytes, parse_tensor_item
 from ckpt_storage.format.names import INDEX_NAME, STOCK_METADATA, checked_path, is_blocker
 from ckpt_storage.format.safetensors import SafetensorsHeader, parse_safetensors_header
-from ckpt_storage.format.shard_item import NeedMoreBytes, parse_tensor_item
 from ckpt_storage.format.stock_metadata import StockMetadata, StockTensor, decode_stock_metadata
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.backend import ObjectInfo

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import ckpt_storage
 from ckpt_storage import FormatError
-from ckpt_storage.format.boxes import Box, Grid, GridBoxes, find_flaw
-from ckpt_storage.format.documents import Columns
+from ckpt_storage.format.boxes import Box, Grid, GridBoxes
+from ckpt_storage.format.columns import Columns
+from ckpt_storage.format.coverage import find_flaw
 from ckpt_storage.format.manifest import TensorRecord, decode_tensors, encode_tensors
 
 

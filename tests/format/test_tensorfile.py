@@ -22,13 +22,8 @@ from safetensors.torch import save as safetensors_save
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.format.shard_item import (
-    PAYLOAD_ALIGN_BYTES,
-    ItemHeader,
-    NeedMoreBytes,
-    parse_tensor_item,
-    tensor_envelope,
-)
+from ckpt_storage.format.item_header import ItemHeader, NeedMoreBytes, parse_tensor_item
+from ckpt_storage.format.shard_item import PAYLOAD_ALIGN_BYTES, tensor_envelope
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 import ckpt_storage.export.convert
 from ckpt_storage.errors import CheckpointError, CheckpointExistsError
-from ckpt_storage.export.convert import ConvertReport, TargetFormat, convert
+from ckpt_storage.export.convert import convert
+from ckpt_storage.export.options import ConvertReport, TargetFormat
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Backend, Buffers
 from ckpt_storage.testing.faults import FaultBackend, Rule, SimulatedCrash

@@ -9,7 +9,7 @@ import zlib
 import pytest
 
 from ckpt_storage.errors import FormatError
-from ckpt_storage.format.documents import MOST_INFLATED_BYTES, Columns, pack_column, pack_names
+from ckpt_storage.format.columns import MOST_INFLATED_BYTES, Columns, pack_column, pack_names
 
 PACKED = pack_column([n * n for n in range(100)])
 NAMES = pack_names([f"model.layers.{n}.weight" for n in range(200)])

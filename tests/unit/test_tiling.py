@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_regions import QUICK, SHAPES, SOLID_SHAPES, boxes_in, mask
 
-from ckpt_storage.format.boxes import Box, covers_exactly, find_grid
+from ckpt_storage.format.boxes import Box, find_grid
+from ckpt_storage.format.coverage import covers_exactly
 
 
 @st.composite

@@ -1,0 +1,317 @@
+"""What the first bytes of an item of a shard file say: its type, shape and payload."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from math import prod
+
+from ckpt_storage.errors import FormatError, IntegrityError
+
+from .dtypes import DTYPES, DType
+from .inert_pickle import (
+    Allowed,
+    ForbiddenGlobalError,
+    Global,
+    Pairs,
+    PersistentId,
+    PickleMalformedError,
+    PickleTruncatedError,
+    Record,
+    build_ordered_dict,
+    interpret,
+)
+from .shard_item import LOCAL_HEADER, LOCAL_MAGIC, UTF8_FLAG
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeedMoreBytes:
+    """The header does not end in the bytes given; read again at least `total_bytes` from its start.
+
+    Where the end cannot be known yet, `total_bytes` is a guess, and the same answer may
+    come again with a larger one.
+    """
+
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemHeader:
+    """Where the raw bytes of a plain contiguous tensor lie in its item.
+
+    They are C-ordered and little-endian, `payload_bytes` long, and begin `payload_offset`
+    bytes behind the item's start.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    requires_grad: bool
+    payload_offset: int
+    payload_bytes: int
+
+
+# Torch's own heads are about 1 KiB; whatever needs more than this is not plain.
+_MAX_HEAD_BYTES = 1 << 20
+
+
+_GUESS_BYTES = 4096
+
+
+# Magic, CRC-32 and two lengths of 32 bits: only records behind 4 GiB have longer ones.
+_DESCRIPTOR_BYTES = 16
+
+
+_DESCRIPTOR_MAGIC = b"PK\x07\x08"
+
+
+_DESCRIPTOR_FLAG = 0x0008
+
+
+_TYPED_REBUILD = "torch._utils._rebuild_tensor_v2"
+
+
+_UNTYPED_REBUILD = "torch._utils._rebuild_tensor_v3"
+
+
+_PARAMETER_REBUILD = "torch._utils._rebuild_parameter"
+
+
+_UNTYPED_STORAGE = "torch.storage.UntypedStorage"
+
+
+_DTYPE_OF_STORAGE = {f"torch.{d.storage_class}": d for d in DTYPES.values() if d.storage_class}
+
+
+_DTYPE_OF_GLOBAL = {f"torch.{name}": kind for name, kind in DTYPES.items()}
+
+
+_ALLOWED: Allowed = {
+    **dict.fromkeys((_TYPED_REBUILD, _UNTYPED_REBUILD, _PARAMETER_REBUILD, _UNTYPED_STORAGE)),
+    **dict.fromkeys((*_DTYPE_OF_STORAGE, *_DTYPE_OF_GLOBAL)),
+    "collections.OrderedDict": build_ordered_dict,
+}
+
+
+class _NotPlainError(Exception):
+    """The item is one for `torch.load` to read."""
+
+
+class _TooShortError(Exception):
+    """At least `total_bytes` of the item are needed."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        super().__init__(total_bytes)
+
+
+def parse_tensor_item(
+    head: bytes, *, item_bytes: int | None = None, path: str | None = None
+) -> ItemHeader | NeedMoreBytes | None:
+    """Find dtype, shape and raw bytes of a tensor in the first bytes of its item.
+
+    Reads what `torch.save` of torch 2.0 and later writes, and what `tensor_envelope`
+    returns, without running the pickle inside; 4 KiB of `head` are nearly always
+    enough. None means that the item is no plain contiguous tensor that fills its
+    storage (a view, a subclass, quantised, sparse, compressed, big-endian, or nothing
+    this release knows), so that the caller has to hand the whole item to
+    `torch.load(weights_only=True)`. A parameter, and a tensor that requires a gradient,
+    are plain. `item_bytes` is the length of the whole item, where known; it bounds what
+    is asked for. `path` is for error messages.
+
+    The raw bytes are not seen and so not checked; what stands before them is, where
+    torch wrote checksums.
+
+    Raises `FormatError` for bytes that are no zip, and for an item that ends before the
+    tensor it announces; `IntegrityError` for a record with a wrong CRC-32.
+    """
+    if not head.startswith(LOCAL_MAGIC[: len(head)]):
+        raise FormatError(
+            f"The item of {path or 'a shard file'} does not begin as one of torch.save does.",
+            path=path,
+            next_step="Check that its offset comes from the metadata beside it.",
+        )
+    try:
+        found = _parse_item(head, path)
+    except _TooShortError as short:
+        wanted = short.total_bytes
+        if item_bytes is not None and wanted > item_bytes:
+            if len(head) >= item_bytes:
+                raise _ends_early(item_bytes, path) from None
+            wanted = item_bytes
+        return NeedMoreBytes(total_bytes=wanted) if wanted <= _MAX_HEAD_BYTES else None
+    except (_NotPlainError, PickleMalformedError, PickleTruncatedError, ForbiddenGlobalError):
+        return None
+    if item_bytes is not None and found.payload_offset + found.payload_bytes > item_bytes:
+        raise _ends_early(item_bytes, path)
+    return found
+
+
+def _ends_early(item_bytes: int, path: str | None) -> FormatError:
+    return FormatError(
+        f"The item of {path or 'a shard file'} ends after {item_bytes} bytes, "
+        "before the tensor that it announces.",
+        path=path,
+        next_step="Restore the file from a copy, or load another checkpoint.",
+    )
+
+
+def _parse_item(head: bytes, path: str | None) -> ItemHeader:
+    """Walk the local headers up to the payload's; what lies behind it is not looked at."""
+    plain: _PlainTensor | None = None
+    at = 0
+    while True:
+        record = _record_at(head, at)
+        if record.name.startswith(b"data/"):
+            if plain is None or record.name != plain.record_name:
+                raise _NotPlainError
+            return ItemHeader(
+                dtype=plain.dtype.name,
+                shape=plain.shape,
+                requires_grad=plain.requires_grad,
+                payload_offset=record.start,
+                payload_bytes=prod(plain.shape) * plain.dtype.item_bytes,
+            )
+        content, at = _content(head, record, path)
+        if record.name == b"data.pkl":
+            plain = _plain_tensor(interpret(content, allowed=_ALLOWED)[0])
+        elif record.name == b"byteorder" and content != b"little":
+            raise _NotPlainError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LocalRecord:
+    """A local header; `described` says that length and CRC stand behind the content instead."""
+
+    name: bytes
+    start: int
+    described: bool
+    stored_bytes: int
+    crc: int
+
+
+def _record_at(head: bytes, at: int) -> _LocalRecord:
+    name_start = at + LOCAL_HEADER.size
+    if len(head) < name_start:
+        raise _TooShortError(max(_GUESS_BYTES, name_start))
+    fields = LOCAL_HEADER.unpack_from(head, at)
+    magic, _, flags, method, _, _, crc, stored_bytes, _, name_bytes, extra_bytes = fields
+    if magic != LOCAL_MAGIC or method or flags & ~(UTF8_FLAG | _DESCRIPTOR_FLAG):
+        raise _NotPlainError
+    start = name_start + name_bytes + extra_bytes
+    if len(head) < start:
+        raise _TooShortError(max(_GUESS_BYTES, start))
+    return _LocalRecord(
+        # The first part is the archive's own name, which torch takes from the file's.
+        name=head[name_start : name_start + name_bytes].partition(b"/")[2],
+        start=start,
+        described=bool(flags & _DESCRIPTOR_FLAG),
+        stored_bytes=stored_bytes,
+        crc=crc,
+    )
+
+
+def _content(head: bytes, record: _LocalRecord, path: str | None) -> tuple[bytes, int]:
+    """Return the content of a small record and where the next record begins."""
+    if record.described:
+        end = _described_end(head, record.start)
+        crc = int.from_bytes(head[end + 4 : end + 8], "little")
+        following = end + _DESCRIPTOR_BYTES
+    else:
+        end = following = record.start + record.stored_bytes
+        crc = record.crc
+    if len(head) < following:
+        raise _TooShortError(max(_GUESS_BYTES, following))
+    content = head[record.start : end]
+    # `torch.serialization.set_crc32_options(False)` leaves all of them 0.
+    if crc and crc != zlib.crc32(content):
+        raise IntegrityError(
+            f"The record {record.name.decode(errors='replace')!r} of an item of "
+            f"{path or 'a shard file'} is damaged, {record.start} bytes behind the item's start.",
+            path=path,
+            next_step="Restore the file from a copy, or load another checkpoint.",
+        )
+    return content, following
+
+
+def _described_end(head: bytes, start: int) -> int:
+    """Return where the content at `start` ends, whose length stands only behind it."""
+    end = head.find(_DESCRIPTOR_MAGIC, start)
+    while 0 <= end <= len(head) - _DESCRIPTOR_BYTES:
+        if int.from_bytes(head[end + 8 : end + 12], "little") == end - start:
+            return end
+        end = head.find(_DESCRIPTOR_MAGIC, end + 1)
+    raise _TooShortError(max(_GUESS_BYTES, 2 * len(head)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlainTensor:
+    dtype: DType
+    shape: tuple[int, ...]
+    requires_grad: bool
+    record_name: bytes
+
+
+def _plain_tensor(value: object) -> _PlainTensor:
+    """Return what a pickle says of a tensor that is contiguous and fills its storage.
+
+    Raises `_NotPlainError` for everything else.
+    """
+    match value:
+        case Record(name=name, args=(inner, bool(requires_grad), Pairs() as hooks), state=None) if (
+            name == _PARAMETER_REBUILD and not hooks
+        ):
+            return replace(_plain_tensor(inner), requires_grad=requires_grad)
+        case Record(
+            name=name,
+            args=(
+                PersistentId(pid=("storage", Global(name=storage), str(key), str(), int(count))),
+                0,
+                tuple(shape),
+                tuple(stride),
+                bool(requires_grad),
+                Pairs() as hooks,
+                *more,
+            ),
+            state=None,
+        ) if not hooks:
+            dtype, unit_bytes = _storage_type(name, storage, more)
+        case _:
+            raise _NotPlainError
+    if not _is_contiguous(shape, stride) or prod(shape) * dtype.item_bytes != count * unit_bytes:
+        raise _NotPlainError
+    return _PlainTensor(
+        dtype=dtype,
+        shape=shape,
+        requires_grad=requires_grad,
+        record_name=b"data/" + key.encode(),
+    )
+
+
+def _storage_type(rebuild: str, storage: str, more: list[object]) -> tuple[DType, int]:
+    """Return the element type and the size in bytes of the unit the storage is counted in."""
+    match more:
+        case [] if rebuild == _TYPED_REBUILD and storage in _DTYPE_OF_STORAGE:
+            dtype = _DTYPE_OF_STORAGE[storage]
+            return dtype, dtype.item_bytes
+        case [Global(name=name)] if (
+            rebuild == _UNTYPED_REBUILD and storage == _UNTYPED_STORAGE and name in _DTYPE_OF_GLOBAL
+        ):
+            return _DTYPE_OF_GLOBAL[name], 1
+        case _:
+            raise _NotPlainError
+
+
+def _is_contiguous(shape: tuple[object, ...], stride: tuple[object, ...]) -> bool:
+    """Return whether the elements lie in C order without gaps; False for what are no sizes."""
+    sizes = [size for size in shape if type(size) is int and size >= 0]
+    if len(sizes) != len(shape) or len(stride) != len(shape):
+        return False
+    if 0 in sizes:
+        return True
+    step = 1
+    for size, given in zip(reversed(sizes), reversed(stride), strict=True):
+        # Nothing is ever stepped over along a dimension of one element.
+        if size != 1 and given != step:
+            return False
+        step *= size
+    return True
