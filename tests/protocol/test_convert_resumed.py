@@ -14,7 +14,7 @@ from dcp_cases import seeded
 from fault_tools import Faulty, Opener
 from safetensors.torch import load_file
 
-import ckpt_storage.export.convert
+import ckpt_storage.export.conversion
 from ckpt_storage.errors import CheckpointError, CheckpointExistsError
 from ckpt_storage.export.convert import convert
 from ckpt_storage.export.options import ConvertReport, TargetFormat
@@ -36,7 +36,7 @@ def state_of(seed: int) -> dict[str, torch.Tensor]:
 def cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
     """Stores of the target `dst`."""
     found = Faulty((tmp_path / "dst").as_uri())
-    monkeypatch.setattr(ckpt_storage.export.convert, "open_store", found)
+    monkeypatch.setattr(ckpt_storage.export.conversion, "open_store", found)
     for name in ("_LEAST_THREADS", "_LOCAL_THREADS"):
         monkeypatch.setattr(ckpt_storage.export.write, name, 1)  # one file after the other
     yield found
@@ -194,7 +194,7 @@ def test_what_is_noted_of_files_grows_with_their_number(
             made.append(Counting(backend))
             return made[-1]
 
-        monkeypatch.setattr(ckpt_storage.export.convert, "open_store", Opener(counting))
+        monkeypatch.setattr(ckpt_storage.export.conversion, "open_store", Opener(counting))
         convert(source, target, to=to, max_file_bytes=4000)
         assert len([path for path in target.iterdir() if path.name.endswith(MARKS)]) == count
         written[count] = sum(backend.written_bytes for backend in made)
