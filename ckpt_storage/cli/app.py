@@ -33,14 +33,16 @@ _GRACE_S = 4.0
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
     """Let SIGINT end the process within `_GRACE_S`, also where a client of a storage hangs."""
+    timer = threading.Timer(_GRACE_S, _leave_at_once)
+    timer.daemon = True
 
     def interrupt(_number: int, _frame: object) -> NoReturn:
-        timer = threading.Timer(_GRACE_S, _leave_at_once)
-        timer.daemon = True
-        timer.start()
+        if not timer.ident:
+            timer.start()
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         # Ignored, as in a job of the background; or another program's, which calls this one.
         yield
         return
@@ -48,6 +50,7 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     finally:
+        timer.cancel()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

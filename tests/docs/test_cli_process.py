@@ -143,6 +143,32 @@ def test_an_interrupt_ends_it_at_once(server: S3Server, command: str, tmp_path: 
     assert errors.strip() == "ckpt-storage: interrupted."
 
 
+def test_a_program_that_calls_it_outlives_an_interrupt(server: S3Server, tmp_path: Path) -> None:
+    """It gets the exit code, and is not ended later; other threads may call, too."""
+    options = tmp_path / "options.json"
+    options.write_text(json.dumps(server.storage_options))
+    server.faults([FaultRule(times=0, action="hang")])
+    code = (
+        "import sys, threading, time\n"
+        "from ckpt_storage.cli.app import app\n"
+        "print(app(sys.argv[1:], standalone_mode=False), flush=True)\n"
+        "other = threading.Thread(target=lambda: print(app(['ls', '/nowhere'], "
+        "standalone_mode=False)))\n"
+        "other.start(); other.join(); time.sleep(5); print('alive')\n"
+    )
+    line = [sys.executable, "-c", code, "ls", "s3://bkt/x", "--storage-options-file", str(options)]
+    with (
+        interruptible(),
+        subprocess.Popen(
+            line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as started,
+    ):
+        server.wait_for(lambda requests: len(requests) > 0, timeout_s=60)
+        started.send_signal(signal.SIGINT)
+        output, errors = started.communicate(timeout=60)
+    assert (output, started.returncode) == ("130\n2\nalive\n", 0), errors
+
+
 @pytest.mark.parametrize("command", ["cp", "verify", "stats"])
 def test_a_bar_is_drawn_on_a_terminal_only(last: Path, tmp_path: Path, command: str) -> None:
     """Standard error decides."""
