@@ -1,9 +1,9 @@
-"""The documents of a checkpoint and of its exports, each held against the others."""
+"""What is wrong with a checkpoint, as values; and the checks of all but its shard files."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,6 @@ from functools import partial
 from ckpt_storage.commit import slotlog, stockfooter
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, StorageError
 from ckpt_storage.format.commit_record import SlotRecord, split_footer, with_footer
-from ckpt_storage.format.coverage import covers_exactly
 from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.format.documents import MOST_SLOT_BYTES, FileRef, unseal
 from ckpt_storage.format.exports import (
@@ -25,7 +24,6 @@ from ckpt_storage.format.exports import (
 )
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import STOCK_METADATA, is_blocker, markers_of
-from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.source.foreign import in_progress
 from ckpt_storage.source.model import Source
@@ -39,10 +37,9 @@ log = logging.getLogger("ckpt_storage")
 RESTORE = "Restore the file from a copy, or load another checkpoint."
 
 _PUBLISH = "Load it once with the right to write, or save again: either publishes it."
-_MAKE_ANEW = "Delete the file and consolidate again; it is made anew."
-_RECORD_ANEW = "Consolidate again: the record is written anew."
-_OURS = {"commits", "saves", DOCUMENTS}
-_ROUNDS = 3
+_MAKE_ANEW = "Delete it if it is there, and consolidate again: it is made anew."
+_NO_EXPORTS = {"commits", "saves", DOCUMENTS}
+_MOST_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,27 +70,22 @@ class ExportStatus:
 
 
 class Findings:
-    """Problems, collected instead of raised at the first, and what of a checkpoint was checked.
+    """Problems and notes, and how much was checked. Takes problems from several threads.
 
-    `is_part`: of one of several processes, which ask together whether the checkpoint can be loaded.
+    `is_strict`: problems are not collected; the first one is raised, as `IntegrityError`.
     """
 
-    def __init__(self, *, is_part: bool = False) -> None:
+    def __init__(self, *, is_strict: bool = False) -> None:
         self.problems: list[Problem] = []
         self.notes: list[Problem] = []
         self.file_count = 0
         self.checked_bytes = 0
-        self._is_part = is_part
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether more problems would change nothing."""
-        return self._is_part and bool(self.problems)
+        self.is_strict = is_strict
 
     def add(
         self, error: CheckpointError, *, path: str | None = None, rank: int | None = None
     ) -> None:
-        """Add what `error` says to the problems; `path` if it names the file in another way."""
+        """Take in what `error` says; `path` and `rank` where it does not name them as we do."""
         step = error.next_step or "Load another checkpoint."
         problem = Problem(
             message=str(error).removesuffix(step).strip(),
@@ -103,13 +95,22 @@ class Findings:
             fqn=getattr(error, "fqn", None),
             offset=getattr(error, "offset", None),
         )
+        if self.is_strict:
+            raise IntegrityError(
+                problem.message,
+                path=problem.file,
+                rank=problem.rank,
+                fqn=problem.fqn,
+                offset=problem.offset,
+                next_step=step,
+            ) from error
         self.problems.append(problem)
 
     @contextmanager
     def noting(self, path: str | None = None, rank: int | None = None) -> Iterator[None]:
-        """End the block at damage and absence, and add them to the problems.
+        """End the block at damage and absence, and take them in.
 
-        Raises what is no finding: a storage that does not answer; and, to a part, what this
+        Raises what is no finding: a storage that does not answer; and, if strict, what this
         release is too old for, because no other checkpoint is better.
         """
         try:
@@ -119,7 +120,7 @@ class Findings:
                 raise
             self.add(error, path=path, rank=rank)
         except CheckpointError as error:
-            if self._is_part and not isinstance(error, IntegrityError):
+            if self.is_strict and not isinstance(error, IntegrityError):
                 raise
             self.add(error, path=path, rank=rank)
 
@@ -134,67 +135,6 @@ def check_markers(store: Store, save_id: str, findings: Findings) -> None:
                 unseal(found.data, path=path)
 
 
-def check_coverage(head: SlotRecord, manifest: Manifest, findings: Findings) -> None:
-    """Check that chunks hold every element once; where they form a grid they do."""
-    exact: dict[tuple[int, tuple[int, ...]], bool] = {}
-    for tensor in manifest.tensors.values():
-        # Tensors that are cut alike share one list.
-        key = (id(tensor.chunks), tensor.shape)
-        if key not in exact:
-            boxes = [box for box, _ in tensor.chunks or ()]
-            exact[key] = not boxes or covers_exactly(tensor.shape, boxes).is_exact
-        if not exact[key]:
-            error = IntegrityError(
-                f"The chunks of {tensor.fqn} do not cover its shape {list(tensor.shape)} exactly.",
-                fqn=tensor.fqn,
-                path=head.manifest.path if head.manifest else None,
-                offset=0,
-            )
-            findings.add(error)
-
-
-def check_rank(
-    manifest: Manifest, document: RankManifest, *, rank: int, listed: Mapping[str, FileRef]
-) -> None:
-    """Check that a rank manifest is the one of `rank`, and names the files that are `listed`.
-
-    Raises `IntegrityError` if the two documents do not say the same.
-    """
-    held = {file.path: file.ref() for file in document.files}
-    is_its_own = (document.rank, document.save_id) == (rank, manifest.save_id)
-    if not is_its_own or listed != held:
-        path = manifest.ranks[rank].path
-        raise IntegrityError(
-            f"{path} and the manifest do not describe the same files.",
-            path=path,
-            rank=rank,
-            offset=0,
-            next_step=RESTORE,
-        )
-
-
-def note_unsafe(document: RankManifest, *, path: str, findings: Findings) -> None:
-    """Note the values that only pickle can hold, as the rank that saved them found."""
-    findings.notes += [
-        Problem(
-            message=f"{fqn} is a value ({named:.200}) that only pickle can hold; load refuses it.",
-            next_step="Allow its types by torch.serialization.add_safe_globals, or, if you trust "
-            "who wrote it, load with unsafe_pickle=True.",
-            file=path,
-            rank=document.rank,
-            fqn=fqn,
-        )
-        for fqn, named in document.unsafe.items()
-    ]
-
-
-def check_places(source: Source, findings: Findings) -> None:
-    """Check that the rank manifests hold every chunk and blob that the manifest promises."""
-    for key in value_keys(source):
-        with findings.noting():
-            source.place(*key)
-
-
 def check_stock(store: Store, head: SlotRecord, manifest: Manifest, findings: Findings) -> None:
     """Check `.metadata` and the copy that it is made from, byte by byte."""
     if manifest.stock is None:
@@ -205,34 +145,33 @@ def check_stock(store: Store, head: SlotRecord, manifest: Manifest, findings: Fi
         pickled = split_footer(copy)[0]
         expected = with_footer(pickled, slot=head.slot, save_id=manifest.save_id)
         with findings.noting(STOCK_METADATA):
-            current = slotlog.read_stock(store)
-            found = None if current is None else current.data
-            _compare_stock(store, head, found, expected)
+            published = slotlog.read_stock(store)
+            found = b"" if published is None else published.data
+            if found == expected:
+                return
+            what, step = ".metadata is missing; torch's own readers find no checkpoint.", _PUBLISH
+            if published is not None:
+                what, step = _other_stock(store, head, found)
+            pairs = enumerate(zip(found, expected, strict=False))
+            shorter = min(len(found), len(expected))
+            offset = next((at for at, (a, b) in pairs if a != b), shorter)
+            raise IntegrityError(what, path=STOCK_METADATA, offset=offset, next_step=step)
 
 
-def _compare_stock(store: Store, head: SlotRecord, found: bytes | None, expected: bytes) -> None:
-    """Raise `IntegrityError` if `.metadata` is not the one of the head."""
-    if found == expected:
-        return
-    what = ".metadata is missing; torch's own readers find no checkpoint."
-    step, offset = _PUBLISH, 0
-    if found is not None:
-        pairs = enumerate(zip(found, expected, strict=False))
-        shorter = min(len(found), len(expected))
-        offset = next((at for at, (a, b) in pairs if a != b), shorter)
-        named = split_footer(found)[1]
-        what = ".metadata is damaged, or another program wrote it: it is not stock.metadata."
-        step = "Delete .metadata and load the checkpoint once with the right to write."
-        try:
-            stockfooter.check_newest(store, head, found)
-        except FormatError as newer:
-            step = newer.next_step or ""
-            what = str(newer).removesuffix(step).strip()
-        else:
-            if named is not None and named.save_id != head.save_id:
-                what = f".metadata shows save {named.save_id}; the head is {head.save_id}."
-                step = _PUBLISH
-    raise IntegrityError(what, path=STOCK_METADATA, offset=offset, next_step=step)
+def _other_stock(store: Store, head: SlotRecord, found: bytes) -> tuple[str, str]:
+    """Return what a `.metadata` is that is not the head's, and what to do about it."""
+    try:
+        stockfooter.check_newest(store, head, found)
+    except FormatError as newer:
+        step = newer.next_step or ""
+        return str(newer).removesuffix(step).strip(), step
+    named = split_footer(found)[1]
+    if named is not None and named.save_id != head.save_id:
+        return f".metadata shows save {named.save_id}; the head is {head.save_id}.", _PUBLISH
+    return (
+        ".metadata is damaged, or another program wrote it: it is not stock.metadata.",
+        "Delete .metadata and load the checkpoint once with the right to write.",
+    )
 
 
 def check_foreign(store: Store, source: Source, findings: Findings) -> None:
@@ -267,28 +206,26 @@ def check_foreign(store: Store, source: Source, findings: Findings) -> None:
 class ExportCheck:
     """Checks what was consolidated into folders directly below a root, or into the root itself.
 
-    `deep` reads every byte of the weight files; otherwise their lengths count.
+    `deep` reads every byte of the weight files; otherwise their lengths count. `head` is the save
+    id of the checkpoint, None without one.
     """
 
-    def __init__(self, ranges: RangeReader, findings: Findings, *, deep: bool) -> None:
+    def __init__(
+        self, ranges: RangeReader, findings: Findings, *, deep: bool, head: str | None
+    ) -> None:
         self._ranges = ranges
         self._store = ranges.store
         self._findings = findings
         self._deep = deep
+        self._head = head
 
-    def run(self, head: str | None) -> list[ExportStatus]:
-        """Check all exports. `head` is the save id of the checkpoint, None without one.
-
-        Raises `StorageError` for a storage that does not answer.
-        """
-        found = []
-        for folder in self._folders():
-            status = self._check(folder, head)
-            if status is not None:
-                found.append(status)
-                # The weight files, the index and the record.
-                self._findings.file_count += status.file_count + 2
-                self._findings.checked_bytes += status.size_bytes if self._deep else 0
+    def run(self) -> list[ExportStatus]:
+        """Check all exports. Raises `StorageError` for a storage that does not answer."""
+        found = [status for folder in self._folders() if (status := self._check(folder))]
+        # The weight files, the index and the record.
+        self._findings.file_count += sum(status.file_count + 2 for status in found)
+        if self._deep:
+            self._findings.checked_bytes += sum(status.size_bytes for status in found)
         return found
 
     def _folders(self) -> list[str]:
@@ -300,38 +237,23 @@ class ExportCheck:
                 raise
             return ["", DEFAULT_FOLDER]
         folders = [entry.path.rstrip("/") for entry in entries if entry.path.endswith("/")]
-        return ["", *(folder for folder in folders if folder not in _OURS)]
+        return ["", *(folder for folder in folders if folder not in _NO_EXPORTS)]
 
-    def _check(self, folder: str, head: str | None) -> ExportStatus | None:
+    def _check(self, folder: str) -> ExportStatus | None:
         """Check one folder, once more if another export was published meanwhile."""
-        problems, prefix = self._findings.problems, f"{folder}/" if folder else ""
-        before_count, index = len(problems), self._index(prefix)
-        for _ in range(_ROUNDS):
+        prefix, problems = f"{folder}/" if folder else "", self._findings.problems
+        index, before_count = self._index(prefix), len(problems)
+        status: ExportStatus | None = None
+        for _ in range(_MOST_ROUNDS):
             del problems[before_count:]
             if index is None:
                 return None
-            with self._noting(f"{prefix}{INDEX_NAME}"):
-                if is_blocker(index):
-                    raise in_progress(f"{self._store.url}/{folder}".rstrip("/"))
-                tag = IndexTag.of(index)
-                if tag is None and slotlog.is_there(self._store, f"{prefix}{NAMES_PATH}"):
-                    what = "is damaged, or another program wrote it: it names no export of ours"
-                    raise _damage(f"{prefix}{INDEX_NAME}", what)
-            if len(problems) > before_count or tag is None:
-                return None
-            files = self._files(prefix, tag, index)
-            for file in files:
-                self._check_file(f"{prefix}{file.path}", file)
-            before, index = index, index if len(problems) == before_count else self._index(prefix)
-            if index == before:
-                return ExportStatus(
-                    path=folder,
-                    save_id=tag.save_id,
-                    is_stale=None not in (head, tag.save_id) and head != tag.save_id,
-                    file_count=len(files) or len(tag.names),
-                    size_bytes=sum(file.size_bytes for file in files),
-                )
-        return None
+            status = self._check_index(folder, prefix, index)
+            now = index if len(problems) == before_count else self._index(prefix)
+            if now == index:
+                break
+            index = now
+        return status
 
     def _index(self, prefix: str) -> bytes | None:
         try:
@@ -344,43 +266,52 @@ class ExportCheck:
             return None
         return None if found is None else found.data
 
-    def _files(self, prefix: str, tag: IndexTag, index: bytes) -> Sequence[FileRef]:
-        """Return the weight files that the record of an export names; none if it is damaged."""
-        path = f"{prefix}{export_path(tag.fingerprint)}"
-        record: ExportRecord | None = None
+    def _check_index(self, folder: str, prefix: str, index: bytes) -> ExportStatus | None:
+        """Check an export by its index; None for one that is not ours or not complete."""
+        path, tag, files = f"{prefix}{INDEX_NAME}", IndexTag.of(index), list[FileRef]()
         with self._noting(path):
-            found = slotlog.read_if_there(self._store, path)
+            if is_blocker(index):
+                raise in_progress(f"{self._store.url}/{folder}".rstrip("/"))
+            if tag is None and slotlog.is_there(self._store, f"{prefix}{NAMES_PATH}"):
+                what = "is damaged, or another program wrote it: it names no export of ours"
+                raise _damage(path, what)
+        if tag is None:
+            return None
+        record_path = f"{prefix}{export_path(tag.fingerprint)}"
+        with self._noting(record_path):
+            found = slotlog.read_if_there(self._store, record_path)
             if found is None:
-                raise _damage(path, "is missing: it is the record of the export", _RECORD_ANEW)
-            read = ExportRecord.decode(found.data, path=path)
-            if read.fingerprint != tag.fingerprint:
-                what = f"is the record of another export ({read.fingerprint})"
-                raise _damage(path, what, _RECORD_ANEW)
-            record = read
-        if record is None:
-            return ()
-        path = f"{prefix}{INDEX_NAME}"
-        with self._noting(path):
-            try:
-                slotlog.check_document(index, record.index)
-            except IntegrityError as error:
-                error.next_step = _MAKE_ANEW
-                raise
-        with self._noting(path):
-            if tag.names - {file.path for file in record.files}:
-                raise _damage(path, "names files that the record of the export does not have")
-        return record.files
+                raise _damage(record_path, "is missing: it is the record of the export")
+            record = ExportRecord.decode(found.data, path=record_path)
+            if record.fingerprint != tag.fingerprint:
+                raise _damage(record_path, f"is of another export ({record.fingerprint})")
+            files += record.files
+            with self._noting(path):
+                is_as_written = FileRef(
+                    path=record.index.path, size_bytes=len(index), crc32c=crc32c_of(index)
+                )
+                if is_as_written != record.index or tag.names - {file.path for file in files}:
+                    raise _damage(path, "is not the index that the record of the export tells of")
+            for file in files:
+                with self._noting(f"{prefix}{file.path}"):
+                    self._check_file(f"{prefix}{file.path}", file)
+        return ExportStatus(
+            path=folder,
+            save_id=tag.save_id,
+            is_stale=None not in (self._head, tag.save_id) and self._head != tag.save_id,
+            file_count=len(files) or len(tag.names),
+            size_bytes=sum(file.size_bytes for file in files),
+        )
 
     def _check_file(self, path: str, file: FileRef) -> None:
-        with self._noting(path):
-            size_bytes = self._store.stat(path).size_bytes
-            if size_bytes != file.size_bytes:
-                what = f"has {size_bytes} bytes; {file.size_bytes} were written"
-                raise _damage(path, what, offset=min(size_bytes, file.size_bytes))
-            at = FileRef(path=path, size_bytes=file.size_bytes, crc32c=file.crc32c)
-            if self._deep and not has_checksum(self._ranges, at):
-                what = f"is damaged: it does not have the checksum {file.crc32c:08x} of its writer"
-                raise _damage(path, what)
+        size_bytes = self._store.stat(path).size_bytes
+        if size_bytes != file.size_bytes:
+            what = f"has {size_bytes} bytes; {file.size_bytes} were written"
+            raise _damage(path, what, min(size_bytes, file.size_bytes))
+        at = FileRef(path=path, size_bytes=file.size_bytes, crc32c=file.crc32c)
+        if self._deep and not has_checksum(self._ranges, at):
+            what = f"is damaged: it does not have the checksum {file.crc32c:08x} of its writer"
+            raise _damage(path, what)
 
     @contextmanager
     def _noting(self, path: str) -> Iterator[None]:
@@ -393,29 +324,28 @@ class ExportCheck:
                 raise
 
 
-def _damage(path: str, what: str, step: str = _MAKE_ANEW, offset: int = 0) -> IntegrityError:
-    return IntegrityError(f"{path} {what}.", path=path, offset=offset, next_step=step)
+def _damage(path: str, what: str, offset: int = 0) -> IntegrityError:
+    return IntegrityError(f"{path} {what}.", path=path, offset=offset, next_step=_MAKE_ANEW)
 
 
 def has_checksum(ranges: RangeReader, file: FileRef) -> bool:
     """Return whether a file of the length that `file` says has its CRC-32C; reads all of it."""
-    step, size = ranges.options.part_bytes, file.size_bytes
-    starts = range(0, size, step)
-    crcs: dict[int, int] = {}
+    step, size_bytes = ranges.options.part_bytes, file.size_bytes
+    found: dict[int, tuple[int, int]] = {}
 
     def take(start: int, view: memoryview) -> None:
-        crcs[start] = crc32c_of(view)
+        found[start] = crc32c_of(view), len(view)
 
     reads = [
         RangeRead(
             path=file.path,
             start=start,
-            stop=min(start + step, size),
+            stop=min(start + step, size_bytes),
             done=partial(take, start),
-            file_bytes=size,
+            file_bytes=size_bytes,
         )
-        for start in starts
+        for start in range(0, size_bytes, step)
     ]
     ranges.run(reads)
-    lengths = [min(step, size - start) for start in starts]
-    return combine_many([crcs[start] for start in starts], lengths) == file.crc32c
+    pieces = [found[read.start] for read in reads]
+    return combine_many([crc for crc, _ in pieces], [size for _, size in pieces]) == file.crc32c
