@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors
-from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.saves.options import SaveOptions
@@ -60,6 +59,12 @@ class SaveJob:
             phase="stage",
         )
 
+    def plan(self) -> LocalPlan:
+        """Return what was staged as a part of the save."""
+        staged, planner = self.staged, self.options.planner or DefaultSavePlanner()
+        assert staged is not None  # noqa: S101  # or it were refused
+        return local_plan(staged.local, staged.places, staged.ties, staged.arena.memory, planner)
+
     def end_staging(self) -> None:
         """Wait until the state is copied; one that cannot be is a refusal."""
         if self.staging is None or self.refusal is not None:
@@ -91,33 +96,11 @@ class SaveJob:
 def carry_out(ranks: Ranks, worker: Worker | None, job: SaveJob) -> CheckpointInfo:
     """Carry a job out, in the worker if there is one; a refusal is told to the other ranks."""
     status = job.status
-
-    def watch(operation: Operation) -> None:
-        status.follow(lambda: (operation.signs, operation.save_id))
-        status.on_cancel(operation.give_up)
-
-    if worker is not None and job.refusal is None:
-        what = f"the save to {status.url}"
-        with (
-            ranks.operation(what, timeouts=job.options.timeouts, number=job.number) as operation,
-            as_checkpoint_errors(what, operation.rank, in_background=True),
-        ):
-            watch(operation)
-            return worker.run(operation, job)
-
-    def state() -> LocalPlan:
+    with ranks.operation(f"the save to {status.url}", timeouts=job.options.timeouts) as operation:
         if job.refusal is not None:
             raise job.refusal
-        staged, planner = job.staged, job.options.planner or DefaultSavePlanner()
-        assert staged is not None  # noqa: S101  # there is one or the other
-        return local_plan(staged.local, staged.places, staged.ties, staged.arena.memory, planner)
-
-    return run_save(
-        ranks,
-        state,
-        job.url,
-        lambda: job.options,
-        watch=watch,
-        number=job.number,
-        in_background=True,
-    )
+        status.follow(lambda: (operation.signs, operation.save_id))
+        status.on_cancel(operation.give_up)
+        if worker is not None:
+            return worker.run(operation, job)
+        return run_save(operation, job.url, job.options, job.plan, in_background=True)

@@ -14,8 +14,8 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.coordination.boardoperation import BoardOperation
 from ckpt_storage.coordination.failures import place_of, travelling
-from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import (
     CheckpointError,
     CommitUnknownError,
@@ -72,7 +72,7 @@ class Worker:
         if child is not None:
             child.end()
 
-    def run(self, operation: Operation, job: SaveJob) -> CheckpointInfo:
+    def run(self, operation: BoardOperation, job: SaveJob) -> CheckpointInfo:
         """Let the worker run one save in `operation`, and return or raise how it ended.
 
         A worker that dies, or gives no sign of life, is ended, and the save with it.
@@ -126,7 +126,7 @@ class _Run:
 
     def __init__(
         self,
-        operation: Operation,
+        operation: BoardOperation,
         options: SaveOptions,
         url: str | os.PathLike[str],
         number: int,
@@ -323,7 +323,7 @@ class _Bar:
     """The user's progress: bytes of the phase that writes or exports."""
 
     def __init__(
-        self, operation: Operation, options: SaveOptions, stack: contextlib.ExitStack
+        self, operation: BoardOperation, options: SaveOptions, stack: contextlib.ExitStack
     ) -> None:
         self._operation = operation
         self._options = options
@@ -376,7 +376,7 @@ def _after_death(run: _Run, error: CheckpointError) -> CheckpointInfo:
     return found
 
 
-def _word(operation: Operation, error: CheckpointError) -> bytes | None:
+def _word(operation: BoardOperation, error: CheckpointError) -> bytes | None:
     """Tell all ranks of a failure; return what the coordinator says of the save all the same."""
     operation.failed(error)
     operation.phase("commit", operation.timeouts.silence)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.coordination.failures import as_checkpoint_errors, place_of
-from ckpt_storage.coordination.ranks import SaverChannel, group_of
+from ckpt_storage.coordination.ranks import Ranks, group_of
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.options import (
     PageCache,
@@ -109,8 +109,7 @@ class AsyncSaver:
         self._timeouts = Timeouts.of(timeout)
         self._on_error = on_error
         self._max_pending = max_pending
-        self._channel = SaverChannel.take(process_group, name)
-        self._ranks = self._channel.coordinator
+        self._ranks = Ranks.taken(process_group, lane=f"async/{name}")
         self._worker: Worker | None = None
         if mode == "process":
             try:
@@ -120,7 +119,7 @@ class AsyncSaver:
                     silence_s=self._timeouts.silence,
                 )
             except BaseException:
-                self._channel.close()
+                self._ranks.close()
                 raise
         self._arenas = Arenas("shared" if mode == "process" else "private", most=max_pending)
         self._queue = SaveQueue(
@@ -128,6 +127,7 @@ class AsyncSaver:
             drained=self._worker.close if self._worker is not None else lambda: None,
         )
         self._saves: list[SaveStatus] = []
+        self._save_count = 0
         self._closed = False
         # A signal's handler may save in the middle of a save.
         self._turn = threading.RLock()
@@ -135,7 +135,7 @@ class AsyncSaver:
         self._exit_timeout_s = exit_timeout_s
         # Non-blocking: a saver that is forgotten lets its saves end, and its worker with them.
         self._finalizer = weakref.finalize(
-            self, _let_go, self._process_id, self._arenas, self._queue, self._channel
+            self, _let_go, self._process_id, self._arenas, self._queue, self._ranks
         )
         self._finalizer.atexit = False
 
@@ -231,9 +231,8 @@ class AsyncSaver:
             )
         try:
             status = SaveStatus(place_of(url), self._ranks.rank, limit_s=limit_s)
-            self._channel.save_count += 1
-            number = self._channel.save_count
-            job = SaveJob(status=status, options=options, url=url, number=number)
+            self._save_count += 1
+            job = SaveJob(status=status, options=options, url=url, number=self._save_count)
             try:
                 self._stage(job, state, prepare, block_until_staged=block_until_staged)
             except BaseException as error:
@@ -364,12 +363,12 @@ class AsyncSaver:
         return (len(self._saves) + 1) * one_s + _SLACK_S
 
 
-def _let_go(process_id: int, arenas: Arenas, queue: SaveQueue, channel: SaverChannel) -> None:
+def _let_go(process_id: int, arenas: Arenas, queue: SaveQueue, ranks: Ranks) -> None:
     if os.getpid() != process_id:
         return  # a child of fork owns nothing of this
     arenas.close()
     queue.close()
-    channel.close()
+    ranks.close()
 
 
 _savers: weakref.WeakKeyDictionary[dist.ProcessGroup, AsyncSaver] = weakref.WeakKeyDictionary()

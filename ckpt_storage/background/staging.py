@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from ckpt_storage.coordination.frontdoor import plain_state
@@ -92,7 +92,8 @@ def local_plan(
     `planner` makes the plans for all ranks.
     """
     return LocalPlan(
-        planner=_PlannedAhead(local.plan, planner),
+        plan=lambda: local.plan,
+        planner=planner,
         source=StagedItems(local.plan, places, memory),
         ties=ties,
         structure=local.structure,
@@ -135,33 +136,6 @@ class StagedItems:
     def _views(self, start: int, end: int, window_bytes: int) -> Iterator[memoryview]:
         for at in range(start, end, window_bytes):
             yield self._memory[at : min(end, at + window_bytes)]
-
-
-class _PlannedAhead(SavePlanner):
-    """A planner whose local half ran before; another one plans for all ranks."""
-
-    def __init__(self, plan: SavePlan, inner: SavePlanner) -> None:
-        self._plan = plan
-        self._inner = inner
-
-    def set_up_planner(self, *_args: object, **_options: object) -> None:
-        """Do nothing: it ran in the caller."""
-
-    def create_local_plan(self) -> SavePlan:
-        """Return the plan that was made."""
-        return self._plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As the other planner."""
-        return self._inner.create_global_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """As the other planner."""
-        return self._inner.finish_plan(new_plan)
-
-    def resolve_data(self, write_item: WriteItem) -> Any:  # noqa: ANN401  # as the planner's
-        """Refuse: the bytes are in the arena."""
-        raise NotImplementedError
 
 
 class StagingJob:

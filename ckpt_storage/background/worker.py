@@ -6,7 +6,6 @@ its trainer, however that ends.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -14,7 +13,7 @@ import pickle
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -25,7 +24,6 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import travelling
-from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.signs import Sign
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Phase, Timeouts
@@ -196,10 +194,6 @@ class PipedOperation:
             done_files=self._done_files,
         )
 
-    def also_watch(self, look: Callable[[], CheckpointError | None]) -> None:
-        """Not here: whoever waits is the trainer."""
-        raise NotImplementedError
-
     # Phases and steps.
 
     def phase(
@@ -266,24 +260,6 @@ class PipedOperation:
         return reply.value
 
 
-class _Borrowed:
-    """Ranks that lend one operation, which the trainer has begun."""
-
-    def __init__(self, operation: PipedOperation) -> None:
-        self._operation = operation
-
-    @contextlib.contextmanager
-    def operation(
-        self,
-        what: str,
-        *,
-        timeouts: Timeouts,  # noqa: ARG002  # the trainer's
-        number: int | None = None,  # noqa: ARG002  # the trainer counts
-    ) -> Iterator[Operation]:
-        self._operation.what = what
-        yield self._operation
-
-
 class _Worker:
     """The loop of one worker."""
 
@@ -324,10 +300,10 @@ class _Worker:
             operation = PipedOperation(self._send, self._setup, job.number, options.timeouts)
             self._operation = operation
             info = run_save(
-                _Borrowed(operation),  # type: ignore[arg-type]  # it lends an operation, as ranks do
-                lambda: state(options.planner),
+                operation,
                 job.url,
-                lambda: options,
+                options,
+                lambda: state(options.planner),
                 in_background=True,
             )
         except CheckpointError as error:

@@ -133,7 +133,11 @@ class BoardOperation:
         return self._waits.failure
 
     def also_watch(self, look: Callable[[], CheckpointError | None]) -> None:
-        """End all waits of this rank with what `look` returns, once all ranks have met."""
+        """End all waits of this rank with what `look` returns, once that is not None.
+
+        `look` is called every few milliseconds, in any thread that waits. Before all ranks have
+        met, what it returns takes effect when they do.
+        """
         self._looks.append(look)
         self._waits.on_look = self.failure
 

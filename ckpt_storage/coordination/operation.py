@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ckpt_storage.commit.info import CheckpointInfo
@@ -98,13 +98,6 @@ class Operation(Watch, Protocol):
         """End the operation on all ranks with `error`, from any thread; one that ended stays so.
 
         Before all ranks have met, it takes effect when they do.
-        """
-
-    def also_watch(self, look: Callable[[], CheckpointError | None]) -> None:
-        """End all waits of this rank with what `look` returns, once that is not None.
-
-        `look` is called every few milliseconds, in any thread that waits. Before all ranks have
-        met, what it returns takes effect when they do.
         """
 
     @property

@@ -71,6 +71,7 @@ class Ranks:
         self.number = 0
         self.given_up: GivenUp | None = None
         self.siblings: Mapping[int, RankProcess] = {}
+        self._is_taken = False
         self._lock = threading.Lock()
 
     @classmethod
@@ -99,6 +100,19 @@ class Ranks:
                 lanes[lane] = cls(board, rank=group.rank(), world_size=group.size())
             return lanes[lane]
 
+    @classmethod
+    def taken(cls, process_group: dist.ProcessGroup | None, *, lane: str) -> Ranks:
+        """Return as `of`, for one user until `close`. Raises `InvalidInputError` for a second."""
+        ranks = cls.of(process_group, lane=lane)
+        with _lock:
+            if ranks._is_taken:  # noqa: SLF001  # one of these
+                raise InvalidInputError(
+                    f"An AsyncSaver named {lane.rpartition('/')[2]!r} is open in this group.",
+                    next_step="Close it first, or give the second one a name of its own (name=).",
+                )
+            ranks._is_taken = True  # noqa: SLF001  # as above
+        return ranks
+
     @property
     def process(self) -> RankProcess | None:
         """The process whose end means that nobody speaks for this rank any more."""
@@ -110,12 +124,9 @@ class Ranks:
         return self.rank == COORDINATOR
 
     @contextmanager
-    def operation(
-        self, what: str, *, timeouts: Timeouts, number: int | None = None
-    ) -> Iterator[BoardOperation]:
+    def operation(self, what: str, *, timeouts: Timeouts) -> Iterator[BoardOperation]:
         """Run one operation of all ranks; each calls `Operation.meet` first in the block.
 
-        Operations are counted; `number` is for ranks of several processes that count elsewhere.
         `what` names it in messages ("the save to s3://..."). An exception that leaves the block
         is reported to all ranks, which raise within seconds wherever they are.
         """
@@ -128,7 +139,7 @@ class Ranks:
                 timeout_s=timeouts.plan,
                 next_step="Wait for the other to end, or raise Timeouts.plan.",
             )
-        self.number = self.number + 1 if number is None else number
+        self.number += 1
         try:
             operation = BoardOperation(self, what, timeouts)
             try:
@@ -161,6 +172,7 @@ class Ranks:
 
     def close(self) -> None:
         """Let go of the connections to the board; called after the last operation, idempotent."""
+        self._is_taken = False
         self._close_spare()
         self.board.close()
 
@@ -188,44 +200,3 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
             next_step="Call this on the ranks of process_group only.",
         )
     return process_group
-
-
-class SaverChannel:
-    """The name under which the ranks of a group meet for the saves of one `AsyncSaver`.
-
-    One saver of a group has it at a time. Saves are counted per group and name, and the count
-    outlives `close`: what one rank makes alone shifts nothing.
-    """
-
-    def __init__(self, lane: str, coordinator: Ranks) -> None:
-        self.lane = lane
-        self.coordinator = coordinator
-        self.save_count = 0
-        self.is_open = False
-
-    @classmethod
-    def take(cls, process_group: dist.ProcessGroup | None, name: str) -> SaverChannel:
-        """Return the channel of a name. Raises `InvalidInputError` while another saver has it."""
-        lane = f"async/{name}"
-        coordinator = Ranks.of(process_group, lane=lane)
-        group = group_of(process_group)
-        with _lock:
-            channels = {} if group is None else _channels.setdefault(group, {})
-            channel = channels.setdefault(lane, cls(lane, coordinator))
-            if channel.is_open:
-                raise InvalidInputError(
-                    f"An AsyncSaver named {name!r} is open in this process group.",
-                    next_step="Close it first, or give the second one a name of its own (name=).",
-                )
-            channel.is_open = True
-        return channel
-
-    def close(self) -> None:
-        """Give the name back, and let go of the connection."""
-        self.is_open = False
-        self.coordinator.close()
-
-
-_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, SaverChannel]] = (
-    weakref.WeakKeyDictionary()
-)

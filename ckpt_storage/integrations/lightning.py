@@ -29,7 +29,7 @@ from ckpt_storage.loads.loading import load
 from ckpt_storage.manager.deletion import delete
 from ckpt_storage.options import Timeouts
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.running import run_save, save
+from ckpt_storage.saves.running import save, save_on
 
 from .packing import OUTLINE, pack, unpack
 from .whole import WholePlanner
@@ -75,7 +75,7 @@ class CheckpointStorageIO(CheckpointIO):
             overwrite=True,
             storage_options=_merged(self._storage_options, storage_options) or None,
         )
-        run_save(Ranks.alone(), lambda: pack(checkpoint), path, lambda: options)
+        save_on(Ranks.alone(), lambda: pack(checkpoint), path, lambda: options)
 
     def load_checkpoint(
         self,

@@ -15,7 +15,7 @@ from ckpt_storage.coordination.frontdoor import plain_state
 from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.running import run_save
+from ckpt_storage.saves.running import save_on
 
 from .census import Census
 from .claims import Claims
@@ -67,7 +67,7 @@ class StepSaver:
     def save(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any], options: SaveOptions
     ) -> CheckpointInfo:
-        """Save with `metrics`, and return what was committed; as `run_save`."""
+        """Save with `metrics`, and return what was committed; as `save`."""
         job = self._job(step, metrics, options)
 
         def prepared() -> dict[str, Any]:
@@ -76,7 +76,7 @@ class StepSaver:
 
         try:
             try:
-                info = run_save(
+                info = save_on(
                     Ranks.of(self._process_group), prepared, job.target, lambda: job.options
                 )
             finally:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,10 +155,12 @@ def planned_alike() -> PlanMemory:
 class LocalPlan:
     """One rank's part of planning: what it can say before it hears of other ranks.
 
-    `source` gives the items of the final plan, `planner` makes it. `ties` maps alias to target.
-    `structure` is that of the state, None where plans are not kept.
+    `plan` makes the local plan, `planner` those for all ranks and the final one, and `source` gives
+    its items. `ties` maps alias to target. `structure` is that of the state, None where plans are
+    not kept.
     """
 
+    plan: Callable[[], SavePlan]
     planner: SavePlanner
     source: ItemSource
     ties: Mapping[str, str]
@@ -190,7 +192,11 @@ class LocalPlan:
                 world_size=world_size,
             )
         return cls(
-            planner=chosen, source=LiveItems(chosen), ties=ties_of(chosen), structure=structure
+            plan=chosen.create_local_plan,
+            planner=chosen,
+            source=LiveItems(chosen),
+            ties=ties_of(chosen),
+            structure=structure,
         )
 
 
@@ -272,7 +278,7 @@ class PlanExchange:
         _MEMORY.keep(structure, kept)
 
     def _exchange(self, kept: Kept | None) -> _Answer:
-        plan = SavePlan([]) if kept else checked(self._local.planner.create_local_plan())
+        plan = SavePlan([]) if kept else checked(self._local.plan())
         proposal = _Proposal(plan=plan, plan_id=kept.plan_id if kept else None)
         return exchange_plans(self._operation, proposal, self._decide)
 

@@ -10,7 +10,6 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -124,7 +123,6 @@ def save(  # the public surface, all keyword-only
             begun; and with `ConsolidationError`: only its consolidation failed.
 
     """
-    coordinator = Ranks.of(process_group)
 
     def options() -> SaveOptions:
         return SaveOptions(
@@ -145,26 +143,18 @@ def save(  # the public surface, all keyword-only
             progress=progress,
         )
 
-    return run_save(coordinator, lambda: plain_state(state), url, options)
+    return save_on(Ranks.of(process_group), lambda: plain_state(state), url, options)
 
 
-def run_save(
-    coordinator: Ranks,
-    state: Callable[[], dict[str, Any] | LocalPlan],
+def save_on(
+    ranks: Ranks,
+    state: Callable[[], dict[str, Any]],
     url: str | os.PathLike[str],
     options: Callable[[], SaveOptions],
-    *,
-    watch: Callable[[Operation], None] = lambda _: None,
-    number: int | None = None,
-    in_background: bool = False,
 ) -> CheckpointInfo:
-    """Run one save; what `state` and `options` raise reaches all ranks as well.
+    """Save in an operation of all `ranks`; as `save`.
 
-    `state` may be staged: then it is this rank's part of planning, made before.
-
-    `watch` gets the operation as soon as there is one, to look at its signs of life; `number` is
-    that of the operation, where the ranks' saves are counted elsewhere. Raises as `save`; with
-    `in_background` nothing but `CheckpointError`, also where a planner calls `sys.exit`.
+    What `state` and `options` raise reaches all ranks.
     """
     try:
         chosen, refusal = options(), None
@@ -172,36 +162,47 @@ def run_save(
         # The other ranks are waiting to be told.
         chosen, refusal = SaveOptions(), error
     what = f"the save to {place_of(url)}"
-    with (
-        # Others hear of a failure first, and end what they write.
-        ExitStack() as leaving,
-        coordinator.operation(what, timeouts=chosen.timeouts, number=number) as operation,
-        as_checkpoint_errors(what, operation.rank, in_background=in_background),
-    ):
+    with ranks.operation(what, timeouts=chosen.timeouts) as operation:
         if refusal is not None:
             raise refusal
+        return run_save(operation, url, chosen, state)
+
+
+def run_save(
+    operation: Operation,
+    url: str | os.PathLike[str],
+    options: SaveOptions,
+    state: Callable[[], dict[str, Any] | LocalPlan],
+    *,
+    in_background: bool = False,
+) -> CheckpointInfo:
+    """Run one save as the whole of `operation`.
+
+    `state` may return this rank's part of planning, made before. Raises as `save`; with
+    `in_background` an exit that a planner asks for is an error like any other.
+    """
+    what = f"the save to {place_of(url)}"
+    with as_checkpoint_errors(what, operation.rank, in_background=in_background):
         session = SaveSession(
             url,
-            chosen,
+            options,
             rank=operation.rank,
             is_coordinator=operation.is_coordinator,
             phase=operation.phase,
         )
         operation.what = f"the save to {session.url}"
-        watch(operation)
         job = chained_job(
-            chosen.consolidate,
+            options.consolidate,
             session.location,
-            commits=chosen.commits,
+            commits=options.commits,
             rank=operation.rank,
-            page_cache=chosen.page_cache,
-            timeouts=chosen.timeouts,
-            retry=chosen.retry,
-            progress=chosen.progress,
+            page_cache=options.page_cache,
+            timeouts=options.timeouts,
+            retry=options.retry,
+            progress=options.progress,
         )
         terms = {**session.terms(), **(job.terms() if job else {"consolidate": "no"})}
-        save = _Save(operation, session, chosen, in_background=in_background)
-        leaving.callback(save.clean_up)
+        save = _Save(operation, session, options, in_background=in_background)
         info = save.run(state(), terms)
         if job is None:
             return info
@@ -228,7 +229,6 @@ class _Save:
         self._save_id = ""
         self._granted: Granted | None = None
         self._metadata: Metadata | None = None
-        self._is_given_up = False
         self._in_background = in_background
 
     def run(self, state: dict[str, Any] | LocalPlan, terms: Mapping[str, str]) -> CheckpointInfo:
@@ -269,13 +269,13 @@ class _Save:
         except CheckpointError as error:
             is_silence = isinstance(error, RankFailedError) and error.is_silent
             # A storage or a rank that hangs would keep this one waiting once more.
-            self._is_given_up = not (is_silence or isinstance(error, PhaseTimeoutError))
+            if self._granted is not None and not (
+                is_silence or isinstance(error, PhaseTimeoutError)
+            ):
+                # Others hear of it first, and end what they write.
+                self._operation.failed(error)
+                self._session.discard(self._granted.grant.save_id, is_whole=True)
             raise
-
-    def clean_up(self) -> None:
-        """Delete what all ranks wrote if the save failed before its commit; on the coordinator."""
-        if self._is_given_up and self._granted is not None:
-            self._session.discard(self._granted.grant.save_id, is_whole=True)
 
     def _in_doubt(self, error: BaseException) -> CommitUnknownError:
         save_id, url = self._save_id, self._session.url

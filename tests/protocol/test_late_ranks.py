@@ -37,41 +37,35 @@ def run(bodies: list[Callable[[], Any]]) -> list[Any]:
     return ended
 
 
-def tried(
-    group: Ranks, timeouts: Timeouts, terms: dict[str, str], said: bytes, number: int | None
-) -> Any:
+def tried(group: Ranks, timeouts: Timeouts, terms: dict[str, str], said: bytes) -> Any:
     """Run one operation; return what all said, or the error."""
     try:
-        with group.operation("the save to x", timeouts=timeouts, number=number) as operation:
+        with group.operation("the save to x", timeouts=timeouts) as operation:
             operation.meet(terms)
             return operation.all_gather(said)
     except CheckpointError as error:
         return error
 
 
-@pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("url", ["same", "new"])
-def test_a_late_rank_is_not_taken_for_one_of_the_next_save(url: str, *, counted: bool) -> None:
+def test_a_late_rank_is_not_taken_for_one_of_the_next_save(url: str) -> None:
     """A state that comes to save 1 after the others gave it up never enters save 2."""
     board = LocalBoard()
     ranks = [Ranks(board, rank=rank, world_size=2, look_s=0.005) for rank in range(2)]
     gave_up = threading.Event()
     terms = [{"url": "x"}, {"url": "x" if url == "same" else "y"}]
 
-    def number(step: int) -> int | None:
-        return None if counted else step + 1
-
     def coordinator() -> list[Any]:
-        ended = [tried(ranks[0], SHORT, terms[0], b"first", number(0))]
+        ended = [tried(ranks[0], SHORT, terms[0], b"first")]
         gave_up.set()
-        ended.append(tried(ranks[0], LONG, terms[1], b"second", number(1)))
+        ended.append(tried(ranks[0], LONG, terms[1], b"second"))
         return ended
 
     def late() -> list[Any]:
         gave_up.wait(END_S)
         return [
-            tried(ranks[1], LONG, terms[0], b"first", number(0)),
-            tried(ranks[1], LONG, terms[1], b"second", number(1)),
+            tried(ranks[1], LONG, terms[0], b"first"),
+            tried(ranks[1], LONG, terms[1], b"second"),
         ]
 
     ours, others = run([coordinator, late])
@@ -91,10 +85,10 @@ def test_a_late_failure_harms_no_later_operation(*, same_url: bool) -> None:
         return {"url": "x" if same_url else f"x{step}"}
 
     def good(group: Ranks) -> list[Any]:
-        return [tried(group, LONG, terms(step), b"%d" % step, None) for step in (2, 3, 4)]
+        return [tried(group, LONG, terms(step), b"%d" % step) for step in (2, 3, 4)]
 
     def coordinator() -> list[Any]:
-        first = tried(ranks[0], SHORT, terms(1), b"1", None)
+        first = tried(ranks[0], SHORT, terms(1), b"1")
         gave_up.set()
         return [first, *good(ranks[0])]
 
@@ -119,13 +113,13 @@ def test_a_rank_that_missed_a_call_takes_part_in_the_next() -> None:
     gave_up = threading.Event()
 
     def coordinator() -> list[Any]:
-        first = tried(ranks[0], SHORT, {"url": "1"}, b"1", None)
+        first = tried(ranks[0], SHORT, {"url": "1"}, b"1")
         gave_up.set()
-        return [first, *(tried(ranks[0], LONG, {"url": n}, b"x", None) for n in "23")]
+        return [first, *(tried(ranks[0], LONG, {"url": n}, b"x") for n in "23")]
 
     def other() -> list[Any]:
         gave_up.wait(END_S)
-        return [tried(ranks[1], LONG, {"url": n}, b"x", None) for n in "23"]
+        return [tried(ranks[1], LONG, {"url": n}, b"x") for n in "23"]
 
     ours, others = run([coordinator, other])
     assert isinstance(ours[0], CheckpointError)

@@ -55,9 +55,10 @@ class EndedBoard(LocalBoard):
 def leave_message(board: LocalBoard, rank: int, *, number: int, url: str) -> None:
     """Leave on the board what a rank leaves that is ended in its operation `number`."""
     ended = Ranks(EndedBoard(board), rank=rank, world_size=3)
+    ended.number = number - 1
     with (
         pytest.raises(RankFailedError),
-        ended.operation("the test", timeouts=Timeouts(), number=number) as operation,
+        ended.operation("the test", timeouts=Timeouts()) as operation,
     ):
         operation.meet({"the checkpoint's URL": url})
 
