@@ -40,9 +40,8 @@ from ckpt_storage.source.filemarks import open_newest, told_from_damage, watch_f
 from ckpt_storage.source.model import Source
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.deadline import Deadline, stalling_deadline
 from ckpt_storage.store.probe import probe_exclusive_create
-from ckpt_storage.store.stalling import stalling_deadline
 from ckpt_storage.store.store import Store
 
 from .layout import Layout

@@ -50,8 +50,7 @@ from ckpt_storage.source.model import Source, SourceFormat, gone, read_manifest
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.backend import ObjectInfo
-from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.stalling import stalling_deadline
+from ckpt_storage.store.deadline import Deadline, stalling_deadline
 from ckpt_storage.store.store import Store
 
 from .attempt import CopyAttempt, CopyMeans

@@ -31,8 +31,7 @@ from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import open_source
 from ckpt_storage.source.model import CommittedSource, Key, gone, read_manifest
 from ckpt_storage.store import Location, open_store
-from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.stalling import stalling_deadline
+from ckpt_storage.store.deadline import Deadline, stalling_deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 from ckpt_storage.transfer.workers import side_by_side

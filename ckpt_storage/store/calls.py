@@ -7,13 +7,14 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import SystemRandom
 from typing import Literal, TypeVar
 
 from ckpt_storage.errors import StorageError
 from ckpt_storage.options import RetryPolicy
 
+from .deadline import Deadline
 from .timed import TimedPool
 
 T = TypeVar("T")
@@ -40,24 +41,18 @@ What is not discarded in time is a leftover, which the next save that overwrites
 _LOOK_S = 0.5
 
 
-def _never() -> bool:
-    return False
-
-
-def _unheard() -> None:
-    pass
-
-
 def nothing_was_done(error: StorageError) -> bool:
     """Return whether an error proves that the storage did not carry out the request."""
     if error.kind == "throttled":
         return True
     cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ConnectionRefusedError):
-            return True
+    while cause is not None and not isinstance(cause, ConnectionRefusedError):
         # __context__ may be an earlier attempt's error, which proves nothing of this one.
         cause = cause.__cause__
+    return cause is not None
+
+
+def _no() -> bool:
     return False
 
 
@@ -70,12 +65,40 @@ class Bounds:
     every answer that asks for fewer requests.
     """
 
-    at_s: float | None = None
-    cancelled: Callable[[], bool] = _never
-    given_up: Callable[[], bool] = _never
-    throttled: Callable[[], None] = _unheard
+    at_s: float = math.inf
+    cancelled: Callable[[], bool] = _no
+    given_up: Callable[[], bool] | None = None
+    throttled: Callable[[], None] = lambda: None  # a default of a field
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no attempt may be begun, whatever the time."""
+        return self.cancelled() or (self.given_up is not None and self.given_up())
+
+    def nearer(
+        self,
+        deadline: Deadline,
+        cancelled: Callable[[], bool] | None,
+        throttled: Callable[[], None] | None,
+    ) -> Bounds:
+        """Return these bounds with what a deadline and its operation add."""
+        return Bounds(
+            at_s=min(self.at_s, deadline.at_monotonic_s),
+            cancelled=cancelled or self.cancelled,
+            given_up=deadline.has_failed if deadline.is_watched else self.given_up,
+            throttled=throttled or self.throttled,
+        )
 
 
+@dataclass(slots=True)
+class _Refreshes:
+    """How often credentials were renewed, shared by a caller and its views."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    count: int = 0
+
+
+@dataclass(kw_only=True)
 class Caller:
     """Makes the calls of one store, each within `request_timeout_s` seconds an attempt.
 
@@ -84,56 +107,27 @@ class Caller:
     in for time in tests.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        refresh: Callable[[], None],
-        policy: RetryPolicy,
-        request_timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-        random: Callable[[], float] = system_random,
-    ) -> None:
-        self._url = url
-        self._refresh_now = refresh
-        self._policy = policy
-        self._request_timeout_s = request_timeout_s
-        self._clock = clock
-        self._sleep = sleep
-        self._random = random
-        self.pool = TimedPool("ckpt-storage io")
-        self._refreshes = _Refreshes()
-        self._bounds = Bounds()
+    url: str
+    refresh: Callable[[], None]
+    policy: RetryPolicy
+    request_timeout_s: float
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    random: Callable[[], float] = system_random
+    bounds: Bounds = Bounds()
+    pool: TimedPool = field(default_factory=lambda: TimedPool("ckpt-storage io"))
+    _refreshes: _Refreshes = field(default_factory=_Refreshes)
 
-    def within(
-        self,
-        at_s: float,
-        cancelled: Callable[[], bool] | None = None,
-        given_up: Callable[[], bool] | None = None,
-        throttled: Callable[[], None] | None = None,
-    ) -> Caller:
-        """Return a caller with nearer bounds (see `Bounds`) that shares all else."""
-        mine = self._bounds
-        return self._bounded(
-            Bounds(
-                at_s=at_s if mine.at_s is None else min(mine.at_s, at_s),
-                cancelled=cancelled or mine.cancelled,
-                given_up=given_up or mine.given_up,
-                throttled=throttled or mine.throttled,
-            )
-        )
+    def within(self, bounds: Bounds) -> Caller:
+        """Return a caller with other bounds that shares all else."""
+        view = copy.copy(self)
+        view.bounds = bounds
+        return view
 
     def cleaning_up(self) -> Caller:
         """Return a caller with a deadline of its own, near and for discarding what failed."""
-        return self._bounded(
-            Bounds(at_s=self._clock() + CLEAN_UP_S, throttled=self._bounds.throttled)
-        )
-
-    def _bounded(self, bounds: Bounds) -> Caller:
-        view = copy.copy(self)
-        view._bounds = bounds  # noqa: SLF001  # the same class
-        return view
+        at_s = self.clock() + CLEAN_UP_S
+        return self.within(Bounds(at_s=at_s, throttled=self.bounds.throttled))
 
     def run(
         self,
@@ -149,25 +143,24 @@ class Caller:
         `what` names it for messages. `extra_s` (seconds) lengthens each attempt; `late` gets the
         value of an attempt that ended after it was given up.
         """
-        refreshed = self._refreshes.count
-        may_refresh = True
-        start_s = self._clock()
-        attempt = 1
+        seen_count, may_refresh = self._refreshes.count, True
+        start_s, attempt = self.clock(), 1
         while True:
             try:
-                return self._once(call, what, extra_s=extra_s, repeat=repeat, late=late)
+                return self._once(what, call, repeat=repeat, extra_s=extra_s, late=late)
             except StorageError as error:
                 failure = error
             if failure.kind == "throttled":
-                self._bounds.throttled()
+                self.bounds.throttled()
             if failure.kind == "credentials" and failure.retryable and may_refresh:
                 may_refresh = False
-                self._refresh(refreshed)
+                self._refresh(seen_count)
                 continue
-            delay_s = self._delay_s(attempt)
+            ceiling_s = self.policy.first_delay_s * 2.0 ** min(attempt - 1, 60)
+            delay_s = self.random() * min(self.policy.max_delay_s, ceiling_s)
             if not self._may_repeat(failure, repeat, attempt, delay_s):
                 if attempt > 1:
-                    failure.add_note(f"Tried {attempt} times in {self._clock() - start_s:.1f} s.")
+                    failure.add_note(f"Tried {attempt} times in {self.clock() - start_s:.1f} s.")
                 try:
                     raise failure
                 finally:
@@ -180,82 +173,64 @@ class Caller:
 
     def _once(
         self,
-        call: Callable[[], T],
         what: str,
+        call: Callable[[], T],
         *,
-        extra_s: float,
-        repeat: Repeat,
+        repeat: Repeat = "always",
+        extra_s: float = 0.0,
         late: Callable[[T], None] | None = None,
     ) -> T:
-        timeout_s = self._time_left_s(self._request_timeout_s + extra_s)
-        if self._bounds.cancelled() or self._bounds.given_up():
+        left_s = self.bounds.at_s - self.clock()
+        if self.bounds.is_over:
             raise StorageError(
                 f"The {what} was not begun, because what it belongs to has failed.",
                 next_step="Look at the first failure.",
             )
-        if timeout_s <= 0:
+        if left_s <= 0:
             raise StorageError(
                 f"The {what} was not begun, because its deadline has passed.",
                 kind="timeout",
                 next_step="Raise the timeout of the phase, or find out what was slow.",
             )
+        given_up = self.bounds.given_up
         return self.pool.run(
             call,
-            timeout_s=timeout_s,
-            most_s=self._time_left_s(math.inf),
+            timeout_s=min(self.request_timeout_s + extra_s, left_s),
+            most_s=left_s,
             what=what,
             repeatable=repeat == "always",
             late=late,
-            cancelled=self._bounds.given_up,
+            **({"cancelled": given_up} if given_up else {}),
         )
 
     def _wait(self, delay_s: float) -> None:
-        """Sleep before the next attempt, in slices: it may be given up meanwhile."""
-        given_up = self._bounds.given_up
-        while given_up is not _never and delay_s > _LOOK_S and not given_up():
-            self._sleep(_LOOK_S)
+        """Sleep before the next attempt, in slices where it may be given up meanwhile."""
+        while self.bounds.given_up is not None and delay_s > _LOOK_S and not self.bounds.is_over:
+            self.sleep(_LOOK_S)
             delay_s -= _LOOK_S
-        self._sleep(0.0 if given_up() else delay_s)
-
-    def _time_left_s(self, limit_s: float) -> float:
-        at_s = self._bounds.at_s
-        return limit_s if at_s is None else min(limit_s, at_s - self._clock())
+        self.sleep(0.0 if self.bounds.is_over else delay_s)
 
     def _may_repeat(
         self, error: StorageError, repeat: Repeat, attempt: int, delay_s: float
     ) -> bool:
-        if error.kind in _NEVER or attempt >= self._policy.attempt_count:
-            return False
-        if self._bounds.cancelled() or self._bounds.given_up():
-            return False
-        if delay_s >= self._time_left_s(math.inf):
-            return False
-        return error.retryable and (repeat != "if-nothing-done" or nothing_was_done(error))
-
-    def _delay_s(self, attempt: int) -> float:
-        ceiling_s = min(
-            self._policy.max_delay_s, self._policy.first_delay_s * 2.0 ** min(attempt - 1, 60)
+        return (
+            error.retryable
+            and error.kind not in _NEVER
+            and attempt < self.policy.attempt_count
+            and not self.bounds.is_over
+            and delay_s < self.bounds.at_s - self.clock()
+            and (repeat != "if-nothing-done" or nothing_was_done(error))
         )
-        return self._random() * ceiling_s
 
     def _refresh(self, seen_count: int) -> None:
         """Renew credentials unless another thread has done so since `seen_count` was read."""
         shared = self._refreshes
-        wait_s = max(0.0, self._time_left_s(self._request_timeout_s))
-        if not shared.lock.acquire(timeout=wait_s):
+        left_s = min(self.request_timeout_s, self.bounds.at_s - self.clock())
+        if not shared.lock.acquire(timeout=max(0.0, left_s)):
             return
         try:
             if shared.count == seen_count:
-                what = f"refresh of the credentials for {self._url}"
-                self._once(self._refresh_now, what, extra_s=0.0, repeat="always")
+                self._once(f"refresh of the credentials for {self.url}", self.refresh)
                 shared.count += 1
         finally:
             shared.lock.release()
-
-
-class _Refreshes:
-    """How often credentials were renewed, shared by a caller and its views."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.count = 0

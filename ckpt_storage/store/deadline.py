@@ -1,7 +1,8 @@
-"""The instant at which a phase gives up, and the word from outside that it must give up sooner."""
+"""The instant at which a phase gives up, and what tells it to give up sooner."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,9 @@ from ckpt_storage.options import Phase, Timeouts
 _CUT_S = 0.05
 
 _LOOK_S = 0.2
+
+_NEVER_S = 10 * 365 * 86_400.0
+"""No work lasts longer; infinity is no number that clocks and locks take."""
 
 
 class Watch(Protocol):
@@ -111,14 +115,11 @@ class Deadline:
 
         Raises why the operation cannot go on, if it failed elsewhere.
         """
-        self._check_watch()
-        if self._clock() >= self._at:
-            raise self.error(what)
-
-    def _check_watch(self) -> None:
         failure = self._watch.failure() if self._watch is not None else None
         if failure is not None:
             raise failure
+        if self._clock() >= self._at:
+            raise self.error(what)
 
     @contextmanager
     def governs(self, what: str, *, rank: int | None = None) -> Iterator[None]:
@@ -130,19 +131,17 @@ class Deadline:
             yield
         except CheckpointError as error:
             failure = self._watch.failure() if self._watch is not None else None
-            if failure is not None and failure is not error and isinstance(error, StorageError):
+            if error is failure:
+                raise
+            if failure is not None and isinstance(error, StorageError):
                 raise failure from error
-            if (
-                isinstance(error, StorageError)
-                and error.kind == "timeout"
-                and self.remaining_s() < _CUT_S
-            ):
+            is_late = isinstance(error, StorageError) and error.kind == "timeout"
+            if is_late and self.remaining_s() < _CUT_S:
                 late = self.error(what)
                 late.rank, late.path = rank, error.path
                 raise late from error
-            if error is not failure:
-                error.rank = rank if error.rank is None else error.rank
-                error.phase = error.phase or self.phase
+            error.rank = rank if error.rank is None else error.rank
+            error.phase = error.phase or self.phase
             raise
 
     def error(self, what: str) -> PhaseTimeoutError:
@@ -153,3 +152,61 @@ class Deadline:
             timeout_s=self.timeout_s,
             next_step=f"Check the storage, or raise Timeouts.{self.phase}.",
         )
+
+
+class Stalling:
+    """A `Watch` whose work has failed once nothing has moved for `timeout_s` seconds.
+
+    `on_bytes` hears of all that moves. Safe in any thread.
+    """
+
+    def __init__(
+        self,
+        phase: Phase,
+        timeout_s: float,
+        what: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._phase: Phase = phase
+        self._timeout_s = timeout_s
+        self._what = what
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._moved_s = clock()
+        self._failure: PhaseTimeoutError | None = None
+        self.on_bytes: Callable[[int], None] = lambda _: None
+
+    def failure(self) -> CheckpointError | None:
+        """Return the error of work that stands still, the same one from then on."""
+        with self._lock:
+            if self._failure is None and self._clock() - self._moved_s >= self._timeout_s:
+                self._failure = PhaseTimeoutError(
+                    f"{self._what} has not moved for {self._timeout_s:g} s ({self._phase} phase).",
+                    phase=self._phase,
+                    timeout_s=self._timeout_s,
+                    next_step=f"Check the storage, or raise Timeouts.{self._phase}.",
+                )
+            return self._failure
+
+    def advanced(self, byte_count: int) -> None:
+        """Note that `byte_count` more bytes are done."""
+        self.ended_file()
+        self.on_bytes(byte_count)
+
+    def ended_file(self) -> None:
+        """Note that one more file is complete."""
+        with self._lock:
+            self._moved_s = self._clock()
+
+    def expect(self, total_bytes: int) -> None:
+        """Nothing depends on how much there is."""
+
+    def failed(self, error: CheckpointError) -> None:
+        """Nothing: whoever failed cleans up through the same stores."""
+
+
+def stalling_deadline(phase: Phase, timeout_s: float, what: str) -> tuple[Deadline, Stalling]:
+    """Return a deadline that is over once `what` has not moved for `timeout_s`, and its watch."""
+    watch = Stalling(phase, timeout_s, what)
+    return Deadline(phase, _NEVER_S, watch=watch), watch

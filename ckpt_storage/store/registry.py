@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import reduce
+from importlib import import_module
 from typing import Any, TypeAlias
 
 from ckpt_storage.errors import InvalidInputError
@@ -112,7 +113,7 @@ def backend_of(location: Location, settings: Settings) -> Backend:
     Raises `InvalidInputError` if what it needs is not installed.
     """
     opener = _REGISTERED.get(location.protocol) or _installed(location.protocol)
-    return (opener or _built_in(_family(location)))(location, settings)
+    return (opener or _built_in(location))(location, settings)
 
 
 def _installed(scheme: str) -> Opener | None:
@@ -135,17 +136,19 @@ def _installed(scheme: str) -> Opener | None:
     return None
 
 
-_FAMILIES = {
-    "adlfs.AzureBlobFileSystem": "azure",
-    "gcsfs.GCSFileSystem": "gcs",
-    "s3fs.S3FileSystem": "s3",
+_MODULES: dict[str, tuple[str, str]] = {
+    "adlfs.AzureBlobFileSystem": ("azure", "AzureBackend"),
+    "fsspec.MemoryFileSystem": ("memory", "MemoryBackend"),
+    "gcsfs.GCSFileSystem": ("gcs", "GcsBackend"),
+    "s3fs.S3FileSystem": ("s3", "S3Backend"),
 }
+"""By the file system that one's class descends from: the module of its backend, and its name."""
 
 
-def _family(location: Location) -> str:
-    """Return which backend serves a file system: for fsspec's, by what its class descends from."""
+def _built_in(location: Location) -> Opener:
+    """Return the backend's class: for fsspec's, by what the file system's class descends from."""
     if location.is_local:
-        return "local"
+        return _loaded("local", "LocalBackend")
     import fsspec  # noqa: PLC0415  # local users need none
 
     try:
@@ -155,32 +158,12 @@ def _family(location: Location) -> str:
         package = getattr(error.__cause__, "name", None) or error.name or str(error)
         raise missing_backend(location.protocol, package) from None
     names = [f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in kinds]
-    if names[0] == "fsspec.MemoryFileSystem":
-        return "memory"
-    return next((_FAMILIES[name] for name in names if name in _FAMILIES), "generic")
+    found = next((name for name in names if name in _MODULES), "")
+    # What is derived from fsspec's memory lies somewhere else.
+    is_other = found.startswith("fsspec.") and found != names[0]
+    return _loaded(*_MODULES.get("" if is_other else found, ("generic", "FsspecBackend")))
 
 
-def _built_in(family: str) -> Opener:
-    if family == "local":
-        from .backends.local import LocalBackend  # noqa: PLC0415  # one backend is loaded
-
-        return lambda location, settings: LocalBackend(location.target, settings=settings)
-    if family == "memory":
-        from .backends.memory import MemoryBackend  # noqa: PLC0415  # as above
-
-        return MemoryBackend
-    if family == "s3":
-        from .backends.s3 import S3Backend  # noqa: PLC0415  # as above
-
-        return S3Backend
-    if family == "gcs":
-        from .backends.gcs import GcsBackend  # noqa: PLC0415  # as above
-
-        return GcsBackend
-    if family == "azure":
-        from .backends.azure import AzureBackend  # noqa: PLC0415  # as above
-
-        return AzureBackend
-    from .backends.generic import FsspecBackend  # noqa: PLC0415  # as above
-
-    return FsspecBackend
+def _loaded(module: str, name: str) -> Opener:
+    opener: Opener = getattr(import_module(f"ckpt_storage.store.backends.{module}"), name)
+    return opener

@@ -28,7 +28,7 @@ from .backend import (
 from .calls import Caller, Repeat, system_random
 from .deadline import Deadline
 from .problems import Call, explain
-from .reads import fill, too_long
+from .reads import Reading, too_long
 from .timed import moved
 from .upload import Upload
 
@@ -74,7 +74,7 @@ class Store:
             self._opened[""] = backend
         self._is_view = False
         self._caller = Caller(
-            url,
+            url=url,
             refresh=self._refresh,
             policy=policy or RetryPolicy(),
             request_timeout_s=request_timeout_s,
@@ -110,10 +110,8 @@ class Store:
         no attempt is begun any more. Once what the deadline belongs to has failed, those under way
         are left behind, too. `throttled` is called after every answer that asks for fewer requests.
         """
-        given_up = deadline.has_failed if deadline.is_watched else None
-        return self._view(
-            self._caller.within(deadline.at_monotonic_s, cancelled, given_up, throttled)
-        )
+        caller = self._caller
+        return self._view(caller.within(caller.bounds.nearer(deadline, cancelled, throttled)))
 
     def cleaning_up(self) -> Store:
         """Return this store with a deadline of its own, near and for discarding what failed."""
@@ -122,8 +120,7 @@ class Store:
     def _view(self, caller: Caller) -> Store:
         view = object.__new__(type(self))
         view.__dict__.update(self.__dict__)
-        view._caller = caller  # the same class
-        view._is_view = True  # the same class
+        view._caller, view._is_view = caller, True  # the same class
         return view
 
     def stat(self, path: str) -> ObjectInfo:
@@ -155,19 +152,14 @@ class Store:
         The next range is asked for when the last one is filled. `size_bytes` is the length that the
         object must have. Raises `IntegrityError` if it is another, or the object ends early.
         """
-        failure = self.run(
-            "read",
-            path,
-            lambda backend: fill(
-                backend,
-                path,
-                ranges,
-                size_bytes=size_bytes,
-                shown=self.shown(path),
-                kind_of=lambda error: getattr(self.explain(error, "read", path), "kind", ""),
-            ),
-            repeat="unless-abandoned",
-        )
+
+        def kind_of(error: Exception) -> str:
+            return getattr(self.explain(error, "read", path), "kind", "")
+
+        def read(backend: Backend) -> Exception | None:
+            return Reading(path, self.shown(path), ranges, size_bytes).run(backend, kind_of)
+
+        failure = self.run("read", path, read, repeat="unless-abandoned")
         try:
             if failure is not None:
                 raise failure
@@ -180,8 +172,7 @@ class Store:
 
         Idempotent: called again, with the same bytes.
         """
-        self._check_put(path, data)
-        self.run("write", path, lambda backend: backend.put(path, [memoryview(data)]))
+        self._put("write", path, data)
 
     def create(self, path: str, data: bytes) -> None:
         """Put a whole object if nothing is there; the storage decides in one step.
@@ -191,21 +182,14 @@ class Store:
         prove nothing was done; what others mean, the caller judges by reading back.
         """
         if not self.capabilities.exclusive_create:
-            raise UnsupportedByStoreError(
-                f"{self.url} has no exclusive creation that can be relied on.",
-                kind="unsupported",
-                path=self.shown(path),
-                next_step="Let only one job save here at a time, or pass commit_url= of a "
-                "storage that has it.",
-            )
-        self._check_put(path, data)
-        try:
-            self.run(
-                "exclusive creation",
+            raise self._unable(
                 path,
-                lambda backend: backend.put(path, [memoryview(data)], if_absent=True),
-                repeat="if-nothing-done",
+                "has no exclusive creation that can be relied on",
+                "Let only one job save here at a time, or pass commit_url= of a storage that has "
+                "it.",
             )
+        try:
+            self._put("exclusive creation", path, data, repeat="if-nothing-done", if_absent=True)
         except StorageError as error:
             if error.kind == "precondition":
                 error.kind = "exists"
@@ -219,20 +203,14 @@ class Store:
         one might overtake.
         """
         if if_match is not None and not self.capabilities.if_match:
-            raise UnsupportedByStoreError(
-                f"{self.url} cannot replace an object only if it is of a given version.",
-                kind="unsupported",
-                path=self.shown(path),
-                next_step="Replace it without if_match, and read it back.",
-            )
-        self._check_put(path, data)
-        try:
-            self.run(
-                "replace",
+            raise self._unable(
                 path,
-                lambda backend: backend.put(path, [memoryview(data)], if_match=if_match),
-                repeat="unless-abandoned" if if_match is None else "if-nothing-done",
+                "cannot replace an object only if it is of a given version",
+                "Replace it without if_match, and read it back.",
             )
+        repeat: Repeat = "unless-abandoned" if if_match is None else "if-nothing-done"
+        try:
+            self._put("replace", path, data, repeat=repeat, if_match=if_match)
         except StorageError as error:
             # An object that is gone, too, is no longer of the version that was read.
             if if_match is not None and error.kind in {"exists", "not-found"}:
@@ -437,8 +415,17 @@ class Store:
         )
         return explain(told, about)
 
-    def _check_put(self, path: str, data: bytes) -> None:
-        """Refuse before it is sent what the storage would refuse after."""
+    def _put(
+        self,
+        operation: str,
+        path: str,
+        data: bytes,
+        *,
+        repeat: Repeat = "always",
+        if_absent: bool = False,
+        if_match: str | None = None,
+    ) -> None:
+        """Put an object; one that is too long is refused before it is sent."""
         most_bytes = self.capabilities.max_put_bytes
         if most_bytes is not None and len(data) > most_bytes:
             raise StorageError(
@@ -448,6 +435,16 @@ class Store:
                 next_step="Save fewer tensors in one checkpoint; if it is .metadata that is as "
                 "large, save with stock_metadata='never'.",
             )
+
+        def put(backend: Backend) -> None:
+            backend.put(path, [memoryview(data)], if_absent=if_absent, if_match=if_match)
+
+        self.run(operation, path, put, repeat=repeat)
+
+    def _unable(self, path: str, what: str, next_step: str) -> UnsupportedByStoreError:
+        return UnsupportedByStoreError(
+            f"{self.url} {what}.", kind="unsupported", path=self.shown(path), next_step=next_step
+        )
 
 
 def _delete(backend: Backend, paths: Iterable[str]) -> None:

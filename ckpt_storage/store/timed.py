@@ -7,6 +7,7 @@ starting one costs more than most calls.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -15,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckpt_storage.errors import StorageError
@@ -36,28 +36,12 @@ def _never() -> bool:
     return False
 
 
-class _Gauge:
-    """A number that several threads count up and down."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.value = 0
-
-    def add(self, step: int) -> None:
-        with self._lock:
-            self.value += step
-
-    def reset(self) -> None:
-        self._lock = threading.Lock()
-        self.value = 0
-
-
-_ABANDONED = _Gauge()
+_ABANDONED: set[_Worker] = set()
 # A child of fork has none of its parent's threads.
-os.register_at_fork(after_in_child=_ABANDONED.reset)
-
+os.register_at_fork(after_in_child=_ABANDONED.clear)
 
 _HALT = threading.Event()
+_serving = threading.local()
 
 
 def halt_threads() -> None:
@@ -77,95 +61,7 @@ def halted() -> None:
 
 def abandoned_thread_count() -> int:
     """Return how many threads of this process are stuck in calls that were given up."""
-    return _ABANDONED.value
-
-
-_serving = threading.local()
-
-
-class _Worker:
-    """One daemon thread and the two queues to talk to it; one call at a time."""
-
-    __slots__ = ("_abandoned", "_inbox", "_late", "_lock", "_outbox", "moved_s", "thread")
-
-    def __init__(self, name: str) -> None:
-        self._inbox: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._abandoned = False
-        self._late: Callable[[Any], None] | None = None
-        self.moved_s = 0.0
-        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self.thread.start()
-
-    def _serve(self) -> None:
-        _serving.worker = self
-        while (call := self._inbox.get()) is not None:
-            value, error = None, None
-            try:
-                value = call()
-            except BaseException as caught:  # noqa: BLE001  # raised again by the caller
-                error = caught
-            del call
-            with self._lock:
-                if not self._abandoned:
-                    self._outbox.put((value, error))
-                    # Held in no variable while waiting: both may keep much memory alive.
-                    del value, error
-                    continue
-            self._end_late(value, error)
-            return
-
-    def _end_late(self, value: object, error: BaseException | None) -> None:
-        try:
-            if error is None and self._late is not None:
-                self._late(value)
-        except Exception:  # noqa: BLE001, S110  # nobody waits for this call any more
-            pass
-        finally:
-            _ABANDONED.add(-1)
-
-    @property
-    def was_left(self) -> bool:
-        """Whether nobody waits for its call any more."""
-        return self._abandoned
-
-    def call(self, call: Callable[[], Any]) -> None:
-        self._inbox.put(call)
-
-    def result(self, timeout_s: float | None) -> tuple[Any, BaseException | None]:
-        """Return value and error of the call; raise `queue.Empty` when time is up."""
-        return self._outbox.get(timeout=timeout_s)
-
-    def abandon(self, name: str, late: Callable[[Any], None] | None) -> bool:
-        """Leave the thread to itself unless its call has just ended; return whether it was left."""
-        with self._lock:
-            if not self._outbox.empty():
-                return False
-            self._abandoned = True
-            self._late = late
-            _ABANDONED.add(1)
-        self.thread.name = name
-        return True
-
-    def stop(self) -> None:
-        self._inbox.put(None)
-
-
-def _result(
-    worker: _Worker, timeout_s: float, most_s: float, cancelled: Callable[[], bool]
-) -> tuple[Any, BaseException | None]:
-    """Return what the call gave; raise `queue.Empty` when time is up or it is not wanted."""
-    start = time.monotonic()
-    worker.moved_s = start
-    while True:
-        end = min(worker.moved_s + timeout_s, start + most_s)
-        left_s = max(0.0, end - time.monotonic())
-        try:
-            return worker.result(left_s if cancelled is _never else min(_LOOK_S, left_s))
-        except queue.Empty:
-            if cancelled() or time.monotonic() >= min(worker.moved_s + timeout_s, start + most_s):
-                raise
+    return len(_ABANDONED)
 
 
 def moved() -> None:
@@ -176,45 +72,75 @@ def moved() -> None:
     """
     worker: _Worker | None = getattr(_serving, "worker", None)
     if worker is not None:
-        if worker.was_left:
+        if worker.is_abandoned:
             raise AbandonedError("Nobody waits for this call any more.")
         worker.moved_s = time.monotonic()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """One call: what it does, and when it is given up."""
+class _Worker(threading.Thread):
+    """A daemon thread that makes one call at a time, until it is given None."""
 
-    what: str
-    timeout_s: float
-    repeatable: bool
-    cancelled: Callable[[], bool]
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self.is_abandoned = False
+        self.moved_s = 0.0
+        self._late: Callable[[Any], None] | None = None
+        self._lock = threading.Lock()
+        self.start()
 
-    @property
-    def left_name(self) -> str:
-        """The name of a thread that was left behind in this call."""
-        return f"ckpt-storage abandoned: {self.what}"
+    def run(self) -> None:
+        _serving.worker = self
+        while (call := self.calls.get()) is not None:
+            value, error = None, None
+            try:
+                value = call()
+            except BaseException as caught:  # noqa: BLE001  # raised again by the caller
+                error = caught
+            del call
+            with self._lock:
+                if not self.is_abandoned:
+                    self.answers.put((value, error))
+                    # Held in no variable while waiting: both may keep much memory alive.
+                    del value, error
+                    continue
+            # Whatever it raises, nobody waits for this call any more.
+            with contextlib.suppress(Exception):
+                if error is None and self._late is not None:
+                    self._late(value)
+            _ABANDONED.discard(self)
+            return
 
-    def error(self) -> AbandonedError:
-        """Return what whoever waited for it raises."""
-        if self.cancelled():
-            return AbandonedError(
-                f"The {self.what} was given up, because what it belongs to has failed.",
-                kind="timeout",
-                next_step="Look at the first failure.",
-            )
-        return AbandonedError(
-            f"The {self.what} did not end within {self.timeout_s:.3g} s and was given up.",
-            kind="timeout",
-            retryable=self.repeatable,
-            next_step="Check that the storage answers; if it is only slow, raise "
-            "Timeouts(request=...).",
-        )
+    def answer(
+        self, timeout_s: float, most_s: float, cancelled: Callable[[], bool]
+    ) -> tuple[Any, BaseException | None] | None:
+        """Return what the call gave; None when time is up or it is not wanted any more."""
+        last_s = time.monotonic() + most_s
+        while True:
+            left_s = min(self.moved_s + timeout_s, last_s) - time.monotonic()
+            wait_s = left_s if cancelled is _never else min(_LOOK_S, left_s)
+            try:
+                return self.answers.get(timeout=max(0.0, wait_s))
+            except queue.Empty:
+                end_s = min(self.moved_s + timeout_s, last_s)
+                if cancelled() or time.monotonic() >= end_s:
+                    return None
+
+    def abandon(self, what: str, late: Callable[[Any], None] | None) -> bool:
+        """Leave the thread to its call, unless that has just ended; return whether it was left."""
+        with self._lock:
+            if not self.answers.empty():
+                return False
+            self.is_abandoned, self._late = True, late
+            _ABANDONED.add(self)
+        self.name = f"ckpt-storage abandoned: {what}"
+        return True
 
 
-def _stop_all(idle: list[_Worker]) -> None:
+def _end_all(idle: list[_Worker]) -> None:
     while idle:
-        idle.pop().stop()
+        idle.pop().calls.put(None)
 
 
 class TimedPool:
@@ -231,7 +157,7 @@ class TimedPool:
         self._lock = threading.Lock()
         self._closed = False
         self._process_id = os.getpid()
-        weakref.finalize(self, _stop_all, self._idle).atexit = False
+        weakref.finalize(self, _end_all, self._idle).atexit = False
 
     def run(
         self,
@@ -253,29 +179,26 @@ class TimedPool:
         the abandoned thread.
         """
         halted()
-        request = _Request(
-            what=what, timeout_s=timeout_s, repeatable=repeatable, cancelled=cancelled
-        )
         worker = self._take()
-        worker.call(call)
+        worker.moved_s = time.monotonic()
+        worker.calls.put(call)
         try:
-            value, error = _result(worker, timeout_s, most_s, cancelled)
-        except queue.Empty:
-            if worker.abandon(request.left_name, late):
-                raise request.error() from None
-            value, error = worker.result(None)
+            answer = worker.answer(timeout_s, most_s, cancelled)
         except BaseException:
             # An interrupt of the main thread: the call goes on without anyone waiting.
-            if not worker.abandon(request.left_name, late):
-                worker.stop()
+            if not worker.abandon(what, late):
+                worker.calls.put(None)
             raise
+        if answer is None and worker.abandon(what, late):
+            raise _given_up(what, timeout_s, is_late=not cancelled(), repeatable=repeatable)
+        value, error = answer or worker.answers.get()
         self._give_back(worker)
         try:
             if error is not None:
                 raise error
         finally:
             # Its traceback leads to this frame, and the frame must not lead back.
-            del error
+            del answer, error
         result: T = value
         return result
 
@@ -284,11 +207,9 @@ class TimedPool:
         with self._lock:
             self._closed = True
             idle = self._idle[:]
-            self._idle.clear()
+            _end_all(self._idle)
         for worker in idle:
-            worker.stop()
-        for worker in idle:
-            worker.thread.join(_JOIN_S)
+            worker.join(_JOIN_S)
 
     def _take(self) -> _Worker:
         if self._process_id != os.getpid():
@@ -305,4 +226,20 @@ class TimedPool:
             if not self._closed:
                 self._idle.append(worker)
                 return
-        worker.stop()
+        worker.calls.put(None)
+
+
+def _given_up(what: str, timeout_s: float, *, is_late: bool, repeatable: bool) -> AbandonedError:
+    if is_late:
+        return AbandonedError(
+            f"The {what} did not end within {timeout_s:.3g} s and was given up.",
+            kind="timeout",
+            retryable=repeatable,
+            next_step="Check that the storage answers; if it is only slow, raise "
+            "Timeouts(request=...).",
+        )
+    return AbandonedError(
+        f"The {what} was given up, because what it belongs to has failed.",
+        kind="timeout",
+        next_step="Look at the first failure.",
+    )

@@ -14,7 +14,7 @@ from ckpt_storage.errors import PhaseTimeoutError
 from ckpt_storage.export.convert import convert
 from ckpt_storage.export.copy import copy
 from ckpt_storage.options import ProgressEvent, Timeouts
-from ckpt_storage.store.stalling import Stalling
+from ckpt_storage.store.deadline import Stalling
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 

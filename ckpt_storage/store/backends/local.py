@@ -32,6 +32,7 @@ from ckpt_storage.store.backend import (
     ShortReadError,
     TooLongError,
 )
+from ckpt_storage.store.location import Location
 
 from .drafts import Draft, is_draft_name, noting_space, target_path
 from .folders import ABSENT, folder_of, is_remains, make_folder, remove_folder, sync_folder
@@ -67,8 +68,9 @@ class LocalBackend(Backend):
     )
 
     def __init__(
-        self, root: str, *, settings: Settings | None = None, posix: Posix | None = None
+        self, place: str | Location, settings: Settings | None = None, *, posix: Posix | None = None
     ) -> None:
+        root = place if isinstance(place, str) else place.target
         if not root or "\0" in root:
             raise InvalidInputError(f"{root!r} names no folder.", next_step="Give a path.")
         settings = settings or Settings()
