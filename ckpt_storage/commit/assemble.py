@@ -17,8 +17,8 @@ from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError, StorageError
 from ckpt_storage.format.boxes import Box, Grid, compact, find_grid
 from ckpt_storage.format.columns import Counts
-from ckpt_storage.format.coverage import covers_exactly
-from ckpt_storage.format.manifest import Manifest, TensorRecord, fits
+from ckpt_storage.format.coverage import find_flaw
+from ckpt_storage.format.manifest import Manifest, TensorRecord
 from ckpt_storage.store.store import Store
 
 from .reporttable import Chunks, Planned, ReportTable, incomplete
@@ -227,33 +227,19 @@ def _checked(fqn: str, shape: tuple[int, ...], boxes: Mapping[Box, int]) -> Layo
     empty = 0 in shape
     held = list(boxes) if empty else [box for box in boxes if not box.is_empty]
     owners = [boxes[box] for box in held]
-    for box, owner in boxes.items() if empty else ():
-        # As readers do, who refuse a manifest for it.
-        if min((*box.offsets, *box.sizes), default=0) < 0 or not fits(shape, [(box, owner)]):
-            raise incomplete(
-                f"Rank {owner} wrote {box} of {fqn}, whose shape is {list(shape)}.", fqn
+    flaw = find_flaw(shape, held)
+    if flaw is not None:
+        if flaw.outside is not None:
+            what = (
+                f"Rank {owners[flaw.outside]} wrote {held[flaw.outside]} of {fqn}, whose shape is"
             )
-    if not empty:
-        coverage = covers_exactly(shape, held)
-        if coverage.overlap is not None:
-            a, b = coverage.overlap
-            raise incomplete(
-                f"Chunks of {fqn} overlap: {held[a]} of rank {owners[a]} and {held[b]} of rank "
-                f"{owners[b]}.",
-                fqn,
-            )
-        if coverage.outside is not None:
-            raise incomplete(
-                f"Rank {owners[coverage.outside]} wrote {held[coverage.outside]} of {fqn}, whose "
-                f"shape is {list(shape)}.",
-                fqn,
-            )
-        if not coverage.is_exact:
-            raise incomplete(
-                f"The chunks of {fqn} leave a gap at {coverage.gap} of its shape {list(shape)}; "
-                f"ranks {sorted(set(owners))} wrote chunks of it.",
-                fqn,
-            )
+        elif flaw.holders:
+            overlap = " and ".join(f"{held[at]} of rank {owners[at]}" for at in flaw.holders[:2])
+            what = f"Chunks of {fqn} overlap: {overlap}. Its shape is"
+        else:
+            ranks = f"ranks {sorted(set(owners))} wrote chunks of it"
+            what = f"The chunks of {fqn} leave a gap at {flaw.at}; {ranks}. Its shape is"
+        raise incomplete(f"{what} {list(shape)}.", fqn)
     grid = None if empty else find_grid(shape, held)
     if grid is None:
         return None, list(zip(held, owners, strict=True))

@@ -27,7 +27,7 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef, seal, unseal
-from ckpt_storage.format.file_checks import ShardSpans
+from ckpt_storage.format.file_checks import FileChecks
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import COMMITS, begun_path, ranks_folder, save_folder
 from ckpt_storage.format.rank_manifest import RankManifest
@@ -115,7 +115,7 @@ class CopyAttempt:
         where = self._manifest.ranks[rank].path
         document = RankManifest.from_body(unseal(data, path=where), where=where)
         (shard,) = (one for one in document.files if one.path == reference.path)
-        return self._copier.damage_of(file, ShardSpans(document, shard))
+        return self._copier.damage_of(file, FileChecks.of_shard(document, shard))
 
     def _begin(self) -> tuple[Grant, bool]:
         """Check what is at the target and make the folders; return whether a copy began before."""

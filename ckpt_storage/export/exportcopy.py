@@ -23,7 +23,7 @@ from ckpt_storage.format.exports import (
     is_weight_file,
     records_folder,
 )
-from ckpt_storage.format.file_checks import WholeFile
+from ckpt_storage.format.file_checks import FileChecks
 from ckpt_storage.format.names import BLOCKER, COMMITS, PROBE_PREFIX, SAVES, STOCK_METADATA
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.store import Store
@@ -226,7 +226,7 @@ class _Export:
 
     def _damage(self, file: OutFile) -> CheckpointError:
         reference = FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=file.crc32c or 0)
-        return self._copier.damage_of(file, WholeFile(reference, path=file.name))
+        return self._copier.damage_of(file, FileChecks.of_file(reference, path=file.name))
 
     def _is_same(self, path: str) -> bool:
         return self._target.get(path).data == self._source.get(path).data

@@ -7,13 +7,13 @@ process, except to be checked where the storage tells no checksum of what it cop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from ckpt_storage.errors import CheckpointError, IntegrityError, StorageError
 from ckpt_storage.format.documents import FileRef
-from ckpt_storage.format.file_checks import SpanCheck, Spans
+from ckpt_storage.format.file_checks import FileChecks
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import Key, TensorInfo
 from ckpt_storage.store.deadline import Deadline
@@ -180,26 +180,23 @@ class FileCopier:
         side_by_side(jobs, "look for files", self.deadline)
         return found
 
-    def damage_of(self, file: OutFile, spans: Spans) -> CheckpointError:
+    def damage_of(self, file: OutFile, checks: FileChecks) -> CheckpointError:
         """Return what is wrong with the source of a copy, or with how it was copied."""
         path = self._path_of(file)
-        check = SpanCheck(spans)
-        window = memoryview(bytearray(min(self.options.part_bytes, max(1, file.size_bytes))))
-        try:
-            for start in range(0, file.size_bytes, len(window)):
-                view = window[: file.size_bytes - start]
-                self.source.read(path, [(start, view)], size_bytes=file.size_bytes)
-                self.deadline.advanced(len(view))
-                check.take(start, view)
-            check.check_complete()
-        except IntegrityError as error:
-            return error
-        return IntegrityError(
+        return checks.first_damage(self._pieces_of(path, file.size_bytes)) or IntegrityError(
             f"The storage copied {path} to other bytes, while the source reads as it was written.",
             path=file.name,
             offset=0,
             next_step="Copy again, with copies='never' so that every byte is read and sent.",
         )
+
+    def _pieces_of(self, path: str, size_bytes: int) -> Iterator[memoryview]:
+        window = memoryview(bytearray(min(self.options.part_bytes, max(1, size_bytes))))
+        for start in range(0, size_bytes, len(window)):
+            view = window[: size_bytes - start]
+            self.source.read(path, [(start, view)], size_bytes=size_bytes)
+            self.deadline.advanced(len(view))
+            yield view
 
     @staticmethod
     def _path_of(file: OutFile) -> str:

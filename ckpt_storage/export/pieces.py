@@ -14,17 +14,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ckpt_storage.errors import InvalidInputError
-from ckpt_storage.format.boxes import (
-    Box,
-    ByteRun,
-    Grid,
-    GridBoxes,
-    find_grid,
-    interval_boxes,
-    run_count,
-    run_extent,
-)
+from ckpt_storage.format.boxes import Box, Grid, GridBoxes, find_grid, interval_boxes
 from ckpt_storage.format.crc import combine_blocks
+from ckpt_storage.format.selections import box_selection, run_of, touched_spans
 from ckpt_storage.source.model import TensorInfo
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.transfer.chunks import ChunkPlace
@@ -60,20 +52,17 @@ class Piece:
     dest_offsets: tuple[int, ...]
 
     @property
-    def source_run(self) -> ByteRun | None:
+    def source_run(self) -> range | None:
         """The bytes of the chunk's payload, if they are one run; else None."""
-        if run_count(self.chunk_sizes, self.region) != 1:
-            return None
-        return run_extent(self.chunk_sizes, self.region, self.segment.source_item_bytes)
+        where = box_selection(self.region)
+        return run_of(self.chunk_sizes, where, self.segment.source_item_bytes)
 
     @property
-    def dest_run(self) -> ByteRun | None:
+    def dest_run(self) -> range | None:
         """The bytes of the file, if they are one run; else None."""
-        box = Box(self.dest_offsets, self.region.sizes)
-        if run_count(self.dest_sizes, box) != 1:
-            return None
-        run = run_extent(self.dest_sizes, box, self.segment.item_bytes)
-        return ByteRun(self.dest_start + run.start, self.dest_start + run.stop)
+        where = box_selection(Box(self.dest_offsets, self.region.sizes))
+        run = run_of(self.dest_sizes, where, self.segment.item_bytes)
+        return run and range(self.dest_start + run.start, self.dest_start + run.stop)
 
     @property
     def is_plain_copy(self) -> bool:
@@ -154,7 +143,7 @@ class _Chunks:
             self._at = {box.offsets: box for box in reversed(boxes)}
         self._grid: Grid | None = None
         self._starts: list[int] | None = None
-        if all(run_count(shape, box) == 1 for box in boxes):
+        if all(run_of(shape, box_selection(box), 1) for box in boxes):
             # Whole tensors and dim-0 shards: each chunk is an interval of the tensor.
             boxes.sort(key=self._linear)
             self._starts = [self._linear(box) for box in boxes]
@@ -164,7 +153,7 @@ class _Chunks:
 
     def _linear(self, box: Box) -> int:
         """Return the position of the box's first element in the tensor's C order."""
-        return run_extent(self._shape, box, 1).start
+        return touched_spans(self._shape, box_selection(box), 1).first
 
     def pieces(self, segment: Elements, origin: int, start: int, stop: int) -> Iterator[Piece]:
         """Yield the pieces of elements [start, stop) of a segment that begins at byte `origin`."""

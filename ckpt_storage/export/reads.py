@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
-from ckpt_storage.format.boxes import WindowCopy
 from ckpt_storage.format.crc import crc32c_of
-from ckpt_storage.format.selections import box_selection
+from ckpt_storage.format.selections import WindowCopy, box_selection
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.model import CommittedSource, Key, Source, TensorInfo
 from ckpt_storage.store.deadline import Deadline

@@ -1,19 +1,18 @@
-"""Boxes in index space: the bytes they occupy, the grids they form, what they leave out.
+"""Boxes in index space: what they share, the intervals they are, the grids they form.
 
-Offsets and sizes are in elements, positions in a payload in bytes; a payload holds the elements of
-one chunk in C order. A 0-dimensional box holds one element. All intervals are half open.
+Offsets and sizes are in elements. A 0-dimensional box holds one element. All intervals are half
+open.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import add, ge, le, mul, sub
+from operator import add, sub
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -22,13 +21,11 @@ from ckpt_storage.errors import InvalidInputError
 
 from .columns import Counts
 
-_CALLER = "This is a bug in the caller or a checkpoint that contradicts itself."
-
 
 class Box(NamedTuple):
     """An axis-aligned box of elements; both tuples have one entry per dimension.
 
-    Nothing is checked here: `covers_exactly` and the codecs judge what comes from outside.
+    Nothing is checked here: `find_flaw` and the codecs judge what comes from outside.
     """
 
     offsets: tuple[int, ...]
@@ -59,52 +56,6 @@ class Box(NamedTuple):
         """Return the same elements counted from the first element of `other`."""
         return Box(tuple(map(sub, self.offsets, other.offsets)), self.sizes)
 
-    def contains(self, other: Box) -> bool:
-        """Return whether every element of `other` is in this box; an empty one is in any."""
-        return other.is_empty or (
-            all(map(le, self.offsets, other.offsets)) and all(map(ge, self.stops, other.stops))
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ByteRun:
-    """The bytes [start, stop) of a payload."""
-
-    start: int
-    stop: int
-
-
-def run_count(chunk_sizes: Sequence[int], region: Box) -> int:
-    """Return how many runs of adjacent bytes a region is in the payload of a chunk.
-
-    `region` counts from the chunk's first element. Raises `InvalidInputError` if it leaves
-    that.
-    """
-    return _run_count(tuple(chunk_sizes), region)
-
-
-@functools.lru_cache(maxsize=256)
-def _run_count(chunk_sizes: tuple[int, ...], region: Box) -> int:
-    # Remembered, because many regions of chunks that are cut alike follow one another.
-    _check_inside(chunk_sizes, region)
-    if region.is_empty:
-        return 0
-    return math.prod(region.sizes[: _run_dimension(chunk_sizes, region)])
-
-
-def run_extent(chunk_sizes: Sequence[int], region: Box, item_bytes: int) -> ByteRun:
-    """Return the shortest interval that holds all runs of `region`; [0, 0) if it has none.
-
-    Raises `InvalidInputError` if `region` leaves the chunk.
-    """
-    _check_inside(chunk_sizes, region)
-    if region.is_empty:
-        return ByteRun(0, 0)
-    strides = _strides(chunk_sizes)
-    first = _dot(region.offsets, strides)
-    last = first + _dot([size - 1 for size in region.sizes], strides)
-    return ByteRun(first * item_bytes, (last + 1) * item_bytes)
-
 
 def interval_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return boxes that hold elements [start, stop) of the C-order linearisation of `shape`.
@@ -117,7 +68,7 @@ def interval_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     if not 0 <= start <= stop <= math.prod(shape):
         raise InvalidInputError(
             f"Elements [{start}, {stop}) are not within the shape {list(shape)}.",
-            next_step=_CALLER,
+            next_step="This is a bug in the caller or a checkpoint that contradicts itself.",
         )
     return list(_interval_boxes((), tuple(shape), start, stop))
 
@@ -144,95 +95,6 @@ def _interval_boxes(
     if first < last:
         yield Box((*prefix, first, *(0 for _ in inner)), (*ones, last - first, *inner))
     yield from _interval_boxes((*prefix, last), inner, 0, behind)
-
-
-class WindowCopy(NamedTuple):
-    """One strided copy out of a window of a payload; everything in elements.
-
-    The source is the array of shape `sizes` that begins `source_offset_elements` behind the
-    window's start and has `source_strides`; it does not reach out of the window. The destination
-    is the box of the same `sizes` at `dest_offsets` in the array of the region's shape.
-    """
-
-    source_offset_elements: int
-    source_strides: tuple[int, ...]
-    sizes: tuple[int, ...]
-    dest_offsets: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """One read: bytes [start, stop), which hold the intervals at positions `members`."""
-
-    start: int
-    stop: int
-    members: tuple[int, ...]
-
-
-def coalesce(intervals: Sequence[tuple[int, int]], gap: int, max_bytes: int) -> list[Extent]:
-    """Return few extents that hold all `intervals`, which are half open and sorted by start.
-
-    Neighbours at most `gap` bytes apart share an extent while it stays within `max_bytes`. An
-    extent is longer only if its first member is, and then it is as long as that member. Raises
-    `InvalidInputError` if an interval is reversed or out of order.
-    """
-    extents: list[Extent] = []
-    first, begin, end, previous = 0, 0, 0, 0
-    for index, (start, stop) in enumerate(intervals):
-        if stop < start or (index and start < previous):
-            raise InvalidInputError(
-                f"Interval {index}, [{start}, {stop}), is reversed or out of order.",
-                next_step=_CALLER,
-            )
-        previous = start
-        reach = max(stop, end)
-        if index and start - end <= gap and reach - begin <= max(max_bytes, end - begin):
-            end = reach
-            continue
-        if index:
-            extents.append(Extent(start=begin, stop=end, members=tuple(range(first, index))))
-        first, begin, end = index, start, stop
-    if intervals:
-        extents.append(Extent(start=begin, stop=end, members=tuple(range(first, len(intervals)))))
-    return extents
-
-
-def round_out(start: int, stop: int, block: int, total: int) -> tuple[int, int]:
-    """Return the shortest interval of whole blocks that holds [start, stop).
-
-    The last block ends at `total`. An empty interval stays empty.
-    """
-    first = start - start % block
-    return (first, min(stop + -stop % block, total)) if start < stop else (first, first)
-
-
-def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the C-order strides of an array, in elements."""
-    inner = itertools.accumulate(reversed(sizes[1:]), mul, initial=1)
-    return tuple(inner)[::-1] if sizes else ()
-
-
-def _dot(left: Sequence[int], right: Sequence[int]) -> int:
-    return sum(map(mul, left, right))
-
-
-def _run_dimension(chunk_sizes: Sequence[int], region: Box) -> int:
-    """Return the outermost dimension along which the region's elements are one run."""
-    dim = max(len(chunk_sizes) - 1, 0)
-    while dim and region.sizes[dim] == chunk_sizes[dim]:
-        dim -= 1
-    return dim
-
-
-def _check_inside(chunk_sizes: Sequence[int], region: Box) -> None:
-    chunk = Box((0,) * len(chunk_sizes), tuple(chunk_sizes))
-    same_ndim = len(region.offsets) == len(region.sizes) == len(chunk_sizes)
-    if not same_ndim or min(region.sizes, default=0) < 0 or not chunk.contains(region):
-        raise InvalidInputError(
-            f"The region at {list(region.offsets)} of sizes {list(region.sizes)} leaves a chunk "
-            f"of sizes {list(chunk_sizes)}.",
-            next_step=_CALLER,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,28 +163,22 @@ def find_grid(shape: Sequence[int], boxes: Sequence[Box]) -> Grid | None:
     ndim = len(shape)
     if any(len(box.offsets) != ndim or len(box.sizes) != ndim for box in boxes):
         return None
-    places = [0] * len(boxes)
-    cell_count = 1
     cuts: list[tuple[int, ...]] = []
+    cell_count = 1
     for dim, size in enumerate(shape):
-        starts = [box.offsets[dim] for box in boxes]
-        cut = tuple(sorted(set(starts)))
+        cut = tuple(sorted({box.offsets[dim] for box in boxes}))
         cell_count *= len(cut)
         if not cut or cut[0] != 0 or cut[-1] >= max(size, 1) or cell_count > len(boxes):
             return None
         expected = dict(zip(cut, _cell_sizes(cut, size), strict=True))
-        if [expected[start] for start in starts] != [box.sizes[dim] for box in boxes]:
+        if any(expected[box.offsets[dim]] != box.sizes[dim] for box in boxes):
             return None
-        at = {start: index for index, start in enumerate(cut)}
-        places = [place * len(cut) + at[start] for place, start in zip(places, starts, strict=True)]
         cuts.append(cut)
-    owners = [-1] * cell_count
-    for index, place in enumerate(places):
-        owners[place] = index
-    # As many boxes as cells and no cell without a box: then none has two.
-    if len(boxes) != cell_count or -1 in owners:
+    # As many boxes as cells, and no two in one cell: then no cell is without one.
+    at = {box.offsets: index for index, box in enumerate(boxes)}
+    if not len(boxes) == len(at) == cell_count:
         return None
-    return Grid(tuple(cuts), tuple(owners))
+    return Grid(tuple(cuts), tuple(at[offsets] for offsets in itertools.product(*cuts)))
 
 
 def _cell_sizes(cuts: Sequence[int], size: int) -> tuple[int, ...]:

@@ -1,199 +1,101 @@
-"""Do chunks hold every element of a tensor once: a quick yes, or what is wrong."""
+"""Do chunks hold every element of a tensor once, and which is the first that they do not."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import ge, le, sub
 
 import numpy as np
 
-from .boxes import Box, find_grid
+from .boxes import Box
 from .columns import Counts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coverage:
-    """How boxes cover a shape; each finding is None where there is nothing to find.
-
-    `gap` is a box of elements that no box holds; `overlap` the indices, ascending, of two boxes
-    that share elements of the shape; `outside` the index of the first box that leaves the shape,
-    has another number of dimensions or a negative size. Of several gaps or overlaps the first one
-    met is given, which need not be the first in C order.
-    """
-
-    gap: Box | None = None
-    overlap: tuple[int, int] | None = None
-    outside: int | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every element is held by exactly one box."""
-        return self.gap is None and self.overlap is None and self.outside is None
-
-
-def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> Coverage:
-    """Return whether `boxes` hold every element of a tensor of `shape` once, and what is wrong.
-
-    Empty boxes are ignored, wherever they are. A cartesian grid is recognised in
-    O(n log n). Otherwise space is halved at the median of the boxes' faces, in the dimension
-    where that cuts the fewest boxes, until one box fills a part or none reaches it: the
-    partition of Overmars and Yap ("New upper bounds in Klee's measure problem", 1991). Its depth
-    is at most the sum over the dimensions of log2 of the number of faces.
-    """
-    solid = [(index, box) for index, box in enumerate(boxes) if not box.is_empty]
-    whole = Box((0,) * len(shape), tuple(shape))
-    if find_grid(shape, [box for _, box in solid]) is not None:
-        return Coverage()
-    outside = None
-    inside: list[_Solid] = []
-    for index, box in solid:
-        fits = len(box.offsets) == len(box.sizes) == len(shape)
-        part = box.intersect(whole) if fits else None
-        if part is not None:
-            inside.append((index, part.offsets, part.stops))
-        if part != box and outside is None:
-            outside = index
-    if whole.is_empty:
-        return Coverage(outside=outside)
-    search = _Search()
-    search.visit(whole.offsets, whole.stops, inside)
-    return Coverage(gap=search.gap, overlap=search.overlap, outside=outside)
-
-
-_Solid = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""A box that holds elements: its position in the caller's list, its offsets, its stops."""
-
-
-class _Search:
-    """One gap and one overlap among boxes, found by halving space."""
-
-    __slots__ = ("gap", "overlap")
-
-    def __init__(self) -> None:
-        self.gap: Box | None = None
-        self.overlap: tuple[int, int] | None = None
-
-    def visit(
-        self, starts: tuple[int, ...], stops: tuple[int, ...], boxes: Sequence[_Solid]
-    ) -> None:
-        """Search the part of space from `starts` to `stops`, which exactly `boxes` reach."""
-        if self.gap is not None and self.overlap is not None:
-            return
-        if not boxes:
-            if self.gap is None:
-                self.gap = Box(starts, tuple(map(sub, stops, starts)))
-            return
-        filling = next((box for box in boxes if _fills(box, starts, stops)), None)
-        if filling is not None:
-            others = [box[0] for box in boxes if box is not filling]
-            if others and self.overlap is None:
-                self.overlap = (min(filling[0], others[0]), max(filling[0], others[0]))
-            return
-        dim, cut = _best_cut(starts, stops, boxes)
-        self.visit(
-            starts,
-            (*stops[:dim], cut, *stops[dim + 1 :]),
-            [box for box in boxes if box[1][dim] < cut],
-        )
-        self.visit(
-            (*starts[:dim], cut, *starts[dim + 1 :]),
-            stops,
-            [box for box in boxes if box[2][dim] > cut],
-        )
-
-
-def _fills(box: _Solid, starts: tuple[int, ...], stops: tuple[int, ...]) -> bool:
-    return all(map(le, box[1], starts)) and all(map(ge, box[2], stops))
-
-
-def _best_cut(
-    starts: tuple[int, ...], stops: tuple[int, ...], boxes: Sequence[_Solid]
-) -> tuple[int, int]:
-    """Return the dimension and the place at which to halve a part that no box fills.
-
-    A box that does not fill a part has a face strictly inside it.
-    """
-    cuts = []
-    for dim, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        faces = [box[1][dim] for box in boxes if box[1][dim] > start]
-        faces += [box[2][dim] for box in boxes if box[2][dim] < stop]
-        if faces:
-            faces.sort()
-            median = faces[len(faces) // 2]
-            crossing_count = sum(box[1][dim] < median < box[2][dim] for box in boxes)
-            cuts.append((crossing_count, -len(faces), dim, median))
-    _, _, dim, cut = min(cuts)
-    return dim, cut
-
 
 _MOST_COMPARED = 128
 """Of up to as many chunks each is held against each; that takes no millisecond."""
 
-
 _CORNERS_PER_CHUNK = 64
-
-
 _FEW_CORNERS = 1 << 16
-
-
 _MOST_CORNERS = 1 << 24
 """Corners of chunks that are looked at together: real tensors are cut in a few dimensions only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flaw:
-    """The first element of a tensor, in C order, that not exactly one chunk holds.
+    """How chunks do not make up their tensor.
 
-    `at` is None where there are more corners to look at than any real tensor has.
+    `outside` is the position of the first chunk that does not lie in the shape. Otherwise `at` is
+    the first element, in C order, that not exactly one chunk holds, and `holders` has the positions
+    of those that do; `at` is None where chunks are cut in more ways than any real tensor is.
     """
 
-    at: tuple[int, ...] | None
-    held_count: int
+    outside: int | None = None
+    at: tuple[int, ...] | None = None
+    holders: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.outside is not None:
+            return f"chunk {self.outside} leaves it"
+        if self.at is None:
+            return "they are cut in more ways than can be checked"
+        held = f"{len(self.holders)} different ones hold" if self.holders else "none holds"
+        return f"{held} the element {list(self.at)}"
 
 
 def find_flaw(shape: tuple[int, ...], boxes: Sequence[Box]) -> Flaw | None:
-    """Return where `boxes`, which lie in `shape`, hold an element never or twice; None if nowhere.
+    """Return where `boxes` hold an element of a tensor of `shape` never or twice; None if nowhere.
 
-    Boxes without elements count for nothing. Exact for boxes of any form, in O(m log m) for m
-    corners: as many as boxes times 2 to the number of dimensions, or fewer.
+    Boxes without elements must only lie in the shape. Exact for boxes of any form, in O(m log m)
+    for m corners: as many as boxes times 2 to the number of dimensions, or fewer.
 
     How many boxes hold an element is a sum of their indicator functions. Differences along each
     dimension in turn leave, of such a function, the signed corners of its boxes; they can be summed
     up again, so two functions are equal if and only if their corners are (the inclusion and
     exclusion of summed-area tables, Crow 1984). Here the tensor itself is subtracted as one more
-    box; of what is left, the first corner is where the sum first is not zero, and its sign and size
-    are the sum.
+    box; of what is left, the first corner is where the sum first is not zero.
     """
+    for number, box in enumerate(boxes):
+        if not _lies_in(shape, box):
+            return Flaw(outside=number)
+    whole = Box((0,) * len(shape), shape)
     solid = [box for box in boxes if not box.is_empty]
-    if 0 in shape or solid == [Box((0,) * len(shape), shape)]:
+    if whole.is_empty or solid == [whole]:
         return None
     is_moderate = 1 < len(solid) <= _MOST_COMPARED
-    if is_moderate and sum(box.volume for box in solid) == math.prod(shape) and not _overlap(solid):
+    if is_moderate and sum(box.volume for box in solid) == whole.volume and not _overlap(solid):
         return None
-    cells = [*solid, Box((0,) * len(shape), shape)]
+    cells = [*solid, whole]
     starts = np.array([box.offsets for box in cells], dtype=np.int64).reshape(len(cells), -1)
     stops = np.array([box.stops for box in cells], dtype=np.int64).reshape(len(cells), -1)
     # Where all are whole, nothing can be told of them; a tensor has few other dimensions.
     dims = [dim for dim in range(len(shape)) if (stops - starts)[:, dim].min() < shape[dim]]
-    found = _first_corner(starts[:, dims], stops[:, dims])
-    if found is None:
-        return None
-    corner, excess = found
+    try:
+        corner = _first_corner(starts[:, dims], stops[:, dims])
+    except _TooManyCornersError:
+        return Flaw()
     if corner is None:
-        return Flaw(at=None, held_count=0)
+        return None
     at = [0] * len(shape)
     for dim, index in zip(dims, corner, strict=True):
         at[dim] = index
-    return Flaw(at=tuple(at), held_count=excess + 1)
+    one = Box(tuple(at), (1,) * len(shape))
+    holders = tuple(n for n, box in enumerate(boxes) if not box.is_empty and box.intersect(one))
+    return Flaw(at=one.offsets, holders=holders)
 
 
-def _first_corner(starts: Counts, stops: Counts) -> tuple[Sequence[int] | None, int] | None:
-    """Return the first corner, and its weight, of boxes less the last one; None if there is none.
+def _lies_in(shape: tuple[int, ...], box: Box) -> bool:
+    return (
+        len(box.offsets) == len(box.sizes) == len(shape)
+        and min((*box.offsets, *box.sizes), default=0) >= 0
+        and all(stop <= size for stop, size in zip(box.stops, shape, strict=True))
+    )
 
-    The corner is None where there are too many.
-    """
+
+class _TooManyCornersError(Exception):
+    """There are more corners than memory should hold."""
+
+
+def _first_corner(starts: Counts, stops: Counts) -> Sequence[int] | None:
+    """Return the first corner of boxes less the last one; None if there is none."""
     count, ndim = starts.shape
     rest = _ranks_of_rests(starts, stops)
     most = min(max(count * _CORNERS_PER_CHUNK, _FEW_CORNERS), _MOST_CORNERS)
@@ -208,7 +110,7 @@ def _first_corner(starts: Counts, stops: Counts) -> tuple[Sequence[int] | None, 
     for dim in range(ndim + 1):
         if dim:
             if 2 * len(box) > most:
-                return None, 0
+                raise _TooManyCornersError
             edge = np.concatenate((starts[box, dim - 1], stops[box, dim - 1]))
             weights = np.concatenate((weights, -weights))
             box = np.concatenate((box, box))
@@ -230,7 +132,7 @@ def _first_corner(starts: Counts, stops: Counts) -> tuple[Sequence[int] | None, 
     for edge, origin in zip(reversed(edges), reversed(origins), strict=True):
         corner.append(int(edge[at]))
         at = int(origin[at])
-    return corner[::-1], int(weights[0])
+    return corner[::-1]
 
 
 def _ranks_of_rests(starts: Counts, stops: Counts) -> list[Counts]:

@@ -1,23 +1,22 @@
-"""What the checksums of a rank manifest say of any byte range of a shard file.
+"""What the checksums of a checkpoint say of any byte range of one file.
 
 Pure: knows the frames and blocks of `docs/format.md`, "Shard files"; reads nothing.
 """
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_right
-from collections.abc import Iterator
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+
+import numpy as np
 
 from ckpt_storage.errors import IntegrityError
 
-from .crc import combine_many, crc32c_of
+from .crc import crc32c_of
 from .documents import FileRef
 from .rank_manifest import RankManifest, ShardFile
-
-_NEXT_STEP = "Restore the file from a copy, or use another checkpoint."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,91 +29,64 @@ class Span:
     fqn: str | None
 
 
-class Spans(Protocol):
-    """The checksums of one file."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileChecks:
+    """The checksums of one file: of spans that begin at `starts`, each up to the next or the end.
 
-    def within(self, start: int, stop: int) -> Iterator[Span]:
-        """Yield the spans that share a byte with `[start, stop)`, ascending."""
+    `fqns[i]` is the value that span i belongs to, None for the file as a whole.
+    """
 
-    def edge_before(self, offset: int) -> int:
-        """Return the nearest edge between two spans at or before `offset` (bytes)."""
+    path: str
+    size_bytes: int
+    rank: int | None = None
+    starts: Sequence[int]
+    crcs: Sequence[int]
+    fqns: Sequence[str | None]
 
-    def crc32c_of(self, start: int, stop: int) -> int:
-        """Return the checksum of `[start, stop)`, both of which are edges."""
-
-    def damage(self, span: Span) -> IntegrityError:
-        """Return the error that says `span` is not what was written."""
-
-
-class WholeFile:
-    """A file of which only the checksum of all its bytes is known."""
-
-    def __init__(self, file: FileRef, *, path: str) -> None:
-        self._file = file
-        self._path = path
-
-    def within(self, start: int, stop: int) -> Iterator[Span]:
-        """Yield the one span there is."""
-        size = self._file.size_bytes
-        if start < min(stop, size):
-            yield Span(start=0, stop=size, crc32c=self._file.crc32c, fqn=None)
-
-    def edge_before(self, offset: int) -> int:
-        """Return the end of the file or its start."""
-        return self._file.size_bytes if offset >= self._file.size_bytes else 0
-
-    def crc32c_of(self, start: int, stop: int) -> int:
-        """Return the checksum of the whole file, or of nothing."""
-        return self._file.crc32c if start < stop else 0
-
-    def damage(self, span: Span) -> IntegrityError:
-        """Return the error that says the file is not what was written."""
-        return IntegrityError(
-            f"{self._path} is damaged: it does not have the checksum {span.crc32c:08x} that it "
-            "was written with.",
-            path=self._path,
-            offset=0,
-            next_step=_NEXT_STEP,
+    @classmethod
+    def of_file(cls, file: FileRef, *, path: str) -> FileChecks:
+        """Return the one checksum of a file of which no other is known."""
+        starts = [0] if file.size_bytes else []
+        return cls(
+            path=path, size_bytes=file.size_bytes, starts=starts, crcs=[file.crc32c], fqns=[None]
         )
 
-
-class ShardSpans:
-    """The frames and blocks of one shard file, found by their place in it."""
-
-    def __init__(self, document: RankManifest, file: ShardFile) -> None:
-        self.path = file.path
-        self.rank = document.rank
-        self.size_bytes = file.size_bytes
-        self._file = file
-        self._fqns = document.fqns
-        self._block_starts = file.block_starts()
-        # Frame 0, payload 0, frame 1, ...: each begins where the one before it ends.
-        self._edges = [edge for frame in file.frames() for edge in frame][:-1]
+    @classmethod
+    def of_shard(cls, document: RankManifest, file: ShardFile) -> FileChecks:
+        """Return the checksums of the frames and blocks of a shard file."""
+        items = file.items
+        payloads, lengths = np.array([items.payload_start, items.payload_bytes], dtype=np.int64)
+        counts = -(-lengths // file.block_bytes)
+        firsts = np.cumsum(counts) - counts
+        in_item = np.arange(int(counts.sum())) - np.repeat(firsts, counts)
+        blocks = np.repeat(payloads, counts) + file.block_bytes * in_item
+        frames = np.concatenate(([0], payloads + lengths))
+        solid = frames < np.concatenate((payloads, [file.size_bytes]))
+        starts = np.concatenate((frames[solid], blocks))
+        crcs = np.array([*items.frame_crcs, *items.block_crcs], dtype=np.uint32)
+        crcs = crcs[np.concatenate((solid, np.ones(len(blocks), dtype=np.bool_)))]
+        numbers = np.arange(len(counts))
+        # The frame behind the last item is told by that item.
+        owners = np.concatenate(
+            (np.append(numbers, len(counts) - 1)[solid], numbers.repeat(counts))
+        )
+        order = np.argsort(starts)
+        names: list[str | None] = [document.fqns[name] for name in items.fqn]
+        return cls(
+            path=file.path,
+            size_bytes=file.size_bytes,
+            rank=document.rank,
+            starts=array("q", starts[order].tobytes()),
+            crcs=array("I", crcs[order].tobytes()),
+            fqns=[names[at] if names else None for at in owners[order].tolist()],
+        )
 
     def within(self, start: int, stop: int) -> Iterator[Span]:
         """Yield the spans that share a byte with `[start, stop)`, ascending."""
-        edges, items = self._edges, self._file.items
-        at = max(0, bisect_right(edges, start) - 1)
-        while at < len(edges) and edges[at] < stop:
-            begin = edges[at]
-            end = edges[at + 1] if at + 1 < len(edges) else self.size_bytes
-            item = at // 2
-            if at % 2:
-                yield from self._blocks(item, begin, end, start, stop)
-            elif begin < end and end > start:
-                fqn = self._fqns[items.fqn[min(item, len(items) - 1)]] if len(items) else None
-                yield Span(start=begin, stop=end, crc32c=items.frame_crcs[item], fqn=fqn)
-            at += 1
-
-    def _blocks(self, item: int, begin: int, end: int, start: int, stop: int) -> Iterator[Span]:
-        file = self._file
-        size, fqn = file.block_bytes, self._fqns[file.items.fqn[item]]
-        crcs, first = file.items.block_crcs, self._block_starts[item]
-        low = max(0, start - begin) // size
-        high = -(-(min(stop, end) - begin) // size)
-        for block in range(low, high):
-            at = begin + block * size
-            yield Span(start=at, stop=min(at + size, end), crc32c=crcs[first + block], fqn=fqn)
+        first, last = bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop)
+        for at in range(max(first, 0), last if start < min(stop, self.size_bytes) else 0):
+            end = self.starts[at + 1] if at + 1 < len(self.starts) else self.size_bytes
+            yield Span(start=self.starts[at], stop=end, crc32c=self.crcs[at], fqn=self.fqns[at])
 
     def edge_before(self, offset: int) -> int:
         """Return the nearest edge between two spans at or before `offset` (bytes)."""
@@ -122,63 +94,36 @@ class ShardSpans:
             return self.size_bytes
         return next((span.start for span in self.within(offset, offset + 1)), 0)
 
-    def crc32c_of(self, start: int, stop: int) -> int:
-        """Return the checksum of `[start, stop)`, both of which are edges."""
-        spans = list(self.within(start, stop))
-        lengths = [span.stop - span.start for span in spans]
-        return combine_many([span.crc32c for span in spans], lengths)
+    def edge_from(self, offset: int) -> int:
+        """Return the nearest edge between two spans at or behind `offset` (bytes)."""
+        return next((s.stop for s in self.within(offset, offset + 1) if s.start < offset), offset)
+
+    def first_damage(self, pieces: Iterable[memoryview]) -> IntegrityError | None:
+        """Return what is wrong with the file, whose bytes come in order, cut anywhere."""
+        spans = self.within(0, self.size_bytes)
+        span, at, crc = next(spans, None), 0, 0
+        for piece in pieces:
+            stop = at + len(piece)
+            while span is not None and at < stop:
+                end = min(span.stop, stop)
+                crc = crc32c_of(piece[at - stop + len(piece) : end - stop + len(piece)], crc)
+                at = end
+                if at == span.stop:
+                    if crc != span.crc32c:
+                        return self.damage(span)
+                    span, crc = next(spans, None), 0
+        return None if span is None else self.damage(span)
 
     def damage(self, span: Span) -> IntegrityError:
         """Return the error that says `span` is not what was written."""
+        by = f" (written by rank {self.rank})" if self.rank is not None else ""
         what = f"a block of {span.fqn}" if span.fqn else "its content"
         return IntegrityError(
-            f"{self.path} (written by rank {self.rank}) is damaged: {what} at byte {span.start} "
-            "does not have the checksum it was written with.",
+            f"{self.path}{by} is damaged: {what} at byte {span.start} does not have the checksum "
+            "it was written with.",
             fqn=span.fqn,
             offset=span.start,
             path=self.path,
             rank=self.rank,
-            next_step=_NEXT_STEP,
+            next_step="Restore the file from a copy, or use another checkpoint.",
         )
-
-
-class SpanCheck:
-    """Holds ranges of one file, which come in any order from several threads, to its checksums.
-
-    A span that is cut by the edge of a range is judged once all its pieces have come.
-    """
-
-    def __init__(self, spans: Spans) -> None:
-        self._spans = spans
-        self._lock = threading.Lock()
-        self._pieces: dict[int, dict[int, tuple[int, int]]] = {}
-
-    def take(self, start: int, view: memoryview) -> None:
-        """Check `view`, the bytes from `start` on. Raises `IntegrityError` naming the block."""
-        stop = start + len(view)
-        for span in self._spans.within(start, stop):
-            low, high = max(span.start, start), min(span.stop, stop)
-            found = crc32c_of(view[low - start : high - start])
-            if high - low < span.stop - span.start:
-                whole = self._joined(span, low, high - low, found)
-                if whole is None:
-                    continue
-                found = whole
-            if found != span.crc32c:
-                raise self._spans.damage(span)
-
-    def _joined(self, span: Span, at: int, length: int, crc: int) -> int | None:
-        """Note a piece of a span; return the checksum of the whole once all pieces are there."""
-        with self._lock:
-            pieces = self._pieces.setdefault(span.start, {})
-            pieces[at] = crc, length
-            if sum(size for _, size in pieces.values()) < span.stop - span.start:
-                return None
-            del self._pieces[span.start]
-        ordered = [pieces[key] for key in sorted(pieces)]
-        return combine_many([crc for crc, _ in ordered], [size for _, size in ordered])
-
-    def check_complete(self) -> None:
-        """Raise `IntegrityError` if a span came in part only: it was not judged."""
-        for start in self._pieces:
-            raise self._spans.damage(next(self._spans.within(start, start + 1)))

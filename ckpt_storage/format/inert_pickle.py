@@ -7,38 +7,17 @@ and time stay linear in the length of the pickle.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Mapping
 
 Builder = Callable[[tuple[object, ...]], object]
-
-
 Allowed = Mapping[str, Builder | None]
-
 
 # Torch nests seven MARKs in `.metadata` and three in `data.pkl`.
 _MAX_MARKS = 100
-
-
 _MAX_GLOBAL_NAME_BYTES = 512
-
-
 _MAX_FIELDS = 64
-
-
-_U16 = struct.Struct("<H")
-
-
-_I32 = struct.Struct("<i")
-
-
-_U32 = struct.Struct("<I")
-
-
-_U64 = struct.Struct("<Q")
-
-
-_F64 = struct.Struct(">d")
 
 
 class PickleTruncatedError(Exception):
@@ -160,15 +139,20 @@ class _Machine:
             entry = table[code]
             if entry is None:
                 raise PickleMalformedError(f"torch does not write opcode {code:#04x} (byte {pos})")
-            operand_bytes, operation = entry
+            is_value, operand_bytes, operation = entry
             self.pos = pos + 1 + operand_bytes
             if self.pos > end:
                 raise PickleTruncatedError(self.pos)
-            operation(self, pos + 1)
+            found = operation(self, pos + 1)
+            if is_value:
+                self.stack.append(found)
         self.pos = pos + 1
         if self.marks or len(self.stack) != 1:
             raise PickleMalformedError(f"values are left over at byte {pos}")
         return self.stack[0]
+
+    def malformed(self, what: str) -> PickleMalformedError:
+        return PickleMalformedError(f"{what} before byte {self.pos}")
 
     def take(self, length_bytes: int) -> bytes:
         """Return the next bytes, which follow an operand that gave their length."""
@@ -193,90 +177,90 @@ class _Machine:
         self.stack = self.marks.pop()
         return items
 
-    def push_global(self, module: object, name: object) -> None:
+    def target_list(self) -> list[object]:
+        target = self.stack[-1]
+        if type(target) is not list:
+            raise self.malformed("something is appended to no list")
+        return target
+
+    def target_pairs(self) -> Pairs:
+        target = self.stack[-1]
+        if type(target) is not Pairs:
+            raise self.malformed("an item is set on no dict")
+        return target
+
+    def named(self, module: object, name: object) -> Global:
         if type(module) is not str or type(name) is not str:
-            raise PickleMalformedError(f"a global before byte {self.pos} has no name")
+            raise self.malformed("a global has no name")
         dotted = f"{module}.{name}"
         if dotted not in self.allowed:
             raise ForbiddenGlobalError(dotted[:_MAX_GLOBAL_NAME_BYTES])
-        self.stack.append(Global(dotted, self.allowed[dotted]))
+        return Global(dotted, self.allowed[dotted])
 
 
-Operation = Callable[[_Machine, int], None]
+Operation = Callable[[_Machine, int], object]
+"""Gets the machine and where its operand is; returns what is pushed, where something is."""
 
 
-def _nothing(_machine: _Machine, _at: int) -> None:
-    """Pass over PROTO and FRAME, whose operands change nothing here."""
+def _number(layout: str) -> tuple[int, Operation]:
+    unpack_from = struct.Struct(layout).unpack_from
+    return struct.calcsize(layout), lambda machine, at: unpack_from(machine.data, at)[0]
 
 
-def _constant(value: object) -> Operation:
-    def push(machine: _Machine, _at: int) -> None:
-        machine.stack.append(value)
-
-    return push
-
-
-def _number(layout: struct.Struct) -> tuple[int, Operation]:
-    unpack_from = layout.unpack_from
-
-    def push(machine: _Machine, at: int) -> None:
-        machine.stack.append(unpack_from(machine.data, at)[0])
-
-    return layout.size, push
+def _sized(layout: str, make: Callable[[bytes], object]) -> tuple[int, Operation]:
+    """Return the operation that makes a value of bytes whose number stands before them."""
+    size, length = _number(layout)
+    return size, lambda machine, at: make(machine.take(length(machine, at)))
 
 
-def _text(layout: struct.Struct) -> tuple[int, Operation]:
-    unpack_from = layout.unpack_from
-
-    def push(machine: _Machine, at: int) -> None:
-        machine.stack.append(str(machine.take(unpack_from(machine.data, at)[0]), "utf-8"))
-
-    return layout.size, push
+def _text(data: bytes) -> str:
+    return str(data, "utf-8")
 
 
-def _raw(layout: struct.Struct) -> tuple[int, Operation]:
-    unpack_from = layout.unpack_from
-
-    def push(machine: _Machine, at: int) -> None:
-        machine.stack.append(machine.take(unpack_from(machine.data, at)[0]))
-
-    return layout.size, push
+def _long(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
 
 
-def _byte(machine: _Machine, at: int) -> None:
-    machine.stack.append(machine.data[at])
+def _tuple_of(count: int) -> tuple[int, Operation]:
+    def make(machine: _Machine, _at: int) -> object:
+        items = tuple(machine.stack[-count:])
+        if len(items) < count:
+            raise IndexError
+        del machine.stack[-count:]
+        return items
+
+    return 0, make
 
 
-def _short_text(machine: _Machine, at: int) -> None:
-    machine.stack.append(str(machine.take(machine.data[at]), "utf-8"))
+def _stack_global(machine: _Machine, _at: int) -> object:
+    name = machine.stack.pop()
+    return machine.named(machine.stack.pop(), name)
 
 
-def _short_raw(machine: _Machine, at: int) -> None:
-    machine.stack.append(machine.take(machine.data[at]))
+def _call(machine: _Machine, _at: int) -> object:
+    args = machine.stack.pop()
+    callee = machine.stack.pop()
+    if type(callee) is not Global or type(args) is not tuple:
+        raise machine.malformed("something uncallable is called")
+    return Record(callee.name, args) if callee.build is None else callee.build(args)
 
 
-def _long(machine: _Machine, at: int) -> None:
-    machine.stack.append(int.from_bytes(machine.take(machine.data[at]), "little", signed=True))
+def _put(layout: str) -> tuple[int, Operation]:
+    size, index = _number(layout)
+
+    def put(machine: _Machine, at: int) -> None:
+        machine.memo[index(machine, at)] = machine.stack[-1]  # type: ignore[index]  # a number
+
+    return size, put
+
+
+def _get(layout: str) -> tuple[int, Operation]:
+    size, index = _number(layout)
+    return size, lambda machine, at: machine.memo[index(machine, at)]
 
 
 def _memoize(machine: _Machine, _at: int) -> None:
     machine.memo[len(machine.memo)] = machine.stack[-1]
-
-
-def _put(machine: _Machine, at: int) -> None:
-    machine.memo[machine.data[at]] = machine.stack[-1]
-
-
-def _long_put(machine: _Machine, at: int) -> None:
-    machine.memo[_U32.unpack_from(machine.data, at)[0]] = machine.stack[-1]
-
-
-def _get(machine: _Machine, at: int) -> None:
-    machine.stack.append(machine.memo[machine.data[at]])
-
-
-def _long_get(machine: _Machine, at: int) -> None:
-    machine.stack.append(machine.memo[_U32.unpack_from(machine.data, at)[0]])
 
 
 def _mark(machine: _Machine, _at: int) -> None:
@@ -286,99 +270,89 @@ def _mark(machine: _Machine, _at: int) -> None:
     machine.stack = []
 
 
-def _empty_dict(machine: _Machine, _at: int) -> None:
-    machine.stack.append(Pairs())
-
-
-def _empty_list(machine: _Machine, _at: int) -> None:
-    machine.stack.append([])
-
-
-def _tuple(machine: _Machine, _at: int) -> None:
-    items = machine.pop_mark()
-    machine.stack.append(tuple(items))
-
-
-def _tuple_of(count: int) -> Operation:
-    def push(machine: _Machine, _at: int) -> None:
-        stack = machine.stack
-        if len(stack) < count:
-            raise IndexError
-        items = tuple(stack[-count:])
-        del stack[-count:]
-        stack.append(items)
-
-    return push
-
-
 def _append(machine: _Machine, _at: int) -> None:
     item = machine.stack.pop()
-    _target_list(machine).append(item)
+    machine.target_list().append(item)
 
 
 def _appends(machine: _Machine, _at: int) -> None:
     items = machine.pop_mark()
-    _target_list(machine).extend(items)
-
-
-def _target_list(machine: _Machine) -> list[object]:
-    target = machine.stack[-1]
-    if type(target) is not list:
-        raise PickleMalformedError(f"something is appended to no list before byte {machine.pos}")
-    return target
+    machine.target_list().extend(items)
 
 
 def _setitem(machine: _Machine, _at: int) -> None:
     value = machine.stack.pop()
     key = machine.stack.pop()
-    _target_pairs(machine).append((key, value))
+    machine.target_pairs().append((key, value))
 
 
 def _setitems(machine: _Machine, _at: int) -> None:
     items = machine.pop_mark()
     if len(items) % 2:
-        raise PickleMalformedError(f"a key has no value before byte {machine.pos}")
-    _target_pairs(machine).extend(zip(items[::2], items[1::2], strict=True))
-
-
-def _target_pairs(machine: _Machine) -> Pairs:
-    target = machine.stack[-1]
-    if type(target) is not Pairs:
-        raise PickleMalformedError(f"an item is set on no dict before byte {machine.pos}")
-    return target
-
-
-def _global(machine: _Machine, _at: int) -> None:
-    module = machine.take_line()
-    machine.push_global(module, machine.take_line())
-
-
-def _stack_global(machine: _Machine, _at: int) -> None:
-    name = machine.stack.pop()
-    machine.push_global(machine.stack.pop(), name)
-
-
-def _call(machine: _Machine, _at: int) -> None:
-    args = machine.stack.pop()
-    callee = machine.stack.pop()
-    if type(callee) is not Global or type(args) is not tuple:
-        raise PickleMalformedError(f"something uncallable is called before byte {machine.pos}")
-    if callee.build is not None:
-        machine.stack.append(callee.build(args))
-    else:
-        machine.stack.append(Record(callee.name, args))
+        raise machine.malformed("a key has no value")
+    machine.target_pairs().extend(zip(items[::2], items[1::2], strict=True))
 
 
 def _build(machine: _Machine, _at: int) -> None:
     state = machine.stack.pop()
     target = machine.stack[-1]
     if type(target) is not Record or target.state is not None or state is None:
-        raise PickleMalformedError(f"state is set on a finished value before byte {machine.pos}")
+        raise machine.malformed("state is set on a finished value")
     target.state = state
 
 
-def _persistent(machine: _Machine, _at: int) -> None:
-    machine.stack.append(PersistentId(machine.stack.pop()))
+# The bytes of the fixed operand, and what to do.
+_VALUES: dict[bytes, tuple[int, Operation]] = {
+    b"N": (0, lambda _machine, _at: None),
+    b"\x88": (0, lambda _machine, _at: True),
+    b"\x89": (0, lambda _machine, _at: False),
+    b")": (0, lambda _machine, _at: ()),
+    b"}": (0, lambda _machine, _at: Pairs()),
+    b"]": (0, lambda _machine, _at: []),
+    b"\x8f": (0, lambda _machine, _at: []),  # EMPTY_SET: order kept, nothing hashed
+    b"K": _number("<B"),
+    b"M": _number("<H"),
+    b"J": _number("<i"),
+    b"G": _number(">d"),
+    b"\x8a": _sized("<B", _long),
+    b"\x8c": _sized("<B", _text),
+    b"X": _sized("<I", _text),
+    b"\x8d": _sized("<Q", _text),
+    b"C": _sized("<B", bytes),
+    b"B": _sized("<I", bytes),
+    b"\x8e": _sized("<Q", bytes),
+    b"h": _get("<B"),
+    b"j": _get("<I"),
+    b"t": (0, lambda machine, _at: tuple(machine.pop_mark())),
+    b"\x91": (0, lambda machine, _at: tuple(machine.pop_mark())),  # FROZENSET
+    b"\x85": _tuple_of(1),
+    b"\x86": _tuple_of(2),
+    b"\x87": _tuple_of(3),
+    b"c": (0, lambda machine, _at: machine.named(machine.take_line(), machine.take_line())),
+    b"\x93": (0, _stack_global),
+    b"R": (0, _call),  # REDUCE
+    b"\x81": (0, _call),  # NEWOBJ
+    b"Q": (0, lambda machine, _at: PersistentId(machine.stack.pop())),  # BINPERSID
+}
+_ACTIONS: dict[bytes, tuple[int, Operation]] = {
+    b"\x80": (1, lambda _machine, _at: None),  # PROTO
+    b"\x95": (8, lambda _machine, _at: None),  # FRAME
+    b"\x94": (0, _memoize),
+    b"q": _put("<B"),
+    b"r": _put("<I"),
+    b"(": (0, _mark),
+    b"a": (0, _append),
+    b"e": (0, _appends),
+    b"\x90": (0, _appends),  # ADDITEMS
+    b"s": (0, _setitem),
+    b"u": (0, _setitems),
+    b"b": (0, _build),
+}
+_STOP = ord(".")
+_TABLE: list[tuple[bool, int, Operation] | None] = [None] * 256
+for _is_value, _operations in ((True, _VALUES), (False, _ACTIONS)):
+    for _code, _operation in _operations.items():
+        _TABLE[_code[0]] = (_is_value, *_operation)
 
 
 def build_ordered_dict(args: tuple[object, ...]) -> object:
@@ -388,54 +362,86 @@ def build_ordered_dict(args: tuple[object, ...]) -> object:
     return Pairs()
 
 
-_STOP = ord(".")
+_NUMBER = re.compile(r"b1|[iu][1248]|f(2|4|8|16)|c(8|16|32)")
+_DTYPE_STATES = tuple((3, order, None, None, None, -1, -1, 0) for order in "<>|=")
+_ODD = "this is not how numbers and buffers are pickled"
+_DTYPE = "numpy.dtype"
+_ARRAY = "numpy.ndarray"
+_BUFFER = "_io.BytesIO"
 
 
-# The bytes of the fixed operand, and what to do; `_TABLE` is indexed by opcode.
-_OPERATIONS: dict[bytes, tuple[int, Operation]] = {
-    b"\x80": (1, _nothing),  # PROTO
-    b"\x95": (8, _nothing),  # FRAME
-    b"N": (0, _constant(None)),
-    b"\x88": (0, _constant(value=True)),
-    b"\x89": (0, _constant(value=False)),
-    b")": (0, _constant(())),
-    b"}": (0, _empty_dict),
-    b"]": (0, _empty_list),
-    b"\x8f": (0, _empty_list),  # EMPTY_SET: order kept, nothing hashed
-    b"K": (1, _byte),  # BININT1
-    b"M": _number(_U16),
-    b"J": _number(_I32),
-    b"G": _number(_F64),
-    b"\x8a": (1, _long),  # LONG1
-    b"\x8c": (1, _short_text),
-    b"X": _text(_U32),
-    b"\x8d": _text(_U64),
-    b"C": (1, _short_raw),
-    b"B": _raw(_U32),
-    b"\x8e": _raw(_U64),
-    b"\x94": (0, _memoize),
-    b"q": (1, _put),
-    b"r": (4, _long_put),
-    b"h": (1, _get),
-    b"j": (4, _long_get),
-    b"(": (0, _mark),
-    b"t": (0, _tuple),
-    b"\x91": (0, _tuple),  # FROZENSET
-    b"\x85": (0, _tuple_of(1)),
-    b"\x86": (0, _tuple_of(2)),
-    b"\x87": (0, _tuple_of(3)),
-    b"a": (0, _append),
-    b"e": (0, _appends),
-    b"\x90": (0, _appends),  # ADDITEMS
-    b"s": (0, _setitem),
-    b"u": (0, _setitems),
-    b"c": (0, _global),
-    b"\x93": (0, _stack_global),
-    b"R": (0, _call),  # REDUCE
-    b"\x81": (0, _call),  # NEWOBJ
-    b"b": (0, _build),
-    b"Q": (0, _persistent),  # BINPERSID
-}
+def is_inert_with_numpy(pickled: bytes) -> bool:
+    """Return whether unpickling `pickled` makes only plain values, numpy's too, and buffers."""
+    made: list[Record] = []
+
+    def dtype(args: tuple[object, ...]) -> Record:
+        match args:
+            case (str(name), False, True) if _NUMBER.fullmatch(name):
+                return note(Record(_DTYPE, args))
+        raise PickleMalformedError(_ODD)
+
+    def array(args: tuple[object, ...]) -> Record:
+        match args:
+            case (Global(name="numpy.ndarray"), (0,), b"b"):
+                return note(Record(_ARRAY, args))
+        raise PickleMalformedError(_ODD)
+
+    def scalar(args: tuple[object, ...]) -> tuple[object, ...]:
+        match args:
+            case (Record(name="numpy.dtype"), bytes()):
+                return args
+        raise PickleMalformedError(_ODD)
+
+    def note(record: Record) -> Record:
+        made.append(record)
+        return record
+
+    allowed: Allowed = {
+        _DTYPE: dtype,
+        _ARRAY: _refuse,
+        _BUFFER: lambda args: note(Record(_BUFFER, args)),
+        "_codecs.encode": _encoded,
+        "__builtin__.bytes": _no_bytes,
+        # The first is spelt by numpy 2, the second by numpy 1.
+        "numpy._core.multiarray._reconstruct": array,
+        "numpy.core.multiarray._reconstruct": array,
+        "numpy._core.multiarray.scalar": scalar,
+        "numpy.core.multiarray.scalar": scalar,
+    }
+    try:
+        interpret(pickled, allowed=allowed)
+    except (ForbiddenGlobalError, PickleMalformedError, PickleTruncatedError):
+        return False
+    return all(map(_is_finished, made))
 
 
-_TABLE: list[tuple[int, Operation] | None] = [_OPERATIONS.get(bytes([code])) for code in range(256)]
+def _is_finished(record: Record) -> bool:
+    """Return whether an object was given the state that is written for its kind."""
+    if record.name == _DTYPE:
+        return record.state in _DTYPE_STATES
+    match record.state:
+        case (bytes(), int(), None | []):
+            return record.name == _BUFFER and not record.args
+        case (1, tuple(shape), Record(name="numpy.dtype"), bool(), bytes()):
+            return record.name == _ARRAY and all(type(size) is int and size >= 0 for size in shape)
+    return False
+
+
+def _encoded(args: tuple[object, ...]) -> bytes:
+    """Return bytes as protocol 2 writes them: as text of that many characters below 256."""
+    match args:
+        case (str(text), "latin1"):
+            # Other characters make the real call fail, which runs nothing either.
+            return text.encode("latin1", "replace")
+    raise PickleMalformedError(_ODD)
+
+
+def _no_bytes(args: tuple[object, ...]) -> bytes:
+    """Return the empty bytes, which protocol 2 writes as a call."""
+    if args:
+        raise PickleMalformedError(_ODD)
+    return b""
+
+
+def _refuse(_args: tuple[object, ...]) -> object:
+    raise PickleMalformedError(_ODD)

@@ -296,7 +296,7 @@ def decode_tensors(
     sizes = [tuple(shape) for shape in shapes]
     pairs = list(zip(forms, cuts, strict=True))
     for form, cut in set(pairs):
-        if not fits(sizes[form], layouts[cut]) or _has_flaw(sizes[form], layouts[cut]):
+        if not _makes_up(sizes[form], layouts[cut]):
             fqn = fqns[pairs.index((form, cut))]
             get.fail(f"describes chunks of {fqn!r:.80} that do not hold each of its elements once")
     return [
@@ -332,27 +332,13 @@ def _layout_from_json(body: Mapping[str, Any], columns: Columns, world_size: int
     return Grid(tuple(cuts), compact(ranks))
 
 
-def fits(shape: tuple[int, ...], layout: Grid | Chunks) -> bool:
-    """Return whether chunks lie in a shape and hold as many elements as it has.
-
-    Of a grid, and of boxes that do not overlap, that is exact; see `find_flaw` for others.
-    """
+def _makes_up(shape: tuple[int, ...], layout: Grid | Chunks) -> bool:
+    """Return whether chunks hold each element of a shape once; of a grid only its cuts count."""
     if isinstance(layout, Grid):
         return len(layout.cuts) == len(shape) and all(
             cuts[-1] < max(size, 1) for cuts, size in zip(layout.cuts, shape, strict=True)
         )
-    return sum(box.volume for box, _ in layout) == math.prod(shape) and all(
-        len(box.offsets) == len(shape)
-        and all(stop <= size for stop, size in zip(box.stops, shape, strict=True))
-        for box, _ in layout
-    )
-
-
-def _has_flaw(shape: tuple[int, ...], layout: Grid | Chunks) -> bool:
-    """Return whether chunks that `fits` says yes to overlap, and so leave a gap elsewhere."""
-    if isinstance(layout, Grid):
-        return False
-    return find_flaw(shape, [box for box, _ in layout]) is not None
+    return find_flaw(shape, [box for box, _ in layout]) is None
 
 
 def _spelt(fqn: str, path: tuple[str | int, ...]) -> str:

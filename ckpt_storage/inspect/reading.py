@@ -13,9 +13,9 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.errors import CheckpointError, FormatError
-from ckpt_storage.format.boxes import Box, WindowCopy
+from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.dtypes import DTYPES
-from ckpt_storage.format.selections import Selection, clip
+from ckpt_storage.format.selections import Selection, WindowCopy, clip
 from ckpt_storage.source.model import Key
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, Gaps
 from ckpt_storage.transfer.ranges import ignore

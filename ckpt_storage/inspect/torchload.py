@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt_storage.errors import CheckpointError, FormatError, UnsafeContentError
-from ckpt_storage.format.inert_numpy import is_inert_with_numpy
+from ckpt_storage.format.inert_pickle import is_inert_with_numpy
 from ckpt_storage.transfer.chunks import ChunkPlace
 
 if TYPE_CHECKING:

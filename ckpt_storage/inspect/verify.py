@@ -23,7 +23,7 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef
-from ckpt_storage.format.file_checks import ShardSpans
+from ckpt_storage.format.file_checks import FileChecks
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import INDEX_NAME
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts, TransferOptions
@@ -345,25 +345,25 @@ class _Verification:
                 if file.path not in stretches:
                     continue
                 with findings.noting(file.path, rank.number):
-                    spans = ShardSpans(document, file)
+                    spans = FileChecks.of_shard(document, file)
                     size_bytes = self._store.stat(file.path).size_bytes
                     if self._deep:
                         reads += self._reads(spans, stretches[file.path], size_bytes)
                     _check_length(spans, size_bytes)
         return reads
 
-    def _reads(self, spans: ShardSpans, stretch: range, size_bytes: int) -> Iterator[RangeRead]:
+    def _reads(self, spans: FileChecks, stretch: range, size_bytes: int) -> Iterator[RangeRead]:
         """Yield reads of what begins in a stretch of a file and is there, in whole blocks."""
-        at, end = (_edge_from(spans, offset) for offset in (stretch.start, stretch.stop))
+        at, end = map(spans.edge_from, (stretch.start, stretch.stop))
         end = min(end, spans.edge_before(size_bytes))
         while at < end:
             full = spans.edge_before(at + self._ranges.options.part_bytes)
-            stop = min(max(full, _edge_from(spans, at + 1)), end)
+            stop = min(max(full, spans.edge_from(at + 1)), end)
             judge = partial(self._judge, spans, at)
             yield RangeRead(path=spans.path, start=at, stop=stop, done=judge)
             at = stop
 
-    def _judge(self, spans: ShardSpans, start: int, view: memoryview) -> None:
+    def _judge(self, spans: FileChecks, start: int, view: memoryview) -> None:
         for span in spans.within(start, start + len(view)):
             if crc32c_of(view[span.start - start : span.stop - start]) != span.crc32c:
                 self.findings.add(spans.damage(span))
@@ -389,13 +389,7 @@ def _unsafe(fqn: str, named: str, path: str, rank: int) -> Problem:
     )
 
 
-def _edge_from(spans: ShardSpans, offset: int) -> int:
-    """Return the nearest edge between two blocks at or behind `offset`."""
-    span = next(spans.within(offset, offset + 1), None)
-    return offset if span is None or span.start == offset else span.stop
-
-
-def _check_length(spans: ShardSpans, size_bytes: int) -> None:
+def _check_length(spans: FileChecks, size_bytes: int) -> None:
     """Raise `IntegrityError` for a file of another length, naming where it ends."""
     if size_bytes == spans.size_bytes:
         return

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ckpt_storage.format.boxes import Box, run_count, run_extent
+from ckpt_storage.format.boxes import Box
+from ckpt_storage.format.selections import box_selection, touched_spans
 from ckpt_storage.options import KIB, MIB
 
 log = logging.getLogger("ckpt_storage")
@@ -165,8 +166,9 @@ def _cells(
     for rank, region in users:
         if region.is_empty:
             continue
-        extent, count = run_extent(sizes, region, item_bytes), run_count(sizes, region)
-        gap_bytes = extent.stop - extent.start - region.volume * item_bytes
+        runs = touched_spans(sizes, box_selection(region), item_bytes)
+        extent, count = runs.hull, len(runs)
+        gap_bytes = len(extent) - region.volume * item_bytes
         if count > 1 and not is_same and gap_bytes / (count - 1) > policy.max_gap_bytes:
             return
         low, high = reach.get(rank, (extent.start, extent.stop))

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from ckpt_storage.format.boxes import WindowCopy
+from ckpt_storage.format.selections import WindowCopy
 
 log = logging.getLogger("ckpt_storage")
 

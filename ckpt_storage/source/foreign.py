@@ -20,7 +20,7 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.coverage import Flaw, covers_exactly, find_flaw
+from ckpt_storage.format.coverage import find_flaw
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.item_header import NeedMoreBytes, parse_tensor_item
@@ -41,8 +41,6 @@ from .model import SourceFormat, TensorInfo
 log = logging.getLogger("ckpt_storage")
 
 _HEAD_BYTES = 2048
-_MOST_SEARCHED = 1000
-"""Of so many chunks a gap is told with its sizes, of more by its first element."""
 _HEADER_GUESS_BYTES = 64 * 1024
 _RESTORE = "Check that the checkpoint is complete; restore the file from a copy."
 _RANK_LOCAL = re.compile(r"__[0-9]+\.metadata")
@@ -206,23 +204,11 @@ def _stock_info(fqn: str, tensor: StockTensor) -> TensorInfo:
     if flaw is not None:
         raise FormatError(
             f"{STOCK_METADATA} describes chunks of {fqn} that do not make up its shape "
-            f"{list(tensor.shape)}: {_flaw_text(tensor.shape, boxes, flaw)}.",
+            f"{list(tensor.shape)}: {flaw}.",
             path=STOCK_METADATA,
             next_step="The save was incomplete, or the file is damaged; load another checkpoint.",
         )
     return TensorInfo(fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, boxes=boxes)
-
-
-def _flaw_text(shape: tuple[int, ...], boxes: Sequence[Box], flaw: Flaw) -> str:
-    """Return which elements no chunk holds, or which several do."""
-    if flaw.at is None:
-        return "they are cut in more ways than can be checked"
-    at = list(flaw.at)
-    if flaw.held_count:
-        return f"{flaw.held_count} different ones hold the element {at}"
-    gap = covers_exactly(shape, boxes).gap if len(boxes) <= _MOST_SEARCHED else None
-    region = f"the region of sizes {list(gap.sizes)} at {list(gap.offsets)}" if gap else at
-    return f"none holds {region}"
 
 
 def open_stock(
@@ -349,11 +335,10 @@ def _merged(fqn: str, dtype: str, boxes: Sequence[Box]) -> TensorInfo:
     """Return the tensor that chunks make: as large as they reach, without a gap."""
     shape = tuple(max(stops) for stops in zip(*(box.stops for box in boxes), strict=True))
     held = [box for box in boxes if not box.is_empty]
-    coverage = covers_exactly(shape, held) if held else None
-    if coverage is not None and not coverage.is_exact:
+    flaw = find_flaw(shape, held) if held else None
+    if flaw is not None:
         raise IntegrityError(
-            f"The parts of {fqn} do not make up its shape {list(shape)}: "
-            f"{'there is a gap at ' + str(coverage.gap) if coverage.gap else 'they overlap'}.",
+            f"The parts of {fqn} do not make up its shape {list(shape)}: {flaw}.",
             fqn=fqn,
             next_step="Files are missing, or those of another save are among them.",
         )

@@ -9,7 +9,6 @@ of small tensors share one request.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,16 @@ from operator import itemgetter
 from typing import Literal, Protocol
 
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError
-from ckpt_storage.format.boxes import WindowCopy, coalesce, round_out
 from ckpt_storage.format.crc import first_wrong_block
-from ckpt_storage.format.selections import Selection, selected_copies, touched_spans
+from ckpt_storage.format.selections import (
+    Selection,
+    WindowCopy,
+    coalesce,
+    round_out,
+    run_of,
+    selected_copies,
+    touched_spans,
+)
 from ckpt_storage.options import DEFAULT_BLOCK_BYTES
 
 from .costs import ReadCosts
@@ -242,9 +248,9 @@ class _Plan:
             return
         if not all(where):
             return
-        run = _run_of(read.chunk_sizes, where, read.item_bytes)
+        run = run_of(read.chunk_sizes, where, read.item_bytes)
         if run is not None:
-            self._add_run(read, *run)
+            self._add_run(read, run.start, run.stop)
             return
         block = place.block_bytes
         grain = max(DEFAULT_BLOCK_BYTES if place.crcs is None else block, self._gap_bytes)
@@ -309,7 +315,7 @@ class _Plan:
             windows.sort(key=_INTERVAL)
             intervals = list(map(_INTERVAL, windows))
             for extent in coalesce(intervals, self._gap_bytes, self._window_bytes):
-                members = windows[extent.members[0] : extent.members[-1] + 1]
+                members = windows[extent.members.start : extent.members.stop]
                 found.append(
                     RangeRead(
                         path=path,
@@ -327,16 +333,6 @@ class _Plan:
             most = max(map(len, files))
             return [found[at] for at in range(most) for found in files if at < len(found)]
         return [read for found in files for read in found]
-
-
-@functools.lru_cache(maxsize=256)
-def _run_of(
-    chunk_sizes: tuple[int, ...], where: Selection, item_bytes: int
-) -> tuple[int, int] | None:
-    """Return the bytes of a selection, which has elements, if they are adjacent; else None."""
-    start, stop = next(touched_spans(chunk_sizes, where, item_bytes, 1))
-    is_all = stop - start == math.prod(map(len, where)) * item_bytes
-    return (start, stop) if is_all else None
 
 
 def _rounded(spans: Iterable[tuple[int, int]], block: int, total: int) -> Iterator[tuple[int, int]]:
@@ -408,7 +404,7 @@ def put(read: ChunkRead, start: int, part: memoryview) -> None:
 
 def _is_run(read: ChunkRead) -> bool:
     where = read.where
-    return where is None or _run_of(read.chunk_sizes, where, read.item_bytes) is not None
+    return where is None or run_of(read.chunk_sizes, where, read.item_bytes) is not None
 
 
 def _fill(read: ChunkRead, memory: memoryview, start: int, part: memoryview) -> None:
@@ -416,8 +412,8 @@ def _fill(read: ChunkRead, memory: memoryview, start: int, part: memoryview) -> 
     if read.where is None:
         memory[start : start + len(part)] = part
         return
-    run = _run_of(read.chunk_sizes, read.where, read.item_bytes)
+    run = run_of(read.chunk_sizes, read.where, read.item_bytes)
     assert run is not None  # noqa: S101  # the caller looked; for the type checker
-    low, high = max(start, run[0]), min(start + len(part), run[1])
+    low, high = max(start, run.start), min(start + len(part), run.stop)
     if low < high:
-        memory[low - run[0] : high - run[0]] = part[low - start : high - start]
+        memory[low - run.start : high - run.start] = part[low - start : high - start]

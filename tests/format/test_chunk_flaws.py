@@ -76,7 +76,26 @@ def test_the_first_flaw_is_the_one_that_counting_finds(
         boxes[0] = boxes[seed % len(boxes)]
     empty = Box((0,) * len(shape), (0,) * len(shape))
     found = find_flaw(shape, [*boxes, empty] if shape else boxes)
-    assert (found and (found.at, found.held_count)) == first_flaw(shape, boxes)
+    assert (found and (found.at, len(found.holders))) == first_flaw(shape, boxes)
+
+
+@pytest.mark.parametrize(
+    "box", [Box((0,), (4,)), Box((0, 0, 0), (2, 2, 1)), Box((0, 0), (2, -1)), Box((2, 0), (1, 2))]
+)
+def test_a_box_that_cannot_be_of_the_tensor_is_named(box: Box) -> None:
+    """Another number of dimensions, a negative size and a place outside are told by position."""
+    found = find_flaw((2, 2), [Box((0, 0), (0, 2)), Box((0, 0), (2, 2)), box, box])
+    assert found is not None
+    assert found.outside == 2
+
+
+def test_a_tensor_without_elements_is_held_by_empty_boxes_or_none() -> None:
+    """Nothing is missing where nothing is; a box with elements cannot belong there."""
+    assert find_flaw((0, 4), []) is None
+    assert find_flaw((0, 4), [Box((0, 0), (0, 4)), Box((0, 4), (0, 0))]) is None
+    found = find_flaw((0, 4), [Box((0, 0), (1, 4))])
+    assert found is not None
+    assert found.outside == 0
 
 
 def test_more_dimensions_than_any_tensor_has_are_refused_at_once() -> None:
@@ -144,7 +163,7 @@ DOORS: dict[str, Callable[[Path], object]] = {
 def test_a_stock_checkpoint_with_a_gap_is_refused(tmp_path: Path, door: str) -> None:
     """No front door invents what no chunk holds; the error names tensor and region."""
     path = with_gap(tmp_path, second=8)
-    with pytest.raises(FormatError, match=r"chunks of w .*sizes \[4\] at \[4\]"):
+    with pytest.raises(FormatError, match=r"chunks of w .*none holds the element \[4\]"):
         DOORS[door](path)
     assert not (path / "out").exists()
 

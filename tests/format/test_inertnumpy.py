@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_storage.format.inert_numpy import is_inert_with_numpy
+from ckpt_storage.format.inert_pickle import is_inert_with_numpy
 
 _reconstruct: Any = np.array([]).__reduce__()[0]
 _scalar: Any = np.float64(0).__reduce__()[0]
