@@ -9,7 +9,6 @@ folder does for one machine.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -19,14 +18,15 @@ from typing import Any
 import ray.train
 import torch
 import torch.distributed as dist
-from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckpt_storage
-from ckpt_storage import CheckpointInfo, CheckpointManager
+from ckpt_storage import CheckpointManager
+from ckpt_storage.integrations.ray import report, reported_url
 
 STEPS, SAVE_EVERY = 8, 3
 
@@ -63,24 +63,12 @@ def train(config: dict[str, Any]) -> None:
         step += 1
         metrics = {"step": step, "begun_at": begun_at, "loss": loss.item()}
         if step % SAVE_EVERY == 0 or step == STEPS:
-            # After a restart this step may have been saved before.
-            info = manager.save(step, state_of(model, optimizer, step), overwrite=True)
-            report(metrics, info)
+            report(metrics, manager.save(step, state_of(model, optimizer, step)))
         else:
             ray.train.report(metrics)
         if config["die_at"] == step and begun_at == 0 and dist.get_rank() == 1:
             os._exit(1)
     manager.close()
-
-
-def report(metrics: dict[str, Any], info: CheckpointInfo) -> None:
-    """Tell Ray the metrics of a step and, on rank 0, where its checkpoint is."""
-    if dist.get_rank() != 0:
-        ray.train.report(metrics)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "pointer.json").write_text(json.dumps({"url": info.url}))
-        ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder))
 
 
 def main(url: str, die_at: int | None = 5) -> dict[str, Any]:
@@ -98,8 +86,7 @@ def main(url: str, die_at: int | None = 5) -> dict[str, Any]:
         )
         result = trainer.fit()
         if result.checkpoint is not None:
-            with result.checkpoint.as_directory() as pointer:
-                print(f"Ray points to {Path(pointer, 'pointer.json').read_text()}")
+            print(f"Ray points to {reported_url(result.checkpoint)}")
     return dict(result.metrics or {})
 
 

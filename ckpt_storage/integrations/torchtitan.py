@@ -4,8 +4,7 @@ When to save, what to save and the last, model-only step stay torchtitan's; how 
 and come back is ours.
 
 Its own checkpointer takes neither a storage writer nor a reader, so this is a subclass that
-replaces the methods which call DCP. Hugging Face files (`last_save_in_hf`, `initial_load_in_hf`)
-stay with it as they are.
+replaces the methods which call DCP.
 """
 
 from __future__ import annotations
@@ -19,10 +18,12 @@ from torchtitan.components.checkpointer import CheckpointManager as TitanManager
 
 from ckpt_storage.background.saver import Mode
 from ckpt_storage.errors import CheckpointError
+from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.loads.loading import load
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.options import Timeouts
+from ckpt_storage.saves.running import save
 
 __all__ = ["CheckpointStorageManager"]
 
@@ -32,10 +33,11 @@ _MODES: dict[str, Mode] = {"async": "thread", "async_with_pinned_mem": "process"
 class CheckpointStorageManager(TitanManager):
     """torchtitan's checkpoint manager with our commits; use its `Config` in a trainer's config.
 
-    `folder` may be any URL. `async_mode` "async" saves in a thread, "async_with_pinned_mem" in a
-    worker process of each rank. `keep_latest_k` counts committed checkpoints only. Without a
-    `load_step`, the newest `step-<number>` that is whole is loaded; a damaged one is passed over
-    with a warning.
+    `folder` may be any URL, also for the last step as Hugging Face files (`last_save_in_hf`): all
+    ranks write them to `step-<number>`, of a checkpoint in its folder `sharded`. `async_mode`
+    "async" saves in a thread, "async_with_pinned_mem" in a worker process of each rank.
+    `keep_latest_k` counts committed checkpoints only. Without a `load_step`, the newest
+    `step-<number>` that is whole is loaded; a damaged one is passed over with a warning.
 
     Set `storage_options` on a subclass rather than in a configuration, which torchtitan logs.
     """
@@ -49,6 +51,19 @@ class CheckpointStorageManager(TitanManager):
 
         timeout_s: float = 3600.0
         """Seconds that one phase of a save or load may take."""
+
+        def __post_init__(self) -> None:
+            # torchtitan refuses weights at URLs, which its functions cannot reach; ours can.
+            given: Any = self
+            asked = given.last_save_in_hf, given.initial_load_in_hf
+            given.last_save_in_hf &= not given.last_save_model_only
+            given.initial_load_in_hf &= (
+                given.initial_load_in_hf_quantized or not given.initial_load_model_only
+            )
+            try:
+                TitanManager.Config.__post_init__(self)
+            finally:
+                given.last_save_in_hf, given.initial_load_in_hf = asked
 
     def __init__(self, config: Config, **kwargs: Any) -> None:  # noqa: ANN401  # torchtitan's
         keep = KeepLatest(config.keep_latest_k) if config.keep_latest_k > 0 else None
@@ -74,18 +89,30 @@ class CheckpointStorageManager(TitanManager):
         self,
         state_dict: dict[str, Any],
         checkpoint_id: str,
-        async_mode: Any,  # noqa: ANN401  # torchtitan's enum
-        enable_garbage_collection: bool = False,  # noqa: FBT001, FBT002  # torchtitan's signature
+        async_mode: Any,  # noqa: ANN401, ARG002  # torchtitan's enum
+        enable_garbage_collection: bool = False,  # noqa: ARG002, FBT001, FBT002  # its signature
         to_hf: bool = False,  # noqa: FBT001, FBT002  # as above
-    ) -> object:
-        """Save `state_dict` and wait. Raises as `ckpt_storage.save`."""
-        if to_hf:
-            return super().dcp_save(
-                state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
-            )
+    ) -> None:
+        """Save `state_dict`, as Hugging Face files too, and wait. Raises as `ckpt_storage.save`."""
         step = int(checkpoint_id.rpartition("-")[2])
-        self._manager.save(step, state_dict, overwrite=self._is_above(step))
-        return None
+        if not to_hf:
+            self._manager.save(step, state_dict, overwrite=self._is_above(step))
+            return
+        url = self._manager.target_of(step)
+        files = ConsolidateOptions(
+            output=url,
+            output_storage_options=self.storage_options,
+            include="*",
+            fqn_to_index_mapping=self.sd_adapter.fqn_to_index_mapping or None,
+        )
+        save(
+            self.sd_adapter.to_hf(state_dict),
+            f"{url}/sharded",
+            overwrite=self._is_above(step),
+            consolidate=files,
+            timeout=self._timeouts,
+            storage_options=self.storage_options,
+        )
 
     def _is_above(self, step: int) -> bool:
         """Return whether `step` is above the one that this run resumed from: it may be replaced."""
@@ -99,17 +126,14 @@ class CheckpointStorageManager(TitanManager):
         from_quantized: bool,  # noqa: FBT001  # as above
     ) -> None:
         """Load into `state_dict` and the model. Raises as `ckpt_storage.load`."""
-        if from_hf:
+        if from_quantized:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        load(
-            state_dict,
-            checkpoint_id,
-            timeout=self._timeouts,
-            storage_options=self.storage_options,
-        )
+        target = self.sd_adapter.to_hf(state_dict) if from_hf else state_dict
+        load(target, checkpoint_id, timeout=self._timeouts, storage_options=self.storage_options)
         # The model's tensors stand at the top of the state, beside everything else.
-        self.states["model"].load_state_dict(state_dict)
+        found = self.sd_adapter.from_hf(target) if from_hf else target
+        self.states["model"].load_state_dict(found)
 
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002

@@ -84,17 +84,6 @@ def do(url: Path, *words: str) -> str:
     return output
 
 
-REFUSED = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import titan_on_cpu
-titan_on_cpu.stand_in_for_gpus()
-from ckpt_storage.integrations.torchtitan import CheckpointStorageManager
-
-CheckpointStorageManager.Config(enable=True, folder="s3://bucket/run", last_save_in_hf=True)
-"""
-
-
 def titan_environment(folder: Path) -> dict[str, str]:
     """Return what finds torchtitan, and lets it look for nothing in the network."""
     titan = os.environ.get("CKPT_STORAGE_TORCHTITAN", "")
@@ -178,14 +167,3 @@ def test_a_seed_is_loaded_without_other_states(tmp_path: Path) -> None:
     output = do(url, "load")
     assert "loaded True 0.0 -1" in output
     assert "step-2" in output
-
-
-def test_weights_of_a_url_as_hugging_face_files_are_refused_at_once(tmp_path: Path) -> None:
-    """They would be written to the disk of a node; so the configuration alone raises."""
-    script = tmp_path / "refused.py"
-    script.write_text(REFUSED, encoding="utf-8")
-    environment = titan_environment(tmp_path)
-    code, output = run_script(script, str(SUPPORT), folder=tmp_path, environment=environment)
-    assert code == 1
-    assert "ValueError: last_save_in_hf is not supported" in output
-    assert "s3://bucket/run" in output
