@@ -16,8 +16,8 @@ import numpy as np
 from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError, StorageError
 from ckpt_storage.format.boxes import Box, Grid, compact, find_grid
-from ckpt_storage.format.columns import Counts
 from ckpt_storage.format.coverage import find_flaw
+from ckpt_storage.format.documents import Counts
 from ckpt_storage.format.manifest import Manifest, TensorRecord
 from ckpt_storage.store.store import Store
 

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from ckpt_storage.errors import IntegrityError
 from ckpt_storage.format.boxes import Box
-from ckpt_storage.format.columns import Counts
-from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.documents import Counts, FileRef
 from ckpt_storage.format.rank_manifest import BoxKey, BoxTable, RankManifest
 
 Words = NDArray[np.int32]

@@ -19,7 +19,7 @@ import numpy as np
 
 from ckpt_storage.errors import InvalidInputError
 
-from .columns import Counts
+from .documents import Counts
 
 
 class Box(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ckpt_storage.errors import FormatError, InvalidInputError, UnsafeContentError
 
-from .documents import MOST_SLOT_BYTES, FileRef, Getter, check_format, ref_from_json, seal, unseal
+from .documents import MOST_SLOT_BYTES, Fields, FileRef, format_of, seal, unseal
 from .names import is_save_id, manifest_path, slot_path, stock_copy_path
 
 
@@ -54,7 +54,7 @@ class SlotRecord:
         Raises `InvalidInputError` for one that is longer than readers take.
         """
         body: dict[str, Any] = {
-            "format": "ckpt_storage.commit/1",
+            "format": format_of("commit"),
             "type": self.type,
             "slot": self.slot,
             "write_id": self.write_id,
@@ -92,8 +92,7 @@ class SlotRecord:
         """
         where = slot_path(slot)
         body = unseal(data, path=where)
-        check_format(body, "commit", 1, path=where)
-        get = Getter(body, where)
+        get = Fields.of(body, "commit", where)
         kind = get.string("type")
         if kind not in {"commit", "fence", "deleted"}:
             raise FormatError(
@@ -108,18 +107,18 @@ class SlotRecord:
             type=kind,  # type: ignore[arg-type]  # checked above
             slot=slot,
             write_id=get.string("write_id"),
-            head=_head_from_json(body.get("head"), where),
+            head=_head_of(get, "head"),
             save_id=get.string("save_id") if kind == "commit" else None,
-            manifest=ref_from_json(body["manifest"], where) if body.get("manifest") else None,
-            stock=ref_from_json(body["stock"], where) if body.get("stock") else None,
-            stock_entries=get.count("stock_entries") if "stock_entries" in body else None,
-            previous=_head_from_json(body.get("previous"), where),
+            manifest=get.ref_if_any("manifest"),
+            stock=get.ref_if_any("stock"),
+            stock_entries=get.count("stock_entries") if "stock_entries" in get else None,
+            previous=_head_of(get, "previous"),
             fenced=tuple(get.strings("fenced")) if kind != "commit" else (),
             # Whatever is in it, the checkpoint can be read.
             user=user if kind == "commit" and isinstance(user, dict) else {},
             created_at=str(body.get("created_at", "")),
             host=str(body.get("host", "")),
-            pid=get.count("pid") if "pid" in body else 0,
+            pid=get.count("pid") if "pid" in get else 0,
         )
         if kind == "commit" and (
             record.manifest is None
@@ -150,11 +149,11 @@ class SlotRecord:
         return record
 
 
-def _head_from_json(value: object, where: str) -> HeadRef | None:
-    if value is None:
+def _head_of(get: Fields, key: str) -> HeadRef | None:
+    if key not in get:
         return None
-    get = Getter(value, where)
-    return HeadRef(slot=get.count("slot"), save_id=get.string("save_id"))
+    head = get.object(key)
+    return HeadRef(slot=head.count("slot"), save_id=head.string("save_id"))
 
 
 _FOOTER_MAGIC = b"CKPTSTO1"

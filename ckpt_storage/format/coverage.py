@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .boxes import Box
-from .columns import Counts
+from .documents import Counts
 
 _MOST_COMPARED = 128
 """Of up to as many chunks each is held against each; that takes no millisecond."""

@@ -1,4 +1,4 @@
-"""Documents that carry their own checksum: strict access, packed columns, limits.
+"""Documents that carry their own checksum: sealed JSON, strict access to it, packed columns.
 
 What is inflated is bounded before it is.
 """
@@ -9,11 +9,14 @@ import base64
 import binascii
 import json
 import re
-import sys
+import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
 
@@ -23,73 +26,42 @@ from .names import checked_path
 MOST_RANKS = 1 << 20
 """Of one save."""
 
-
 MOST_NAMES = 1 << 24
 """In one list of a document."""
-
 
 MOST_SLOT_BYTES = 4 << 20
 """Of a commit record; metrics take 16 KiB of it at most, and a fenced attempt 36 bytes."""
 
-
 MOST_DOCUMENT_BYTES = 1 << 30
-"""Of every other document of ours, and of an index of others; no reader inflates more either."""
+"""Of every other document of ours, and of an index of others."""
 
+MOST_INFLATED_BYTES = 256 << 20
+"""What all columns and names of one document may take together, inflated."""
 
-_HEAD = b'{"crc32c":"'
+DAMAGED = "Restore the file from a copy, or load another checkpoint."
 
+Counts = NDArray[np.int64]
 
-_MIDDLE = b'","body":'
-
-
-_TAIL = b"}\n"
-
-
-_DIGITS = slice(len(_HEAD), len(_HEAD) + 8)
-
-
-_BODY_START = _DIGITS.stop + len(_MIDDLE)
-
-
-_FORMAT = re.compile(r"ckpt_storage\.([a-z][a-z0-9_]*)/([1-9][0-9]{0,8})")
-
-
-_RESTORE = "Restore the file from a copy, or load another checkpoint."
-
-
+_T = TypeVar("_T")
 _WRONG_FILE = "Check that the URL names a checkpoint and that no other program wrote the file."
 
+_HEAD = b'{"crc32c":"'
+_MIDDLE = b'","body":'
+_TAIL = b"}\n"
+_DIGITS = slice(len(_HEAD), len(_HEAD) + 8)
+_BODY_START = _DIGITS.stop + len(_MIDDLE)
 
-def encode_crcs(crcs: Sequence[int]) -> str:
-    """Return checksums as packed CRCs: base64 of little-endian 32-bit words."""
-    words = array("I", crcs)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return base64.b64encode(words.tobytes()).decode("ascii")
+_MAJOR = 1
+_FORMAT = re.compile(r"ckpt_storage\.([a-z][a-z0-9_]*)/([1-9][0-9]{0,8})")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
-
-def decode_crcs(text: str, count: int, *, path: str | None = None) -> array[int]:
-    """Return the `count` checksums packed in `text` (type code "I").
-
-    Raises `FormatError`, with the `path` of the document, if `text` is not base64 or holds
-    another number of them.
-    """
-    try:
-        data = binascii.a2b_base64(text, strict_mode=True)
-    except ValueError:
-        data = None
-    if data is None or len(data) != 4 * count:
-        found = "not base64" if data is None else f"{len(data)} bytes"
-        raise FormatError(
-            f"{path or 'A document'} holds packed checksums that are {found}; {count} of them, "
-            f"{4 * count} bytes, belong there.",
-            path=path,
-            next_step=_WRONG_FILE,
-        )
-    words = array("I", data)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return words
+# What tensor libraries and file systems count with; a larger number only overflows in them.
+_MOST = (1 << 63) - 1
+_PLAIN_COUNT = 64
+_PLAIN_CHARS = 2048
+_INTEGER_BYTES = 8
+# Differences of ascending columns are small numbers with long runs; level 1 finds them all.
+_LEVEL = 1
 
 
 def seal(body: Mapping[str, object]) -> bytes:
@@ -124,71 +96,50 @@ def unseal(data: bytes, *, path: str) -> dict[str, Any]:
     and the `offset` before which it is sound; `FormatError` for a file that never was one, and
     for a body that is sound but no JSON object or that has a key twice.
     """
+    name = f"{path} ({len(data)} bytes)"
     damage = _envelope_damage(data)
     if damage is not None:
         offset, what = damage
         raise IntegrityError(
-            f"{path} ({len(data)} bytes) is damaged at or after byte {offset}: {what}.",
+            f"{name} is damaged at or after byte {offset}: {what}.",
             path=path,
             offset=offset,
-            next_step=_RESTORE,
+            next_step=DAMAGED,
         )
+    what, cause = "", None
     if data[: len(_HEAD)] != _HEAD:
-        raise FormatError(
-            f"{path} ({len(data)} bytes) is not a document of a checkpoint: it begins with "
-            f"{data[:16]!r}.",
-            path=path,
-            next_step=_WRONG_FILE,
-        )
-    try:
-        body = json.loads(
-            data[_BODY_START : -len(_TAIL)].decode(),
-            object_pairs_hook=_unique_keys,
-            parse_constant=_no_constant,
-        )
-        if b"\\ud" in data or b"\\uD" in data:
-            # Half of a surrogate pair, which only an escape can spell, is no text.
-            json.dumps(body, ensure_ascii=False).encode()
-    except (RecursionError, ValueError) as error:
-        raise FormatError(
-            f"{path} was written with a body that is not valid JSON: {error}.",
-            path=path,
-            next_step=_WRONG_FILE,
-        ) from error
-    if not isinstance(body, dict):
-        raise FormatError(
-            f"{path} was written with a body that is no JSON object.",
-            path=path,
-            next_step=_WRONG_FILE,
-        )
-    return body
+        what = f"{name} is not a document of a checkpoint: it begins with {data[:16]!r}."
+    else:
+        try:
+            body = _strict_json(data[_BODY_START : -len(_TAIL)])
+        except (RecursionError, ValueError) as error:
+            what = f"{path} was written with a body that is not valid JSON: {error}."
+            cause = error
+        else:
+            if isinstance(body, dict):
+                return body
+            what = f"{path} was written with a body that is no JSON object."
+    raise FormatError(what, path=path, next_step=_WRONG_FILE) from cause
 
 
-def encode_format(kind: str, major: int) -> str:
-    """Return what the key `format` of a document says: its kind and major version."""
-    return f"ckpt_storage.{kind}/{major}"
+def _strict_json(text: bytes) -> object:
+    """Return what JSON says. Raises `ValueError`, also for what only lenient readers take."""
+    value = json.loads(text.decode(), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    if b"\\ud" in text or b"\\uD" in text:
+        # Half of a surrogate pair, which only an escape can spell, is no text.
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
-def check_format(
-    body: Mapping[str, object], kind: str, major: int, *, path: str | None = None
-) -> None:
-    """Raise `FormatError` unless `body` is of this kind and major version; `path` is its file's."""
-    name = path or "A document"
-    found = body.get("format")
-    match = _FORMAT.fullmatch(found) if isinstance(found, str) else None
-    if match is None or match.group(1) != kind or int(match.group(2)) < major:
-        raise FormatError(
-            f"{name} has the format {found!r}; {encode_format(kind, major)!r} belongs there.",
-            path=path,
-            next_step=_WRONG_FILE,
-        )
-    if int(match.group(2)) > major:
-        raise FormatError(
-            f"{name} has the format {found!r}; the highest version that this release of "
-            f"ckpt_storage reads is {major}.",
-            path=path,
-            next_step="Install a newer ckpt_storage.",
-        )
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _envelope_damage(data: bytes) -> tuple[int, str] | None:
@@ -220,29 +171,9 @@ def _envelope_damage(data: bytes) -> tuple[int, str] | None:
     return _DIGITS.start, what
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("an object has a key twice")
-    return found
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
-
-
-_T = TypeVar("_T")
-
-DAMAGED = "Restore the file from a copy, or load another checkpoint."
-
-
-# What tensor libraries and file systems count with; a larger number only overflows in them.
-_MOST = (1 << 63) - 1
-
-
-def are_counts(value: object, *, least: int = 0) -> bool:
-    """Return whether `value` is a list of integers from `least` on that fit 64 bits."""
-    return isinstance(value, list) and all(type(n) is int and least <= n <= _MOST for n in value)
+def format_of(kind: str) -> str:
+    """Return what the key `format` of a document says: its kind and major version."""
+    return f"ckpt_storage.{kind}/{_MAJOR}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,12 +189,90 @@ class FileRef:
         return {"path": self.path, "bytes": self.size_bytes, "crc32c": f"{self.crc32c:08x}"}
 
 
+def pack_crcs(crcs: Sequence[int]) -> str:
+    """Return checksums as packed CRCs: base64 of little-endian 32-bit words."""
+    return _base64(np.asarray(crcs, dtype="<u4").tobytes())
+
+
+def pack_column(values: Sequence[int] | Counts) -> list[int] | dict[str, Any]:
+    """Return the JSON value of a column of integers that fit 64 bits."""
+    column: Counts = np.asarray(values, dtype=np.int64)
+    if len(column) <= _PLAIN_COUNT:
+        plain: list[int] = column.tolist()
+        return plain
+    # Differences of far numbers wrap around, and sums of them wrap back.
+    differences = np.diff(column, prepend=np.int64(0)).astype("<i8")
+    packed = zlib.compress(differences.tobytes(), _LEVEL)
+    return {"count": len(column), "zlib": _base64(packed)}
+
+
+def pack_names(names: Sequence[str]) -> list[str] | dict[str, Any]:
+    """Return the JSON value of a list of strings.
+
+    Raises `InvalidInputError` for half of a surrogate pair, which no document can hold.
+    """
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError:
+        name = next((name for name in names if _SURROGATE.search(name)), "")
+        raise InvalidInputError(
+            f"The name {name!r:.200} holds half of a surrogate pair, which is no text.",
+            next_step="Give this value a name that UTF-8 can spell.",
+        ) from None
+    if sum(map(len, names)) <= _PLAIN_CHARS:
+        return list(names)
+    text = json.dumps(list(names), ensure_ascii=False, separators=(",", ":")).encode()
+    return {"count": len(names), "bytes": len(text), "zlib": _base64(zlib.compress(text, 6))}
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+@dataclass(slots=True)
+class Allowance:
+    """What may still be inflated of a document."""
+
+    left_bytes: int = MOST_INFLATED_BYTES
+
+
+def _are_counts(value: object, least: int = 0) -> bool:
+    return isinstance(value, list) and all(type(n) is int and least <= n <= _MOST for n in value)
+
+
 @dataclass(frozen=True, slots=True)
-class Getter:
-    """Typed access to a JSON object; a wrong or missing value is a `FormatError`."""
+class Fields:
+    """Typed access to a JSON object; a wrong or missing value is a `FormatError`.
+
+    `where` names the document in errors. All objects of one document share an `allowance`.
+    """
 
     body: Any  # whatever the document holds at this place
     where: str
+    allowance: Allowance = field(default_factory=Allowance)
+
+    @classmethod
+    def of(cls, body: Mapping[str, object], kind: str, where: str) -> Fields:
+        """Return access to the body of a document of this kind, in a version that is known."""
+        found = body.get("format")
+        match = _FORMAT.fullmatch(found) if isinstance(found, str) else None
+        if match is None or match[1] != kind or int(match[2]) < _MAJOR:
+            raise FormatError(
+                f"{where} has the format {found!r}; {format_of(kind)!r} belongs there.",
+                path=where,
+                next_step=_WRONG_FILE,
+            )
+        if int(match[2]) > _MAJOR:
+            raise FormatError(
+                f"{where} has the format {found!r}; the highest version that this release of "
+                f"ckpt_storage reads is {_MAJOR}.",
+                path=where,
+                next_step="Install a newer ckpt_storage.",
+            )
+        return cls(body, where)
+
+    def __contains__(self, key: str) -> bool:
+        return isinstance(self.body, Mapping) and self.body.get(key) is not None
 
     def fail(self, what: str) -> NoReturn:
         """Raise the `FormatError` that says what the document has or does."""
@@ -279,9 +288,9 @@ class Getter:
         """Return a string."""
         return self._get(key, str)
 
-    def count(self, key: str, *, below: int | None = None) -> int:
-        """Return an integer from 0 on, less than `below`."""
-        return self._get(key, int, lambda n: 0 <= n <= _MOST and (below is None or n < below))
+    def count(self, key: str) -> int:
+        """Return an integer from 0 on."""
+        return self._get(key, int, lambda n: 0 <= n <= _MOST)
 
     def items(self, key: str) -> list[Any]:
         """Return a list of anything."""
@@ -295,22 +304,18 @@ class Getter:
         """Return a list of strings."""
         return self._get(key, list, lambda v: all(isinstance(s, str) for s in v))
 
-    def objects(self, key: str) -> list[Getter]:
-        """Return access to each entry of a list of objects."""
-        entries = self._get(key, list, lambda v: all(isinstance(entry, dict) for entry in v))
-        return [Getter(entry, self.where) for entry in entries]
-
-    def counts(self, key: str, length: int | None = None, *, least: int = 0) -> list[int]:
-        """Return a list of `length` integers from `least` on."""
-        return self._get(
-            key,
-            list,
-            lambda v: (length is None or len(v) == length) and are_counts(v, least=least),
-        )
-
     def lists_of_counts(self, key: str) -> list[list[int]]:
         """Return a list of lists of integers from 0 on."""
-        return self._get(key, list, lambda v: all(map(are_counts, v)))
+        return self._get(key, list, lambda v: all(map(_are_counts, v)))
+
+    def object(self, key: str) -> Fields:
+        """Return access to an object."""
+        return Fields(self.mapping(key), self.where, self.allowance)
+
+    def objects(self, key: str) -> list[Fields]:
+        """Return access to each entry of a list of objects."""
+        entries = self._get(key, list, lambda v: all(isinstance(entry, dict) for entry in v))
+        return [Fields(entry, self.where, self.allowance) for entry in entries]
 
     def crc(self, key: str) -> int:
         """Return a checksum that is spelt as 8 hexadecimal digits."""
@@ -323,12 +328,107 @@ class Getter:
             self.fail(f"has {text!r:.40} where the checksum {key!r} should be")
         return value
 
+    def ref(self) -> FileRef:
+        """Return the file that this object refers to; its path stays below the checkpoint."""
+        return FileRef(
+            path=checked_path(self.string("path"), where=self.where),
+            size_bytes=self.count("bytes"),
+            crc32c=self.crc("crc32c"),
+        )
 
-def ref_from_json(value: object, where: str) -> FileRef:
-    """Return the reference that a JSON object spells; its path stays below the checkpoint."""
-    get = Getter(value, where)
-    return FileRef(
-        path=checked_path(get.string("path"), where=where),
-        size_bytes=get.count("bytes"),
-        crc32c=get.crc("crc32c"),
-    )
+    def ref_if_any(self, key: str) -> FileRef | None:
+        """Return the file that an object refers to, None where there is none."""
+        return self.object(key).ref() if key in self else None
+
+    def crcs(self, key: str, count: int) -> array[int]:
+        """Return `count` packed checksums (type code "I")."""
+        try:
+            data = binascii.a2b_base64(self.string(key), strict_mode=True)
+        except ValueError:
+            data = b"?"
+        if len(data) != 4 * count:
+            self.fail(f"holds packed checksums in {key!r} that are not the {count} they should be")
+        return array("I", np.frombuffer(data, dtype="<u4").astype(np.uint32).tobytes())
+
+    def column(
+        self, key: str, *, count: int | None = None, least: int = 0, below: int = 1 << 63
+    ) -> Counts:
+        """Return `count` integers from `least` on, less than `below`."""
+        if isinstance(self.body, Mapping) and isinstance(self.body.get(key), list):
+            plain = self._get(key, list, lambda v: _are_counts(v, least))
+            self._take(key, len(plain) * _INTEGER_BYTES)
+            column = np.array(plain, dtype=np.int64)
+        else:
+            packed = self.object(key)
+            size_bytes = packed.count("count") * _INTEGER_BYTES
+            words = np.frombuffer(packed.inflate(key, size_bytes), dtype="<i8")
+            column = np.cumsum(words, dtype=np.int64)
+        if count is not None and len(column) != count:
+            self.fail(f"has {len(column)} entries in {key!r}, where {count} belong")
+        if len(column) and (int(column.min()) < least or int(column.max()) >= below):
+            self.fail(f"has a number in {key!r} that cannot be")
+        return column
+
+    def names(self, key: str) -> list[str]:
+        """Return packed strings."""
+        if isinstance(self.body, Mapping) and isinstance(self.body.get(key), list):
+            return self.strings(key)
+        packed = self.object(key)
+        count = packed.count("count")
+        if count > MOST_NAMES:
+            self.fail(f"declares more than {MOST_NAMES} names in {key!r}")
+        names: Any = None
+        try:
+            names = _strict_json(packed.inflate(key, packed.count("bytes")))
+        except (RecursionError, ValueError):
+            names = None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            self.fail(f"has {key!r} that are no names")
+        if len(names) != count:
+            self.fail(f"has another number of names in {key!r} than it says")
+        return names
+
+    def _take(self, key: str, size_bytes: int) -> None:
+        self.allowance.left_bytes -= size_bytes
+        if self.allowance.left_bytes < 0:
+            self.fail(f"declares more than may be inflated of a document up to {key!r}")
+
+    def inflate(self, key: str, size_bytes: int) -> bytes:
+        """Return exactly `size_bytes` of a stream; `key` is for errors."""
+        self._take(key, size_bytes)
+        inflater = zlib.decompressobj()
+        try:
+            data = binascii.a2b_base64(self.string("zlib"), strict_mode=True)
+            # One byte more than there may be, so that the end of a sound stream is seen.
+            found = inflater.decompress(data, size_bytes + 1)
+        except (ValueError, zlib.error):
+            found = b""
+        if len(found) != size_bytes or not inflater.eof or inflater.unused_data:
+            self.fail(f"has packed {key!r} that are not the {size_bytes} bytes that they should be")
+        return found
+
+
+class LazyList(Sequence[_T]):
+    """So many values, each made when it is asked for; equal to any sequence of equal values."""
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+    def __init__(self, count: int, make: Callable[[int], _T]) -> None:
+        self._count = count
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[_T]: ...
+
+    def __getitem__(self, index: int | slice) -> _T | list[_T]:
+        found = range(self._count)[index]
+        return self._make(found) if isinstance(found, int) else list(map(self._make, found))
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented

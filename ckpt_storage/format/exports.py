@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from ckpt_storage.errors import FormatError
 
-from .documents import FileRef, Getter, check_format, encode_format, ref_from_json, seal, unseal
+from .documents import Fields, FileRef, format_of, seal, unseal
 from .names import INDEX_NAME, is_save_id
 
 __all__ = [
@@ -207,9 +207,7 @@ class WeightFileRecord:
     def decode(cls, data: bytes, *, path: str) -> Self:
         """Return what a document says. Raises `IntegrityError`, `FormatError`."""
         get = _opened(data, "weight_file", path)
-        return cls(
-            fingerprint=_fingerprint(get), file=ref_from_json(get.mapping("file"), where=path)
-        )
+        return cls(fingerprint=_fingerprint(get), file=get.object("file").ref())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +248,8 @@ class ExportRecord:
             save_id=save_id,
             source_format=get.string("source_format"),
             source=str(get.body.get("source", "")),
-            files=tuple(ref_from_json(one.body, path) for one in get.objects("files")),
-            index=ref_from_json(get.mapping("index"), path),
+            files=tuple(one.ref() for one in get.objects("files")),
+            index=get.object("index").ref(),
             ties={str(alias): str(target) for alias, target in get.mapping("ties").items()},
         )
 
@@ -283,16 +281,14 @@ class IndexTag:
 
 
 def _sealed(kind: str, body: Mapping[str, Any], stamp: Mapping[str, Any]) -> bytes:
-    return seal({"format": encode_format(kind, 1), **body, **stamp})
+    return seal({"format": format_of(kind), **body, **stamp})
 
 
-def _opened(data: bytes, kind: str, path: str) -> Getter:
-    body = unseal(data, path=path)
-    check_format(body, kind, 1, path=path)
-    return Getter(body, path)
+def _opened(data: bytes, kind: str, path: str) -> Fields:
+    return Fields.of(unseal(data, path=path), kind, path)
 
 
-def _series(get: Getter) -> Iterator[Series]:
+def _series(get: Fields) -> Iterator[Series]:
     for one in get.body.get("series", ()):
         match one:
             case [int(count), str(suffix)] if count > 0:
@@ -301,7 +297,7 @@ def _series(get: Getter) -> Iterator[Series]:
                 get.fail(f"has {one!r:.80} where a series of names should be")
 
 
-def _fingerprint(get: Getter) -> str:
+def _fingerprint(get: Fields) -> str:
     text = get.string("fingerprint")
     if not _FINGERPRINT.fullmatch(text):
         raise FormatError(

@@ -16,28 +16,19 @@ from typing import Any
 import numpy as np
 
 from .boxes import Box, Grid, compact
-from .columns import Columns, Counts, LazyList, pack_column, pack_names
 from .coverage import find_flaw
 from .documents import (
     MOST_RANKS,
+    Fields,
     FileRef,
-    Getter,
-    check_format,
-    decode_crcs,
-    encode_crcs,
-    encode_format,
-    ref_from_json,
+    LazyList,
+    format_of,
+    pack_column,
+    pack_crcs,
+    pack_names,
 )
 from .names import rank_manifest_path, shard_path, stock_copy_path
-from .rank_manifest import (
-    boxes_from_json,
-    boxes_to_json,
-    check_dtypes,
-    save_id_of,
-    ties_from_json,
-)
-
-_MAJOR = 1
+from .rank_manifest import boxes_from_json, boxes_to_json, dtypes_of, save_id_of, ties_of
 
 Chunks = Sequence[tuple[Box, int]]
 """Chunks that form no grid, each with the rank that wrote it."""
@@ -100,7 +91,7 @@ class Manifest:
         names = list(dict.fromkeys(self.hosts))
         at = {name: number for number, name in enumerate(names)}
         body: dict[str, Any] = {
-            "format": encode_format("manifest", _MAJOR),
+            "format": format_of("manifest"),
             "save_id": self.save_id,
             "world_size": self.world_size,
             "created_at": self.created_at,
@@ -112,7 +103,7 @@ class Manifest:
             },
             "planner_data": None
             if self.planner_data is None
-            else pack_names([_spelt(*entry) for entry in self.planner_data.items()]),
+            else pack_names([_spell(entry) for entry in self.planner_data.items()]),
             "files": {
                 "rank": pack_column([rank for _, rank in self.files]),
                 **_refs_to_json([ref for ref, _ in self.files]),
@@ -137,50 +128,46 @@ class Manifest:
         Raises `FormatError` for anything that contradicts itself, `UnsafeContentError` for a path
         that leaves the checkpoint.
         """
-        check_format(body, "manifest", _MAJOR, path=where)
-        get, columns = Getter(body, where), Columns(where)
+        get = Fields.of(body, "manifest", where)
         save_id, world_size = save_id_of(get), get.count("world_size")
         if world_size > MOST_RANKS:
             get.fail(f"declares more than {MOST_RANKS} ranks")
-        tensors = decode_tensors(body, columns, world_size)
-        blobs = get.mapping("blobs")
-        blob_fqns = columns.names(blobs, "fqns")
-        blob_ranks = columns.column(blobs, "rank", count=len(blob_fqns), below=world_size)
-        by_fqn = {tensor.fqn: tensor for tensor in tensors}
-        if len({*by_fqn, *blob_fqns}) != len(tensors) + len(blob_fqns):
+        records = decode_tensors(get, world_size)
+        tensors = {record.fqn: record for record in records}
+        blobs = get.object("blobs")
+        blob_fqns = blobs.names("fqns")
+        blob_ranks = blobs.column("rank", count=len(blob_fqns), below=world_size)
+        if len({*tensors, *blob_fqns}) != len(records) + len(blob_fqns):
             get.fail("has two values of one name")
-        hosts = get.mapping("hosts")
-        names = columns.names(hosts, "names")
-        host_of = columns.column(hosts, "rank", count=world_size, below=len(names)).tolist()
-        stock = ref_from_json(body["stock"], where) if body.get("stock") else None
+        hosts = get.object("hosts")
+        names = hosts.names("names")
+        stock = get.ref_if_any("stock")
         if stock is not None and stock.path != stock_copy_path(save_id):
             # Who copies would write there.
             get.fail(f"names {stock.path!r:.200}, which is no document of this save")
-        writer = get.mapping("writer") if "writer" in body else {}
+        writer = get.mapping("writer") if "writer" in get else {}
         return cls(
             save_id=save_id,
             world_size=world_size,
             created_at=str(body.get("created_at", "")),
             writer={key: str(value) for key, value in writer.items()},
-            tensors=by_fqn,
+            tensors=tensors,
             blobs=dict(zip(blob_fqns, blob_ranks.tolist(), strict=True)),
-            planner_data=_planner_data_of(body, columns, get),
-            files=_files_from_json(get.mapping("files"), columns, save_id, world_size),
-            ranks=_refs_from_json(
-                get.mapping("ranks"),
-                columns,
-                world_size,
-                partial(rank_manifest_path, save_id),
-            ),
-            hosts=[names[at] for at in host_of],
+            planner_data=_planner_data_of(get),
+            files=_files_of(get.object("files"), save_id, world_size),
+            ranks=_refs_of(get.object("ranks"), world_size, partial(rank_manifest_path, save_id)),
+            hosts=[
+                names[at]
+                for at in hosts.column("rank", count=world_size, below=len(names)).tolist()
+            ],
             stock=stock,
-            stock_entries=get.count("stock_entries") if "stock_entries" in body else None,
-            ties=_checked_ties(get, by_fqn),
+            stock_entries=get.count("stock_entries") if "stock_entries" in get else None,
+            ties=_ties_of(get, tensors),
         )
 
 
-def _checked_ties(get: Getter, tensors: Mapping[str, TensorRecord]) -> dict[str, str]:
-    ties = ties_from_json(get, tensors.keys())
+def _ties_of(get: Fields, tensors: Mapping[str, TensorRecord]) -> dict[str, str]:
+    ties = ties_of(get, tensors)
     for alias, target in ties.items():
         a, b = tensors[alias], tensors[target]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
@@ -191,40 +178,30 @@ def _checked_ties(get: Getter, tensors: Mapping[str, TensorRecord]) -> dict[str,
 def _refs_to_json(refs: Sequence[FileRef]) -> dict[str, Any]:
     return {
         "bytes": pack_column([ref.size_bytes for ref in refs]),
-        "crc32c": encode_crcs([ref.crc32c for ref in refs]),
+        "crc32c": pack_crcs([ref.crc32c for ref in refs]),
     }
 
 
-def _refs_from_json(
-    body: object, columns: Columns, count: int, path_of: Callable[[int], str]
-) -> Sequence[FileRef]:
-    sizes = columns.column(body, "bytes", count=count)
-    text = Getter(body, columns.where).string("crc32c")
-    crcs = decode_crcs(text, count, path=columns.where)
-    return LazyList(count, partial(_ref, path_of, sizes, crcs))
+def _refs_of(get: Fields, count: int, path_of: Callable[[int], str]) -> Sequence[FileRef]:
+    sizes, crcs = get.column("bytes", count=count), get.crcs("crc32c", count)
+
+    def ref(at: int) -> FileRef:
+        return FileRef(path=path_of(at), size_bytes=int(sizes[at]), crc32c=crcs[at])
+
+    return LazyList(count, ref)
 
 
-def _ref(path_of: Callable[[int], str], sizes: Counts, crcs: Sequence[int], at: int) -> FileRef:
-    return FileRef(path=path_of(at), size_bytes=int(sizes[at]), crc32c=crcs[at])
-
-
-def _files_from_json(
-    body: object, columns: Columns, save_id: str, world_size: int
-) -> Sequence[tuple[FileRef, int]]:
-    ranks = columns.column(body, "rank", below=world_size)
+def _files_of(get: Fields, save_id: str, world_size: int) -> Sequence[tuple[FileRef, int]]:
+    ranks = get.column("rank", below=world_size)
     if len(ranks) and int(np.diff(ranks, prepend=0).min()) < 0:
-        Getter(body, columns.where).fail("lists files that are not in order of rank")
+        get.fail("lists files that are not in order of rank")
     index = np.arange(len(ranks)) - np.searchsorted(ranks, ranks)
-    refs = _refs_from_json(body, columns, len(ranks), partial(_shard_path, save_id, ranks, index))
-    return LazyList(len(ranks), partial(_file, refs, ranks))
 
+    def path(at: int) -> str:
+        return shard_path(save_id, int(ranks[at]), int(index[at]))
 
-def _shard_path(save_id: str, ranks: Counts, index: Counts, at: int) -> str:
-    return shard_path(save_id, int(ranks[at]), int(index[at]))
-
-
-def _file(refs: Sequence[FileRef], ranks: Counts, at: int) -> tuple[FileRef, int]:
-    return refs[at], int(ranks[at])
+    refs = _refs_of(get, len(ranks), path)
+    return LazyList(len(ranks), lambda at: (refs[at], int(ranks[at])))
 
 
 def encode_tensors(tensors: Iterable[TensorRecord]) -> dict[str, Any]:
@@ -277,23 +254,16 @@ def _layout_to_json(cut: Grid | Chunks | None) -> dict[str, Any]:
     return {**boxes_to_json(boxes), "ranks": pack_column([rank for _, rank in cut or ()])}
 
 
-def decode_tensors(
-    body: Mapping[str, Any], columns: Columns, world_size: int
-) -> list[TensorRecord]:
+def decode_tensors(get: Fields, world_size: int) -> list[TensorRecord]:
     """Return the tensors of a manifest. Raises `FormatError`."""
-    get = Getter(body, columns.where)
-    dtypes, shapes = get.strings("dtypes"), get.lists_of_counts("shapes")
-    check_dtypes(get, dtypes)
-    layouts = [
-        _layout_from_json(entry.body, columns, world_size) for entry in get.objects("layouts")
-    ]
-    table = get.mapping("tensors")
-    fqns = columns.names(table, "fqns")
-    count = len(fqns)
-    kinds = columns.column(table, "dtype", count=count, below=len(dtypes)).tolist()
-    forms = columns.column(table, "shape", count=count, below=len(shapes)).tolist()
-    cuts = columns.column(table, "layout", count=count, below=len(layouts)).tolist()
-    sizes = [tuple(shape) for shape in shapes]
+    dtypes, sizes = dtypes_of(get), list(map(tuple, get.lists_of_counts("shapes")))
+    layouts = [_layout_of(entry, world_size) for entry in get.objects("layouts")]
+    table = get.object("tensors")
+    fqns = table.names("fqns")
+    kinds, forms, cuts = (
+        table.column(key, count=len(fqns), below=len(those)).tolist()
+        for key, those in (("dtype", dtypes), ("shape", sizes), ("layout", layouts))
+    )
     pairs = list(zip(forms, cuts, strict=True))
     for form, cut in set(pairs):
         if not _makes_up(sizes[form], layouts[cut]):
@@ -313,17 +283,16 @@ def decode_tensors(
     ]
 
 
-def _layout_from_json(body: Mapping[str, Any], columns: Columns, world_size: int) -> Grid | Chunks:
-    get = Getter(body, columns.where)
-    ranks = columns.column(body, "ranks", below=world_size)
-    if "cuts" not in body:
-        boxes = boxes_from_json(body, columns)
+def _layout_of(get: Fields, world_size: int) -> Grid | Chunks:
+    ranks = get.column("ranks", below=world_size)
+    if "cuts" not in get:
+        boxes = boxes_from_json(get)
         if len(boxes) != len(ranks):
             get.fail("has a layout with more or fewer ranks than chunks")
         return [(Box(*box), rank) for box, rank in zip(boxes, ranks.tolist(), strict=True)]
     cuts: list[Sequence[int]] = []
     for entry in get.items("cuts"):
-        starts = columns.column({"cut": entry}, "cut")
+        starts = Fields({"cut": entry}, get.where, get.allowance).column("cut")
         if not len(starts) or starts[0] != 0 or bool((np.diff(starts) <= 0).any()):
             get.fail("has a cut that does not ascend from 0")
         cuts.append(compact(starts))
@@ -341,21 +310,30 @@ def _makes_up(shape: tuple[int, ...], layout: Grid | Chunks) -> bool:
     return find_flaw(shape, [box for box, _ in layout]) is None
 
 
-def _spelt(fqn: str, path: tuple[str | int, ...]) -> str:
-    """Return the JSON text of an entry; an encoder that is called for each takes thrice as long."""
-    keys = (_quoted(key) if isinstance(key, str) else str(key) for key in path)
-    return f"[{_quoted(fqn)}, [{', '.join(keys)}]]"
+# One for all: an encoder or a decoder that is made for each entry takes thrice as long.
+_spell = json.JSONEncoder(ensure_ascii=False).encode
 
 
-_quoted: Callable[[str], str] = json.encoder.encode_basestring
+def _no_constant(name: str) -> object:
+    raise ValueError(name)
 
 
-def _planner_data_of(body: Mapping[str, Any], columns: Columns, get: Getter) -> PlannerData | None:
-    if body.get("planner_data") is None:
+_decode = json.JSONDecoder(parse_constant=_no_constant).decode
+
+
+def _planner_data_of(get: Fields) -> PlannerData | None:
+    if "planner_data" not in get:
         return None
     data: PlannerData = {}
-    for entry in columns.names(body, "planner_data"):
-        match _decoded(entry):
+    for entry in get.names("planner_data"):
+        try:
+            found = _decode(entry)
+            if "\\u" in entry:
+                # Half of a surrogate pair is no text.
+                _spell(found).encode()
+        except (RecursionError, ValueError):
+            found = None
+        match found:
             case [str(fqn), list(path)] if set(map(type, path)) <= {str, int}:
                 pass
             case _:
@@ -364,24 +342,3 @@ def _planner_data_of(body: Mapping[str, Any], columns: Columns, get: Getter) -> 
             get.fail(f"has two planner_data entries for {fqn!r:.80}")
         data[fqn] = tuple(path)
     return data
-
-
-def _no_constant(name: str) -> object:
-    raise ValueError(name)
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
-
-
-def _decoded(text: str) -> object:
-    """Return what a JSON text spells; None if it is none or spells half of a surrogate pair."""
-    try:
-        # `raw_decode` takes no blank before the text, as `decode` does, and is faster.
-        value, end = _DECODER.raw_decode(text) if text[:1] == "[" else (None, -1)
-        if end != len(text):
-            value = _DECODER.decode(text)
-        if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()
-    except (RecursionError, ValueError):
-        return None
-    return value

@@ -17,18 +17,17 @@ import numpy as np
 from ckpt_storage.errors import FormatError, InvalidInputError
 from ckpt_storage.options import MIN_BLOCK_BYTES
 
-from .columns import Columns, Counts, pack_column, pack_names
 from .crc import combine_blocks
-from .documents import FileRef, Getter, check_format, decode_crcs, encode_crcs, encode_format
+from .documents import Counts, Fields, FileRef, format_of, pack_column, pack_crcs, pack_names
 from .dtypes import DTYPES
 from .names import is_save_id, shard_path
 
 BoxKey = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a chunk."""
 
-_MAJOR = 1
 _MOST = (1 << 63) - 1
 _MOST_DIMS = 64
+_POSITIONS = ("item_start", "item_bytes", "payload_start", "payload_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +70,6 @@ class ShardFile:
         counts = (-(-length // size) for length in self.items.payload_bytes)
         return list(itertools.accumulate(counts, initial=0))
 
-    def frames(self) -> list[tuple[int, int]]:
-        """Return the byte interval `[start, end)` of every frame, in order."""
-        items = self.items
-        starts = [0, *map(int.__add__, items.payload_start, items.payload_bytes)]
-        return list(zip(starts, [*items.payload_start, self.size_bytes], strict=True))
-
     def payload_crcs(self, wanted: Iterable[int]) -> list[int]:
         """Return the checksums of the payloads of these items, combined from their blocks."""
         items, starts = self.items, self.block_starts()
@@ -118,7 +111,7 @@ class RankManifest:
         boxes = BoxTable()
         files = [self._file_to_json(index, file, boxes) for index, file in enumerate(self.files)]
         body: dict[str, Any] = {
-            "format": encode_format("rank", _MAJOR),
+            "format": format_of("rank"),
             "save_id": self.save_id,
             "rank": self.rank,
             "world_size": self.world_size,
@@ -151,13 +144,10 @@ class RankManifest:
                 "fqn": pack_column(items.fqn),
                 "dtype": pack_column(items.dtype),
                 "box": pack_column(boxes.refer(items)),
-                "item_start": pack_column(items.item_start),
-                "item_bytes": pack_column(items.item_bytes),
-                "payload_start": pack_column(items.payload_start),
-                "payload_bytes": pack_column(items.payload_bytes),
+                **{key: pack_column(getattr(items, key)) for key in _POSITIONS},
             },
-            "block_crcs": encode_crcs(items.block_crcs),
-            "frame_crcs": encode_crcs(items.frame_crcs),
+            "block_crcs": pack_crcs(items.block_crcs),
+            "frame_crcs": pack_crcs(items.frame_crcs),
         }
 
     @classmethod
@@ -166,26 +156,24 @@ class RankManifest:
 
         Raises `FormatError` for anything that contradicts itself.
         """
-        check_format(body, "rank", _MAJOR, path=where)
-        get, columns = Getter(body, where), Columns(where)
-        save_id, rank = save_id_of(get), get.count("rank")
-        fqns, dtypes = columns.names(body, "fqns"), get.strings("dtypes")
-        check_dtypes(get, dtypes)
-        decoder = _Decoder(columns, fqns, dtypes, boxes_from_json(body.get("boxes"), columns))
+        get = Fields.of(body, "rank", where)
+        save_id, rank, fqns = save_id_of(get), get.count("rank"), get.names("fqns")
+        decoder = _Decoder(len(fqns), dtypes_of(get), boxes_from_json(get.object("boxes")))
+        files = get.objects("files")
         return cls(
             save_id=save_id,
             rank=rank,
             world_size=get.count("world_size"),
             host=str(body.get("host", "")),
-            pid=get.count("pid") if "pid" in body else 0,
+            pid=get.count("pid") if "pid" in get else 0,
             fqns=fqns,
-            dtypes=dtypes,
+            dtypes=decoder.dtypes,
             files=[
                 decoder.file(entry, shard_path(save_id, rank, index))
-                for index, entry in enumerate(get.items("files"))
+                for index, entry in enumerate(files)
             ],
-            ties=ties_from_json(get, fqns),
-            unsafe=_unsafe_from_json(get, fqns),
+            ties=ties_of(get, fqns),
+            unsafe=_unsafe_of(get, fqns),
         )
 
 
@@ -221,12 +209,12 @@ def boxes_to_json(boxes: Sequence[BoxKey]) -> dict[str, Any]:
     }
 
 
-def boxes_from_json(value: object, columns: Columns) -> list[BoxKey]:
+def boxes_from_json(get: Fields) -> list[BoxKey]:
     """Return the boxes that columns spell. Raises `FormatError`."""
-    ndim = columns.column(value, "ndim", below=_MOST_DIMS + 1)
+    ndim = get.column("ndim", below=_MOST_DIMS + 1)
     total = int(ndim.sum())
-    offsets = columns.column(value, "offsets", count=total).tolist()
-    sizes = columns.column(value, "sizes", count=total).tolist()
+    offsets = get.column("offsets", count=total).tolist()
+    sizes = get.column("sizes", count=total).tolist()
     ends = np.cumsum(ndim).tolist()
     return [
         (tuple(offsets[start:end]), tuple(sizes[start:end]))
@@ -234,7 +222,7 @@ def boxes_from_json(value: object, columns: Columns) -> list[BoxKey]:
     ]
 
 
-def save_id_of(get: Getter) -> str:
+def save_id_of(get: Fields) -> str:
     """Return the save id of a document; paths are made of it."""
     save_id = get.string("save_id")
     if not is_save_id(save_id):
@@ -242,8 +230,9 @@ def save_id_of(get: Getter) -> str:
     return save_id
 
 
-def check_dtypes(get: Getter, dtypes: Sequence[str]) -> None:
-    """Raise `FormatError` for a dtype that is not known here, or is listed twice."""
+def dtypes_of(get: Fields) -> list[str]:
+    """Return the dtypes of a document. Raises `FormatError` for one not known or listed twice."""
+    dtypes = get.strings("dtypes")
     unknown = [name for name in dtypes if name not in DTYPES]
     if unknown:
         raise FormatError(
@@ -254,14 +243,13 @@ def check_dtypes(get: Getter, dtypes: Sequence[str]) -> None:
         )
     if len(set(dtypes)) != len(dtypes):
         get.fail("names a dtype twice")
+    return dtypes
 
 
-def ties_from_json(get: Getter, fqns: Iterable[str]) -> dict[str, str]:
+def ties_of(get: Fields, fqns: Iterable[str]) -> dict[str, str]:
     """Return alias -> target; {} where the document has none."""
-    if "ties" not in get.body:
-        return {}
-    ties = get.mapping("ties")
-    known = frozenset(fqns)
+    ties = get.mapping("ties") if "ties" in get else {}
+    known = frozenset(fqns) if ties else frozenset()
     for alias, target in ties.items():
         named = isinstance(target, str) and alias in known and target in known
         if not named or target in ties:
@@ -269,25 +257,21 @@ def ties_from_json(get: Getter, fqns: Iterable[str]) -> dict[str, str]:
     return ties
 
 
-def _unsafe_from_json(get: Getter, fqns: Iterable[str]) -> dict[str, str]:
-    if "unsafe" not in get.body:
-        return {}
-    unsafe = get.mapping("unsafe")
-    known = frozenset(fqns)
+def _unsafe_of(get: Fields, fqns: Iterable[str]) -> dict[str, str]:
+    unsafe = get.mapping("unsafe") if "unsafe" in get else {}
+    known = frozenset(fqns) if unsafe else frozenset()
     for fqn, named in unsafe.items():
         if fqn not in known or not isinstance(named, str):
             get.fail(f"calls {fqn!r:.80} unsafe in a way that cannot be")
-    return dict(unsafe)
+    return unsafe
 
 
 class _Decoder:
     """What the columns of a rank's files refer to; the dtypes are known ones."""
 
-    def __init__(
-        self, columns: Columns, fqns: Sequence[str], dtypes: Sequence[str], boxes: Sequence[BoxKey]
-    ) -> None:
-        self._columns = columns
-        self._fqn_count = len(fqns)
+    def __init__(self, fqn_count: int, dtypes: list[str], boxes: list[BoxKey]) -> None:
+        self.dtypes = dtypes
+        self._fqn_count = fqn_count
         self._boxes = boxes
         self._item_bytes: Counts = np.array(
             [DTYPES[name].item_bytes for name in dtypes], dtype=np.int64
@@ -295,30 +279,23 @@ class _Decoder:
         volumes = (math.prod(sizes) for _, sizes in boxes)
         self._volumes: Counts = np.array([v if v <= _MOST else -1 for v in volumes], dtype=np.int64)
 
-    def file(self, value: object, path: str) -> ShardFile:
+    def file(self, get: Fields, path: str) -> ShardFile:
         """Return the file at `path` that a JSON object tells of.
 
         Raises `FormatError` for items that overlap, leave the file, or do not hold what they say.
         """
-        columns, where = self._columns, self._columns.where
-        get = Getter(value, where)
         size_bytes, block_bytes = get.count("bytes"), get.count("block_bytes")
         if block_bytes < MIN_BLOCK_BYTES or block_bytes % 64:
             get.fail(f"says that blocks of {path} have {block_bytes} bytes")
-        body = get.mapping("items")
-        fqn = columns.column(body, "fqn", below=self._fqn_count)
+        items = get.object("items")
+        fqn = items.column("fqn", below=self._fqn_count)
         count = len(fqn)
-        below = len(self._item_bytes)
-        dtype = columns.column(body, "dtype", count=count, least=-1, below=below)
-        box = columns.column(body, "box", count=count, least=-1, below=len(self._boxes))
-        item_start, item_bytes, payload_start, payload_bytes = (
-            columns.column(body, key, count=count)
-            for key in ("item_start", "item_bytes", "payload_start", "payload_bytes")
-        )
+        dtype = items.column("dtype", count=count, least=-1, below=len(self._item_bytes))
+        box = items.column("box", count=count, least=-1, below=len(self._boxes))
+        positions = [items.column(key, count=count) for key in _POSITIONS]
         # Unsigned, so that no sum of two of them wraps around.
-        start, payload = item_start.astype(np.uint64), payload_start.astype(np.uint64)
-        stop = start + item_bytes.astype(np.uint64)
-        payload_stop = payload + payload_bytes.astype(np.uint64)
+        start, item_bytes, payload, payload_bytes = (at.astype(np.uint64) for at in positions)
+        stop, payload_stop = start + item_bytes, payload + payload_bytes
         before = np.concatenate((np.zeros(1, dtype=np.uint64), stop[:-1]))[:count]
         good = (
             (before <= start)
@@ -329,12 +306,12 @@ class _Decoder:
         )
         held = (dtype >= 0) & (box >= 0)
         if held.any():
-            length, one = payload_bytes[held], self._item_bytes[dtype[held]]
+            length, one = positions[3][held], self._item_bytes[dtype[held]]
             # Divided, because a product of 64 bits might wrap around.
             good[held] &= (length % one == 0) & (length // one == self._volumes[box[held]])
         if not good.all():
             get.fail(f"describes item {int(np.argmin(good))} of {path} in a way that cannot be")
-        block_count = int((-(-payload_bytes // block_bytes)).sum())
+        block_count = int((-(-positions[3] // block_bytes)).sum())
         boxes = [*self._boxes, (None, None)]
         at = box.tolist()
         return ShardFile(
@@ -347,11 +324,8 @@ class _Decoder:
                 dtype=dtype.tolist(),
                 offsets=[boxes[i][0] for i in at],
                 sizes=[boxes[i][1] for i in at],
-                item_start=item_start.tolist(),
-                item_bytes=item_bytes.tolist(),
-                payload_start=payload_start.tolist(),
-                payload_bytes=payload_bytes.tolist(),
-                block_crcs=decode_crcs(get.string("block_crcs"), block_count, path=where),
-                frame_crcs=decode_crcs(get.string("frame_crcs"), count + 1, path=where),
+                **{key: at.tolist() for key, at in zip(_POSITIONS, positions, strict=True)},
+                block_crcs=get.crcs("block_crcs", block_count),
+                frame_crcs=get.crcs("frame_crcs", count + 1),
             ),
         )

@@ -18,8 +18,7 @@ from ckpt_storage.errors import (
     IntegrityError,
     StorageError,
 )
-from ckpt_storage.format.columns import Columns, pack_column
-from ckpt_storage.format.documents import Getter, check_format, encode_format, seal, unseal
+from ckpt_storage.format.documents import Fields, format_of, pack_column, seal, unseal
 from ckpt_storage.format.names import probe_path
 from ckpt_storage.inspect.verify import Part, check_part
 from ckpt_storage.store.deadline import Deadline
@@ -88,11 +87,10 @@ class SettledSteps:
             self._empty = set(steps) - self._saved
 
     def _decode(self, data: bytes) -> list[int]:
-        body = unseal(data, path=SETTLED_PATH)
-        check_format(body, _KIND, 1, path=SETTLED_PATH)
-        if Getter(body, SETTLED_PATH).string("names") != self._template:
+        get = Fields.of(unseal(data, path=SETTLED_PATH), _KIND, SETTLED_PATH)
+        if get.string("names") != self._template:
             return []
-        steps: list[int] = Columns(SETTLED_PATH).column(body, "steps").tolist()
+        steps: list[int] = get.column("steps").tolist()
         return sorted(set(steps))
 
     def is_known(self, step: int) -> bool:
@@ -129,7 +127,7 @@ class SettledSteps:
         if len(self._stored ^ empty) < _WORTH_COUNT:
             return
         body = {
-            "format": encode_format(_KIND, 1),
+            "format": format_of(_KIND),
             "names": self._template,
             "steps": pack_column(sorted(empty)),
         }

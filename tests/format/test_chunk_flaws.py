@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 import ckpt_storage
 from ckpt_storage import FormatError
 from ckpt_storage.format.boxes import Box, Grid, GridBoxes
-from ckpt_storage.format.columns import Columns
 from ckpt_storage.format.coverage import find_flaw
+from ckpt_storage.format.documents import Fields
 from ckpt_storage.format.manifest import TensorRecord, decode_tensors, encode_tensors
 
 
@@ -119,9 +119,9 @@ def test_a_row_twice_does_not_make_up_for_a_row_that_is_missing(count: int) -> N
         body: dict[str, Any] = encode_tensors([record])
         if flawed:
             with pytest.raises(FormatError, match="'w'"):
-                decode_tensors(body, Columns("here"), 1)
+                decode_tensors(Fields(body, "here"), 1)
         else:
-            assert [box for box, _ in decode_tensors(body, Columns("here"), 1)[0].boxes()] == rows
+            assert [box for box, _ in decode_tensors(Fields(body, "here"), 1)[0].boxes()] == rows
 
 
 def with_gap(folder: Path, *, second: int) -> Path:

@@ -28,8 +28,7 @@ from ckpt_storage import (
 )
 from ckpt_storage.commit.assemble import assemble
 from ckpt_storage.commit.reporttable import Planned
-from ckpt_storage.format.columns import pack_column, pack_names
-from ckpt_storage.format.documents import seal, unseal
+from ckpt_storage.format.documents import pack_column, pack_names, seal, unseal
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.rank_manifest import RankManifest

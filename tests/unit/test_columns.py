@@ -9,7 +9,13 @@ import zlib
 import pytest
 
 from ckpt_storage.errors import FormatError
-from ckpt_storage.format.columns import MOST_INFLATED_BYTES, Columns, pack_column, pack_names
+from ckpt_storage.format.documents import (
+    MOST_INFLATED_BYTES,
+    Allowance,
+    Fields,
+    pack_column,
+    pack_names,
+)
 
 PACKED = pack_column([n * n for n in range(100)])
 NAMES = pack_names([f"model.layers.{n}.weight" for n in range(200)])
@@ -42,7 +48,7 @@ def test_a_column_that_is_not_what_it_says_is_refused(change: dict[str, object])
     """Too much, too little, and what is no stream at all."""
     assert isinstance(PACKED, dict)
     with pytest.raises(FormatError, match="here"):
-        Columns("here").column({"key": PACKED | change}, "key")
+        Fields({"key": PACKED | change}, "here").column("key")
 
 
 @pytest.mark.parametrize("cut", [1, 5, -1, -5])
@@ -52,9 +58,7 @@ def test_a_stream_that_was_cut_or_extended_is_refused(cut: int) -> None:
     data = base64.b64decode(PACKED["zlib"])
     changed = data + bytes(cut) if cut > 0 else data[:cut]
     with pytest.raises(FormatError):
-        Columns("here").column(
-            {"key": PACKED | {"zlib": base64.b64encode(changed).decode()}}, "key"
-        )
+        Fields({"key": PACKED | {"zlib": base64.b64encode(changed).decode()}}, "here").column("key")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,7 @@ def test_names_that_are_not_what_they_say_are_refused(change: dict[str, object])
     """Another number or length, and texts that are no list of strings."""
     assert isinstance(NAMES, dict)
     with pytest.raises(FormatError, match="here"):
-        Columns("here").names({"key": NAMES | change}, "key")
+        Fields({"key": NAMES | change}, "here").names("key")
 
 
 def test_nothing_is_inflated_beyond_what_was_declared() -> None:
@@ -82,20 +86,20 @@ def test_nothing_is_inflated_beyond_what_was_declared() -> None:
     bomb = zlib.compressobj(9)
     data = b"".join(bomb.compress(bytes(1 << 20)) for _ in range(64)) + bomb.flush()
     body = {"key": {"count": 10, "zlib": base64.b64encode(data).decode()}}
-    columns = Columns("here")
+    fields = Fields(body, "here")
     tracemalloc.start()
     try:
         with pytest.raises(FormatError):
-            columns.column(body, "key")
+            fields.column("key")
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
-    assert columns.left_bytes == MOST_INFLATED_BYTES - 80
+    assert fields.allowance.left_bytes == MOST_INFLATED_BYTES - 80
 
 
 def test_all_columns_of_a_document_share_one_limit() -> None:
     """What one takes, the next cannot."""
-    columns = Columns("here", left_bytes=1000)
-    columns.column({"key": PACKED}, "key")
+    fields = Fields({"key": PACKED}, "here", Allowance(1000))
+    fields.column("key")
     with pytest.raises(FormatError, match="declares more than"):
-        columns.column({"key": PACKED}, "key")
+        fields.column("key")
