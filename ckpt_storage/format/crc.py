@@ -1,31 +1,30 @@
-"""CRC-32C of a buffer and of each of its blocks, and how such checksums combine.
-
-numpy is imported by the functions that need it.
-"""
+"""CRC-32C of a buffer and of each of its blocks, and how such checksums combine."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 from crc32c import crc32c as _crc32c
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from typing_extensions import Buffer
-
 
 # Up to this length the interpreter's lock is kept: 16 MiB take well under a millisecond. A thread
 # that gives the lock away gets it back only after `sys.getswitchinterval()` (5 ms) when another
 # runs Python.
 _KEEP_LOCK_BYTES = 16 << 20
-
-
 _KEEP_LOCK, _RELEASE_LOCK = 0, 1
+
+# Polynomials are reflected, as in the checksum itself: the highest bit is the coefficient of 1.
+_POLYNOMIAL = 0x82F63B78
+_ALL_ONES = 0xFFFFFFFF
+_ONE = 1 << 31
+_X = 1 << 30
 
 
 def crc32c_of(data: Buffer, crc: int = 0) -> int:
@@ -45,23 +44,6 @@ def crcs_of_blocks(view: memoryview, block_bytes: int) -> list[int]:
 
 def _lock_mode(size_bytes: int) -> int:
     return _KEEP_LOCK if size_bytes <= _KEEP_LOCK_BYTES else _RELEASE_LOCK
-
-
-_POLYNOMIAL = 0x82F63B78
-
-
-_ALL_ONES = 0xFFFFFFFF
-
-
-# Polynomials are reflected, as in the checksum itself: the highest bit is the coefficient of 1.
-_ONE = 1 << 31
-
-
-_X = 1 << 30
-
-
-# Below this many blocks plain integers beat numpy's cost per call.
-_SCALAR_BLOCK_COUNT = 10
 
 
 def first_wrong_block(
@@ -167,59 +149,39 @@ def combine_many(crcs: Sequence[int], lengths: Sequence[int]) -> int:
 def combine_blocks(crcs: Sequence[int], block_bytes: int, total_bytes: int) -> int:
     """Return the CRC-32C of a payload of `total_bytes`, given that of each of its blocks.
 
-    Neighbours are combined level by level for all blocks at once; on one level all right-hand
-    sides have the same length, so one set of look-up tables serves. The tables are kept per
-    length. `crcs` may be an array of either module. Raises `ValueError` if there are not as many
-    checksums as blocks.
+    `crcs` may be an array of either module. Raises as `combine_each`.
     """
-    count = -(-total_bytes // block_bytes)
-    if len(crcs) != count:
-        raise ValueError(f"{len(crcs)} checksums for {count} blocks")
-    if count == 0:
-        return 0
-    last_bytes = total_bytes - (count - 1) * block_bytes
-    if count <= _SCALAR_BLOCK_COUNT:
-        combined = 0
-        for at in range(count - 1):
-            combined = combine(combined, int(crcs[at]), block_bytes)
-    else:
-        combined = _combine_equal(crcs, block_bytes)
-    return combine(combined, int(crcs[count - 1]), last_bytes)
+    return combine_each(crcs, block_bytes, [total_bytes])[0]
 
 
 def combine_each(crcs: Sequence[int], block_bytes: int, totals: Sequence[int]) -> list[int]:
     """Return the CRC-32C of each of consecutive payloads, given those of all their blocks in order.
 
-    `totals` are the payloads' lengths in bytes. As `combine_blocks` for each, but payloads of
-    about one length together. Raises `ValueError` if there are not as many checksums as blocks.
+    `totals` are the payloads' lengths in bytes. Each block's checksum is moved over the whole
+    blocks behind it, for all blocks at once: over 1, 2, 4, ... of them, as the binary digits of
+    their number say. Raises `ValueError` if there are not as many checksums as blocks.
     """
     counts = [-(-total // block_bytes) for total in totals]
     if sum(counts) != len(crcs):
         raise ValueError(f"{len(crcs)} checksums for {sum(counts)} blocks")
-    ends = list(accumulate(counts))
-    if max(counts, default=0) <= _SCALAR_BLOCK_COUNT:
-        return [
-            combine_blocks(crcs[end - count : end], block_bytes, total)
-            for count, end, total in zip(counts, ends, totals, strict=True)
-        ]
-    import numpy as np  # noqa: PLC0415  # see the module's docstring
-
+    found = list[int]()
     blocks = np.asarray(crcs, dtype=np.uint32)
-    combined = [0] * len(counts)
-    alike: dict[int, list[int]] = {}
-    for number, count in enumerate(counts):
-        if count:
-            alike.setdefault((count - 1).bit_length(), []).append(number)
-    for bits, numbers in alike.items():
-        # All but the last block of each, at the end of a row that begins with nothing.
-        rows = np.zeros((len(numbers), 1 << bits), dtype=np.uint32)
-        for row, number in zip(rows, numbers, strict=True):
-            count, end = counts[number], ends[number]
-            row[len(row) - count + 1 :] = blocks[end - count : end - 1]
-        for number, crc in zip(numbers, _fold(rows, block_bytes).tolist(), strict=True):
-            last_bytes = totals[number] - (counts[number] - 1) * block_bytes
-            combined[number] = combine(crc, int(crcs[ends[number] - 1]), last_bytes)
-    return combined
+    if max(counts, default=0) > 1:
+        blocks = blocks.copy()
+        # The last one may be shorter, and is left out; of the rest, how many stand between.
+        between = np.concatenate([np.arange(count - 2, -2, -1) for count in counts])
+        for bit in range(int(between.max()).bit_length()):
+            moved = (between > 0) & (between >> bit & 1 == 1)
+            blocks[moved] = _moved(blocks[moved], block_bytes << bit)
+    at = 0
+    for count, total in zip(counts, totals, strict=True):
+        last = int(blocks[at + count - 1]) if count else 0
+        if count > 1:
+            first = int(np.bitwise_xor.reduce(blocks[at : at + count - 1]))
+            last = combine(first, last, total - (count - 1) * block_bytes)
+        found.append(last)
+        at += count
+    return found
 
 
 def _multiply(a: int, b: int) -> int:
@@ -265,8 +227,6 @@ def _shift_tables(length: int) -> NDArray[np.uint32]:
     The map is linear over GF(2): its 32 columns are the images of single bits, and each row is
     all sums of eight of them.
     """
-    import numpy as np  # noqa: PLC0415  # see the module's docstring
-
     columns = [_power(length)]
     while len(columns) < 32:  # noqa: PLR2004  # bits of a checksum
         last = columns[-1]
@@ -279,30 +239,13 @@ def _shift_tables(length: int) -> NDArray[np.uint32]:
     return tables
 
 
-def _combine_equal(crcs: Sequence[int], block_bytes: int) -> int:
-    """Return the combined checksum of all but the last of `crcs`, of `block_bytes` each."""
-    import numpy as np  # noqa: PLC0415  # see the module's docstring
-
-    return int(_fold(np.asarray(crcs, dtype=np.uint32)[None, :-1], block_bytes)[0])
-
-
-def _fold(rows: NDArray[np.uint32], block_bytes: int) -> NDArray[np.uint32]:
-    """Return the combined checksum of each row of checksums, of `block_bytes` each."""
-    import numpy as np  # noqa: PLC0415  # see the module's docstring
-
-    length = block_bytes
-    while rows.shape[1] > 1:
-        if rows.shape[1] % 2:
-            # The checksum of nothing is 0, and 0 stays 0 under every shift.
-            rows = np.concatenate((np.zeros((len(rows), 1), dtype=np.uint32), rows), axis=1)
-        left, right = rows[:, 0::2], rows[:, 1::2]
-        table = _shift_tables(length)
-        rows = (
-            table[0][left & 255]
-            ^ table[1][(left >> 8) & 255]
-            ^ table[2][(left >> 16) & 255]
-            ^ table[3][left >> 24]
-            ^ right
-        )
-        length *= 2
-    return rows[:, 0]
+def _moved(crcs: NDArray[np.uint32], length: int) -> NDArray[np.uint32]:
+    """Return what each checksum adds to that of itself and `length` bytes more."""
+    table = _shift_tables(length)
+    moved: NDArray[np.uint32] = (
+        table[0][crcs & 255]
+        ^ table[1][(crcs >> 8) & 255]
+        ^ table[2][(crcs >> 16) & 255]
+        ^ table[3][crcs >> 24]
+    )
+    return moved
