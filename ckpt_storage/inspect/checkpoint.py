@@ -20,12 +20,12 @@ from ckpt_storage.progress import reporting
 from ckpt_storage.source.model import SourceFormat
 from ckpt_storage.store import Location
 
-from .diff import CheckpointDiff, Tolerance, compare
+from .diff import CheckpointDiff, compare
 from .facts import Entry, HistoryEntry, StoredFile, StoredRank, human_bytes
 from .handle import Handle, Names
 from .html import TreeView, checkpoint_html
 from .lazy_tensor import LazyTensor
-from .reading import elements_of, numpy_name, read_objects, read_slabs, read_tensors
+from .reading import elements_of, numpy_name, read_objects, read_tensors, slabs
 from .stats import TensorStats, summarise
 from .tree import Node, checkpoint_text, tree_of
 from .verify import VerifyReport, verify
@@ -33,7 +33,6 @@ from .verify import VerifyReport, verify
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from .reading import Words
     from .torchload import Device
 
 
@@ -140,7 +139,8 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def world_size(self) -> int | None:
         """The number of ranks that saved it; None where the format does not tell."""
-        return self._handle.world_size()
+        manifest = self._handle.manifest
+        return None if manifest is None else manifest.world_size
 
     @cached_property
     def nbytes(self) -> int:
@@ -155,7 +155,7 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def ranks(self) -> tuple[StoredRank, ...]:
         """The ranks that wrote it, and how much each; empty where the format does not tell."""
-        hosts = self._handle.rank_hosts()
+        manifest = self._handle.manifest
         held: dict[int, list[int]] = {rank: [] for rank in range(self.world_size or 0)}
         for file in self.files:
             if file.rank is not None:
@@ -163,11 +163,11 @@ class Checkpoint(Mapping[str, Any]):
         return tuple(
             StoredRank(
                 rank=rank,
-                file_count=len(held[rank]),
-                size_bytes=sum(held[rank]),
-                host=hosts.get(rank) or None,
+                file_count=len(sizes),
+                size_bytes=sum(sizes),
+                host=(manifest.hosts[rank] or None) if manifest else None,
             )
-            for rank in sorted(held)
+            for rank, sizes in sorted(held.items())
         )
 
     @property
@@ -240,27 +240,25 @@ class Checkpoint(Mapping[str, Any]):
         `KeyError`, `InvalidInputError` for complex numbers, otherwise as indexing.
         """
         tensor = self._tensor(fqn)
-        most_count = max(1, self._handle.piece_bytes // tensor.itemsize)
-        is_held = tensor.size <= most_count
+        parts = list(slabs(tensor.shape, max(1, self._handle.piece_bytes // tensor.itemsize)))
+        held: list[NDArray[Any]] = []
         with reporting(
             progress,
             phase="load",
             rank=0,
-            total_bytes=tensor.nbytes * (1 if is_held else 2),
-            save_id=self._handle.source.save_id,
+            total_bytes=tensor.nbytes * min(2, max(1, len(parts))),
+            save_id=self.save_id,
             with_bar=True,
         ) as on_bytes:
 
-            def slabs() -> Iterator[Words]:
-                for words in read_slabs(self._handle, fqn, most_count):
-                    yield words
-                    on_bytes(words.nbytes)
-
-            held = list(slabs()) if is_held else None
-
             def pieces() -> Iterator[NDArray[Any]]:
-                for words in slabs() if held is None else held:
-                    yield elements_of(words, tensor.dtype)
+                yield from held
+                for part in [] if held else parts:
+                    (words,) = read_tensors(self._handle, [(fqn, part)])
+                    on_bytes(words.nbytes)
+                    piece = elements_of(words.reshape(-1), tensor.dtype)
+                    held.extend([piece] if len(parts) == 1 else [])
+                    yield piece
 
             return summarise(
                 pieces, fqn=fqn, dtype=tensor.dtype, shape=tensor.shape, bin_count=bin_count
@@ -294,7 +292,8 @@ class Checkpoint(Mapping[str, Any]):
                 names=names,
                 prefix=prefix,
                 values=values,
-                tolerance=Tolerance(absolute=atol, relative=rtol),
+                absolute=atol,
+                relative=rtol,
                 progress=progress,
             )
 

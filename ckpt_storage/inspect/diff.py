@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,12 +14,10 @@ from ckpt_storage.progress import reporting
 from .facts import Entry, shown
 from .handle import Handle, Names
 from .html import card, page, table
-from .reading import elements_of, numpy_name, read_objects, read_slabs, read_stored, read_tensors
+from .reading import batches, elements_of, numpy_name, read_objects, read_stored, read_tensors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from .reading import Words
 
 _PIECE = 1 << 20
 """Elements that are compared at a time: 8 MiB a side as float64."""
@@ -30,19 +27,14 @@ _WIDTH = 60
 Kind = Literal["kind", "shape", "dtype", "values"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tolerance:
-    """Elements x and y are alike if |x - y| <= absolute + relative x max(|x|, |y|)."""
-
-    absolute: float = 0.0
-    relative: float = 0.0
-
-
 class Findings:
-    """What the comparison of two tensors has found so far."""
+    """What the comparison of two tensors has found so far.
 
-    def __init__(self, tolerance: Tolerance) -> None:
-        self._tolerance = tolerance
+    Elements x and y are alike if |x - y| <= absolute + relative x max(|x|, |y|).
+    """
+
+    def __init__(self, *, absolute: float = 0.0, relative: float = 0.0) -> None:
+        self._tolerance = absolute, relative
         self._seen_count = 0
         self._has_numbers = True
         self._at: int | None = None
@@ -59,6 +51,7 @@ class Findings:
         if self._at is not None:
             at = tuple(int(i) for i in np.unravel_index(self._at, shape)) if shape else ()
         return {
+            "count": self._seen_count,
             "different_count": self.different_count,
             "max_absolute": self._max_absolute if self._has_numbers else None,
             "max_relative": self._max_relative if self._has_numbers else None,
@@ -71,11 +64,12 @@ class Findings:
         self, left: NDArray[Any], left_dtype: str, right: NDArray[Any], right_dtype: str
     ) -> None:
         """Take in two flat arrays of words, equally long."""
+        has_numbers = numpy_name(left_dtype) and numpy_name(right_dtype)
         for at in range(0, len(left), _PIECE):
             x, y = left[at : at + _PIECE], right[at : at + _PIECE]
             if left_dtype == right_dtype and x.tobytes() == y.tobytes():
                 pass
-            elif numpy_name(left_dtype) and numpy_name(right_dtype):
+            elif has_numbers:
                 self._add_numbers(elements_of(x, left_dtype), elements_of(y, right_dtype))
             else:
                 self._has_numbers = False
@@ -86,55 +80,42 @@ class Findings:
     def _add_numbers(self, x: NDArray[Any], y: NDArray[Any]) -> None:
         import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
 
-        if x.dtype == y.dtype and x.dtype.kind in "iu":
-            self._add_integers(x, y)
-            return
-        kind = np.complex128 if np.iscomplexobj(x) or np.iscomplexobj(y) else np.float64
-        with np.errstate(invalid="ignore"):
-            # Of the NaN of types that it does not know numpy warns.
-            a, b = x.astype(kind), y.astype(kind)
-        a_nan, b_nan = np.isnan(a), np.isnan(b)
-        self._nan_counts[0] += int((a_nan & ~b_nan).sum())
-        self._nan_counts[1] += int((b_nan & ~a_nan).sum())
         with np.errstate(all="ignore"):
-            distance = np.abs(a - b)
-            # An infinity is no distance from itself, though inf - inf is NaN.
-            distance[(a == b) | (a_nan & b_nan)] = 0.0
-            # Neither is it one where only the other part of a complex number differs.
-            distance[np.isnan(distance) & ~(a_nan | b_nan)] = np.inf
-            size = np.maximum(np.abs(a), np.abs(b))
-            self._weigh(distance, size, a_nan | b_nan)
-        self.different_count += int((a_nan ^ b_nan).sum())
+            # Of the NaN of types that it does not know numpy warns.
+            distance, size, x_nan, y_nan = _distances(x, y)
+            self._nan_counts[0] += int((x_nan & ~y_nan).sum())
+            self._nan_counts[1] += int((y_nan & ~x_nan).sum())
+            distance[x_nan | y_nan] = 0.0
+            absolute, relative = self._tolerance
+            # Where infinity meets a number, an infinite tolerance would allow it.
+            is_far = (distance > absolute + relative * size) | np.isinf(distance)
+            self.different_count += int((((distance > 0) & is_far) | (x_nan ^ y_nan)).sum())
+            largest = int(distance.argmax())
+            if float(distance[largest]) > self._max_absolute:
+                self._max_absolute = float(distance[largest])
+                self._at = self._seen_count + largest
+            ratio = np.where(np.isinf(distance), np.inf, distance / np.where(size > 0, size, 1))
+            self._max_relative = max(self._max_relative, float(ratio.max()))
 
-    def _add_integers(self, x: NDArray[Any], y: NDArray[Any]) -> None:
-        import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
 
+def _distances(x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], ...]:
+    """Return |x - y| and max(|x|, |y|) as float64, and where x and y are NaN."""
+    import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
+
+    if x.dtype == y.dtype and x.dtype.kind in "iu":
         # Wrapped round in their unsigned type, differences of 64 bits stay exact.
         unsigned = np.dtype(f"u{x.dtype.itemsize}")
-        wide = (np.maximum(x, y).view(unsigned) - np.minimum(x, y).view(unsigned)).astype(
-            np.float64
-        )
+        apart = np.maximum(x, y).view(unsigned) - np.minimum(x, y).view(unsigned)
         size = np.maximum(np.abs(x.astype(np.float64)), np.abs(y.astype(np.float64)))
-        with np.errstate(all="ignore"):
-            self._weigh(wide, size, np.zeros(len(x), bool))
-
-    def _weigh(self, distance: NDArray[Any], size: NDArray[Any], no_number: NDArray[Any]) -> None:
-        """Take in distances, with the larger magnitude of each pair; not where there is none."""
-        import numpy as np  # noqa: PLC0415  # listing a checkpoint needs none
-
-        distance[no_number] = 0.0
-        allowed = self._tolerance.absolute + self._tolerance.relative * size
-        # Where infinity meets a number, an infinite tolerance would allow it.
-        beyond = (distance > 0) & ((distance > allowed) | np.isinf(distance))
-        self.different_count += int(beyond.sum())
-        if not distance.size:
-            return
-        largest = int(distance.argmax())
-        if float(distance[largest]) > self._max_absolute:
-            self._max_absolute = float(distance[largest])
-            self._at = self._seen_count + largest
-        relative = np.where(np.isinf(distance), np.inf, distance / np.where(size > 0, size, 1))
-        self._max_relative = max(self._max_relative, float(relative.max()))
+        none = np.zeros(len(x), bool)
+        return apart.astype(np.float64), size, none, none
+    kind = np.complex128 if np.iscomplexobj(x) or np.iscomplexobj(y) else np.float64
+    a, b = x.astype(kind), y.astype(kind)
+    distance = np.abs(a - b)
+    # Infinities less one another are NaN: alike, or apart in one part of complex numbers.
+    distance[np.isnan(distance)] = np.inf
+    distance[a == b] = 0.0
+    return distance, np.maximum(np.abs(a), np.abs(b)), np.isnan(a), np.isnan(b)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,14 +184,13 @@ class CheckpointDiff:
         lines += [f"+ {shown(fqn)}" for fqn in self.only_right[:_MOST_SHOWN]]
         for item in self.changed[:_MOST_SHOWN]:
             change = item.left if item.left == item.right else f"{item.left} -> {item.right}"
-            told = [f"! {shown(item.fqn)}: {change}"]
+            told = f"! {shown(item.fqn)}: {change}"
             if item.different_count is not None:
-                told.append(f"{item.different_count:,} of {item.count:,} differ")
+                told += f", {item.different_count:,} of {item.count:,} differ"
             if item.max_absolute is not None:
-                told.append(f"max |x - y| {item.max_absolute:.6g} at {item.at}")
-            if item.max_relative is not None:
-                told.append(f"relative {item.max_relative:.6g}")
-            lines.append(", ".join(told))
+                told += f", max |x - y| {item.max_absolute:.6g} at {item.at}"
+                told += f", relative {item.max_relative:.6g}"
+            lines.append(told)
         most = max(len(self.only_left), len(self.only_right), len(self.changed))
         return "\n".join([*lines, *(["…"] if most > _MOST_SHOWN else [])])
 
@@ -248,7 +228,8 @@ def compare(
     names: Names,
     prefix: str | None,
     values: bool,
-    tolerance: Tolerance,
+    absolute: float,
+    relative: float,
     progress: Progress,
 ) -> CheckpointDiff:
     """Return how two checkpoints differ in the chosen names, which may be in either one only.
@@ -266,28 +247,29 @@ def compare(
     else:
         chosen = [side.chosen(names, prefix) for side in sides]
     lefts, rights = map(dict.fromkeys, chosen)
-    both = [fqn for fqn in lefts if fqn in rights]
-    pairs = {fqn: _Pair(_entry(left, fqn), _entry(right, fqn)) for fqn in both}
-    total = sum(pair.left.size_bytes + pair.right.size_bytes for pair in pairs.values())
-    with reporting(
-        progress,
-        phase="load",
-        rank=0,
-        total_bytes=total if values else 0,
-        save_id=left.source.save_id,
-        with_bar=True,
-    ) as on_bytes:
-        found: dict[str, ValueDiff | None] = {}
-        read: list[_Pair] = []
-        for fqn, pair in pairs.items():
-            if pair.is_readable and values:
-                read.append(pair)
-            elif pair.left.dtype or pair.right.dtype:
-                found[fqn] = pair.unread()
-            elif values:
-                found[fqn] = _of_objects(left, right, fqn)
-        found |= _of_tensors(left, right, read, tolerance, on_bytes)
-    changed = tuple(item for fqn in both if (item := found.get(fqn)) is not None)
+    both = {fqn: (_entry(left, fqn), _entry(right, fqn)) for fqn in lefts if fqn in rights}
+    found = {fqn: _unread(*pair) for fqn, pair in both.items()}
+    if values:
+        unread = [fqn for fqn, one in found.items() if one is None or one.kind == "dtype"]
+        read = [both[fqn] for fqn in unread if both[fqn][0].dtype]
+        total_bytes = sum(entry.size_bytes for pair in read for entry in pair)
+        with reporting(
+            progress,
+            phase="load",
+            rank=0,
+            total_bytes=total_bytes,
+            save_id=left.source.save_id,
+            with_bar=True,
+        ) as on_bytes:
+            findings = [Findings(absolute=absolute, relative=relative) for _ in read]
+            _compare_elements(sides, read, findings, on_bytes)
+        for (one, other), result in zip(read, findings, strict=True):
+            if result.different_count and found[one.fqn] is None:
+                found[one.fqn] = _diff("values", one, other)
+            if (known := found[one.fqn]) is not None:
+                found[one.fqn] = dataclasses.replace(known, **result.as_fields(one.shape))
+        found |= {fqn: _of_objects(left, right, fqn) for fqn in unread if not both[fqn][0].dtype}
+    changed = tuple(item for item in found.values() if item is not None)
     return CheckpointDiff(
         left_url=left.url,
         right_url=right.url,
@@ -299,99 +281,40 @@ def compare(
     )
 
 
+def _compare_elements(
+    sides: tuple[Handle, Handle],
+    pairs: Sequence[tuple[Entry, Entry]],
+    findings: Sequence[Findings],
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Compare tensors of one shape each, piece by piece; small ones are read many at a time."""
+    sizes = [(one.shape, max(one.item_bytes, other.item_bytes)) for one, other in pairs]
+    for batch in batches(sizes, min(side.piece_bytes for side in sides)):
+        parts = [(pairs[at][0].fqn, where) for at, where in batch]
+        arrays = (read_tensors(side, parts, gaps="cheap") for side in sides)
+        for (at, _), x, y in zip(batch, *arrays, strict=True):
+            one, other = (entry.dtype or "" for entry in pairs[at])
+            findings[at].add(x.reshape(-1), one, y.reshape(-1), other)
+            on_bytes(x.nbytes + y.nbytes)
+
+
 def _entry(side: Handle, fqn: str) -> Entry:
     info = side.tensors.get(fqn)
     return Entry(fqn=fqn) if info is None else Entry(fqn=fqn, dtype=info.dtype, shape=info.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """The values of one name."""
-
-    left: Entry
-    right: Entry
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether both are tensors of one shape."""
-        both = self.left.dtype and self.right.dtype
-        return bool(both) and self.left.shape == self.right.shape
-
-    def unread(self) -> ValueDiff | None:
-        """Return how they differ as far as that is known without their elements."""
-        if not (self.left.dtype and self.right.dtype):
-            left, right = ("tensor" if side.dtype else "object" for side in (self.left, self.right))
-            return ValueDiff(fqn=self.left.fqn, kind="kind", left=left, right=right)
-        if self.left.shape != self.right.shape:
-            return self._diff("shape")
-        return None if self.left.dtype == self.right.dtype else self._diff("dtype")
-
-    def read(self, findings: Findings) -> ValueDiff | None:
-        """Return how they differ, their elements looked at."""
-        is_other_type = self.left.dtype != self.right.dtype
-        if not is_other_type and not findings.different_count:
-            return None
-        return dataclasses.replace(
-            self._diff("dtype" if is_other_type else "values"),
-            count=math.prod(self.left.shape),
-            **findings.as_fields(self.left.shape),
-        )
-
-    def _diff(self, kind: Kind) -> ValueDiff:
-        return ValueDiff(fqn=self.left.fqn, kind=kind, left=str(self.left), right=str(self.right))
+def _unread(left: Entry, right: Entry) -> ValueDiff | None:
+    """Return how two values differ as far as that is known without reading them."""
+    if bool(left.dtype) != bool(right.dtype):
+        told = ("tensor" if side.dtype else "object" for side in (left, right))
+        return ValueDiff(fqn=left.fqn, kind="kind", left=next(told), right=next(told))
+    if left.shape != right.shape:
+        return _diff("shape", left, right)
+    return None if left.dtype == right.dtype else _diff("dtype", left, right)
 
 
-def _of_tensors(
-    left: Handle,
-    right: Handle,
-    pairs: Sequence[_Pair],
-    tolerance: Tolerance,
-    on_bytes: Callable[[int], None],
-) -> dict[str, ValueDiff | None]:
-    """Compare tensors of one shape each; small ones are read many at a time."""
-    found: dict[str, ValueDiff | None] = {}
-    piece_bytes = min(left.piece_bytes, right.piece_bytes)
-    for batch in _batches(pairs, piece_bytes):
-        findings = [Findings(tolerance) for _ in batch]
-        for at, x, y in _elements(left, right, batch, piece_bytes):
-            pair = batch[at]
-            findings[at].add(x, pair.left.dtype or "", y, pair.right.dtype or "")
-            on_bytes(x.nbytes + y.nbytes)
-        for pair, result in zip(batch, findings, strict=True):
-            found[pair.left.fqn] = pair.read(result)
-    return found
-
-
-def _batches(pairs: Sequence[_Pair], most_bytes: int) -> Iterator[list[_Pair]]:
-    """Yield runs of pairs of at most `most_bytes` together, or of one that is larger."""
-    batch: list[_Pair] = []
-    size_bytes = 0
-    for pair in pairs:
-        larger_bytes = max(pair.left.size_bytes, pair.right.size_bytes)
-        if batch and size_bytes + larger_bytes > most_bytes:
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(pair)
-        size_bytes += larger_bytes
-    if batch:
-        yield batch
-
-
-def _elements(
-    left: Handle, right: Handle, batch: Sequence[_Pair], piece_bytes: int
-) -> Iterator[tuple[int, Words, Words]]:
-    """Yield, of each pair, its place in the batch and elements of both as flat arrays of words."""
-    first = batch[0]
-    if len(batch) > 1:
-        wanted = [(pair.left.fqn, tuple(map(range, pair.left.shape))) for pair in batch]
-        both = (read_tensors(side, wanted, gaps="cheap") for side in (left, right))
-        for at, (x, y) in enumerate(zip(*both, strict=True)):
-            yield at, x.reshape(-1), y.reshape(-1)
-        return
-    most_count = max(1, piece_bytes // max(first.left.item_bytes, first.right.item_bytes))
-    slabs = (read_slabs(side, first.left.fqn, most_count) for side in (left, right))
-    for x, y in zip(*slabs, strict=True):
-        yield 0, x, y
+def _diff(kind: Kind, left: Entry, right: Entry) -> ValueDiff:
+    return ValueDiff(fqn=left.fqn, kind=kind, left=str(left), right=str(right))
 
 
 def _of_objects(left: Handle, right: Handle, fqn: str) -> ValueDiff | None:

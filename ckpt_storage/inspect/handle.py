@@ -14,6 +14,7 @@ from ckpt_storage.commit import slotlog
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, StorageError
 from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.options import LOCAL_READ_BYTES, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.source.filemarks import open_newest
 from ckpt_storage.source.foreign import StockSource
@@ -26,7 +27,7 @@ from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, concerns
 from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeReader
-from ckpt_storage.transfer.workers import Workers
+from ckpt_storage.transfer.workers import side_by_side
 
 from .facts import HistoryEntry, Sharding, StoredFile
 
@@ -158,15 +159,10 @@ class Handle:
         name = self.url.rstrip("/").rpartition("/")[2]
         return CheckpointInfo(url=self.url, name=name, format=self.source.format)
 
-    def world_size(self) -> int | None:
-        """Return how many ranks saved it; None where the format does not tell."""
-        source = self.source
-        return source.manifest.world_size if isinstance(source, CommittedSource) else None
-
-    def rank_hosts(self) -> Mapping[int, str]:
-        """Return the host of every rank; {} for other formats."""
-        source = self.source
-        return dict(enumerate(source.manifest.hosts)) if isinstance(source, CommittedSource) else {}
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest of one of ours; None for other formats."""
+        return self.source.manifest if isinstance(self.source, CommittedSource) else None
 
     def files(self) -> list[StoredFile]:
         """Return the files that hold values, in order of their names."""
@@ -199,19 +195,13 @@ class Handle:
         if not isinstance(self.source, CommittedSource):
             return ()
         store, deadline = self._begin()
-        found: dict[int, SlotRecord | None] = {}
-
-        def look(slot: int) -> None:
-            found[slot] = slotlog.read_slot(store, slot)
-
         with deadline.governs(f"Reading the history of {self.url}"):
             log = slotlog.read_log(store, known=self.source.record)
-            wanted = range(1, log.last_slot + 1)
-            count = min(self.options.thread_count, len(wanted))
-            with Workers(count, name=f"history of {self.url}", deadline=deadline) as workers:
-                for slot in wanted:
-                    workers.submit(partial(look, slot))
-                workers.drain()
+            slots, step = range(1, log.last_slot + 1), self.options.thread_count
+            found: list[SlotRecord | None] = []
+            for at in range(0, len(slots), step):
+                looks = [partial(slotlog.read_slot, store, slot) for slot in slots[at : at + step]]
+                found += side_by_side(store, looks)
         return tuple(
             HistoryEntry(
                 slot=record.slot,
@@ -223,8 +213,8 @@ class Handle:
                 fenced=tuple(record.fenced),
                 is_open=record.type == "commit" and record.save_id == self.source.save_id,
             )
-            for slot in wanted
-            if (record := found.get(slot)) is not None
+            for record in found
+            if record is not None
         )
 
     @contextmanager

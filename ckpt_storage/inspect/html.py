@@ -109,7 +109,7 @@ class TreeView:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return page(_Rows(self.root, self.sharding_of, levels(self.depth)).html())
+        return page(_Rows(self.root, self.sharding_of, levels(self.depth)).html)
 
 
 def checkpoint_html(
@@ -122,84 +122,67 @@ def checkpoint_html(
     """Return a heading and the tree of a checkpoint as HTML; without a root only the heading."""
     rows = f'<div class="r q"><span>… {escaped(UNASKED)}</span></div>'
     if root is not None:
-        rows = _Rows(root, sharding_of, levels(None)).html()
+        rows = _Rows(root, sharding_of, levels(None)).html
     return page(card(title, facts, rows, note=[url]))
+
+
+_HEAD = (
+    '<div class="r head q"><span>name</span><span>shape</span><span>type</span>'
+    '<span class="n">size</span><span></span><span>sharding</span></div>'
+)
+_MORE = '<div class="r q"><span>… more names than are shown</span></div>'
 
 
 class _Rows:
     """The rows of one tree, as many as a page bears; prefixes unfold without a script."""
 
     def __init__(self, root: Node, sharding_of: Callable[[str], Sharding], depth: int) -> None:
-        self._root = root
+        self._total_bytes = max(1, root.size_bytes)
         self._sharding_of = sharding_of
         self._depth = depth
         self._left = MOST_ROWS
-        self._unfolded = _unfolded(root)
-        heads = ("name", "shape", "type", "size", "", "sharding")
-        cells = "".join(
-            f'<span class="n">{head}</span>' if head == "size" else f"<span>{head}</span>"
-            for head in heads
-        )
-        self._parts = [f'<div class="r head q">{cells}</div>']
+        # What lies below a prefix is shown at once while there is room.
+        self._unfolded_count = _ROWS_AT_FIRST - len(root.children)
+        rows = "".join(self._row(child, 0, 1) for child in root.children.values())
+        self.html = f"{_HEAD}{rows}{_MORE if self._left <= 0 else ''}"
 
-    def html(self) -> str:
-        for child in self._root.children.values():
-            self._add(child, 0, 1)
-        if self._left <= 0:
-            self._parts.append('<div class="r q"><span>… more names than are shown</span></div>')
-        return "".join(self._parts)
-
-    def _add(self, node: Node, level: int, copies: int) -> None:
-        """Append the row of a node, of which there are `copies` like it, and what is below."""
+    def _row(self, node: Node, level: int, copies: int) -> str:
+        """Return the row of a node, of which there are `copies` like it, and what is below."""
         self._left -= 1
         if self._left <= 0:
-            return
+            return ""
         cells = self._cells(node, level, copies)
         if not node.children or level + 1 >= self._depth:
-            self._parts.append(f'<div class="r">{cells}</div>')
-            return
-        state = " open" if id(node) in self._unfolded else ""
-        self._parts.append(f'<details{state}><summary class="r">{cells}</summary>')
-        for child in node.children.values():
-            self._add(child, level + 1, copies * node.alike)
-        self._parts.append("</details>")
+            return f'<div class="r">{cells}</div>'
+        is_open = len(node.children) <= self._unfolded_count
+        self._unfolded_count -= len(node.children) if is_open else 0
+        below = "".join(
+            self._row(child, level + 1, copies * node.alike) for child in node.children.values()
+        )
+        tag = "details open" if is_open else "details"
+        return f'<{tag}><summary class="r">{cells}</summary>{below}</details>'
 
     def _cells(self, node: Node, level: int, copies: int) -> str:
-        entry, size = node.entry, node.size(copies)
+        entry, size, bar, picture = node.entry, node.size(copies), "<span></span>", ""
         title = f"{node.value_count:,} values, {human_bytes(node.size_bytes)}"
         if entry is not None and node.is_value:
             title = entry.fqn
-        bar = ""
         if size:
-            share = 100 * node.size_bytes * copies / max(1, self._root.size_bytes)
-            width = min(share, 100.0)
+            share = 100 * node.size_bytes * copies / self._total_bytes
             bar = (
-                f'<span class="b" title="{share:.1f}% of all"><i style="width:{width:.1f}%"></i>'
-                "</span>"
+                f'<span class="b" title="{share:.1f}% of all">'
+                f'<i style="width:{min(share, 100.0):.1f}%"></i></span>'
             )
-        picture = sharding_svg(self._sharding_of(entry.fqn)) if entry and entry.dtype else ""
+        if entry and entry.dtype:
+            picture = sharding_svg(self._sharding_of(entry.fqn))
         return (
             f'<span style="padding-left:{level * 1.1:.1f}em" title="{escaped(title)}">'
             f"<code>{escaped(node.name)}</code></span>"
             f'<span class="q">{escaped(node.what())}</span>'
             f'<span class="q" title="{escaped(", ".join(node.dtypes()))}">'
             f'{escaped(node.types())}</span><span class="n">{escaped(size)}</span>'
-            f"{bar or '<span></span>'}<span>{picture}</span>"
+            f"{bar}<span>{picture}</span>"
         )
-
-
-def _unfolded(root: Node) -> set[int]:
-    """Return the identities of the nodes to unfold: the upper levels, while there is room."""
-    found: set[int] = set()
-    level = list(root.children.values())
-    rows = len(level)
-    while level:
-        for node in sorted(level, key=lambda node: -node.size_bytes):
-            if node.children and rows + len(node.children) <= _ROWS_AT_FIRST:
-                rows += len(node.children)
-                found.add(id(node))
-        level = [child for node in level if id(node) in found for child in node.children.values()]
-    return found
 
 
 def sharding_svg(sharding: Sharding, *, scale: int = 1) -> str:

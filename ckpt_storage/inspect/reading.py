@@ -197,14 +197,26 @@ def read_objects(
     }
 
 
-def read_slabs(handle: Handle, fqn: str, most_count: int) -> Iterator[Words]:
-    """Yield the elements of a tensor in C order, as flat arrays of at most `most_count` words.
+def batches(
+    tensors: Sequence[tuple[Sequence[int], int]], most_bytes: int
+) -> Iterator[list[tuple[int, Selection]]]:
+    """Yield the parts to read of tensors (shape, bytes of an element), some at a time.
 
-    Each is read when it is asked for. Raises as `read_tensors`.
+    A part is the place of its tensor among them and a selection; parts of one tensor follow one
+    another in C order. Those of one batch have at most `most_bytes` together.
     """
-    for ranges in slabs(handle.tensors[fqn].shape, most_count):
-        (words,) = read_tensors(handle, [(fqn, ranges)])
-        yield words.reshape(-1)
+    batch: list[tuple[int, Selection]] = []
+    size_bytes = 0
+    for at, (shape, item_bytes) in enumerate(tensors):
+        for part in slabs(shape, max(1, most_bytes // item_bytes)):
+            part_bytes = math.prod(map(len, part)) * item_bytes
+            if batch and size_bytes + part_bytes > most_bytes:
+                yield batch
+                batch, size_bytes = [], 0
+            batch.append((at, part))
+            size_bytes += part_bytes
+    if batch:
+        yield batch
 
 
 def slabs(shape: Sequence[int], most_count: int) -> Iterator[Selection]:

@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as npst
 
 from ckpt_storage import IntegrityError
 from ckpt_storage.inspect.checkpoint import diff, open_checkpoint
-from ckpt_storage.inspect.diff import CheckpointDiff, Findings, Tolerance, ValueDiff, same_objects
+from ckpt_storage.inspect.diff import CheckpointDiff, Findings, ValueDiff, same_objects
 from ckpt_storage.testing.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
@@ -128,7 +128,7 @@ def test_complex_infinities_that_differ_in_one_part_differ() -> None:
     """inf+1j is not inf+2j, though numpy tells no distance of them."""
     x = np.array([complex(np.inf, 1), complex(np.inf, 3), 1], "complex64")
     y = np.array([complex(np.inf, 2), complex(np.inf, 3), 1], "complex64")
-    findings = Findings(Tolerance())
+    findings = Findings()
     findings.add(x.view("u8"), "complex64", y.view("u8"), "complex64")
     fields = findings.as_fields((3,))
     assert (fields["different_count"], fields["at"]) == (1, (0,))
@@ -139,7 +139,7 @@ def test_complex_infinities_that_differ_in_one_part_differ() -> None:
 def test_nan_of_narrow_types_is_compared_in_silence(kind: str, word: str) -> None:
     """Numpy would warn of some, on the user's terminal; here warnings are errors."""
     every = np.arange(1 << (8 * np.dtype(word).itemsize), dtype=word)
-    findings = Findings(Tolerance())
+    findings = Findings()
     findings.add(every, kind, np.roll(every, 1), kind)
     assert findings.different_count > len(every) // 2
 
@@ -191,7 +191,7 @@ def test_findings_are_numpys(pair: tuple[Any, Any], cuts: list[int], absolute: f
     x, y = pair
     name = str(x.dtype)
     word = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}[x.dtype.itemsize]
-    findings = Findings(Tolerance(absolute=absolute))
+    findings = Findings(absolute=absolute)
     bounds = sorted({0, 9, *cuts})
     for start, stop in itertools.pairwise(bounds):
         findings.add(x[start:stop].view(word), name, y[start:stop].view(word), name)
