@@ -21,17 +21,35 @@ from ckpt_storage.format.names import probe_path
 from ckpt_storage.options import DEFAULT_PART_BYTES, MIB, REMOTE_THREADS, RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.probe import try_exclusive_create
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import Workers
 
 DEFAULT_TIMEOUT_S = 120.0
 
-_RIGHTS = {
-    "list": "list_checkpoints, retention and the cleaning up of dead saves need to list",
-    "delete": "superseded and dead saves stay, and the storage fills, without the right to delete",
-    "list uploads": "parts of uploads that died stay and are paid for; have a lifecycle rule "
-    "abort them",
+_LACKS = {
+    "exclusive create": (
+        "commit_url",
+        "the native URL of the same place, if this is a mount of an object store",
+        "two jobs that save to one id at the same time are not told apart: let one job write",
+    ),
+    "list": (
+        "",
+        "grant the right to list",
+        "list_checkpoints, retention and the cleaning up of dead saves need to list",
+    ),
+    "delete": (
+        "",
+        "grant the right to delete",
+        "superseded and dead saves stay, and the storage fills, without the right to delete",
+    ),
+    "list uploads": (
+        "",
+        "grant the right to list uploads",
+        "parts of uploads that died stay and are paid for; have a lifecycle rule abort them",
+    ),
 }
+"""What to set, to what and why, where a probe fails."""
 _SMALL = os.urandom(4096)
 _CLOCK_S = 5 * 60.0
 _FAR_S = 0.05
@@ -216,12 +234,8 @@ class _Visit:
     def _create(self) -> str:
         if not self.store.capabilities.exclusive_create:
             return "this kind of storage has no exclusive creation"
-        path = self._new("created")
-        self.store.create(path, b"first\n")
-        if not _is_refused("exists", lambda: self.store.create(path, b"second\n")):
-            return "a name was created twice: the condition is ignored"
-        is_kept = self.store.get(path).data == b"first\n"
-        return _unless(is_kept, "a second creation was refused, but done")
+        found = try_exclusive_create(self.store, self._new("created"))
+        return "" if found.exclusive else found.reason
 
     def _replace_if_match(self) -> str:
         if not self.store.capabilities.if_match:
@@ -251,15 +265,13 @@ class _Visit:
 
     def _put(self, number: int, part: bytes) -> None:
         upload = self.store.upload(self._new(f"large-{number}"))
-        view, last = memoryview(part), (self.large_bytes - 1) // len(part)
+
+        def put(at: int, start: int, size: int) -> None:
+            is_last = start + size == self.large_bytes
+            upload.write_part(at, start, [memoryview(part)[:size]], last=is_last)
+
         try:
-            self._each(
-                lambda at, start, size: upload.write_part(
-                    at, start, [view[:size]], last=at == last
-                ),
-                len(part),
-                is_parallel=self.store.capabilities.parallel_parts,
-            )
+            self._each(put, len(part), is_parallel=self.store.capabilities.parallel_parts)
             upload.complete(self.large_bytes)
         except BaseException:
             with contextlib.suppress(CheckpointError):
@@ -271,9 +283,8 @@ class _Visit:
         others: list[int] = []
 
         def get(number: int, start: int, size: int) -> None:
-            buffer = bytearray(size)
-            target, path = memoryview(buffer), f"{self.folder}/large-0"
-            self.store.read(path, [(start, target)], size_bytes=self.large_bytes)
+            buffer, path = bytearray(size), f"{self.folder}/large-0"
+            self.store.read(path, [(start, memoryview(buffer))], size_bytes=self.large_bytes)
             if not part.startswith(buffer):
                 others.append(number)
 
@@ -284,10 +295,8 @@ class _Visit:
         self, run: Callable[[int, int, int], None], part_bytes: int, *, is_parallel: bool = True
     ) -> None:
         """Run a job for number, offset and length of each part of a large object."""
-        is_far = self.store.capabilities.is_remote and is_parallel
-        with Workers(
-            REMOTE_THREADS if is_far else 1, name="doctor", deadline=self.deadline
-        ) as workers:
+        count = REMOTE_THREADS if self.store.capabilities.is_remote and is_parallel else 1
+        with Workers(count, name="doctor", deadline=self.deadline) as workers:
             for number, start in enumerate(range(0, self.large_bytes, part_bytes)):
                 size = min(part_bytes, self.large_bytes - start)
                 workers.submit(partial(run, number, start, size))
@@ -333,11 +342,9 @@ class _Visit:
                 except CheckpointError:
                     self.leftovers.append(f"{self.store.url}/{path}")
         for folder in self.folders:
-            try:
+            with contextlib.suppress(OSError):
                 folder.rmdir()
-            except FileNotFoundError:
-                continue
-            except OSError:
+            if folder.exists():
                 self.leftovers.append(f"file://{folder}")
 
     def diagnosis(self) -> Diagnosis:
@@ -359,51 +366,35 @@ class _Visit:
     def _advise(self) -> Iterator[Advice]:
         """Yield what to set; nothing where the defaults suit."""
         failed = {probe.name for probe in self.probes if probe.outcome == "no"}
-        can_write = "write" not in failed
-        seconds = {one.name: one.median_s for one in self.measures}
-        if can_write and "exclusive create" in failed:
-            yield Advice(
-                option="commit_url",
-                value="the native URL of the same place, if this is a mount of an object store",
-                why="names cannot be created exclusively: two jobs that save to one id at the same "
-                "time are not told apart, so let one job write",
-            )
-        for name, why in _RIGHTS.items():
-            if can_write and name in failed:
-                yield Advice(option="", value=f"grant the right to {name}", why=why)
+        if "write" not in failed:
+            for name, (option, value, why) in _LACKS.items():
+                if name in failed:
+                    yield Advice(option=option, value=value, why=why)
         if self.clock and abs(self.clock[0]) > _CLOCK_S:
             side = "behind" if self.clock[0] > 0 else "ahead of"
-            yield Advice(
-                option="",
-                value="set this machine's clock",
-                why=f"it is {abs(self.clock[0]):.0f} s {side} the storage's; object stores refuse "
-                "requests signed so, and retention by age would be surprising",
-            )
+            why = f"it is {abs(self.clock[0]):.0f} s {side} the storage's; object stores refuse "
+            why += "requests signed so, and retention by age would be surprising"
+            yield Advice(option="", value="set this machine's clock", why=why)
+        seconds = {one.name: one.median_s for one in self.measures}
         is_remote = self.store.capabilities.is_remote
         get_s, put_s = seconds.get("small get", 0.0), seconds.get("small put", 0.0)
         part_s = seconds.get("large put", 0.0) * DEFAULT_PART_BYTES / self.large_bytes
         if is_remote and get_s > _FAR_S:
-            yield Advice(
-                option="thread_count",
-                value=str((2 if get_s < 2 * _FAR_S else 4) * REMOTE_THREADS),
-                why=f"a request takes {get_s * 1000:.0f} ms before its first byte; the default is "
-                f"{REMOTE_THREADS} in flight",
-            )
+            count = (2 if get_s < 2 * _FAR_S else 4) * REMOTE_THREADS
+            why = f"a request takes {get_s * 1000:.0f} ms before its first byte; the default is "
+            why += f"{REMOTE_THREADS} in flight"
+            yield Advice(option="thread_count", value=str(count), why=why)
         if is_remote and part_s and put_s > _SLOW_SHARE * part_s:
-            yield Advice(
-                option="part_bytes",
-                value=str(64 * MIB),
-                why=f"a request costs {put_s * 1000:.0f} ms beside {part_s * 1000:.0f} ms for the "
-                f"bytes of a part of {DEFAULT_PART_BYTES // MIB} MiB; memory_limit_bytes must hold "
-                "two parts for each thread",
-            )
-        if part_s * REMOTE_THREADS > Timeouts().request / 4:
-            yield Advice(
-                option="timeout",
-                value=f"Timeouts(request={round(part_s * REMOTE_THREADS * 4)})",
-                why=f"a part takes {part_s:.1f} s alone, and a request is given up after "
-                f"{Timeouts().request:.0f} s",
-            )
+            why = f"a request costs {put_s * 1000:.0f} ms beside {part_s * 1000:.0f} ms for the "
+            why += f"bytes of a part of {DEFAULT_PART_BYTES // MIB} MiB; memory_limit_bytes must "
+            why += "hold two parts for each thread"
+            yield Advice(option="part_bytes", value=str(64 * MIB), why=why)
+        all_s, limit_s = part_s * REMOTE_THREADS, Timeouts().request
+        if all_s > limit_s / 4:
+            why = f"a part takes {part_s:.1f} s alone, and a request is given up after "
+            why += f"{limit_s:.0f} s"
+            value = f"Timeouts(request={round(all_s * 4)})"
+            yield Advice(option="timeout", value=value, why=why)
 
 
 def _unless(is_right: bool, refusal: str) -> str:  # noqa: FBT001  # reads as a sentence

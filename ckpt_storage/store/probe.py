@@ -50,26 +50,25 @@ def probe_exclusive_create(
     place = (os.getpid(), key)
     known = _RESULTS.get(place)
     if known is None:
-        known = _RESULTS[place] = _ask(store)
+        known = _RESULTS[place] = try_exclusive_create(store, probe_path())
     return known
 
 
-def _ask(store: Store) -> ProbeResult:
-    path = probe_path()
+def try_exclusive_create(store: Store, path: str) -> ProbeResult:
+    """Create a new name twice, and remove it where deleting is allowed; raises as the probe."""
     first, second = (f"{name} {os.urandom(16).hex()}\n".encode() for name in ("first", "second"))
     try:
-        refusal = _create_first(store, path, first)
-        if refusal is not None:
-            return ProbeResult(exclusive=False, reason=refusal)
-        return _ask_again(store, path, first, second)
+        refusal = _create_first(store, path, first) or _create_again(store, path, first, second)
     finally:
         # No right to delete is no reason to fail, and the name is a known leftover.
         with contextlib.suppress(CheckpointError):
             store.delete([path])
+    kept = "The storage refused to create a name a second time."
+    return ProbeResult(exclusive=not refusal, reason=refusal or kept)
 
 
-def _create_first(store: Store, path: str, data: bytes) -> str | None:
-    """Create a new name; return None if it holds `data` now, else why that cannot be had.
+def _create_first(store: Store, path: str, data: bytes) -> str:
+    """Create a new name; return "" if it holds `data` now, else why that cannot be had.
 
     Raises the error of the creation where nothing can be read back.
     """
@@ -86,35 +85,26 @@ def _create_first(store: Store, path: str, data: bytes) -> str | None:
         if failure is None:
             raise
         raise failure from error
-    return None if found == data else "The storage kept other content than was created."
+    return "" if found == data else "The storage kept other content than was created."
 
 
-def _ask_again(store: Store, path: str, first: bytes, second: bytes) -> ProbeResult:
-    """Create the name that is taken, until the storage answers."""
-    for attempt in range(1, _TRIES + 1):
+def _create_again(store: Store, path: str, first: bytes, second: bytes) -> str:
+    """Create the name that is taken until the storage answers; return "" if it keeps the first."""
+    attempt = 0
+    while True:
+        attempt += 1
         try:
             store.create(path, second)
         except StorageError as error:
             failure = error
         else:
-            return ProbeResult(
-                exclusive=False,
-                reason="The storage created a name a second time; it ignores the condition.",
-            )
+            return "The storage created a name a second time; it ignores the condition."
         if store.get(path).data != first:
-            return ProbeResult(
-                exclusive=False,
-                reason="The storage refused to create a name a second time, but did it.",
-            )
+            return "The storage refused to create a name a second time, but did it."
         if failure.kind == "exists":
-            return ProbeResult(
-                exclusive=True, reason="The storage refused to create a name a second time."
-            )
-        if failure.kind == "unsupported" or attempt == _TRIES:
-            break
-    if failure.kind == "unsupported":
-        return ProbeResult(
-            exclusive=False, reason=f"The storage refuses exclusive creation: {failure}"
-        )
-    # Anything else is no answer: the request may never have reached the storage.
-    raise failure
+            return ""
+        if failure.kind == "unsupported":
+            return f"The storage refuses exclusive creation: {failure}"
+        if attempt == _TRIES:
+            # No answer: the request may never have reached the storage.
+            raise failure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import pickle
 from pathlib import Path
 
@@ -317,15 +316,6 @@ def test_options_are_not_given_twice() -> None:
     """A Location carries its options, so others beside it are a mistake."""
     with pytest.raises(InvalidInputError, match="given twice"):
         open_store(Location.of("memory://x"), storage_options={})
-
-
-def test_open_store_serves_local_paths_by_the_local_store(tmp_path: Path) -> None:
-    """Paths and file:// URLs come to the store that syncs and links."""
-    for url in (str(tmp_path), tmp_path, f"file://{tmp_path}", f"local://{tmp_path}"):
-        store = open_store(url)
-        assert store.capabilities.kind == "posix"
-        assert store.url == f"file://{os.fspath(tmp_path)}"
-        store.close()
 
 
 @pytest.mark.parametrize(

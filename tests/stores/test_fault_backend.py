@@ -77,13 +77,3 @@ def test_half_of_an_operation_is_done_or_refused(memory: MemoryBackend) -> None:
             "x", "", [], write_id="", if_absent=False
         )
     store.close()
-
-
-def test_credentials_that_expire_are_looked_up_once_again(memory: MemoryBackend) -> None:
-    """The refresh reaches the backend, and then what was refused is asked again."""
-    rule = Rule(action="error", operation="get", kind="credentials")
-    backend = FaultBackend(memory, [rule])
-    store = opened(backend)
-    assert store.get("x").data == b"data"
-    assert [call.operation for call in backend.script.calls] == ["get", "refresh", "get"]
-    store.close()

@@ -8,7 +8,6 @@ import errno
 import functools
 import mmap
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -138,22 +137,6 @@ def test_where_it_is_not_known_the_file_is_dropped_once_it_is_durable(
     assert calls.count("pwritev") == calls.count("start_write_back") == 3
     assert calls.index("fsync") < calls.index("forget") < calls.index("rename")
     assert (tmp_path / "x").read_bytes() == DATA
-
-
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_the_flag_goes_to_linux_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str
-) -> None:
-    """Its number may mean anything elsewhere; a C library without the call is one that cannot."""
-
-    def refused(*_: object) -> int:
-        raise NotImplementedError
-
-    monkeypatch.setattr(os, "pwritev", refused if platform == "linux" else None)
-    monkeypatch.setattr(sys, "platform", platform)
-    with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):
-        Posix().pwritev_uncached(0, [memoryview(b"x")], 0)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("action", ["crash_before", "crash_after", "torn", "error", "lost_answer"])

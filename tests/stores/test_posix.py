@@ -44,22 +44,6 @@ def test_long_writes_are_cut_where_the_kernels_pages_begin(
     assert (tmp_path / "x").read_bytes() == bytes(50) + data
 
 
-def test_a_call_that_a_signal_came_between_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """EINTR is not reported, as Python's own calls do not."""
-    numbers = iter([errno.EINTR, errno.EINTR])
-    calls: list[tuple[object, ...]] = []
-
-    def call(*arguments: object) -> int:
-        calls.append(arguments)
-        number = next(numbers, 0)
-        ctypes.set_errno(number)
-        return -1 if number else 0
-
-    monkeypatch.setattr(posix, "_function", lambda _: call)
-    Posix().allocate(7, 10)
-    assert len(calls) == 3
-
-
 def test_signals_that_keep_coming_end_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A timer that fires faster than a long call ends would keep it for ever."""
     calls: list[tuple[object, ...]] = []

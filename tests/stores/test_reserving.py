@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from ckpt_storage.testing.posix_faults import FaultPosix
 MIB = 1 << 20
 DATA = bytes(range(256)) * (10 << 10)
 MORE_BYTES = len(DATA) + MIB
-WAIT_S = 30.0
 
 
 @pytest.fixture
@@ -71,14 +69,6 @@ def written(upload: Upload) -> Upload:
     return upload
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait until something holds that another thread brings about."""
-    end_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
-
-
 def blocks_of(root: Path) -> tuple[int, int]:
     """Return length and blocks that the content has on this disk without a reservation."""
     written(begun(root, Posix(), "plain")).complete(len(DATA))
@@ -106,25 +96,3 @@ def test_a_full_disk_is_told_before_a_byte_is_sent(root: Path, number: int) -> N
     assert posix.count("pwritev") == 0
     assert posix.open_count == 0
     assert list(root.iterdir()) == []
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT])
-def test_no_other_failure_of_it_is_one_of_the_upload(root: Path, number: int) -> None:
-    """It is there for speed; what is wrong with the disk the writes will tell."""
-    written(begun(root, failing(number), hint=MORE_BYTES)).complete(len(DATA))
-    assert (root / "x").read_bytes() == DATA
-
-
-@pytest.mark.parametrize("sync_files", [True, False])
-def test_one_that_does_not_end_in_time_is_left_behind(root: Path, *, sync_files: bool) -> None:
-    """The upload goes on in a file without one; the late one removes its own."""
-    posix = Told([Rule(action="hang", operation="allocate")])
-    store = local_store(root, posix=posix, sync_files=sync_files, request_timeout_s=0.5)
-    written(store.upload("x", size_hint=MORE_BYTES)).complete(len(DATA))
-    assert (root / "x").read_bytes() == DATA
-    assert posix.count("allocate") == 1
-    assert posix.open_count == 1
-    posix.script.release()
-    eventually(lambda: posix.open_count == 0)
-    eventually(lambda: [path.name for path in root.iterdir()] == ["x"])
-    store.close()

@@ -1,16 +1,26 @@
-"""The S3 server of `ckpt_storage.testing`: conditions, parts and checksums are as on S3."""
+"""The S3 server of `ckpt_storage.testing` is strict, fails as told, and ends cleanly."""
 
 from __future__ import annotations
 
-import base64
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError  # type: ignore[import-untyped]
-from s3clients import BUCKET, MIB, ask, checksum, refused, running, upload
+from s3clients import BUCKET, MIB, ask, connect, refused, running, upload
+from servers import free_port
 
-from ckpt_storage.testing.s3_server import S3Server
+from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 
 
 @pytest.fixture
@@ -38,6 +48,28 @@ def client(pair: tuple[S3Server, Any]) -> Any:
     return pair[1]
 
 
+def socket_to(server: S3Server) -> socket.socket:
+    """Open a connection without any HTTP client behind it."""
+    host, _, port = server.endpoint_url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def drain(sock: socket.socket) -> tuple[bytes, bool]:
+    """Read to the end; return the bytes and whether the end was a reset."""
+    data = bytearray()
+    try:
+        while piece := sock.recv(65536):
+            data += piece
+    except ConnectionResetError:
+        return bytes(data), True
+    return bytes(data), False
+
+
+def put(client: Any, key: str, body: bytes = b"x") -> None:
+    """Store an object with botocore."""
+    client.put_object(Bucket=BUCKET, Key=key, Body=body)
+
+
 def test_upload_rules(server: S3Server, client: Any) -> None:
     """A completion that breaks a rule is refused with S3's code and leaves the upload open."""
     arguments = upload(client, "k", {1: b"small", 2: b"b" * (5 * MIB), 3: b"c"})
@@ -62,69 +94,6 @@ def test_upload_rules(server: S3Server, client: Any) -> None:
     call = {**arguments, "MultipartUpload": {"Parts": [second, third]}}
     client.complete_multipart_upload(**call)
     assert server.dump() == {"k": b"b" * (5 * MIB) + b"c"}
-
-
-@pytest.mark.parametrize("options", [{"min_part_bytes": 1}])
-def test_part_copied_from_a_range(server: S3Server, client: Any) -> None:
-    """A part copied on the server has exactly the range named; a range outside is refused."""
-    body = bytes(range(100))
-    source = {"Bucket": BUCKET, "Key": "src"}
-    client.put_object(**source, Body=body)
-    name = {"Bucket": BUCKET, "Key": "dst"}
-    name["UploadId"] = client.create_multipart_upload(**name)["UploadId"]
-    etags = [
-        client.upload_part_copy(**name, PartNumber=n, CopySource=source, CopySourceRange=text)
-        for n, text in ((1, "bytes=90-99"), (2, "bytes=0-0"))
-    ]
-    etags.append(client.upload_part_copy(**name, PartNumber=3, CopySource=source))
-    for text in ("bytes=90-100", "bytes=5-", "bytes=9-3", "0-3"):
-        bad = {**name, "PartNumber": 4, "CopySource": source, "CopySourceRange": text}
-        assert refused(client.upload_part_copy, **bad) == (400, "InvalidArgument")
-    claims = [
-        {"PartNumber": number, "ETag": found["CopyPartResult"]["ETag"]}
-        for number, found in enumerate(etags, start=1)
-    ]
-    client.delete_object(**source)
-    client.complete_multipart_upload(**name, MultipartUpload={"Parts": claims})
-    assert server.dump() == {"dst": body[90:] + body[:1] + body}
-
-
-# Preconditions
-
-
-def test_conditional_writes(server: S3Server, client: Any) -> None:
-    """Put, complete and copy honour If-None-Match and If-Match, and a refusal changes nothing."""
-    client.put_object(Bucket=BUCKET, Key="src", Body=b"src")
-
-    def put(key: str, **condition: str) -> Any:
-        return client.put_object(Bucket=BUCKET, Key=key, Body=b"put", **condition)["ETag"]
-
-    def complete(key: str, **condition: str) -> Any:
-        arguments = upload(client, key, {1: b"complete"})
-        return client.complete_multipart_upload(**arguments, **condition)["ETag"]
-
-    def copy(key: str, **condition: str) -> Any:
-        source = {"Bucket": BUCKET, "Key": "src"}
-        answer = client.copy_object(Bucket=BUCKET, Key=key, CopySource=source, **condition)
-        return answer["CopyObjectResult"]["ETag"]
-
-    for write in (put, complete, copy):
-        key = write.__name__
-        missing = refused(lambda: write(key, IfMatch='"x"'))  # noqa: B023 - called at once
-        assert missing == (404, "NoSuchKey")
-        etag = write(key, IfNoneMatch="*")
-        before = server.dump()[key]
-        for condition in ({"IfNoneMatch": "*"}, {"IfMatch": '"x"'}):
-            with pytest.raises(ClientError) as caught:
-                write(key, **condition)
-            error = caught.value.response["Error"]
-            assert error["Code"] == "PreconditionFailed"
-            assert error["Condition"] == ("If-Match" if "IfMatch" in condition else "If-None-Match")
-        assert server.dump()[key] == before
-        assert client.head_object(Bucket=BUCKET, Key=key)["ETag"] == etag
-        assert write(key, IfMatch=etag) != etag
-    # A refused completion leaves its upload: one for If-Match on nothing and two on the object.
-    assert server.open_upload_count == 3
 
 
 @pytest.mark.parametrize(
@@ -169,53 +138,131 @@ def test_server_that_ignores_preconditions(server: S3Server, client: Any) -> Non
     assert server.dump() == {"k": b"4"}
 
 
-# Checksums
+def test_rule_counts_its_matches(server: S3Server, client: Any) -> None:
+    """A rule lets `after` matches pass and hits the next `times`; other keys do not count."""
+    server.faults([FaultRule(op="put", key="^a", after=1, times=2, action="status")])
+    codes = []
+    for key in ("a1", "b", "a2", "a3", "b", "a4"):
+        try:
+            put(client, key)
+            codes.append("")
+        except ClientError as error:
+            codes.append(error.response["Error"]["Code"])
+    assert codes == ["", "", "SlowDown", "SlowDown", "", ""]
+    assert list(server.dump()) == ["a1", "a4", "b"]
+    assert [request.key for request in server.requests if request.fault] == ["a2", "a3"]
+    server.faults([FaultRule(op="put", action="status")])
+    server.faults([])
+    put(client, "a2")
 
 
-@pytest.mark.parametrize("algorithm", ["crc32", "crc32c"])
-def test_checksum_is_verified_stored_and_returned(server: S3Server, algorithm: str) -> None:
-    """A body that does not have its checksum is refused; a stored one comes back on request."""
-    name = f"x-amz-checksum-{algorithm}"
-    target = f"/{BUCKET}/k"
-    status, _, body = ask(server, "PUT", target, b"body", {name: checksum(algorithm, b"bodx")})
-    assert (status, b"BadDigest" in body) == (400, True)
-    status, _, body = ask(server, "PUT", target, b"body", {name: "not base64"})
-    assert (status, b"InvalidDigest" in body) == (400, True)
-    assert server.dump() == {}
-    text = checksum(algorithm, b"body")
-    assert ask(server, "PUT", target, b"body", {name: text})[0] == 200
-    for method in ("GET", "HEAD"):
-        _, headers, _ = ask(server, method, target, headers={"x-amz-checksum-mode": "ENABLED"})
-        assert headers[name] == text
-        assert name not in ask(server, method, target)[1]
+@pytest.mark.parametrize("action", ["delay", "hang"])
+def test_stop_ends_what_hangs(action: Any) -> None:
+    """A request that hangs or waits long is cut when the server stops, without an answer."""
+    with S3Server() as server:
+        server.faults([FaultRule(action=action, delay_s=3600.0)])
+        sock = socket_to(server)
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        server.wait_for(lambda requests: len(requests) == 1)
+        assert server.requests[0].status == 0
+    with sock:
+        assert drain(sock)[0] == b""
+    with pytest.raises(TimeoutError, match="did not see"):
+        server.wait_for(lambda requests: len(requests) == 2, timeout_s=0.0)
 
 
-@pytest.mark.parametrize("options", [{"min_part_bytes": 1}])
-@pytest.mark.parametrize("algorithm", ["CRC32", "CRC32C"])
-@pytest.mark.parametrize("kind", ["COMPOSITE", "FULL_OBJECT"])
-def test_checksum_of_a_multipart_object(
-    server: S3Server, client: Any, algorithm: str, kind: str
+@pytest.mark.parametrize(("action", "done"), [("reset", {}), ("lost", {"k": b"x" * 100_000})])
+def test_reset_before_or_after_the_work(
+    server: S3Server, action: Any, done: dict[str, bytes]
 ) -> None:
-    """An upload begun with a checksum gets one of its parts' checksums, or of all its bytes."""
-    create = {"ChecksumAlgorithm": algorithm, "ChecksumType": kind}
-    lower = algorithm.lower()
-    bodies = [b"first", b"second"]
-    arguments = upload(client, "k", dict(enumerate(bodies, start=1)), **create)
-    if kind == "FULL_OBJECT":
-        want = checksum(lower, b"".join(bodies))
-    else:
-        raw = b"".join(base64.b64decode(checksum(lower, body)) for body in bodies)
-        want = checksum(lower, raw) + "-2"
-    part = {key: arguments[key] for key in ("Bucket", "Key", "UploadId")}
-    other = "crc32" if lower == "crc32c" else "crc32c"
-    given = {f"Checksum{other.upper()}": checksum(other, b"x")}
-    code = refused(client.upload_part, **part, PartNumber=1, Body=b"x", **given)
-    assert code == (400, "InvalidRequest")
-    wrong = {f"Checksum{algorithm}": checksum(lower, b"x")}
-    assert refused(client.complete_multipart_upload, **arguments, **wrong) == (400, "BadDigest")
-    client.complete_multipart_upload(**arguments, **{f"Checksum{algorithm}": want})
-    found = client.get_object(Bucket=BUCKET, Key="k", ChecksumMode="ENABLED")
-    assert found[f"Checksum{algorithm}"] == want
-    assert found["ChecksumType"] == kind
-    assert found["Body"].read() == b"firstsecond"
-    assert server.dump() == {"k": b"firstsecond"}
+    """`reset` cuts before the work and `lost` after it; neither sends a byte of an answer."""
+    server.faults([FaultRule(op="put", action=action)])
+    with socket_to(server) as sock:
+        sock.sendall(f"PUT /{BUCKET}/k HTTP/1.1\r\nContent-Length: 100000\r\n\r\n".encode())
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(b"x" * 100_000)
+        assert drain(sock)[0] == b""
+    assert server.dump() == done
+    assert [(record.status, record.fault) for record in server.requests] == [(0, action)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"action": "explode"},
+        {"action": "reset", "op": "("},
+        {"action": "reset", "after": -1},
+        {"action": "reset", "times": "2"},
+        {"action": "status", "status": 99},
+    ],
+)
+def test_bad_rules_are_refused(fields: dict[str, Any]) -> None:
+    """A rule that can mean nothing is refused."""
+    with pytest.raises(InvalidInputError, match="no fault rule"):
+        FaultRule(**fields)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "torn"])
+def test_crash_points(server: S3Server, when: Any) -> None:
+    """From request n on nothing is done; n itself is done only if the crash comes after it."""
+    script = [("PUT", "a"), ("PUT", "b"), ("DELETE", "a"), ("PUT", "c")]
+    states: list[set[str]] = [set(), {"a"}, {"a", "b"}, {"b"}, {"b", "c"}]
+    for n in range(1, len(script) + 1):
+        for key in "abc":
+            ask(server, "DELETE", f"/{BUCKET}/{key}")
+        server.reset_counters()
+        server.faults(crash_rules(n, when))
+        answered = 0
+        for method, key in script:
+            body = b"x" * 200_001 if method == "PUT" else b""
+            with contextlib.suppress(ConnectionError):
+                ask(server, method, f"/{BUCKET}/{key}", body)
+                answered += 1
+        assert answered == n - 1
+        assert set(server.dump()) == states[n if when == "after" else n - 1]
+        records = server.requests
+        assert [record.fault == "" for record in records] == [True] * (n - 1) + [False] * (5 - n)
+        if when == "torn":
+            assert records[n - 1].bytes_in == (100_000 if script[n - 1][0] == "PUT" else 0)
+        server.faults([])
+        assert ask(server, "PUT", f"/{BUCKET}/c", b"y")[0] == 200
+
+
+def test_stop_leaves_no_thread_and_no_port() -> None:
+    """A stopped server has closed its connections, idle ones too, and its port is free."""
+    before = set(threading.enumerate())
+    with S3Server(port=free_port()) as server:
+        server.create_bucket(BUCKET)
+        client = connect(server)
+        put(client, "k")
+        assert set(threading.enumerate()) - before
+        with pytest.raises(InvalidInputError, match="started before"):
+            server.__enter__()
+    assert set(threading.enumerate()) <= before
+    client.close()
+    port = int(server.endpoint_url.rpartition(":")[2])
+    with S3Server(port=port) as second:
+        assert second.endpoint_url == server.endpoint_url
+
+
+@pytest.mark.parametrize("end", ["stdin", "SIGTERM", "SIGINT"])
+def test_command_serves_until_told(end: str) -> None:
+    """The command prints where it listens, serves, and ends with 0."""
+    command = [sys.executable, "-W", "error", "-m", "ckpt_storage.testing.s3_server"]
+    with subprocess.Popen(
+        [*command, "--port", "0", "--bucket", BUCKET], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        url = ready["endpoint_url"]
+        assert ready["storage_options"]["client_kwargs"]["endpoint_url"] == url
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+        connection.request("HEAD", f"/{BUCKET}")
+        assert connection.getresponse().status == 200
+        connection.close()
+        if end == "stdin":
+            process.stdin.close()
+        else:
+            os.kill(process.pid, getattr(signal, end))
+        assert process.wait(30) == 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -52,14 +50,6 @@ def test_expired_credentials_are_looked_up_again(server: S3Server) -> None:
         upload.complete(send(upload, PARTS))
         assert any(request.fault for request in server.requests)
     assert len(server.dump()) == 2
-
-
-def test_credentials_that_stay_expired_are_an_error(server: S3Server) -> None:
-    """One renewal is tried; then the error says to renew them."""
-    server.faults([replace(EXPIRED, op="put", times=0)])
-    with pytest.raises(StorageError, match="Renew the credentials") as caught:
-        retrying(server).put("saves/a/x", b"data")
-    assert caught.value.kind == "credentials"
 
 
 def test_a_hanging_request_ends_at_its_deadline(server: S3Server) -> None:
@@ -182,31 +172,6 @@ def test_no_error_log_or_pickle_shows_a_credential(
     text = "\n".join([*texts, caplog.text])
     assert SECRET not in text
     assert KEY not in text
-
-
-_FORK = """
-import os, sys
-from ckpt_storage.store import open_store
-
-endpoint = sys.argv[1]
-options = {"key": "k", "secret": "s", "endpoint_url": endpoint}
-store = open_store("s3://bkt/run", storage_options=options)
-store.put("parent", b"before")
-child = os.fork()
-if child == 0:
-    store.put("child", store.get("parent").data)
-    os._exit(0)
-_, status = os.waitpid(child, 0)
-store.put("parent", b"after")
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
-
-
-def test_a_store_goes_on_in_a_child_of_fork(server: S3Server) -> None:
-    """The child builds a client of its own; the parent's goes on as before."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", _FORK]
-    subprocess.run([*command, server.endpoint_url], check=True, timeout=60)
-    assert server.dump() == {"run/child": b"before", "run/parent": b"after"}
 
 
 def test_a_store_is_not_pickled_by_accident(server: S3Server) -> None:

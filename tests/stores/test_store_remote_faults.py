@@ -122,31 +122,6 @@ def test_a_failure_inside_a_success_is_retried(server: S3Server) -> None:
     assert server.dump() == {"run/saves/a/x": b"".join(PARTS)}
 
 
-def test_completing_what_another_aborted_is_an_error(server: S3Server) -> None:
-    """An upload that is gone without its object is no success."""
-    store = retrying(server)
-    upload = store.upload("saves/a/x")
-    total_bytes = send(upload, PARTS)
-    assert store.abort_uploads("saves/a") == 1
-    with pytest.raises(StorageError, match="is gone, and nothing"):
-        upload.complete(total_bytes)
-    assert server.dump() == {}
-
-
-def test_an_object_of_others_is_not_taken_for_ours(server: S3Server) -> None:
-    """After a lost answer, an object of the right length but another write id is no success."""
-    store = plain(server)
-    upload = store.upload("saves/a/x")
-    total_bytes = send(upload, PARTS)
-    store.abort_uploads("")
-    other = store.upload("saves/a/x")
-    other.complete(send(other, PARTS))
-    with pytest.raises(StorageError, match="is gone, and nothing"):
-        upload.complete(total_bytes)
-    upload.abort()
-    assert server.dump() == {"run/saves/a/x": b"".join(PARTS)}
-
-
 @pytest.mark.parametrize("op", ["create_upload", "part", "complete"])
 def test_an_upload_given_up_leaves_nothing(server: S3Server, op: str) -> None:
     """After lost answers and an abort there is neither object nor open upload."""
@@ -158,19 +133,6 @@ def test_an_upload_given_up_leaves_nothing(server: S3Server, op: str) -> None:
     upload.abort()
     assert server.dump() == {}
     assert server.open_upload_count == 0
-
-
-def test_a_small_object_that_may_be_there_is_removed_by_abort(server: S3Server) -> None:
-    """A put whose answer was lost has happened; abort takes it back."""
-    upload = plain(server).upload("saves/a/x")
-    send(upload, [b"small"])
-    server.faults([FaultRule(op="put|head", times=0, action="lost")])
-    with pytest.raises(StorageError):
-        upload.complete(5)
-    assert len(server.dump()) == 1
-    server.faults([])
-    upload.abort()
-    assert server.dump() == {}
 
 
 def test_an_abort_does_not_delete_what_another_put_meanwhile(server: S3Server) -> None:
@@ -187,34 +149,6 @@ def test_an_abort_does_not_delete_what_another_put_meanwhile(server: S3Server) -
         plain(server).put("saves/a/x", b"another's")
         aborting.result()
     assert server.dump() == {"run/saves/a/x": b"another's"}
-
-
-def test_a_lost_create_is_an_error_and_not_repeated_by_us(server: S3Server) -> None:
-    """The caller reads back who won: the error may come of meeting one's own object."""
-    server.faults([FaultRule(op="put", times=0, action="lost")])
-    with pytest.raises(StorageError) as caught:
-        retrying(server).create("commits/1", b"ours")
-    assert caught.value.kind == "connection"
-    # aiohttp sends a request that cannot be answered once more by itself.
-    assert ops(server)["put"] <= 2
-    server.faults([FaultRule(op="put", action="lost")])
-    with pytest.raises(StorageError) as caught:
-        retrying(server).create("commits/2", b"ours")
-    assert caught.value.kind in {"connection", "exists"}
-    assert retrying(server).get("commits/2").data == b"ours"
-    assert retrying(server).get("commits/1").data == b"ours"
-
-
-def test_a_throttled_create_is_repeated(server: S3Server) -> None:
-    """A refusal proves that nothing was done."""
-    server.faults(
-        [
-            FaultRule(op="put", action="status", status=503),
-            FaultRule(op="put", action="status", status=409, code="ConditionalRequestConflict"),
-        ]
-    )
-    retrying(server).create("commits/1", b"ours")
-    assert server.dump() == {"run/commits/1": b"ours"}
 
 
 @pytest.mark.parametrize("omit", [False, True])

@@ -1,17 +1,13 @@
-"""How the tests of the S3 server talk to it: botocore, raw HTTP, and digests of their own."""
+"""How the tests of the S3 server talk to it: botocore and raw HTTP."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import http.client
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import boto3  # type: ignore[import-untyped]
-import crc32c
 import pytest
 from botocore.config import Config  # type: ignore[import-untyped]
 from botocore.exceptions import ClientError  # type: ignore[import-untyped]
@@ -85,29 +81,13 @@ def fetch(client: Any, key: str, **arguments: Any) -> bytes:
     return content
 
 
-def upload(client: Any, key: str, parts: dict[int, bytes], **create: Any) -> dict[str, Any]:
+def upload(client: Any, key: str, parts: dict[int, bytes]) -> dict[str, Any]:
     """Upload parts in the order given; return the arguments that complete the upload."""
-    made = client.create_multipart_upload(Bucket=BUCKET, Key=key, **create)
+    made = client.create_multipart_upload(Bucket=BUCKET, Key=key)
     name = {"Bucket": BUCKET, "Key": key, "UploadId": made["UploadId"]}
-    algorithm = create.get("ChecksumAlgorithm")
-    etags: dict[int, str] = {}
-    for number, body in parts.items():
-        # Given ready-made, because botocore computes CRC32C only with another package.
-        digest = {f"Checksum{algorithm}": checksum(algorithm.lower(), body)} if algorithm else {}
-        answer = client.upload_part(**name, PartNumber=number, Body=body, **digest)
-        etags[number] = answer["ETag"]
+    etags = {
+        number: client.upload_part(**name, PartNumber=number, Body=body)["ETag"]
+        for number, body in parts.items()
+    }
     claims = [{"PartNumber": number, "ETag": etags[number]} for number in sorted(etags)]
     return {**name, "MultipartUpload": {"Parts": claims}}
-
-
-def b64(raw: bytes) -> str:
-    """Return base64 text."""
-    return base64.b64encode(raw).decode()
-
-
-def checksum(algorithm: str, body: bytes) -> str:
-    """Return what S3 wants in `x-amz-checksum-<algorithm>`, computed without the server."""
-    if algorithm in ("crc32", "crc32c"):
-        value = zlib.crc32(body) if algorithm == "crc32" else crc32c.crc32c(body)
-        return b64(value.to_bytes(4, "big"))
-    return b64(hashlib.new(algorithm, body).digest())

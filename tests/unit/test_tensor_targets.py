@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from late_mover import LateMover
 from local_stores import local_store
 
 from ckpt_storage.format.boxes import Box
@@ -18,7 +19,6 @@ from ckpt_storage.format.selections import box_selection
 from ckpt_storage.loads.targets import Rings, TensorTarget
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.testing.late_mover import LateMover
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, put
 from ckpt_storage.transfer.costs import LOCAL_COSTS
 from ckpt_storage.transfer.ranges import RangeReader
