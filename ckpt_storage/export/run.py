@@ -253,7 +253,7 @@ class _Work:
             def begin(file: int) -> None:
                 path = self._means.path_of(self._plan.files[file])
                 upload = self._shared[file] = self._target.upload(path, copies=True)
-                tickets[file] = upload.ticket()
+                tickets[file] = upload.token()
 
             jobs = [partial(begin, file) for file in shared]
             side_by_side(jobs, "begin uploads", self._means.deadline)

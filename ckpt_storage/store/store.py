@@ -234,13 +234,12 @@ class Store:
         """
         return Upload(self, path, size_hint=size_hint, if_absent=if_absent, copies=copies)
 
-    def join(self, path: str, ticket: str) -> Upload:
+    def join(self, path: str, token: str) -> Upload:
         """Join another process's upload of the same path; one that is over refuses the first part.
 
-        Raises `InvalidInputError` for a ticket of another path or storage, and
-        `UnsupportedByStoreError` unless `capabilities.tokens_travel`.
+        Raises `UnsupportedByStoreError` unless `capabilities.tokens_travel`.
         """
-        return Upload(self, path, joined=ticket)
+        return Upload(self, path, joined=token)
 
     def copy_source(self, path: str) -> CopySource | None:
         """Return the object as uploads of this storage can copy it; None where they cannot."""

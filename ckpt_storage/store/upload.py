@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -44,7 +43,7 @@ _UNSURE = frozenset({"connection", "other", "timeout"})
 class Upload:
     """One new object, invisible until `complete` returns; ended by `complete` or `abort`.
 
-    One owner begins it. Where `capabilities.tokens_travel`, others join with its `ticket`, write
+    One owner begins it. Where `capabilities.tokens_travel`, others join with its `token`, write
     or copy parts, and send their `receipts` to the owner. Part numbers ascend with the offsets;
     none is used by two members, and some may be left out. After a part was given up the upload can
     only be aborted: its memory may still be sent. May be used by several threads.
@@ -67,7 +66,9 @@ class Upload:
         self._if_absent = if_absent
         self._copies = copies
         self._is_owner = joined is None
-        self._token = None if joined is None else self._decoded(joined)
+        self._token = joined
+        if joined is not None:
+            self._check_shared()
         self._write_id = os.urandom(16).hex()
         self._size_hint = size_hint
         self._parts: dict[int, Part] = {}
@@ -83,14 +84,13 @@ class Upload:
         self._given_up_part: int | None = None
         self._state: Literal["open", "complete", "aborted"] = "open"
 
-    def ticket(self) -> str:
+    def token(self) -> str:
         """Return a text with which another process joins this upload of this path.
 
         Raises `UnsupportedByStoreError` unless `capabilities.tokens_travel`.
         """
         self._check_shared()
-        fields = {"kind": self._capabilities.kind, "path": self._path, "token": self._begun()}
-        return json.dumps(fields, separators=(",", ":"))
+        return self._begun()
 
     def write_part(
         self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
@@ -242,20 +242,21 @@ class Upload:
             if self._token is None:
                 if self._state != "open":
                     raise self._ended()
-                self._token = self._begin()
+                self._token = self._reserved() or self._begin(None, "always", 0.0)
             return self._token
 
-    def _begin(self) -> str:
+    def _reserved(self) -> str | None:
+        """Begin with the space that is hinted at; None if that cannot be said to have worked."""
         hint = self._size_hint
-        if hint is not None:
-            try:
-                return self._begin_with(hint, "if-nothing-done", hint / _RESERVE_BYTES_PER_S)
-            except StorageError as error:
-                if error.kind not in _UNSURE:
-                    raise
-        return self._begin_with(None, "always", 0.0)
+        try:
+            if hint is not None:
+                return self._begin(hint, "if-nothing-done", hint / _RESERVE_BYTES_PER_S)
+        except StorageError as error:
+            if error.kind not in _UNSURE:
+                raise
+        return None
 
-    def _begin_with(self, size_hint: int | None, repeat: Repeat, extra_s: float) -> str:
+    def _begin(self, size_hint: int | None, repeat: Repeat, extra_s: float) -> str:
         def begin(backend: Backend) -> str:
             try:
                 return backend.begin_upload(
@@ -292,12 +293,10 @@ class Upload:
 
         try:
             return self._store.run(operation, self._path, send, repeat="unless-abandoned")
-        except CheckpointError as error:
-            if isinstance(error, AbandonedError):
+        except BaseException as error:
+            # Left behind, or interrupted: the part may still be on its way.
+            if isinstance(error, AbandonedError) or not isinstance(error, CheckpointError):
                 self._given_up_part = number
-            raise
-        except BaseException:
-            self._given_up_part = number
             raise
 
     def _keep(self, part: Part) -> None:
@@ -388,26 +387,6 @@ class Upload:
             if found.path == self._path and found.token != self._token:
                 backend.abort_upload(self._path, found.token)
 
-    def _decoded(self, ticket: str) -> str:
-        """Return the token of a ticket."""
-        self._check_shared()
-        try:
-            found = json.loads(ticket)
-        except ValueError:
-            found = None
-        if (
-            not isinstance(found, dict)
-            or found.keys() != {"kind", "path", "token"}
-            or (found["kind"], found["path"]) != (self._capabilities.kind, self._path)
-            or not isinstance(found["token"], str)
-        ):
-            raise InvalidInputError(
-                f"The ticket is not one for an upload of {self._path} on this storage.",
-                path=self._path,
-                next_step="Pass on what `ticket()` of that very upload returned.",
-            )
-        return str(found["token"])
-
     def _check_shared(self) -> None:
         if not self._capabilities.tokens_travel:
             raise UnsupportedByStoreError(
@@ -424,27 +403,25 @@ class Upload:
 
     def _check_alive(self) -> None:
         if self._given_up_part is not None:
-            raise StorageError(
-                f"The upload of {self._shown} cannot go on: part {self._given_up_part} did not "
-                "end in time and may still be changing.",
-                path=self._path,
-                next_step="Abort it and save again.",
+            raise self._error(
+                f"cannot go on: part {self._given_up_part} did not end in time and may still be "
+                "changing",
+                "Abort it and save again.",
             )
 
     def _ended(self) -> StorageError:
-        return StorageError(
-            f"The upload of {self._shown} was ended before.",
-            path=self._shown,
-            next_step="Start a new one.",
-        )
+        return self._error("was ended before", "Start a new one.")
 
     def _gone(self, found: ObjectInfo | None, total_bytes: int) -> StorageError:
         what = "nothing" if found is None else f"{found.size_bytes} bytes"
+        return self._error(
+            f"is gone, and {what} of ours lies under its name instead of {total_bytes} bytes",
+            "Save again; look for a lifecycle rule that aborts uploads early.",
+        )
+
+    def _error(self, what: str, next_step: str) -> StorageError:
         return StorageError(
-            f"The upload of {self._shown} is gone, and {what} of ours lies under its name "
-            f"instead of {total_bytes} bytes.",
-            path=self._shown,
-            next_step="Save again; look for a lifecycle rule that aborts uploads early.",
+            f"The upload of {self._shown} {what}.", path=self._shown, next_step=next_step
         )
 
 
@@ -464,11 +441,9 @@ def _sent(
 
 def _joined(buffers: Sequence[memoryview]) -> bytes:
     """Return the bytes of consecutive views in one object, without a copy of one that is."""
-    if len(buffers) == 1:
-        whole = buffers[0].obj
-        if isinstance(whole, bytes) and len(whole) == buffers[0].nbytes:
-            return whole
-    return b"".join(buffers)
+    whole = buffers[0].obj if len(buffers) == 1 else None
+    is_all = isinstance(whole, bytes) and len(whole) == buffers[0].nbytes
+    return whole if is_all and isinstance(whole, bytes) else b"".join(buffers)
 
 
 def _whole(parts: set[Part], total_bytes: int, *, shown: str) -> list[Part]:

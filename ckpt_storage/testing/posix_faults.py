@@ -79,7 +79,6 @@ class FaultPosix(Posix):
         """Open a file that another process made."""
         return self._open("open_write", path, self.inner.open_write)
 
-    open_folder = _played(Posix.open_folder)
     pwritev = _played(
         Posix.pwritev,
         lambda inner, fd, buffers, offset: inner.pwritev(fd, _halved(buffers), offset),
@@ -99,25 +98,9 @@ class FaultPosix(Posix):
         ),
         target=2,
     )
-    allocate = _played(Posix.allocate)
-    start_write_back = _played(Posix.start_write_back)
-    forget = _played(Posix.forget)
-    read_on = _played(Posix.read_on)
-    truncate = _played(Posix.truncate)
-    fstat = _played(Posix.fstat)
-    fsync = _played(Posix.fsync)
-    write_out = _played(Posix.write_out)
     rename = _played(Posix.rename, target=1)
     rename_new = _played(Posix.rename_new, target=1)
     link = _played(Posix.link, target=1)
-    unlink = _played(Posix.unlink)
-    fsync_folder = _played(Posix.fsync_folder)
-    mkdir = _played(Posix.mkdir)
-    rmdir = _played(Posix.rmdir)
-    stat = _played(Posix.stat)
-    is_link = _played(Posix.is_link)
-    scandir = _played(Posix.scandir)
-    free_bytes = _played(Posix.free_bytes)
 
     def shares_blocks(self, path: str) -> bool:
         """Return what the inner one finds; it is asked once and can do no harm."""
@@ -154,3 +137,11 @@ class FaultPosix(Posix):
     def _close_all(self) -> None:
         for fd in list(self._open_paths):
             self._really_close(fd)
+
+
+for _call in (
+    *(Posix.open_folder, Posix.allocate, Posix.start_write_back, Posix.forget, Posix.read_on),
+    *(Posix.truncate, Posix.fstat, Posix.fsync, Posix.write_out, Posix.unlink, Posix.is_link),
+    *(Posix.fsync_folder, Posix.mkdir, Posix.rmdir, Posix.stat, Posix.scandir, Posix.free_bytes),
+):
+    setattr(FaultPosix, _call.__name__, _played(_call))

@@ -129,7 +129,7 @@ def exported(
         writer = writer_of(plan, source, store, **kw)
         for region in plan.regions_of(rank):
             path = f"hf/{plan.files[region.file].name}"
-            ticket = owners[region.file].ticket()
+            ticket = owners[region.file].token()
             member = target.join(path, ticket)
             portions.append(written(writer, region, member))
             receipts[region.file] += member.receipts()

@@ -25,7 +25,6 @@ from gcsfs.retry import HttpError
 from webdav4.client import ForbiddenOperation, InsufficientStorage, ResourceNotFound
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
-from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import Call, HttpFailure, explain
 from ckpt_storage.store.redaction import Scrubber
 
@@ -220,30 +219,3 @@ def test_the_path_of_an_error_holds_no_credentials() -> None:
     assert SECRET not in f"{failure} {failure.path}"
     assert failure.path is not None
     assert failure.path.startswith("s3://bkt/")
-
-
-@pytest.mark.parametrize(
-    ("url", "options"),
-    [
-        ("memory://x", {}),
-        ("s3://bkt/run", {"key": "k", "secret": SECRET}),
-        ("gs://bkt/run", {"token": "anon"}),
-    ],
-)
-def test_a_location_and_its_options_make_one_client(url: str, options: dict[str, str]) -> None:
-    """Equal options share a file system, others do not; a refresh builds a new one for all."""
-    from ckpt_storage.store.backends.clients import Client  # noqa: PLC0415  # loads fsspec's loop
-
-    def client(**more: str) -> Client:
-        both = {**options, **more}
-        return Client(Location.of(url, both), both, request_timeout_s=5)
-
-    one, two = client(), client()
-    assert one.fs is two.fs
-    if url.startswith("s3"):
-        assert client(endpoint_url="http://elsewhere").fs is not one.fs
-    before = one.fs
-    one.refresh()
-    assert one.fs is not before
-    assert two.fs is one.fs
-    assert SECRET not in repr(one)

@@ -124,7 +124,7 @@ def test_a_missing_folder_is_not_made_by_a_write(store: Store, root: str) -> Non
     for call in (
         lambda: store.put("nothing/x", b"x"),
         lambda: store.create("nothing/x", b"x"),
-        lambda: store.upload("nothing/x").ticket(),
+        lambda: store.upload("nothing/x").token(),
     ):
         error = error_of(call)
         assert error.kind == "not-found"

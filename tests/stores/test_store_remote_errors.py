@@ -79,20 +79,6 @@ def test_a_hanging_request_ends_at_its_deadline(server: S3Server) -> None:
         assert "Timeouts(request=" in str(failure)
 
 
-def test_a_target_stays_as_it_is_after_a_timeout(server: S3Server) -> None:
-    """Once a read was given up, nothing more is written into the caller's memory."""
-    store = plain(server, request_timeout_s=2.0)
-    store.put("saves/a/x", b"data")
-    server.faults([FaultRule(op="get", action="delay", delay_s=2.5)])
-    target = bytearray(4)
-    with pytest.raises(StorageError):
-        store.read("saves/a/x", [(0, memoryview(target))])
-    server.wait_for(lambda requests: requests[-1].status == 206)
-    assert target == bytes(4)
-    # The memory is free again: nobody holds a view of it.
-    target.extend(b"more")
-
-
 def test_an_unreachable_endpoint_is_named() -> None:
     """A refused connection says where to, proves that nothing was done, and may be retried."""
     port = free_port()

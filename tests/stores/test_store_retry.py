@@ -47,7 +47,7 @@ REPEATED: dict[str, tuple[str, Callable[[Store], object]]] = {
     "stat": ("stat", lambda store: store.stat("x")),
     "put": ("put", lambda store: store.put("x", b"data")),
     "replace": ("put", lambda store: store.replace("x", b"data")),
-    "ticket": ("begin_upload", lambda store: begun(store).ticket()),
+    "token": ("begin_upload", lambda store: begun(store).token()),
     "list": ("list", lambda store: store.list("")),
     "delete": ("delete", lambda store: store.delete(["x"])),
     "delete_folder": ("delete_folder", lambda store: store.delete_folder("saves")),
@@ -561,7 +561,7 @@ def test_a_lost_completion_over_another_object_is_no_success(bench: Bench, part_
     store = bench.store()
     upload = begun(store)
     if part_count > 1:
-        upload.ticket()
+        upload.token()
     upload.write_part(0, 0, [memoryview(b"abcd")], last=True)
     bench.plain.put("saves/u", b"else")
     assert error_of(lambda: upload.complete(4)).kind == "exists"
@@ -574,7 +574,7 @@ def test_an_upload_that_is_gone_says_so(bench: Bench) -> None:
     """Somebody aborted it: the completion fails and tells what lies under the name."""
     store = bench.store()
     upload = begun(store)
-    upload.ticket()
+    upload.token()
     upload.write_part(0, 0, [memoryview(b"abcd")], last=True)
     assert bench.plain.abort_uploads("saves") == 1
     assert "is gone, and nothing of ours lies" in str(error_of(lambda: upload.complete(4)))
@@ -590,7 +590,7 @@ def test_an_abort_takes_back_a_completion_that_may_have_worked(
     unseen = [fault("stat", hit_count=1, kind="permission", retryable=False)]
     store = bench.store(*answers, *unseen, policy=RetryPolicy(attempt_count=1))
     upload = begun(store)
-    upload.ticket()
+    upload.token()
     upload.write_part(0, 0, [memoryview(b"abcd")], last=True)
     error_of(lambda: upload.complete(4))
     if not is_ours:
@@ -634,7 +634,7 @@ def test_an_upload_that_starts_after_it_was_given_up_is_aborted(bench: Bench) ->
         policy=RetryPolicy(attempt_count=1),
         request_timeout_s=SHORT_S,
     )
-    error_of(lambda: begun(store).ticket())
+    error_of(lambda: begun(store).token())
     bench.faults.script.release()
     wait_until(lambda: abandoned_thread_count() == 0)
     assert bench.inner.open == {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import errno
 import itertools
-import json
 import multiprocessing
 import os
 import threading
@@ -93,9 +92,7 @@ def test_processes_write_one_object(kind: str, tmp_path: Path, server: S3Server)
     members = []
     for number in (0, 2):
         here, there = context.Pipe(duplex=False)
-        process = context.Process(
-            target=member_process, args=(*root, owner.ticket(), number, there)
-        )
+        process = context.Process(target=member_process, args=(*root, owner.token(), number, there))
         process.start()
         there.close()
         members.append((process, here))
@@ -135,7 +132,7 @@ def test_a_failed_sync_of_a_member_is_final(tmp_path: Path) -> None:
     posix = FaultPosix([Rule(action="error", operation="fsync", errno=errno.EIO)])
     store = local(tmp_path)
     owner = store.upload(PATH, if_absent=True, copies=True)
-    member = local(tmp_path, posix, POLICY).join(PATH, owner.ticket())
+    member = local(tmp_path, posix, POLICY).join(PATH, owner.token())
     member.write_part(0, 0, view(b"data"), last=True)
     for _ in range(2):
         with pytest.raises(StorageError):
@@ -168,7 +165,7 @@ def test_what_a_member_gave_receipts_for_survives_a_power_cut(tmp_path: Path) ->
     store = local(tmp_path)
     store.put("source", b"copied")
     owner = store.upload(PATH, if_absent=True, copies=True)
-    member = local(tmp_path, posix).join(PATH, owner.ticket())
+    member = local(tmp_path, posix).join(PATH, owner.token())
     member.write_part(0, 0, view(b"data"), last=False)
     source = store.copy_source("source")
     assert source is not None
@@ -183,7 +180,7 @@ def test_a_member_closes_the_file_when_it_gives_its_receipts(tmp_path: Path) -> 
     """Or leaves: then no descriptor is left through which a late thread could write."""
     posix = FaultPosix()
     owner = local(tmp_path).upload(PATH, if_absent=True, copies=True)
-    members = [local(tmp_path, posix).join(PATH, owner.ticket()) for _ in range(2)]
+    members = [local(tmp_path, posix).join(PATH, owner.token()) for _ in range(2)]
     for number, member in enumerate(members):
         member.write_part(number, number, view(b"x"), last=False)
     assert posix.open_count == 2
@@ -203,7 +200,7 @@ def test_what_a_member_of_the_same_process_still_writes_is_synced_with_its_own(
     posix = FaultPosix([rule], PowerCutPosix(tmp_path / "graveyard"))
     owner = local(tmp_path).upload(PATH, if_absent=True, copies=True)
     store = local(tmp_path, posix)
-    members = [store.join(PATH, owner.ticket()) for _ in range(2)]
+    members = [store.join(PATH, owner.token()) for _ in range(2)]
     members[0].write_part(0, 0, view(b"data"), last=False)
     thread = threading.Thread(target=members[1].write_part, args=(1, 4, view(b"late")), kwargs=LAST)
     thread.start()
@@ -225,7 +222,7 @@ def test_without_syncs_a_member_still_hears_what_its_server_refused(tmp_path: Pa
     posix = FaultPosix([Rule(action="error", operation="write_out", errno=errno.EDQUOT)])
     owner = local(tmp_path).upload(PATH, if_absent=True, copies=True)
     store = local_store(tmp_path / "run", posix=posix, sync_files=False, policy=POLICY)
-    member = store.join(PATH, owner.ticket())
+    member = store.join(PATH, owner.token())
     member.write_part(0, 0, view(b"data"), last=True)
     for _ in range(2):
         with pytest.raises(StorageError):
@@ -244,8 +241,7 @@ def test_a_token_names_no_file_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(b"safe")
     elsewhere = ["../x", PATH, "/etc/passwd", draft, f"hf/{draft}/../../y", f"hf/../{draft}"]
     for token in [*elsewhere, f"hf/{draft}"]:
-        ticket = json.dumps({"kind": "posix", "path": PATH, "token": token})
-        member = store.join(PATH, ticket)
+        member = store.join(PATH, token)
         with pytest.raises(InvalidInputError if token in elsewhere else StorageError):
             member.write_part(0, 0, view(b"data"), last=True)
         member.abort()
@@ -286,7 +282,7 @@ def test_an_upload_with_a_part_under_way_gives_no_receipts(tmp_path: Path) -> No
     rule = Rule(action="hang", operation="put_part")
     backend, store = faulty(tmp_path, rule, request_timeout_s=1.0)
     owner = local(tmp_path).upload(PATH, if_absent=True, copies=True)
-    member = store.join(PATH, owner.ticket())
+    member = store.join(PATH, owner.token())
     with pytest.raises(StorageError) as caught:
         member.write_part(0, 0, view(b"data"), last=True)
     assert caught.value.kind == "timeout"
@@ -314,13 +310,13 @@ def test_every_step_is_repeated_after_a_passing_fault(
     source = store.copy_source("source")
     assert source is not None
     upload = store.upload(PATH, if_absent=True, copies=True)
-    member = store.join(PATH, upload.ticket())
+    member = store.join(PATH, upload.token())
     member.write_part(0, 0, view(b"data"), last=False)
     upload.copy_part(4, 4, source, 0, 6, last=True)
     upload.complete(10, receipts=member.receipts())
     assert store.get(PATH).data == b"datasource"
     other = store.upload("hf/other", if_absent=True, copies=True)
-    other.ticket()
+    other.token()
     other.abort()
     assert [entry.path for entry in store.list("hf")] == [PATH]
     assert store.abort_uploads("") == 0
@@ -395,7 +391,7 @@ def test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing(server: 
     root = s3_root(server)
     store = s3_plain(root)
     upload = store.upload(PATH, if_absent=True, copies=True)
-    upload.ticket()
+    upload.token()
     server.faults([FaultRule(op="part", action="delay", delay_s=2.0)])
     failures: list[CheckpointError] = []
 
@@ -436,7 +432,7 @@ def test_gaps_and_overlaps_of_receipts_are_found(tmp_path: Path) -> None:
     for receipts in bad:
         for order in itertools.islice(itertools.permutations(receipts), 3):
             upload = store.upload(PATH, if_absent=True, copies=True)
-            member = store.join(PATH, upload.ticket())
+            member = store.join(PATH, upload.token())
             member.write_part(0, 0, view(b"12345678"), last=True)
             member.receipts()
             with pytest.raises(CheckpointError):

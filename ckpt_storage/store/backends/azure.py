@@ -10,36 +10,32 @@ import base64
 import contextlib
 import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from ckpt_storage.store.backend import (
-    Backend,
     Buffers,
     Capabilities,
     Content,
     ObjectInfo,
     Part,
-    Range,
     Settings,
-    ShortReadError,
 )
 from ckpt_storage.store.location import Location
 
-from .clients import Client, ForeignFs
+from .clients import ForeignFs
+from .remote import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, RemoteBackend, total_of
 
 _WRITE_ID = "ckptwriteid"
 _FOLDER_MARK = "hdi_isfolder"
-_CONNECT_TIMEOUT_S = 10.0
-_READ_TIMEOUT_S = 60.0
 _NOT_FOUND = 404
 _CHANGED = frozenset({404, 412})
 _NO_RANGE = 416
 
 
-class AzureBackend(Backend):
+class AzureBackend(RemoteBackend):
     """A prefix in a container, with the connections and the credentials of adlfs.
 
     The token of an upload is a random text that the names of its blocks begin with. A block that
@@ -62,22 +58,13 @@ class AzureBackend(Backend):
 
     def __init__(self, location: Location, settings: Settings) -> None:
         limit_s = settings.request_timeout_s
-        self._client = Client(location, location.storage_options, request_timeout_s=limit_s)
-        self.endpoint = self._client.endpoint
+        super().__init__(location, location.storage_options, request_timeout_s=limit_s)
         self._container, _, self._prefix = self._client.root.partition("/")
         self._settings: dict[str, Any] = {
             "retry_total": 0,
-            "connection_timeout": min(_CONNECT_TIMEOUT_S, limit_s),
-            "read_timeout": min(_READ_TIMEOUT_S, limit_s),
+            "connection_timeout": min(CONNECT_TIMEOUT_S, limit_s),
+            "read_timeout": min(READ_TIMEOUT_S, limit_s),
         }
-
-    def close(self) -> None:
-        """Use the client no more; the last that does ends its connections."""
-        self._client.close()
-
-    def refresh(self) -> None:
-        """Build the client anew, so that credentials are looked up again."""
-        self._client.refresh()
 
     def stat(self, path: str) -> ObjectInfo:
         """Get Blob Properties."""
@@ -102,19 +89,14 @@ class AzureBackend(Backend):
 
         return self._client.run(fetch)
 
-    def read(self, path: str, ranges: Iterable[Range]) -> int | None:
+    def _filled(self, path: str, start: int, view: memoryview) -> tuple[int, int | None]:
         """Get Blob with a range; the SDK holds up to 32 MiB of it before it is copied."""
-        total_bytes = None
-        for start, view in ranges:
-            try:
-                count, total_bytes = self._client.run(partial(self._fill, path, start, view))
-            except Exception as error:
-                if getattr(error, "status_code", None) != _NO_RANGE:
-                    raise
-                count = 0
-            if count < len(view):
-                raise ShortReadError(start + count)
-        return total_bytes
+        try:
+            return self._client.run(partial(self._fill, path, start, view))
+        except Exception as error:
+            if getattr(error, "status_code", None) != _NO_RANGE:
+                raise
+            return 0, None
 
     async def _fill(
         self, path: str, start: int, view: memoryview, fs: ForeignFs
@@ -128,8 +110,7 @@ class AzureBackend(Backend):
             taken = piece[: len(view) - count]
             view[count : count + len(taken)] = taken
             count += len(taken)
-        total = str(stream.properties.content_range or "").rpartition("/")[2]
-        return count, int(total) if total.isdigit() else None
+        return count, total_of(stream.properties.content_range)
 
     def put(
         self,

@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
@@ -15,7 +15,7 @@ from ckpt_storage.options import PageCache
 from ckpt_storage.store.problems import Call, explain
 
 from .folders import sync_folder
-from .posix import BLOCK_BYTES, Posix, is_unsupported
+from .posix import BLOCK_BYTES, Posix, is_known
 
 _DRAFT_NAME = re.compile(r"\.(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)
 
@@ -103,8 +103,8 @@ class Draft:
         self._identity: tuple[int, int] | None = None
         self._reserved_bytes = 0
         self._writes_back = sync
-        self._is_uncached = page_cache == "drop"
-        # Of what the kernel caches all the same: once it is on the disk.
+        self._page_cache: PageCache = page_cache
+        # What the kernel caches all the same, once it is on the disk.
         self._forgets = False
         if name is not None:
             self._fd: int | None = posix.open_write(self._path)
@@ -154,22 +154,15 @@ class Draft:
         After an error the same may be written again.
         """
         with self._using() as fd:
-            if self._is_uncached and self._write_uncached(fd, buffers, offset):
-                return
+            if self._page_cache == "drop":
+                if is_known(
+                    lambda: self._posix.pwritev_all(fd, buffers, offset, page_cache="drop")
+                ):
+                    return
+                self._page_cache, self._forgets = "keep", True
             self._posix.pwritev_all(fd, buffers, offset)
             if self._writes_back:
                 self._write_back(fd, offset, offset + sum(view.nbytes for view in buffers))
-
-    def _write_uncached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
-        """Write so that the kernel keeps no copy; return whether it can, and then has."""
-        try:
-            self._posix.pwritev_all_uncached(fd, buffers, offset)
-        except OSError as error:
-            if not is_unsupported(error):
-                raise
-            self._is_uncached, self._forgets = False, True
-            return False
-        return True
 
     def _write_back(self, fd: int, start: int, end: int) -> None:
         """Begin to write a range to the disk, so that the `fsync` to come has less to wait for."""
@@ -180,14 +173,9 @@ class Draft:
         start, end = start - start % BLOCK_BYTES, end - end % BLOCK_BYTES
         if end - start < _WRITE_BACK_BYTES:
             return
-        try:
-            self._posix.start_write_back(fd, start, end - start)
-        except OSError as error:
-            if error.errno == errno.EINTR:
-                return
-            if not is_unsupported(error):
-                raise
-            self._writes_back = False
+        with contextlib.suppress(InterruptedError):
+            call = self._posix.start_write_back
+            self._writes_back = is_known(lambda: call(fd, start, end - start))
 
     def copy(
         self, source_path: str, source_start: int, length: int, offset: int
@@ -202,7 +190,7 @@ class Draft:
             found_bytes = self._posix.fstat(source_fd).st_size
             with self._using() as fd:
                 count = self._posix.copy_all(source_fd, source_start, fd, offset, length)
-                if self._is_uncached:
+                if self._page_cache == "drop":
                     # Unless files share blocks, the kernel copies through its cache.
                     self._forgets = True
             return count, found_bytes
@@ -220,19 +208,22 @@ class Draft:
             self._state = "failed"
             with self._final("sync"):
                 with self._using() as fd:
-                    use_count, is_alone = self._use_count, self._user_count == 1
+                    use_count = self._use_count
                     if self._sync:
                         self._sync_content(fd)
                     else:
                         self._posix.write_out(fd)
-                if is_alone and not self.is_own:
-                    self._close_unless_used(use_count)
+                if not self.is_own:
+                    # What was written since then is synced through the same descriptor.
+                    self._close_if(lambda: self._use_count == use_count)
             self._state = "open"
 
-    def _close_unless_used(self, use_count: int) -> None:
+    def _close_if(self, is_right: Callable[[], bool]) -> None:
+        """Close the descriptor if nobody uses it and `is_right`."""
         with self._lock:
-            is_unused = not self._user_count and self._use_count == use_count
-            fd = self._take_fd() if is_unused else None
+            fd = None
+            if not self._user_count and is_right():
+                fd, self._fd = self._fd, None
         if fd is not None:
             self._posix.close(fd)
 
@@ -245,10 +236,8 @@ class Draft:
         """
         with self._lock:
             self._has_ended = True
-            fd = None if self._user_count else self._take_fd()
-        if fd is not None:
-            with contextlib.suppress(OSError):
-                self._posix.close(fd)
+        with contextlib.suppress(OSError):
+            self._close_if(lambda: True)
 
     def discard(self) -> None:
         """Remove the temporary file; idempotent; changes nothing once it is complete."""
@@ -313,18 +302,9 @@ class Draft:
 
     def _name_it(self, *, if_absent: bool) -> None:
         """Rename or link; may be called again after an error."""
-        if if_absent:
-            self._link()
+        if not if_absent:
+            self._renamed(self._posix.rename)
             return
-        try:
-            self._posix.rename(self._path, self._target)
-        except OSError:
-            # A network file system may have renamed and lost the answer; a retransmitted
-            # call then finds no source.
-            if not self._bears_target():
-                raise
-
-    def _link(self) -> None:
         try:
             self._posix.link(self._path, self._target)
         except OSError as error:
@@ -338,12 +318,19 @@ class Draft:
         with contextlib.suppress(OSError):
             self._posix.unlink(self._path)
 
+    def _renamed(self, rename: Callable[[str, str], None]) -> None:
+        try:
+            rename(self._path, self._target)
+        except OSError:
+            # A network file system may have renamed and lost the answer; a retransmitted
+            # call then finds no source.
+            if not self._bears_target():
+                raise
+
     def _rename_new(self) -> None:
         try:
-            self._posix.rename_new(self._path, self._target)
+            self._renamed(self._posix.rename_new)
         except OSError as error:
-            if self._bears_target():
-                return
             if error.errno not in _NO_EXCLUSIVE_RENAME:
                 raise
             raise UnsupportedByStoreError(
@@ -377,13 +364,8 @@ class Draft:
 
     def _sync_content(self, fd: int) -> None:
         self._posix.fsync(fd)
-        if not self._forgets:
-            return
-        try:
-            self._posix.forget(fd)
-        except OSError as error:
-            if not is_unsupported(error):
-                raise
+        if self._forgets:
+            is_known(lambda: self._posix.forget(fd))
 
     def _check_length(self, fd: int, total_bytes: int) -> None:
         found = self._posix.fstat(fd)
@@ -452,10 +434,4 @@ class Draft:
         """Count a user of the descriptor out; the last one, once the file has ended, closes it."""
         with self._lock:
             self._user_count -= 1
-            fd = self._take_fd() if self._has_ended and not self._user_count else None
-        if fd is not None:
-            self._posix.close(fd)
-
-    def _take_fd(self) -> int | None:
-        fd, self._fd = self._fd, None
-        return fd
+        self._close_if(lambda: self._has_ended)

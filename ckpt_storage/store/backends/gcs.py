@@ -12,7 +12,6 @@ from collections.abc import (
     Awaitable,
     Callable,
     Collection,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -22,30 +21,32 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
-from ckpt_storage.errors import StorageError, UnsupportedByStoreError
-from ckpt_storage.options import KIB, MIB
+from ckpt_storage.errors import StorageError
+from ckpt_storage.options import KIB
 from ckpt_storage.store.backend import (
-    Backend,
     Buffers,
     Capabilities,
     Content,
     ObjectInfo,
     Part,
-    Range,
     Settings,
-    ShortReadError,
 )
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import ForeignAnswer, HttpFailure
 
-from .clients import Client, ForeignFs
+from .clients import ForeignFs
+from .remote import (
+    CHUNK_BYTES,
+    CONNECT_TIMEOUT_S,
+    READ_TIMEOUT_S,
+    RemoteBackend,
+    check_waste,
+    total_of,
+)
 
 T = TypeVar("T")
 
 _WRITE_ID = "ckpt-write-id"
-_CONNECT_TIMEOUT_S = 10.0
-_READ_TIMEOUT_S = 60.0
-_CHUNK_BYTES = MIB
 _PIECE_BYTES = 256 * KIB
 _PAGE_COUNT = 1000
 _BOUNDARY = "ckpt-storage-part"
@@ -61,11 +62,8 @@ _NO_RANGE = 416
 _CANCELLED = 499
 _GONE = frozenset({404, 410})
 
-_WASTE_FACTOR = 4
-"""A server that ignores ranges is put up with while it sends at most this many times the range."""
 
-
-class GcsBackend(Backend):
+class GcsBackend(RemoteBackend):
     """A prefix in a bucket, with the session and the credentials of gcsfs.
 
     The token of an upload is the address of a resumable session.
@@ -81,24 +79,14 @@ class GcsBackend(Backend):
     )
 
     def __init__(self, location: Location, settings: Settings) -> None:
-        self._client = Client(
-            location, location.storage_options, request_timeout_s=settings.request_timeout_s
-        )
-        self.endpoint = self._client.endpoint
-        self._read_timeout_s = min(_READ_TIMEOUT_S, settings.request_timeout_s)
+        limit_s = settings.request_timeout_s
+        super().__init__(location, location.storage_options, request_timeout_s=limit_s)
+        self._read_timeout_s = min(READ_TIMEOUT_S, limit_s)
         bucket, _, self._prefix = self._client.root.partition("/")
         self._objects = f"/storage/v1/b/{quote(bucket, safe='')}/o"
         # How many bytes each session holds, and whether they are the object. One that may hold
         # more than was told is not among them, and is asked.
         self._sessions: dict[str, tuple[int, bool]] = {}
-
-    def close(self) -> None:
-        """Use the client no more; the last that does ends its connections."""
-        self._client.close()
-
-    def refresh(self) -> None:
-        """Build the client anew, so that credentials are looked up again."""
-        self._client.refresh()
 
     def stat(self, path: str) -> ObjectInfo:
         """Objects: get."""
@@ -119,7 +107,7 @@ class GcsBackend(Backend):
             if version is None:
                 raise ForeignAnswer("X-Goog-Generation")
             data = bytearray()
-            while piece := await answer.content.read(_CHUNK_BYTES):
+            while piece := await answer.content.read(CHUNK_BYTES):
                 data += piece
                 if max_bytes is not None and len(data) > max_bytes:
                     break
@@ -128,24 +116,19 @@ class GcsBackend(Backend):
         address = f"/download{self._address(path)}"
         return self._client.run(partial(self._ask, take, "GET", address, query=_MEDIA))
 
-    def read(self, path: str, ranges: Iterable[Range]) -> int | None:
+    def _filled(self, path: str, start: int, view: memoryview) -> tuple[int, int | None]:
         """Objects: get with alt=media and Range, the body copied piece by piece."""
-        address, total_bytes = f"/download{self._address(path)}", None
-        for start, view in ranges:
-            count, total_bytes = self._client.run(
-                partial(
-                    self._ask,
-                    partial(_fill, start, view),
-                    "GET",
-                    address,
-                    query=_MEDIA,
-                    headers={"Range": f"bytes={start}-{start + len(view) - 1}"},
-                    accepts={_NO_RANGE},
-                )
+        return self._client.run(
+            partial(
+                self._ask,
+                partial(_fill, start, view),
+                "GET",
+                f"/download{self._address(path)}",
+                query=_MEDIA,
+                headers={"Range": f"bytes={start}-{start + len(view) - 1}"},
+                accepts={_NO_RANGE},
             )
-            if count < len(view):
-                raise ShortReadError(start + count)
-        return total_bytes
+        )
 
     def put(
         self,
@@ -354,7 +337,7 @@ class GcsBackend(Backend):
             data=_pieces(memoryview(data)) if data else None,
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(
-                sock_connect=min(_CONNECT_TIMEOUT_S, self._read_timeout_s),
+                sock_connect=min(CONNECT_TIMEOUT_S, self._read_timeout_s),
                 sock_read=self._read_timeout_s,
             ),
         ) as answer:
@@ -395,25 +378,19 @@ async def _fill(start: int, view: memoryview, answer: Any) -> tuple[int, int | N
     An answer of 200 is the whole object: its first bytes are skipped, unless that would be many
     times what was asked for.
     """
-    skip, count, total = 0, 0, answer.headers.get("Content-Range", "").rpartition("/")[2]
+    skip, count, total_bytes = 0, 0, total_of(answer.headers.get("Content-Range"))
     if answer.status == _NO_RANGE:
         return 0, None
     if answer.status == _OK:
-        skip, total = start, str(answer.content_length)
-        if start + len(view) > _WASTE_FACTOR * len(view) + _CHUNK_BYTES:
-            raise UnsupportedByStoreError(
-                f"The server answers a read of {len(view)} bytes with the whole object of "
-                f"{total} bytes.",
-                kind="unsupported",
-                next_step="Store the object without Content-Encoding, or use another server.",
-            )
+        skip, total_bytes = start, answer.content_length
+        check_waste(start, len(view), total_bytes)
     read = answer.content.read
-    while skip and (piece := await read(min(_CHUNK_BYTES, skip))):
+    while skip and (piece := await read(min(CHUNK_BYTES, skip))):
         skip -= len(piece)
-    while count < len(view) and (piece := await read(min(_CHUNK_BYTES, len(view) - count))):
+    while count < len(view) and (piece := await read(min(CHUNK_BYTES, len(view) - count))):
         view[count : count + len(piece)] = piece
         count += len(piece)
-    return count, int(total) if total.isdigit() else None
+    return count, total_bytes
 
 
 def _condition(generation: str | None) -> dict[str, str]:

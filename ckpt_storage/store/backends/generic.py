@@ -18,7 +18,6 @@ from fsspec.spec import AbstractFileSystem
 
 from ckpt_storage.errors import CheckpointError, StorageError, UnsupportedByStoreError
 from ckpt_storage.store.backend import (
-    Backend,
     Buffers,
     Capabilities,
     Content,
@@ -32,8 +31,9 @@ from ckpt_storage.store.backend import (
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.timed import moved
 
-from .clients import Client, ForeignFs, Instance
+from .clients import ForeignFs, Instance
 from .drafts import draft_name, is_draft_name, target_path
+from .remote import RemoteBackend
 
 _ANSWERS = (
     CheckpointError,
@@ -63,7 +63,7 @@ class _Writing:
     is_closed: bool = False
 
 
-class FsspecBackend(Backend):
+class FsspecBackend(RemoteBackend):
     """One root on a file system that fsspec knows. One process writes an object, part after part.
 
     A token is the path of a temporary file.
@@ -72,10 +72,8 @@ class FsspecBackend(Backend):
     capabilities = Capabilities(kind="generic")
 
     def __init__(self, location: Location, settings: Settings) -> None:
-        self._client = Client(
-            location, location.storage_options, request_timeout_s=settings.request_timeout_s
-        )
-        self.endpoint = self._client.endpoint
+        limit_s = settings.request_timeout_s
+        super().__init__(location, location.storage_options, request_timeout_s=limit_s)
         self._root = self._client.root
         family: Any = self._client.family
         name = "_cat_file" if getattr(family, "async_impl", False) else "cat_file"
@@ -247,14 +245,6 @@ class FsspecBackend(Backend):
             for path, _ in self._page(prefix.rpartition("/")[0]):
                 if target_path(path) == prefix:
                     yield OpenUpload(path=prefix, token=path)
-
-    def refresh(self) -> None:
-        """Connect, and look credentials up, again."""
-        self._client.refresh()
-
-    def close(self) -> None:
-        """Use the client no more; the last that does ends its connections."""
-        self._client.close()
 
     @contextlib.contextmanager
     def _turn(self, wanted: Instance | None = None) -> Iterator[ForeignFs]:

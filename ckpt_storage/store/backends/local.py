@@ -36,7 +36,7 @@ from ckpt_storage.store.location import Location
 
 from .drafts import Draft, is_draft_name, noting_space, target_path
 from .folders import ABSENT, folder_of, is_remains, make_folder, remove_folder, sync_folder
-from .posix import BLOCK_BYTES, Posix, is_unsupported
+from .posix import BLOCK_BYTES, Posix, is_known
 
 T = TypeVar("T")
 
@@ -107,19 +107,12 @@ class LocalBackend(Backend):
             is_told = False
             for start, target in ranges:
                 if target.nbytes >= _READ_ON_BYTES and not is_told:
-                    self._read_on(fd)
                     is_told = True
+                    is_known(lambda: self._posix.read_on(fd))
                 count = self._posix.preadv_all(fd, [target], start)
                 if count < target.nbytes:
                     raise ShortReadError(start + count)
         return size_bytes
-
-    def _read_on(self, fd: int) -> None:
-        try:
-            self._posix.read_on(fd)
-        except OSError as error:
-            if not is_unsupported(error):
-                raise
 
     def put(
         self,
@@ -406,7 +399,7 @@ class LocalBackend(Backend):
             raise InvalidInputError(
                 f"The token of an upload of {path} names no temporary file.",
                 path=path,
-                next_step="Pass on what the upload's `ticket()` returned.",
+                next_step="Pass on what the upload's `token()` returned.",
             )
         return self._full(token)
 

@@ -16,6 +16,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from ckpt_storage.options import PageCache
+
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 # A longer write is cut at multiples of this: what one call writes, the kernel caches in pages of up
@@ -40,19 +42,10 @@ _COMPRESSING_FILE_SYSTEMS = frozenset({_BCACHEFS, _BTRFS, _F2FS, _ZFS})
 _MOST_INTERRUPTIONS = 10
 """How often a call is begun anew: a timer's signals may come faster than a long one ends."""
 
-
 _UNSUPPORTED = frozenset(
-    {
-        errno.EINVAL,
-        errno.ENODEV,
-        errno.ENOSYS,
-        errno.ENOTSUP,
-        errno.EOPNOTSUPP,
-        errno.EPERM,
-        errno.ESPIPE,
-    }
+    getattr(errno, name)
+    for name in "EINVAL ENODEV ENOSYS ENOTSUP EOPNOTSUPP EPERM ESPIPE".split()  # noqa: SIM905  # short
 )
-
 
 _FULL_SYNC = "F_FULLFSYNC"
 """The command of macOS's `fcntl` that flushes the drive's cache too, which its fsync does not."""
@@ -63,6 +56,21 @@ def is_unsupported(error: OSError) -> bool:
     return error.errno in _UNSUPPORTED
 
 
+def is_known(call: Callable[[], None]) -> bool:
+    """Make a call that promises nothing; return whether kernel and file system know it."""
+    try:
+        call()
+    except OSError as error:
+        if not is_unsupported(error):
+            raise
+        return False
+    return True
+
+
+def _no_such_call() -> OSError:
+    return OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
 def _function(name: str) -> Callable[..., int]:
     """Return a function of Linux's C library; while it runs, other Python threads do too.
 
@@ -71,7 +79,7 @@ def _function(name: str) -> Callable[..., int]:
     # Elsewhere one of the same name takes other numbers, and fills structs of other lengths: that
     # of `statfs` has 120 bytes on Linux and 2,168 on macOS.
     if sys.platform != "linux":
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        raise _no_such_call()
     return _linux_function(name)
 
 
@@ -80,7 +88,7 @@ def _linux_function(name: str) -> Callable[..., int]:
     try:
         found: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
     except AttributeError:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+        raise _no_such_call() from None
     return found
 
 
@@ -128,6 +136,12 @@ def _sync(fd: int) -> None:
     os.fsync(fd)
 
 
+def _advise(fd: int, advice: str) -> None:
+    if not hasattr(os, "posix_fadvise"):
+        raise _no_such_call()
+    os.posix_fadvise(fd, 0, 0, getattr(os, advice))
+
+
 def as_bytes(view: memoryview) -> memoryview:
     """Return `view` as one dimension of unsigned bytes, without copying."""
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
@@ -154,23 +168,6 @@ def _drop(pending: list[memoryview], first: int, count: int) -> int:
         count -= view.nbytes
         first += 1
     return first
-
-
-def _write_all(
-    write: Callable[[int, Sequence[memoryview], int], int],
-    fd: int,
-    buffers: Sequence[memoryview],
-    offset: int,
-) -> None:
-    pending = [as_bytes(view) for view in buffers if view.nbytes]
-    first = 0
-    while first < len(pending):
-        room = _WRITE_BYTES - offset % _WRITE_BYTES
-        count = write(fd, _up_to(room, pending, first), offset)
-        if count <= 0:
-            raise OSError(errno.EIO, "the file system took no byte and gave no reason")
-        offset += count
-        first = _drop(pending, first, count)
 
 
 def _cut_at_blocks(source_offset: int, offset: int, length: int) -> list[int]:
@@ -214,12 +211,12 @@ class Posix:
         Raises what `is_unsupported` knows where kernel (Linux before 6.14) or file system cannot.
         """
         if sys.platform != "linux":
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+            raise _no_such_call()
         try:
             return os.pwritev(fd, buffers, offset, _RWF_DONTCACHE)
         except NotImplementedError:
             # A C library without the call.
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+            raise _no_such_call() from None
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read once from `offset` (bytes), perhaps less than all; return the bytes read."""
@@ -235,16 +232,31 @@ class Posix:
         the operating system has no such call.
         """
         if not hasattr(os, "copy_file_range"):
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+            raise _no_such_call()
         return os.copy_file_range(source_fd, fd, length, source_offset, offset)
 
-    def pwritev_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        """Write all bytes of all buffers from `offset` (bytes) on, in as many calls as it takes."""
-        _write_all(self.pwritev, fd, buffers, offset)
+    def pwritev_all(
+        self,
+        fd: int,
+        buffers: Sequence[memoryview],
+        offset: int,
+        *,
+        page_cache: PageCache = "keep",
+    ) -> None:
+        """Write all bytes of all buffers from `offset` (bytes) on, in as many calls as it takes.
 
-    def pwritev_all_uncached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        """Write as `pwritev_all` does, by `pwritev_uncached`; raises what that raises."""
-        _write_all(self.pwritev_uncached, fd, buffers, offset)
+        With "drop" by `pwritev_uncached`; raises what that raises.
+        """
+        write = self.pwritev if page_cache == "keep" else self.pwritev_uncached
+        pending = [as_bytes(view) for view in buffers if view.nbytes]
+        first = 0
+        while first < len(pending):
+            room = _WRITE_BYTES - offset % _WRITE_BYTES
+            count = write(fd, _up_to(room, pending, first), offset)
+            if count <= 0:
+                raise OSError(errno.EIO, "the file system took no byte and gave no reason")
+            offset += count
+            first = _drop(pending, first, count)
 
     def preadv_all(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill all buffers from `offset` (bytes) on; return the bytes read, fewer only at the end.
@@ -305,18 +317,14 @@ class Posix:
 
         Raises what `is_unsupported` knows where the system has no such call, as macOS.
         """
-        if not hasattr(os, "posix_fadvise"):
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        _advise(fd, "POSIX_FADV_DONTNEED")
 
     def read_on(self, fd: int) -> None:
         """Tell the kernel that an open file will be read on from wherever it is; promises nothing.
 
         Raises what `is_unsupported` knows where the system has no such call, as macOS.
         """
-        if not hasattr(os, "posix_fadvise"):
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        _advise(fd, "POSIX_FADV_SEQUENTIAL")
 
     def truncate(self, fd: int, length: int) -> None:
         """Set an open file's length; gives back blocks that were allocated behind it."""
@@ -348,11 +356,7 @@ class Posix:
         Raises `OSError` with EEXIST if the name is taken, ENOSYS where the C library has
         no such call, EINVAL where the file system has not.
         """
-        try:
-            call = _function("renameat2")
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, source, None, target) from None
-        result = call(
+        result = _function("renameat2")(
             ctypes.c_int(_AT_FDCWD),
             ctypes.c_char_p(os.fsencode(source)),
             ctypes.c_int(_AT_FDCWD),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from ckpt_storage.format.crc import combine_many, crc32c_of
 from ckpt_storage.options import MIB
 from ckpt_storage.store.backend import (
     DELETE_COUNT,
-    Backend,
     Buffers,
     Capabilities,
     Content,
@@ -25,14 +24,13 @@ from ckpt_storage.store.backend import (
     OpenUpload,
     Part,
     PartCopy,
-    Range,
     Settings,
-    ShortReadError,
 )
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.problems import HttpFailure
 
-from .clients import Client, ForeignFs
+from .clients import ForeignFs
+from .remote import CHUNK_BYTES, RemoteBackend, check_waste, total_of
 from .s3_requests import S3Requests, ViewsBody, client_options, code_of
 
 CAPABILITIES = Capabilities(
@@ -58,12 +56,8 @@ _WRITE_ID = "ckpt-write-id"
 
 _ALGORITHM = "CRC32C"
 _CHECKSUMS = {"ChecksumAlgorithm": _ALGORITHM, "ChecksumType": "FULL_OBJECT"}
-_CHUNK_BYTES = MIB
 _EARLIER = 0.9
 _OK = 200
-
-_WASTE_FACTOR = 4
-"""A server that ignores ranges is put up with while it sends at most this many times the range."""
 
 # What servers answer, as codes of S3; digits are the status of an answer without a body.
 _GONE = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
@@ -77,7 +71,7 @@ _NO_BULK = _UNKNOWN_HEADER | {"MalformedXML", "MissingContentMD5", "MissingReque
 """Refusals of DeleteObjects as such: OpenStack Swift wants a header that clients no longer send."""
 
 
-class S3Backend(Backend):
+class S3Backend(RemoteBackend):
     """One root in one bucket.
 
     The token of an upload is "CRC32C:" or ":" and S3's id of it; with the former, each part
@@ -89,22 +83,13 @@ class S3Backend(Backend):
         # A request ends, and frees its memory, before its caller gives the call up.
         timeout_s = _EARLIER * settings.request_timeout_s
         options = client_options(location.storage_options, timeout_s)
-        self._client = Client(location, options, request_timeout_s=timeout_s)
+        super().__init__(location, options, request_timeout_s=timeout_s)
         self._requests = S3Requests(self._client)
         self._url = location.url
-        self.endpoint = self._client.endpoint
         self._takes_bulk = True
         self._takes_checksums = True
         # By upload: ETag and length of what is copied, so that all copies are of one version.
         self._sources: dict[str, dict[str, tuple[str, int]]] = {}
-
-    def close(self) -> None:
-        """End the connections, unless another store uses them."""
-        self._client.close()
-
-    def refresh(self) -> None:
-        """Build the client anew."""
-        self._client.refresh()
 
     def stat(self, path: str) -> ObjectInfo:
         """HeadObject; if it is refused, GetObject, as only that answer says why."""
@@ -133,26 +118,21 @@ class S3Backend(Backend):
             data = bytearray()
             async with answer["Body"] as body:
                 while (max_bytes is None or len(data) <= max_bytes) and (
-                    piece := await body.read(_CHUNK_BYTES)
+                    piece := await body.read(CHUNK_BYTES)
                 ):
                     data += piece
             return Content(data=bytes(data), version=answer.get("ETag"))
 
         return self._client.run(fetch)
 
-    def read(self, path: str, ranges: Iterable[Range]) -> int | None:
+    def _filled(self, path: str, start: int, view: memoryview) -> tuple[int, int | None]:
         """GetObject with Range, the body copied piece by piece to where it belongs."""
-        total_bytes = None
-        for start, view in ranges:
-            try:
-                count, total_bytes = self._client.run(partial(self._fill, path, start, view))
-            except Exception as error:
-                if code_of(error) not in _PAST_END:
-                    raise
-                count = 0
-            if count < len(view):
-                raise ShortReadError(start + count)
-        return total_bytes
+        try:
+            return self._client.run(partial(self._fill, path, start, view))
+        except Exception as error:
+            if code_of(error) not in _PAST_END:
+                raise
+            return 0, None
 
     async def _fill(
         self, path: str, start: int, view: memoryview, fs: ForeignFs
@@ -169,8 +149,11 @@ class S3Backend(Backend):
             Range=f"bytes={start}-{start + len(view) - 1}",
         )
         async with answer["Body"] as body:
-            skip, total_bytes = _placed(answer, start, len(view))
-            while skip and (piece := await body.read(min(_CHUNK_BYTES, skip))):
+            skip, total_bytes = 0, total_of(answer.get("ContentRange"))
+            if answer["ResponseMetadata"]["HTTPStatusCode"] == _OK:
+                skip, total_bytes = start, int(answer["ContentLength"])
+                check_waste(start, len(view), total_bytes)
+            while skip and (piece := await body.read(min(CHUNK_BYTES, skip))):
                 skip -= len(piece)
             count = 0
             # As it came: asking for a length joins what came.
@@ -431,22 +414,6 @@ class S3Backend(Backend):
             for item in page.get("Uploads", ()):
                 if item["Key"] == key or item["Key"].startswith(below):
                     yield OpenUpload(path=item["Key"][cut:], token=f":{item['UploadId']}")
-
-
-def _placed(answer: Mapping[str, Any], start: int, wanted: int) -> tuple[int, int | None]:
-    """Return how many bytes of the body precede the range, and the object's length."""
-    if answer["ResponseMetadata"]["HTTPStatusCode"] != _OK:
-        total = str(answer.get("ContentRange", "")).rpartition("/")[2]
-        return 0, int(total) if total.isdigit() else None
-    total_bytes = int(answer["ContentLength"])
-    if start + wanted > _WASTE_FACTOR * wanted + _CHUNK_BYTES:
-        raise UnsupportedByStoreError(
-            f"The server answers a read of {wanted} bytes with the whole object of "
-            f"{total_bytes} bytes.",
-            kind="unsupported",
-            next_step="Use a server that honours the Range header.",
-        )
-    return start, total_bytes
 
 
 @contextlib.contextmanager

@@ -18,9 +18,8 @@ from ckpt_storage.store.problems import ForeignAnswer
 from ckpt_storage.store.timed import moved
 
 from .clients import Client, ForeignFs
+from .remote import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
 
-_CONNECT_TIMEOUT_S = 10.0
-_READ_TIMEOUT_S = 60.0
 _POOL_CONNECTIONS = 64
 _PIECE_BYTES = MIB
 
@@ -33,9 +32,9 @@ def client_options(options: Mapping[str, Any], request_timeout_s: float) -> dict
     signed where somebody could change them on the way.
     """
     ours = {
-        "connect_timeout": min(_CONNECT_TIMEOUT_S, request_timeout_s),
+        "connect_timeout": min(CONNECT_TIMEOUT_S, request_timeout_s),
         "max_pool_connections": _POOL_CONNECTIONS,
-        "read_timeout": min(_READ_TIMEOUT_S, request_timeout_s),
+        "read_timeout": min(READ_TIMEOUT_S, request_timeout_s),
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
         "retries": {"total_max_attempts": 1, "mode": "standard"},
