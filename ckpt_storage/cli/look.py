@@ -9,7 +9,7 @@ import click
 
 from . import output
 from .options import common, fqn_argument, json_option, storage_options, url_argument
-from .output import COULD_NOT_RUN, SOUND, check_root, entries_of, is_tensor, tensor_of
+from .output import COULD_NOT_RUN, SOUND, check_root, is_tensor, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,7 +96,7 @@ def show(
 
 
 def _show_checkpoint(checkpoint: Checkpoint, more: Mapping[str, Any], as_json: bool) -> None:  # noqa: FBT001  # the flag
-    info, entries = checkpoint.info, entries_of(checkpoint)
+    info, entries = checkpoint.info, checkpoint.entries()
     tensor_count = sum(entry.dtype is not None for entry in entries)
     told: dict[str, Any] = {
         "url": checkpoint.url,
@@ -180,7 +180,7 @@ def tree(
                     "shape": one.shape,
                     "size_bytes": one.size_bytes,
                 }
-                for one in entries_of(checkpoint)
+                for one in checkpoint.entries()
             ]
             output.emit("tree", url=checkpoint.url, values=values)
         else:

@@ -30,20 +30,17 @@ _PART = re.compile(rf"{_NUMBER}(?::{_NUMBER}(?::{_NUMBER})?)?")
 
 def common(command: Command) -> Command:
     """Add what every command has: `--timeout` and `--debug`."""
-    for option in (
-        click.option(
-            "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
-        ),
-        click.option(
-            "--timeout",
-            metavar="SECONDS",
-            callback=duration,
-            help="Give up once one step (planning, reading, writing) takes so long; 90, 30m, 2h. "
-            "Default an hour. cp, convert and verify: once nothing has moved for so long.",
-        ),
-    ):
-        command = option(command)
-    return command
+    debug = click.option(
+        "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."
+    )
+    timeout = click.option(
+        "--timeout",
+        metavar="SECONDS",
+        callback=duration,
+        help="Give up once one step (planning, reading, writing) takes so long; 90, 30m, 2h. "
+        "Default an hour. cp, convert and verify: once nothing has moved for so long.",
+    )
+    return debug(timeout(command))
 
 
 def storage_options(name: str = "storage", *, of: str = "the URL") -> Callable[[Command], Command]:
@@ -70,19 +67,9 @@ def storage_options(name: str = "storage", *, of: str = "the URL") -> Callable[[
             callback=_from_file,
             help=f"A JSON object of options for {of}.",
         )
-        decorated: Command = one(file(command))
-        return decorated
+        return one(file(command))
 
     return add
-
-
-def json_option(command: Command) -> Command:
-    """Add `--json`; the command gets `as_json`."""
-    option = click.option(
-        "--json", "as_json", is_flag=True, help="Print one JSON object with documented keys."
-    )
-    decorated: Command = option(command)
-    return decorated
 
 
 def bytes_option(
@@ -94,28 +81,6 @@ def bytes_option(
     )
 
 
-def memory_option(command: Command) -> Command:
-    """Add `--memory-limit`; the command gets `memory_limit_bytes`."""
-    option = click.option(
-        "--memory-limit",
-        "memory_limit_bytes",
-        metavar="BYTES",
-        callback=_bytes,
-        help="Ceiling of buffers, such as 512MiB. Default 256MiB.",
-    )
-    decorated: Command = option(command)
-    return decorated
-
-
-def threads_option(command: Command) -> Command:
-    """Add `--threads`; the command gets `thread_count`."""
-    option = click.option(
-        "--threads", "thread_count", type=click.IntRange(min=1), help="Requests in flight."
-    )
-    decorated: Command = option(command)
-    return decorated
-
-
 def patterns_option(name: str, help_text: str) -> Callable[[Command], Command]:
     """Add an option that may be repeated; the command gets a tuple, or None without any."""
     return click.option(
@@ -125,19 +90,6 @@ def patterns_option(name: str, help_text: str) -> Callable[[Command], Command]:
         callback=lambda _ctx, _param, given: given or None,
         help=help_text,
     )
-
-
-def page_cache_option(command: Command) -> Command:
-    """Add `--page-cache`."""
-    option = click.option(
-        "--page-cache",
-        type=click.Choice(["keep", "drop"]),
-        default="keep",
-        show_default=True,
-        help="Whether the kernel keeps a copy of local files that are on the disk.",
-    )
-    decorated: Command = option(command)
-    return decorated
 
 
 def url_argument(name: str = "url", *, required: bool = True) -> Callable[[Command], Command]:
@@ -267,3 +219,25 @@ def _value(key: str, text: str) -> object:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     return int(text) if _INTEGER.fullmatch(text) else text
+
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object with documented keys."
+)
+memory_option = click.option(
+    "--memory-limit",
+    "memory_limit_bytes",
+    metavar="BYTES",
+    callback=_bytes,
+    help="Ceiling of buffers, such as 512MiB. Default 256MiB.",
+)
+threads_option = click.option(
+    "--threads", "thread_count", type=click.IntRange(min=1), help="Requests in flight."
+)
+page_cache_option = click.option(
+    "--page-cache",
+    type=click.Choice(["keep", "drop"]),
+    default="keep",
+    show_default=True,
+    help="Whether the kernel keeps a copy of local files that are on the disk.",
+)

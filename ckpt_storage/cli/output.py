@@ -7,23 +7,20 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_storage.errors import InvalidInputError
+from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError, StorageError
+from ckpt_storage.format.names import COMMITS, STOCK_METADATA
 from ckpt_storage.inspect.facts import human_bytes, shown
+from ckpt_storage.options import Timeouts
 
 if TYPE_CHECKING:
     from ckpt_storage.inspect.checkpoint import Checkpoint
-    from ckpt_storage.inspect.facts import Entry
     from ckpt_storage.inspect.lazy_tensor import LazyTensor
-
-
-def entries_of(checkpoint: Checkpoint) -> list[Entry]:
-    """Return name, dtype, shape and size of every value; reads none."""
-    return list(checkpoint._entries())  # noqa: SLF001  # indexing would read what is no tensor
 
 
 def is_tensor(checkpoint: Checkpoint, fqn: str) -> bool:
@@ -59,10 +56,7 @@ def check_root(root: str, options: dict[str, Any] | None, timeout: float | None)
 
     Raises `CheckpointNotFoundError`, `InvalidInputError`, `StorageError`.
     """
-    from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError, StorageError  # noqa: PLC0415  # as above
-    from ckpt_storage.format.names import COMMITS, STOCK_METADATA  # noqa: PLC0415  # as above
-    from ckpt_storage.options import Timeouts  # noqa: PLC0415  # as above
-    from ckpt_storage.store import Location, open_store  # noqa: PLC0415  # as above
+    from ckpt_storage.store import Location, open_store  # noqa: PLC0415  # only where it is needed
 
     location = Location.of(root, options)
     try:
@@ -131,25 +125,20 @@ def document(kind: str, report: object = None, /, **values: object) -> str:
     return f"{json.dumps(body, ensure_ascii=False, allow_nan=False, indent=2)}\n"
 
 
-def safe(text: str) -> str:
-    """Return text that may come from a checkpoint as it may stand on a terminal."""
-    return shown(text)
-
-
 def _plain(value: object) -> Any:  # noqa: ANN401  # what JSON has
-    """Return a value as JSON has it; what is no finite number becomes its name."""
-    if isinstance(value, str | bool | int) or value is None:
-        return value
+    """Return a value as JSON has it; what is no finite number is named, other objects shown."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
+    if isinstance(value, str | int) or value is None:
+        return value
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        return {name: _plain(getattr(value, name)) for name in names if name[0] != "_"}
-    if isinstance(value, Iterable):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {name: _plain(one) for name, one in fields.items() if name[0] != "_"}
+    if isinstance(value, Sequence | AbstractSet) and not isinstance(value, bytes):
         return [_plain(one) for one in value]
-    return str(value)
+    return repr(value)
 
 
 def size(count: int | None) -> str:
@@ -170,14 +159,10 @@ def names(title: str, found: Iterable[str]) -> None:
 
 def facts(pairs: Mapping[str, object]) -> None:
     """Print names and values in two columns; those without a value are left out."""
-    known = {name: text for name, value in pairs.items() if (text := _text(value))}
+    known = {name: str(value) for name, value in pairs.items() if value not in (None, "")}
     width = max(map(len, known), default=0)
-    for name, value in known.items():
-        click.echo(f"{name:<{width}}  {shown(value)}")
-
-
-def _text(value: object) -> str:
-    return "" if value is None else str(value)
+    for name, text in known.items():
+        click.echo(f"{name:<{width}}  {shown(text)}")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, right: str = "") -> None:

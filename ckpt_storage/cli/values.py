@@ -17,8 +17,9 @@ import click
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.inspect.facts import shown
 from ckpt_storage.inspect.lazy_tensor import Indexed, select
-from ckpt_storage.inspect.reading import elements_of, slabs
+from ckpt_storage.inspect.reading import elements_of, numpy_name, slabs
 
 from . import output
 from .options import (
@@ -126,9 +127,9 @@ def _print(tensor: LazyTensor, wanted: tuple[Any, ...], file: str | None, *, as_
     shape = _shape_of(tensor, wanted)
     if not as_json:
         _put(file, [f"{_abbreviated(tensor, wanted)}\n".encode()])
-        click.echo(f"{output.safe(tensor.fqn)}  {tensor.dtype}  {list(shape)}", err=True)
+        click.echo(f"{shown(tensor.fqn)}  {tensor.dtype}  {list(shape)}", err=True)
         return
-    count = _count_of(tensor, wanted)
+    count = math.prod(shape)
     if count > _MOST_JSON_ELEMENTS:
         raise InvalidInputError(
             f"{count} elements are too many for JSON.",
@@ -201,26 +202,10 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _print_object(file: str | None, value: object, *, as_json: bool, fqn: str) -> None:
     if as_json:
-        text = output.document("cat", fqn=fqn, dtype=None, shape=None, values=_as_data(value))
+        text = output.document("cat", fqn=fqn, dtype=None, shape=None, values=value)
     else:
         text = f"{pformat(value, width=100, compact=True)}\n"
     _put(file, [text.encode(errors="backslashreplace")])
-
-
-def _as_data(value: object) -> object:
-    """Return an object as JSON has it; what it has not, as text."""
-    if isinstance(value, dict):
-        return {str(key): _as_data(one) for key, one in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_as_data(one) for one in value]
-    if isinstance(value, str | int | float | bool) or value is None:
-        return value
-    return repr(value)
-
-
-def _count_of(tensor: LazyTensor, wanted: Index) -> int:
-    """Return how many elements an index means; reads none. Raises `IndexError` as numpy does."""
-    return math.prod(select(wanted, tensor.shape).shape)
 
 
 def _shape_of(tensor: LazyTensor, wanted: Index) -> tuple[int, ...]:
@@ -260,14 +245,13 @@ def _abbreviated(tensor: LazyTensor, wanted: Index) -> str:
 def _pieces(tensor: LazyTensor, wanted: Index, most_bytes: int) -> Iterator[bytes]:
     """Yield the bytes of elements in C order, a piece of at most `most_bytes` at a time."""
     selection = select(wanted, tensor.shape)
-    turned = _turned(selection)
-    flip = tuple(slice(None, None, -1 if is_turned else 1) for is_turned in turned)
+    flip = tuple(slice(None, None, -1 if is_turned else 1) for is_turned in selection.turned)
     for part in slabs(selection.shape, max(1, most_bytes // tensor.itemsize)):
         ranges = tuple(
-            whole[len(whole) - some.stop : len(whole) - some.start]
+            whole[::-1][some.start : some.stop][::-1]
             if is_turned
             else whole[some.start : some.stop]
-            for whole, some, is_turned in zip(selection.ranges, part, turned, strict=True)
+            for whole, some, is_turned in zip(selection.ranges, part, selection.turned, strict=True)
         )
         yield tensor._read(ranges)[flip].tobytes()  # noqa: SLF001  # of this package
 
@@ -287,18 +271,13 @@ def _npy_head(tensor: LazyTensor, wanted: Index) -> bytes:
 
 
 def _made(tensor: LazyTensor, words: Words, selection: Indexed) -> Any:  # noqa: ANN401  # see above
-    try:
-        found = elements_of(words, tensor.dtype)[selection.final]
-    except CheckpointError as error:
-        if type(error) is not CheckpointError:
-            raise
-    else:
-        import numpy as np  # noqa: PLC0415  # as above
+    if numpy_name(tensor.dtype) is None:
+        from ckpt_storage.inspect.torchload import tensor_of  # noqa: PLC0415  # imports torch
 
-        return np.asarray(found)
-    from ckpt_storage.inspect.torchload import tensor_of  # noqa: PLC0415  # numpy has no such type
+        return tensor_of(words[selection.view], tensor.dtype, None)
+    import numpy as np  # noqa: PLC0415  # as above
 
-    return tensor_of(words[selection.view], tensor.dtype, None)
+    return np.asarray(elements_of(words, tensor.dtype)[selection.final])
 
 
 def _edges(tensor: LazyTensor, selection: Indexed) -> Words:
@@ -326,22 +305,6 @@ def _edges(tensor: LazyTensor, selection: Indexed) -> Words:
         found[where] = words
     assert found is not None  # noqa: S101  # a product of cuts has one entry at least
     return found
-
-
-def _turned(selection: Indexed) -> list[bool]:
-    """Return of each dimension whether the index takes it backwards."""
-    turned = [False] * len(selection.ranges)
-    used = sum(entry is not None and entry is not Ellipsis for entry in selection.final)
-    at = 0
-    for entry in selection.final:
-        if entry is None:
-            continue
-        if entry is Ellipsis:
-            at += len(turned) - used
-            continue
-        turned[at] = isinstance(entry, slice) and entry.step == -1
-        at += 1
-    return turned
 
 
 @click.command(short_help="Mean, spread, NaN counts and histogram.")

@@ -33,12 +33,14 @@ FinalIndex = tuple[int | slice | EllipsisType | None, ...]
 class Indexed:
     """What an index means: ascending positions per dimension, and what is left to do with them.
 
-    `ranges` has one entry per dimension of the tensor. `final` is the index that turns the array
+    `ranges` has one entry per dimension of the tensor, `turned` whether it is wanted backwards.
+    `final` is the index that turns the array
     of those positions, all dimensions kept, into what numpy gives for the original index: it drops
     dimensions, adds new ones, turns round what was asked for backwards, and copies nothing.
     """
 
     ranges: Selection
+    turned: tuple[bool, ...]
     final: FinalIndex
 
     @property
@@ -68,6 +70,7 @@ def select(index: object, shape: Sequence[int]) -> Indexed:
             "indexed"
         )
     ranges: list[range] = []
+    turned: dict[int, bool] = {}
     final: list[int | slice | EllipsisType | None] = []
     for entry in entries:
         if entry is None:
@@ -78,14 +81,18 @@ def select(index: object, shape: Sequence[int]) -> Indexed:
             final.append(Ellipsis)
         elif isinstance(entry, slice):
             positions = range(*entry.indices(shape[len(ranges)]))
-            is_backwards = positions.step < 0
+            turned[len(ranges)] = positions.step < 0
             ranges.append(_ascending(positions))
-            final.append(slice(None, None, -1) if is_backwards else slice(None))
+            final.append(slice(None, None, -1 if positions.step < 0 else 1))
         else:
             ranges.append(_one(entry, shape[len(ranges)], len(ranges)))
             final.append(0)
     ranges.extend(range(size) for size in shape[len(ranges) :])
-    return Indexed(ranges=tuple(ranges), final=tuple(final))
+    return Indexed(
+        ranges=tuple(ranges),
+        turned=tuple(turned.get(dim, False) for dim in range(len(shape))),
+        final=tuple(final),
+    )
 
 
 def _ascending(positions: range) -> range:
