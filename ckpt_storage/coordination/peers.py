@@ -126,17 +126,6 @@ class Peers:
 
         self._await(begin, deadline, f"Receiving from {source}", source)
 
-    def receive_any(self, into: memoryview, tag: int, deadline: Deadline) -> int:
-        """Fill `into` (writable) with what any rank sends under `tag`; return which rank did."""
-        group, tensor = self._joined(deadline), _tensor(into)
-
-        def begin() -> dist.Work:
-            return group.recv_anysource([tensor], tag)  # type: ignore[attr-defined,no-any-return]  # a stub
-
-        work = self._await(begin, deadline, "Receiving from any rank", None)
-        source: int = work._source_rank()  # noqa: SLF001  # torch's own way, in dist.recv
-        return source
-
     def drop(self) -> None:
         """Forget the group; called after a failed operation, idempotent, never waits."""
         self._group, self._key, self._was_lost = None, "", False
@@ -171,18 +160,12 @@ class Peers:
         deadline.check(what)
 
     def _await(
-        self, begin: Callable[[], dist.Work], deadline: Deadline, what: str, rank: int | None
-    ) -> dist.Work:
+        self, begin: Callable[[], dist.Work], deadline: Deadline, what: str, rank: int
+    ) -> None:
         # One that times out in gloo itself breaks the group; the margin lets ours be first.
         limit = timedelta(seconds=deadline.remaining_s() + 60.0)
-
-        def call() -> dist.Work:
-            # The beginning fails, too, once the peer is known to be gone.
-            work = begin()
-            work.wait(limit)
-            return work
-
-        return self._run(call, deadline, what, rank)
+        # The beginning fails, too, once the peer is known to be gone.
+        self._run(lambda: begin().wait(limit), deadline, what, rank)
 
     def _run(
         self,

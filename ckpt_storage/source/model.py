@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
 
-from ckpt_storage.commit import slotlog
+from ckpt_storage.commit import slotlog, stockfooter
 from ckpt_storage.errors import (
     CheckpointGoneError,
     FormatError,
@@ -414,11 +414,19 @@ def read_rank_manifest(store: Store, reference: FileRef, *, save_id: str) -> Ran
 
 
 def read_manifest(store: Store, record: SlotRecord) -> Manifest:
-    """Return the manifest that a commit record names, checked. Raises as `read_document`."""
+    """Return the manifest that a commit record names, checked.
+
+    Raises as `read_document`, and `FormatError` if it is missing because newer slots were lost.
+    """
     reference, save_id = record.manifest, record.save_id
     if reference is None or save_id is None:  # pragma: no cover  # SlotRecord.decode refuses it
         raise FormatError(f"{slot_path(record.slot)} names no manifest.")
-    document = read_document(store, reference, save_id=save_id)
+    try:
+        document = read_document(store, reference, save_id=save_id)
+    except IntegrityError:
+        # Perhaps of a save that was superseded and freed, and the newer slots were lost.
+        stockfooter.check_newest(store, record)
+        raise
     body = unseal(document, path=reference.path)
     manifest = Manifest.from_body(body, where=reference.path)
     if manifest.save_id != record.save_id:
