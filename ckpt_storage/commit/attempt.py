@@ -5,18 +5,14 @@ Only the coordinator calls it.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ckpt_storage.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    CommitConflictError,
-    CommitUnknownError,
-    StorageError,
-)
+from ckpt_storage.errors import CheckpointExistsError, CommitConflictError, PhaseTimeoutError
 from ckpt_storage.format.commit_record import HeadRef, SlotRecord
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.names import (
@@ -29,47 +25,45 @@ from ckpt_storage.format.names import (
     save_folder,
     slot_path,
 )
-from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
-from .slotlog import CommitLog, is_there, read_log, read_slot, stamp
+from .delete import TOMBSTONE_AGE_S, log_to_extend
+from .slot import take_slot
+from .slotlog import CommitLog, is_there, stamp
 from .stockfooter import is_foreign
 
-# Errors that prove the storage did not do what was asked, however often one asks.
-_DEFINITE = frozenset({"permission", "credentials", "no-space", "unsupported"})
-_ANSWER_LOST = frozenset({"exists", "timeout"})
+log = logging.getLogger("ckpt_storage")
+
+_MOST_AGE_S = TOMBSTONE_AGE_S / 2 - 3600
+"""Age from which an attempt no longer commits; the hour is for a request on its way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
     """The coordinator's leave for one save attempt; sent to every rank.
 
-    `last_slot` is the highest slot when the attempt began; the commit aims at the next one.
+    `last_slot` is the highest slot when the attempt began, at `began_s` by this host's clock; the
+    commit aims at the next one.
     """
 
     save_id: str
     last_slot: int
     previous: HeadRef | None
-    exclusive: bool
+    began_s: float
 
 
-def begin(
-    store: Store,
-    *,
-    overwrite: bool,
-    probe: Callable[[Store], bool],
-    replaces: Collection[str] = (),
-) -> Grant:
+def begin(store: Store, *, overwrite: bool, replaces: Collection[str] = ()) -> Grant:
     """Open a save attempt: check what is there, draw a save id, make the folders, claim them.
 
     Coordinator only. Raises `CheckpointExistsError` for a committed checkpoint, ours or stock
     torch's, when `overwrite` is False, unless it is a save of ours whose id is in `replaces`. A
-    folder that holds anything else is left as it is.
-    `probe` tells whether the storage's exclusive create can be relied on.
+    folder that holds anything else is left as it is. Warns of a storage whose exclusive create
+    cannot be relied on.
     """
-    calls: list[Callable[[], Any]] = [lambda: read_log(store)]
+    began_s = time.time()
+    calls: list[Callable[[], Any]] = [lambda: log_to_extend(store)]
     if not overwrite:
         calls.append(lambda: is_there(store, STOCK_METADATA))
     found: CommitLog
@@ -92,7 +86,14 @@ def begin(
             )
     save_id = new_save_id()
     store.make_folders([COMMITS, save_folder(save_id), ranks_folder(save_id)])
-    exclusive = probe(store)
+    probed = probe_exclusive_create(store)
+    if not probed.exclusive:
+        log.warning(
+            "%s is single-writer: %s. Two jobs that save to one id at the same time are not told "
+            "apart there.",
+            store.url,
+            probed.reason,
+        )
     # Temporary files and open uploads show in no listing: without this, an attempt that dies before
     # its first file is complete would never be found and freed.
     begun = {"format": "ckpt_storage.begun/1", "save_id": save_id, **stamp()}
@@ -102,7 +103,7 @@ def begin(
         save_id=save_id,
         last_slot=found.last_slot,
         previous=previous,
-        exclusive=exclusive,
+        began_s=began_s,
     )
 
 
@@ -113,17 +114,23 @@ def commit(
     manifest: FileRef,
     stock: FileRef | None,
     stock_entries: int | None = None,
-    deadline: Deadline,
-    retry: RetryPolicy,
     user: Mapping[str, Any] = MappingProxyType({}),
 ) -> SlotRecord:
     """Take the next slot with a commit record: the instant at which the checkpoint exists.
 
     Coordinator only, once all that `manifest` names is durable; `user` goes into the record.
-    Raises `CommitConflictError`
-    (another saver won, or this attempt was fenced: not committed), `StorageError` (the storage
-    refused for good: not committed) or `CommitUnknownError` (it cannot be told).
+    Raises `CommitConflictError` (another saver won, or this attempt was fenced: not committed),
+    `PhaseTimeoutError` (it began days ago: not committed), `StorageError` (the storage refused for
+    good: not committed) or `CommitUnknownError` (it cannot be told).
     """
+    if time.time() - grant.began_s > _MOST_AGE_S:
+        raise PhaseTimeoutError(
+            f"Save {grant.save_id} to {store.url} began more than {_MOST_AGE_S / 3600:.0f} hours "
+            "ago; so old an attempt is not committed.",
+            phase="commit",
+            timeout_s=_MOST_AGE_S,
+            next_step="Find out what kept it so long, and save again.",
+        )
     slot = grant.last_slot + 1
     while True:
         record = SlotRecord(
@@ -139,7 +146,7 @@ def commit(
             user=user,
             **stamp(),
         )
-        holder = take_slot(store, record, exclusive=grant.exclusive, deadline=deadline, retry=retry)
+        holder = take_slot(store, record)
         if holder.write_id == record.write_id:
             return record
         if holder.type == "fence" and grant.save_id not in holder.fenced:
@@ -178,80 +185,3 @@ def _conflict(store: Store, save_id: str, holder: SlotRecord) -> CommitConflictE
         phase="commit",
         next_step=next_step,
     )
-
-
-def take_slot(
-    store: Store, record: SlotRecord, *, exclusive: bool, deadline: Deadline, retry: RetryPolicy
-) -> SlotRecord:
-    """Create the slot of `record` and return whatever record holds it afterwards (invariant I5).
-
-    Raises `PhaseTimeoutError` if there was no time even to try, `StorageError` if it is proved
-    that nothing was created, and `CommitUnknownError` otherwise.
-    """
-    deadline.check(f"Taking slot {record.slot} of {store.url}")
-    path, data = slot_path(record.slot), record.encode()
-    cause: CheckpointError | None = None
-    unsynced: CheckpointError | None = None
-    in_doubt = False
-    for attempt in range(retry.attempt_count):
-        if attempt:
-            delay_s = min(retry.max_delay_s, retry.first_delay_s * 2**attempt)
-            deadline.sleep(delay_s)
-        try:
-            # Single-writer storage: the best that can be done is to look first.
-            holder = None if exclusive else read_slot(store, record.slot)
-            if holder is None:
-                _put_slot(store, path, data, exclusive=exclusive)
-                return record
-        except CheckpointError as error:
-            cause = error
-            kind = error.kind if isinstance(error, StorageError) else ""
-            if store.capabilities.kind == "posix" and kind not in _DEFINITE | _ANSWER_LOST:
-                unsynced = unsynced or error
-            # A request whose answer was lost may still arrive.
-            in_doubt = in_doubt or kind not in _DEFINITE
-            holder, is_absent = _read_back(store, record.slot, error)
-            if is_absent and not in_doubt:
-                raise
-        if holder is not None:
-            if unsynced is not None and holder.write_id == record.write_id:
-                # The name is linked first and its folder synced then. A failed fsync proves
-                # nothing, and must not be tried again.
-                raise _unknown(
-                    store, record, f"for good cannot be told; it is there, but: {unsynced}"
-                ) from unsynced
-            return holder
-        # Other ranks were told, or have told, that the save failed: they wait for our word.
-        if deadline.remaining_s() == 0 or deadline.has_failed():
-            break
-    raise _unknown(store, record, f"cannot be told: {cause}") from cause
-
-
-def _unknown(store: Store, record: SlotRecord, why: str) -> CommitUnknownError:
-    who = f"save {record.save_id}" if record.save_id else f"a {record.type} record"
-    return CommitUnknownError(
-        f"Whether {who} took slot {record.slot} of {store.url} {why}",
-        save_id=record.save_id or "",
-        slot=record.slot,
-        path=slot_path(record.slot),
-        phase="commit",
-        next_step="When the storage answers again, look at the slot: the save is committed if and "
-        "only if its record names this save id.",
-    )
-
-
-def _put_slot(store: Store, path: str, data: bytes, *, exclusive: bool) -> None:
-    if exclusive:
-        store.create(path, data)
-    else:
-        store.put(path, data)
-
-
-def _read_back(store: Store, slot: int, cause: CheckpointError) -> tuple[SlotRecord | None, bool]:
-    """Return who holds a slot whose creation failed, and whether it is surely free."""
-    try:
-        holder = read_slot(store, slot)
-    except CheckpointError as error:
-        cause.add_note(f"Reading slot {slot} back failed too: {error}")
-        return None, False
-    return holder, holder is None

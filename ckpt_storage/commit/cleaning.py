@@ -1,4 +1,4 @@
-"""Freeing what nobody needs: superseded commits, attempts that died, whole checkpoints (I7).
+"""Freeing what nobody needs: superseded commits and attempts that died (I7).
 
 Only one rank calls it.
 """
@@ -15,24 +15,20 @@ from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_SLOT_BYTES, unseal
 from ckpt_storage.format.names import (
     SAVES,
-    STOCK_METADATA,
     begun_path,
     is_publishing_path,
     is_save_id,
-    manifest_path,
-    markers_of,
     new_write_id,
     probe_path,
     published_path,
     save_folder,
     slot_path,
 )
-from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 
-from .attempt import take_slot
+from .delete import delete_attempt, log_to_extend
 from .publishing import publish
+from .slot import take_slot
 from .slotlog import CommitLog, history, is_there, read_if_there, read_log, read_slot, stamp
 from .stockfooter import read_footer
 
@@ -109,39 +105,14 @@ def _cannot_publish(store: Store, record: SlotRecord) -> bool:
     return store.server_time(probe_path()) - max(known_s) > LEFTOVER_AGE_S
 
 
-def delete_attempt(store: Store, save_id: str) -> None:
-    """Delete the folder of one attempt: shard files, rank manifests, the rest, the manifest last.
-
-    The caller has made sure that nobody can need it. Idempotent. The markers by which that was
-    made sure go with the folder, so that it still can be when this was cut half-way.
-    """
-    folder = save_folder(save_id)
-    store.abort_uploads(folder)
-    paths = sorted(entry.path for entry in store.list(folder) if not entry.path.endswith("/"))
-    manifest = manifest_path(save_id)
-    kept = {manifest, *markers_of(save_id), *filter(is_publishing_path, paths)}
-    shards = [path for path in paths if path.endswith(".distcp")]
-    store.delete(shards)
-    store.delete([path for path in paths if path not in kept and not path.endswith(".distcp")])
-    store.delete([manifest])
-    store.delete_folder(folder)
-
-
-def fence(
-    store: Store,
-    save_ids: Sequence[str],
-    *,
-    exclusive: bool,
-    deadline: Deadline,
-    retry: RetryPolicy,
-) -> CommitLog:
+def fence(store: Store, save_ids: Sequence[str]) -> CommitLog:
     """Take the next slot with a fence record: after it, none of `save_ids` can commit.
 
     Returns the log as of the fence. An id that has committed meanwhile shows as its head or in
     its history, and the caller must not delete it.
     """
     while True:
-        found = read_log(store)
+        found = log_to_extend(store)
         record = SlotRecord(
             type="fence",
             slot=found.last_slot + 1,
@@ -150,18 +121,14 @@ def fence(
             fenced=tuple(save_ids),
             **stamp(),
         )
-        holder = take_slot(store, record, exclusive=exclusive, deadline=deadline, retry=retry)
-        if holder.write_id == record.write_id:
+        if take_slot(store, record).write_id == record.write_id:
             return replace(found, last_slot=record.slot, last=record)
-        deadline.check(f"Fencing {', '.join(save_ids)}")
+        store.deadline.check(f"Fencing {', '.join(save_ids)}")
 
 
 def free_leftovers(
     store: Store,
     *,
-    exclusive: bool,
-    deadline: Deadline,
-    retry: RetryPolicy,
     min_age_s: float = LEFTOVER_AGE_S,
     keep_previous: int = 1,
     known: SlotRecord | None = None,
@@ -188,7 +155,7 @@ def free_leftovers(
     commits = _commits(store, found)
     dead = [save_id for save_id in old if save_id not in commits]
     if dead:
-        found = fence(store, dead, exclusive=exclusive, deadline=deadline, retry=retry)
+        found = fence(store, dead)
         commits = _commits(store, found)
     freed = []
     if found.head is not None:
@@ -206,9 +173,7 @@ def free_leftovers(
     return freed
 
 
-def free_dead(
-    store: Store, *, besides: str, exclusive: bool, deadline: Deadline, retry: RetryPolicy
-) -> list[str]:
+def free_dead(store: Store, *, besides: str) -> list[str]:
     """Free attempts whose coordinator is known to have ended, however young; return their ids.
 
     That is one of this host, whose process is gone or is this one. For a save that finds the
@@ -224,7 +189,7 @@ def free_dead(
     ]
     if not dead:
         return []
-    found = fence(store, dead, exclusive=exclusive, deadline=deadline, retry=retry)
+    found = fence(store, dead)
     freed = [save_id for save_id in dead if save_id not in _commits(store, found)]
     for save_id in freed:
         log.warning("%s is full: freeing save attempt %s, which died", store.url, save_id)
@@ -277,68 +242,3 @@ def _commits(store: Store, found: CommitLog) -> dict[str, SlotRecord]:
     else:
         records = [found.head, *history(store, found.head)]
     return {record.save_id: record for record in records if record and record.save_id}
-
-
-def delete_checkpoint(
-    store: Store,
-    *,
-    exclusive: bool,
-    deadline: Deadline,
-    retry: RetryPolicy,
-    expected: str | None = None,
-) -> bool:
-    """Delete a checkpoint: a deleted record in the next slot, `.metadata`, then all attempts.
-
-    The slots stay as a tombstone: a paused saver that finds them fails with
-    `CommitConflictError`. The record names the attempts that were there before it: only those
-    are deleted, because their savers aim at the record's slot or an earlier one, while a saver
-    that begins later aims behind it. Idempotent; cut at any point it leaves the old checkpoint
-    or none. With `expected` it is deleted only while that save is its head, or to end what was
-    begun; returns whether it is deleted. A `.metadata` that is not ours stays: another tool saved
-    under the name of a deleted one. Exports below it: see `export.removal`.
-    """
-    while True:
-        listed = {entry.path.split("/")[1] for entry in store.list(SAVES)}
-        # What others keep in a folder of that name is no save of ours.
-        doomed = set(filter(is_save_id, listed))
-        found = read_log(store)
-        if found.last is None and not doomed:
-            return False
-        record = _tombstone(store, found)
-        if record is not None:
-            break
-        if expected is not None and (found.head is None or found.head.save_id != expected):
-            return False
-        for known in (found.head, *history(store, found.head)) if found.head else ():
-            if known.save_id is None or known.save_id in doomed:
-                break
-            doomed.add(known.save_id)  # it began and committed since the listing
-        record = SlotRecord(
-            type="deleted",
-            slot=found.last_slot + 1,
-            write_id=new_write_id(),
-            head=None,
-            fenced=tuple(sorted(doomed)),
-            **stamp(),
-        )
-        holder = take_slot(store, record, exclusive=exclusive, deadline=deadline, retry=retry)
-        if holder.write_id == record.write_id:
-            break
-        deadline.check(f"Deleting {store.url}")
-    named = read_footer(store)
-    if named is not None and named.slot < record.slot:
-        store.delete([STOCK_METADATA])
-        # A saver that began after the record may have published between look and deletion.
-        publish(store)
-    for save_id in record.fenced:
-        delete_attempt(store, save_id)
-    return True
-
-
-def _tombstone(store: Store, found: CommitLog) -> SlotRecord | None:
-    """Return the deleted record that is in force, None if there is none."""
-    record = None if found.head else found.last
-    while record is not None and record.type == "fence":
-        # Somebody cleared away attempts after the deletion.
-        record = read_slot(store, record.slot - 1)
-    return record if record is not None and record.type == "deleted" else None

@@ -24,8 +24,6 @@ from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.manifest import Manifest
-from ckpt_storage.options import RetryPolicy
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.workers import side_by_side
 
@@ -47,8 +45,6 @@ def commit_save(
     reports: Sequence[RankReport | None],
     storage_meta: StorageMeta,
     user: Mapping[str, Any],
-    deadline: Deadline,
-    retry: RetryPolicy,
     must_publish: bool = True,
 ) -> SlotRecord:
     """Check that all ranks wrote all of it, put down the documents, commit; return the record.
@@ -104,8 +100,6 @@ def commit_save(
         manifest=_reference(manifest_path, document),
         stock=stock,
         stock_entries=stock_entries,
-        deadline=deadline,
-        retry=retry,
         user=user,
     )
     log.info("save %s to %s committed in slot %d", grant.save_id, store.url, record.slot)
@@ -116,25 +110,17 @@ def commit_save(
             raise publishing.not_published(store, record, error) from error
         log.warning("save %s is committed; its note in .metadata is not: %s", grant.save_id, error)
     else:
-        _clean_up(store, grant, record, deadline, retry)
+        _clean_up(store, grant, record)
     return record
 
 
-def _clean_up(
-    store: Store, grant: Grant, record: SlotRecord, deadline: Deadline, retry: RetryPolicy
-) -> None:
+def _clean_up(store: Store, grant: Grant, record: SlotRecord) -> None:
     try:
         if grant.previous is not None:
             cleaning.free_superseded(store, known=record)
         # Looking for what crashed savers left takes a listing: free on a local disk only.
         if grant.previous is not None or not store.capabilities.is_remote:
-            cleaning.free_leftovers(
-                store,
-                exclusive=grant.exclusive,
-                deadline=deadline,
-                retry=retry,
-                known=record,
-            )
+            cleaning.free_leftovers(store, known=record)
     except Exception as error:  # the save is committed, whatever this is
         log.warning(
             "save %s is committed; freeing what it superseded failed and will be repeated: %s",

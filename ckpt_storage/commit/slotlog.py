@@ -15,7 +15,7 @@ from ckpt_storage.errors import FormatError, IntegrityError, StorageError
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import DAMAGED, MOST_DOCUMENT_BYTES, MOST_SLOT_BYTES, FileRef
-from ckpt_storage.format.names import STOCK_METADATA, slot_path
+from ckpt_storage.format.names import COMMITS, STOCK_METADATA, slot_number, slot_path
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
 from ckpt_storage.store.backend import Content
 from ckpt_storage.store.store import Store
@@ -47,8 +47,8 @@ def read_slot(store: Store, slot: int) -> SlotRecord | None:
 def read_log(store: Store, *, known: SlotRecord | None = None) -> CommitLog:
     """Find the highest slot by galloping over names, and the head it tells of (invariant I3).
 
-    About 2 log2(n) reads for n slots, 2 for a checkpoint saved once; where the record of a slot
-    is `known`, n counts from there. Safe on any rank at any time.
+    About 2 log2(n) reads for n slots, 2 for a checkpoint saved once, one and a listing where
+    nothing is; where the record of a slot is `known`, n counts from there. Safe on any rank.
     """
     return _log_of(store, partial(read_slot, store), known)
 
@@ -83,14 +83,37 @@ def read_log_together(store: Store) -> CommitLog:
     return _log_of(store, read, None)
 
 
+def listed_slots(store: Store) -> list[int]:
+    """Return the numbers of the slots that a listing shows, ascending."""
+    names = (entry.path.rpartition("/")[2] for entry in store.list(COMMITS, recursive=False))
+    return sorted(number for name in names if (number := slot_number(name)))
+
+
+def _lowest_slot(store: Store) -> int:
+    """Return the lowest slot where there is no slot 1, 0 if there is none at all."""
+    try:
+        return next(iter(listed_slots(store)), 0)
+    except StorageError as error:
+        # Who may not list, and who cannot, sees no log of which slots were removed.
+        if error.kind in {"not-found", "permission", "unsupported"}:
+            return 0
+        raise
+
+
 def _log_of(
     store: Store, read: Callable[[int], SlotRecord | None], known: SlotRecord | None
 ) -> CommitLog:
     low, low_record = (known.slot, known) if known else (0, None)
+    record = read(low + 1)
+    if record is None and known is None and (lowest := _lowest_slot(store)):
+        # Those of a deleted checkpoint go in this order.
+        record = read(lowest)
+        low = lowest - 1 if record else 0
     origin, high = low, low + 1
-    while (record := read(high)) is not None:
+    while record is not None:
         low, low_record = high, record
         high += high - origin
+        record = read(high)
     while high - low > 1:
         middle = (low + high) // 2
         record = read(middle)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,7 +33,6 @@ from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import COMMITS, begun_path, ranks_folder, save_folder
 from ckpt_storage.format.rank_manifest import RankManifest
 from ckpt_storage.format.stock_metadata import MOST_STOCK_BYTES
-from ckpt_storage.options import RetryPolicy
 from ckpt_storage.source.model import read_document
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
@@ -50,12 +50,10 @@ _BATCH_COUNT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyMeans:
-    """What an attempt works with; `scope` tells what is one storage with the target."""
+    """What an attempt works with."""
 
-    scope: Callable[[], Hashable]
     overwrite: bool
     commit_timeout_s: float
-    retry: RetryPolicy
 
 
 class CopyAttempt:
@@ -77,6 +75,7 @@ class CopyAttempt:
         self._manifest = manifest
         self._found = found
         self._save_id = save_id
+        self._began_s = time.time()
         self.unpublished: CheckpointError | None = None
         """Why stock readers do not find the copy, once it is committed."""
 
@@ -132,7 +131,7 @@ class CopyAttempt:
         is_resumed = slotlog.is_there(store, begun_path(save_id))
         folders = [COMMITS, save_folder(save_id), ranks_folder(save_id)]
         store.make_folders(folders)
-        probed = probe_exclusive_create(store, scope=means.scope)
+        probed = probe_exclusive_create(store)
         if not probed.exclusive:
             log.warning("%s is single-writer: %s", store.url, probed.reason)
         if is_resumed:
@@ -145,7 +144,7 @@ class CopyAttempt:
             save_id=save_id,
             last_slot=found.last_slot,
             previous=found.head.head if found.head else None,
-            exclusive=probed.exclusive,
+            began_s=self._began_s,
         )
         return grant, is_resumed
 
@@ -246,17 +245,14 @@ class CopyAttempt:
         return seal(renamed.to_body())
 
     def _commit(self, grant: Grant, manifest: FileRef, stock: FileRef | None) -> SlotRecord:
-        deadline = Deadline("commit", self._means.commit_timeout_s)
         try:
             record = commit.commit(
-                self._target.bounded(deadline),
+                self._target.bounded(Deadline("commit", self._means.commit_timeout_s)),
                 grant,
                 manifest=manifest,
                 stock=stock,
                 stock_entries=self._head.stock_entries,
                 user=self._head.user,
-                deadline=deadline,
-                retry=self._means.retry,
             )
         except CommitConflictError as error:
             if error.winner.get("save_id") != grant.save_id:

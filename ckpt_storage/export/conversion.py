@@ -10,8 +10,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from ckpt_storage.commit import attempt as commit
-from ckpt_storage.commit import cleaning
 from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.delete import delete_attempt
 from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.errors import (
@@ -41,7 +41,6 @@ from ckpt_storage.source.model import Source
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline, stalling_deadline
-from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.store import Store
 
 from .layout import Layout
@@ -271,11 +270,7 @@ class Conversion:
 
     def _write_ours(self, values: Values, target: Store, on_bytes: OnBytes) -> str:
         """Write one save of one rank and commit it as any save is committed."""
-        grant = commit.begin(
-            target,
-            overwrite=self._overwrite,
-            probe=lambda found: probe_exclusive_create(found, scope=self.target.scope).exclusive,
-        )
+        grant = commit.begin(target, overwrite=self._overwrite)
         block_bytes = TransferOptions().block_bytes
         shards = lay_out_shards(
             values.tensors.values(),
@@ -335,17 +330,14 @@ class Conversion:
         from ckpt_storage.commit.committing import commit_save  # noqa: PLC0415  # as above
 
         report = RankReport.of(manifest, reference, with_places=True, ties=values.ties)
-        deadline = Deadline("commit", self._timeouts.commit)
         commit_save(
-            target.bounded(deadline),
+            target.bounded(Deadline("commit", self._timeouts.commit)),
             grant,
             world_size=1,
             metadata=metadata_of(values.tensors.values(), values.blobs, values.paths),
             reports=[report],
             storage_meta=StorageMeta(checkpoint_id=self.target.url),
             user={},
-            deadline=deadline,
-            retry=self._retry,
         )
 
     def _write_torch(self, values: Values, on_bytes: OnBytes) -> None:
@@ -459,7 +451,7 @@ class Conversion:
 def _remove(store: Store, save_id: str, error: BaseException) -> None:
     """Delete an attempt that failed; what fails about it is noted on the error it failed with."""
     try:
-        cleaning.delete_attempt(store, save_id)
+        delete_attempt(store, save_id)
     except CheckpointError as failure:
         error.add_note(f"Removing what was written failed too: {failure}")
 

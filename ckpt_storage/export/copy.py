@@ -31,6 +31,7 @@ from functools import partial
 from typing import Any
 
 from ckpt_storage.commit import publishing, slotlog, stockfooter
+from ckpt_storage.commit.delete import log_to_extend
 from ckpt_storage.commit.publishing import not_published
 from ckpt_storage.commit.slotlog import CommitLog
 from ckpt_storage.errors import (
@@ -287,7 +288,7 @@ class _Copy:
 
     def _committed(self, head: SlotRecord) -> CopyReport:
         manifest = read_manifest(self.source_store, head)
-        found = slotlog.read_log(self.target_store)
+        found = log_to_extend(self.target_store)
         save_id, was_there = self._name_at_target(manifest.save_id, found)
         total_bytes = sum(reference.size_bytes for reference, _ in manifest.files)
         record, unpublished = found.head, None
@@ -295,10 +296,8 @@ class _Copy:
             copier = self._copier(manifest.save_id, on_bytes)
             if not was_there:
                 means = CopyMeans(
-                    scope=self.target.scope,
                     overwrite=self.overwrite,
                     commit_timeout_s=self.timeouts.commit,
-                    retry=self.retry,
                 )
                 attempt = CopyAttempt(means, copier, head, manifest, found, save_id)
                 record = attempt.run()

@@ -72,6 +72,12 @@ def slot_path(slot: int) -> str:
     return f"{COMMITS}/{slot:08d}.json"
 
 
+def slot_number(name: str) -> int:
+    """Return the number of the slot whose file bears that name, 0 for any other name."""
+    digits = name.removesuffix(".json")
+    return int(digits) if digits.isascii() and digits.isdigit() and digits != name else 0
+
+
 def save_folder(save_id: str) -> str:
     """Return the folder that belongs to one save attempt."""
     return f"{SAVES}/{save_id}"

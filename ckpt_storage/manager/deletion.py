@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ckpt_storage.commit.cleaning import delete_checkpoint
+from ckpt_storage.commit.delete import delete as delete_checkpoint
 from ckpt_storage.commit.slotlog import read_log
 from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError, StorageError
@@ -18,7 +18,6 @@ from ckpt_storage.format.names import SAVES
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.store import Store
 
 __all__ = ["delete"]
@@ -79,8 +78,7 @@ def _deleted(
         )
     if found.head is None and not _has_attempts(store):
         return False
-    exclusive = probe_exclusive_create(store, scope=location.scope).exclusive
-    is_deleted = delete_checkpoint(store, exclusive=exclusive, deadline=deadline, retry=retry)
+    is_deleted = delete_checkpoint(store)
     if is_deleted:
         remove_exports(store)
     return is_deleted

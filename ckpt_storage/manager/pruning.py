@@ -20,13 +20,13 @@ from functools import partial
 from typing import Any
 
 from ckpt_storage.commit import cleaning
+from ckpt_storage.commit.delete import delete
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import CheckpointError, PhaseTimeoutError
 from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.store import Store
 
 from .census import Census
@@ -244,7 +244,7 @@ class _Execution:
         store = census.store(name, self._deadline)
         census.forget(name)
         log.info("deleting %s: %s", decision.info.url, "; ".join(decision.reasons))
-        if not self._delete(store, decision.info.save_id):
+        if not delete(store, expected_save_id=decision.info.save_id):
             return "it was saved anew, or is gone"
         self._end_deletion(store, name)
         self.deleted.append(name)
@@ -258,11 +258,9 @@ class _Execution:
         if self._census.look_at(name, self._deadline).status == "foreign":
             return "another tool wrote it"
         # No save has this id: what is committed stays, what was being deleted goes.
-        if self._delete(store, ""):
+        if delete(store, expected_save_id=""):
             self._end_deletion(store, name)
-        freed = cleaning.free_leftovers(
-            store, exclusive=self._exclusive(), deadline=self._deadline, retry=self._retry
-        )
+        freed = cleaning.free_leftovers(store)
         if freed:
             self._census.forget(name)
         self.freed += freed
@@ -279,20 +277,6 @@ class _Execution:
             end = "gone" if newest is None else "another save than was judged"
             return f"{anchor.name}, the newest, is {end}"
         return None
-
-    def _delete(self, store: Store, expected: str) -> bool:
-        return cleaning.delete_checkpoint(
-            store,
-            exclusive=self._exclusive(),
-            deadline=self._deadline,
-            retry=self._retry,
-            expected=expected,
-        )
-
-    def _exclusive(self) -> bool:
-        location = self._census.location
-        root = self._census.root(self._deadline)
-        return probe_exclusive_create(root, scope=location.scope).exclusive
 
     def _end_deletion(self, store: Store, name: str) -> None:
         others = remove_exports(store)

@@ -12,8 +12,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage.commit.attempt import Grant, begin
-from ckpt_storage.commit.cleaning import delete_attempt, free_dead
+from ckpt_storage.commit.cleaning import free_dead
 from ckpt_storage.commit.committing import commit_save
+from ckpt_storage.commit.delete import delete_attempt
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.commit.slotlog import read_log
@@ -28,9 +29,8 @@ from ckpt_storage.errors import (
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.names import rank_manifest_path, shard_path
-from ckpt_storage.options import Phase, RetryPolicy
+from ckpt_storage.options import Phase
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.probe import probe_exclusive_create
 from ckpt_storage.store.store import Store
 
 from .items import ItemSource, planned_bytes
@@ -95,10 +95,6 @@ class SaveSession:
     def _store(self) -> Store:
         return self.options.open(self.location, self._checkpoint_id)
 
-    @property
-    def _retry(self) -> RetryPolicy:
-        return self.options.retry or RetryPolicy()
-
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common for this save."""
         return self.options.terms(self.location)
@@ -119,9 +115,7 @@ class SaveSession:
                     phase="plan",
                     next_step="Save to a storage that all ranks share.",
                 )
-            grant = begin(
-                store, overwrite=self.options.overwrite, probe=self._probe, replaces=replaces
-            )
+            grant = begin(store, overwrite=self.options.overwrite, replaces=replaces)
         previous = grant.previous
         if previous is not None and previous.save_id in replaces:
             log.warning(
@@ -136,18 +130,6 @@ class SaveSession:
             world_size=world_size,
             with_places=self.options.is_stock_wanted(item_count),
         )
-
-    def _probe(self, store: Store) -> bool:
-        location = self.options.commits or self.location
-        result = probe_exclusive_create(store, scope=location.scope)
-        if not result.exclusive:
-            log.warning(
-                "%s is single-writer: %s. Two jobs that save to one id at the same time are "
-                "not told apart there.",
-                store.url,
-                result.reason,
-            )
-        return result.exclusive
 
     def write(
         self, granted: Granted, plan: SavePlan, source: ItemSource, ties: Mapping[str, str]
@@ -176,14 +158,7 @@ class SaveSession:
 
     def _has_freed(self, grant: Grant, deadline: Deadline) -> bool:
         self.discard(grant.save_id, is_whole=False)
-        freed = free_dead(
-            self._store.bounded(deadline),
-            besides=grant.save_id,
-            exclusive=grant.exclusive,
-            deadline=deadline,
-            retry=self._retry,
-        )
-        return bool(freed)
+        return bool(free_dead(self._store.bounded(deadline), besides=grant.save_id))
 
     def _write(
         self,
@@ -234,8 +209,6 @@ class SaveSession:
                     reports=reports,
                     storage_meta=StorageMeta(checkpoint_id=self.url, save_id=save_id),
                     user=options.user,
-                    deadline=deadline,
-                    retry=self._retry,
                     must_publish=options.stock_metadata != "never",
                 )
         except (CommitConflictError, IntegrityError, StorageError):

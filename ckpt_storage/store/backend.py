@@ -73,7 +73,7 @@ class ObjectInfo:
     """One object, or a folder in a listing (its path ends in "/").
 
     modified_s: time of the last change in Unix seconds by the storage's clock, if it tells.
-    version: what `put(if_match=...)` takes; None where there is none.
+    version: what `put(if_match=...)` and `delete_version` take; None where there is none.
     write_id: what the object was written with, where the storage keeps it.
     """
 
@@ -311,10 +311,16 @@ class Backend(abc.ABC):
         del path
         return False
 
-    def delete_version(self, path: str, version: str | None) -> None:
-        """Delete an object unless another version is there, as far as the storage can decide."""
+    def delete_version(self, path: str, version: str) -> None:
+        """Delete an object if it is of that version, in one step of the storage.
+
+        One that is not there is no error. Raise `StorageError(kind="precondition")` for another
+        version, and `UnsupportedByStoreError` where the storage does not decide it.
+        """
         del version
-        self.delete([path])
+        raise UnsupportedByStoreError(
+            f"{path} cannot be deleted only if it is of a given version.", kind="unsupported"
+        )
 
     def flush_parts(self, path: str, token: str) -> None:
         """Make the parts durable that this process has put, before another one completes.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from ckpt_storage.errors import CheckpointError, StorageError
@@ -30,13 +30,10 @@ class ProbeResult:
 _RESULTS: dict[tuple[int, Hashable], ProbeResult] = {}
 
 
-def probe_exclusive_create(
-    store: Store, *, scope: Callable[[], Hashable] | None = None
-) -> ProbeResult:
+def probe_exclusive_create(store: Store) -> ProbeResult:
     """Return whether `store` refuses to create a name twice, asking the storage once.
 
-    The result is kept per process and what `scope` returns (`Location.scope`: what is one
-    storage), or per URL where none is given. `scope` is called within a call's deadline.
+    The result is kept per process and `Store.scope`, or per URL where there is none.
     Leaves nothing behind where deleting is allowed. Raises `StorageError` where the
     storage gives no answer or does not let us write, and keeps nothing then.
     """
@@ -45,6 +42,7 @@ def probe_exclusive_create(
             exclusive=False, reason="This storage has no exclusive creation to offer."
         )
     key: Hashable = store.url
+    scope = store.scope
     if scope is not None:
         key = store.run("look at the storage", "", lambda _: scope())
     place = (os.getpid(), key)

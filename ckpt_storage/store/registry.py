@@ -104,6 +104,7 @@ def open_store(  # all but the first are named
         scrub=scrub,
         policy=retry,
         request_timeout_s=settings.request_timeout_s,
+        scope=places[-1].scope,
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NoReturn, TypeVar
 
 from ckpt_storage.errors import (
@@ -49,8 +50,9 @@ class Store:
     call: after kind "timeout" from a read or a part, its memory must not be used for anything else.
 
     `backend` may be made late, in the first call, by a callable. `url` names the root for messages
-    and `scrub` takes credentials out of them. `clock`, `sleep` and `random` stand in for time in
-    tests. May be used by several threads and by children of fork; it is not pickled.
+    and `scrub` takes credentials out of them; `scope` tells what is one storage. `clock`, `sleep`
+    and `random` stand in for time in tests. May be used by several threads and by children of
+    fork; it is not pickled.
     """
 
     def __init__(
@@ -61,11 +63,15 @@ class Store:
         scrub: Callable[[str], str] = str,
         policy: RetryPolicy | None = None,
         request_timeout_s: float = 300.0,
+        scope: Callable[[], Hashable] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         random: Callable[[], float] = system_random,
     ) -> None:
         self.url = url
+        self.policy = policy or RetryPolicy()
+        self.scope = scope
+        self.deadline = Deadline("commit", math.inf)
         self._scrub = scrub
         self._request_timeout_s = request_timeout_s
         self._open = backend
@@ -76,7 +82,7 @@ class Store:
         self._caller = Caller(
             url=url,
             refresh=self._refresh,
-            policy=policy or RetryPolicy(),
+            policy=self.policy,
             request_timeout_s=request_timeout_s,
             clock=clock,
             sleep=sleep,
@@ -111,7 +117,9 @@ class Store:
         are left behind, too. `throttled` is called after every answer that asks for fewer requests.
         """
         caller = self._caller
-        return self._view(caller.within(caller.bounds.nearer(deadline, cancelled, throttled)))
+        view = self._view(caller.within(caller.bounds.nearer(deadline, cancelled, throttled)))
+        view.deadline = deadline
+        return view
 
     def cleaning_up(self) -> Store:
         """Return this store with a deadline of its own, near and for discarding what failed."""
@@ -282,6 +290,14 @@ class Store:
         self.run(
             f"deletion of {len(paths)} objects", shown, lambda backend: _delete(backend, paths)
         )
+
+    def delete_version(self, path: str, version: str) -> None:
+        """Delete an object if it is of the version that `get` told; none that is not there.
+
+        Raises `StorageError` of kind "precondition" if it is another, and
+        `UnsupportedByStoreError` where the storage cannot decide that.
+        """
+        self.run("deletion", path, lambda backend: backend.delete_version(path, version))
 
     def delete_folder(self, path: str) -> None:
         """Delete a folder and all below it; idempotent; on object stores all with that prefix.

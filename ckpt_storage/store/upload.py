@@ -369,12 +369,16 @@ class Upload:
     def _delete_ours(self, backend: Backend) -> None:
         try:
             found = backend.stat(self._path)
+            if found.write_id == self._write_id and found.version is not None:
+                backend.delete_version(self._path, found.version)
+            elif found.write_id == self._write_id:
+                backend.delete([self._path])
         except Exception as error:
-            if self._kind_of(error) != "not-found":
+            kind = self._kind_of(error)
+            if kind == "unsupported":
+                backend.delete([self._path])
+            elif kind not in {"not-found", "precondition"}:
                 raise
-            return
-        if found.write_id == self._write_id:
-            backend.delete_version(self._path, found.version)
 
     def _kind_of(self, error: Exception) -> str:
         return getattr(self._store.explain(error, "upload", self._path), "kind", "")

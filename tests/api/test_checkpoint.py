@@ -30,12 +30,11 @@ from ckpt_storage import (
     InvalidInputError,
     UnsafeContentError,
 )
-from ckpt_storage.commit.cleaning import delete_checkpoint, free_superseded
+from ckpt_storage.commit.cleaning import free_superseded
+from ckpt_storage.commit.delete import delete as delete_checkpoint
 from ckpt_storage.inspect.checkpoint import Checkpoint, open_checkpoint
 from ckpt_storage.inspect.lazy_tensor import LazyTensor
-from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import open_store
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.ranks import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
@@ -68,8 +67,7 @@ def is_equal(left: Any, right: Any) -> bool:
 
 def delete(path: Path) -> None:
     """Delete a checkpoint as retention does."""
-    deadline = Deadline("commit", 60.0)
-    delete_checkpoint(open_store(path), exclusive=True, deadline=deadline, retry=RetryPolicy())
+    delete_checkpoint(open_store(path))
 
 
 def test_every_format_is_a_mapping_of_its_names(opened: Checkpoint) -> None:

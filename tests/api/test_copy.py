@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from copy_cases import (
-    QUICK,
     files_below,
     head_of,
     load_stock,
@@ -26,13 +25,13 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_storage import CheckpointManager, consolidate, verify
 from ckpt_storage.commit import cleaning
+from ckpt_storage.commit.delete import delete, delete_attempt
 from ckpt_storage.errors import CheckpointExistsError, IntegrityError, InvalidInputError
 from ckpt_storage.export import pieces
 from ckpt_storage.export.copy import copy
 from ckpt_storage.format.documents import seal
 from ckpt_storage.options import MIB, ProgressEvent
 from ckpt_storage.store import open_store
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.s3_server import S3Server
 
 
@@ -118,20 +117,19 @@ def test_an_id_that_the_target_gave_up_is_never_used_again(
     old_id = head_of(files_below(source))
     assert old_id is not None
     store = open_store(target, sync_files=False)
-    deadline = Deadline("commit", 60)
     if kind == "fenced":
         store.make_folders(["commits"])
-        cleaning.fence(store, [old_id], exclusive=True, deadline=deadline, retry=QUICK)
+        cleaning.fence(store, [old_id])
     else:
         copy(source, target)
     if kind == "deleted":
-        cleaning.delete_checkpoint(store, exclusive=True, deadline=deadline, retry=QUICK)
+        delete(store)
     if kind == "superseded":
         save(state_of(2), target, overwrite=True)
     report = copy(source, target, overwrite=True)
     assert report.save_id != old_id
     # The late deleter ends its work.
-    cleaning.delete_attempt(store, old_id)
+    delete_attempt(store, old_id)
     assert verify(target).problems == []
     assert same(load_stock(state_of(1), target), state_of(1))
     again = copy(source, target)
@@ -150,8 +148,7 @@ def test_golden_checkpoints_of_several_ranks_can_be_copied_and_renamed(tmp_path:
     )
     assert found == wanted
     store = open_store(target, sync_files=False)
-    deadline = Deadline("commit", 60)
-    cleaning.delete_checkpoint(store, exclusive=True, deadline=deadline, retry=QUICK)
+    delete(store)
     report = copy(golden, target)
     assert verify(target).ok
     stock = dcp.FileSystemReader(target).read_metadata()

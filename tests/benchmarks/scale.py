@@ -49,7 +49,7 @@ from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.documents import FileRef, seal
 from ckpt_storage.format.names import rank_manifest_path, shard_path
 from ckpt_storage.format.rank_manifest import ItemTable, RankManifest, ShardFile
-from ckpt_storage.options import RetryPolicy, TransferOptions
+from ckpt_storage.options import TransferOptions
 from ckpt_storage.source.filemarks import open_source
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.backend import Content
@@ -233,7 +233,7 @@ def simulate(
     world = World(rank_count, tensor_count, sharding)
     url = f"memory://scale-{os.urandom(8).hex()}"
     store = _without_shards(open_store(Location.of(url)))
-    grant = commit.begin(store, overwrite=False, probe=lambda _: True)
+    grant = commit.begin(store, overwrite=False)
     report_s: list[float] = []
     packed: list[bytes] = []
     item_count = 0
@@ -249,7 +249,6 @@ def simulate(
     started = time.perf_counter()
     results = [pickle.loads(data) for data in packed]  # made above
     gather_s = time.perf_counter() - started
-    deadline = Deadline("commit", 3600.0)
     record = commit_save(
         store,
         grant,
@@ -258,8 +257,6 @@ def simulate(
         reports=[result[0].storage_data for result in results],
         storage_meta=StorageMeta(),
         user={},
-        deadline=deadline,
-        retry=RetryPolicy(),
     )
     coordinator_s = time.perf_counter() - started
     resident_bytes = _resident_bytes()

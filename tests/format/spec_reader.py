@@ -193,9 +193,11 @@ class Reader:
 
     def last_slot(self) -> int:
         """Return the number of the highest slot: gallop, then halve."""
-        low, high = 0, 1
+        listed = sorted(self.root.glob("commits/*.json"))
+        first = 1 if self.slot(1) or not listed else int(listed[0].stem)
+        low, high = first - 1, first
         while self.slot(high):
-            low, high = high, high * 2
+            low, high = high, 2 * high - first + 1
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.slot(middle) else (low, middle)

@@ -29,7 +29,7 @@ from commit_tools import (
 )
 from local_stores import local_store
 
-from ckpt_storage.commit import cleaning, publishing
+from ckpt_storage.commit import cleaning, delete, publishing
 from ckpt_storage.errors import CommitConflictError
 from ckpt_storage.format.commit_record import split_footer, with_footer
 from ckpt_storage.store import open_store
@@ -233,7 +233,7 @@ def test_shards_go_first_and_the_manifest_last(store: DictStore) -> None:
     attempt = attempted(store)
     gone: list[str] = []
     store.gate = lambda operation, path: gone.append(path) if operation == "delete" else None
-    cleaning.delete_attempt(store, attempt.save_id)
+    delete.delete_attempt(store, attempt.save_id)
     named = [path for path in gone if path in files_of(attempt.save_id)]
     assert named[0].endswith(".distcp")
     assert gone[-1].endswith("manifest.json")
@@ -347,7 +347,7 @@ def test_open_uploads_of_a_dead_attempt_are_aborted() -> None:
             uploads.append(upload)
         assert server.open_upload_count == 2
         fenced(store, dead.save_id)
-        cleaning.delete_attempt(store, dead.save_id)
+        delete.delete_attempt(store, dead.save_id)
         assert server.open_upload_count == 1
         assert cleaned(store) == [alive.save_id]
         assert server.open_upload_count == 0

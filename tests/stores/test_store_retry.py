@@ -742,7 +742,8 @@ def test_the_probe_tells_who_keeps_the_promise(
 ) -> None:
     """Only a storage that refuses and keeps the first content is exclusive; no trace stays."""
     store = bench.store(backend=kind(bench.location))
-    result = probe_exclusive_create(store, scope=lambda: (bench, kind.__name__))
+    store.scope = lambda: (bench, kind.__name__)
+    result = probe_exclusive_create(store)
     assert result.exclusive is exclusive
     assert result.reason
     assert [entry.path for entry in store.list("")] == ["x"]
@@ -757,20 +758,24 @@ def test_lost_answers_do_not_mislead_the_probe(
     """What became of a create is read back, be it the first or the second."""
     rule = fault("put_absent", action="lost_answer", kind=error, skip_count=skip_count)
     store = bench.store(rule, backend=kind(bench.location))
-    assert probe_exclusive_create(store, scope=lambda: bench).exclusive is exclusive
+    store.scope = lambda: bench
+    assert probe_exclusive_create(store).exclusive is exclusive
 
 
 def test_the_probe_has_no_answer_from_a_dead_storage(bench: Bench) -> None:
     """When no create arrives, the error is raised and nothing is kept."""
     for skip_count in (0, 1):
         store = bench.store(fault("put_absent", hit_count=None, skip_count=skip_count))
-        probe = partial(probe_exclusive_create, store, scope=lambda: bench)
+        store.scope = lambda: bench
+        probe = partial(probe_exclusive_create, store)
         assert error_of(probe).kind == "connection"
-    assert probe_exclusive_create(bench.plain, scope=lambda: bench).exclusive
+    bench.plain.scope = lambda: bench
+    assert probe_exclusive_create(bench.plain).exclusive
 
 
 def test_the_probe_needs_no_right_to_delete(bench: Bench) -> None:
     """Where deleting is forbidden the answer is the same, and a small object stays."""
     store = bench.store(fault("delete", kind="permission", retryable=False))
-    assert probe_exclusive_create(store, scope=lambda: bench).exclusive
+    store.scope = lambda: bench
+    assert probe_exclusive_create(store).exclusive
     assert len(bench.plain.list("")) == 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +19,12 @@ import pytest
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.commit import cleaning, publishing, slotlog
 from ckpt_storage.commit.attempt import Grant
+from ckpt_storage.commit.delete import delete
 from ckpt_storage.errors import StorageError
 from ckpt_storage.format.commit_record import SlotRecord, with_footer
 from ckpt_storage.format.documents import FileRef
 from ckpt_storage.options import RetryPolicy
+from ckpt_storage.store import probe
 from ckpt_storage.store.backend import (
     Backend,
     Buffers,
@@ -53,6 +56,8 @@ BOTH = pytest.mark.parametrize("capabilities", [CAS, BLIND], ids=["conditions", 
 DAY_S = 24 * 3600.0
 
 QUICK = RetryPolicy(attempt_count=4, first_delay_s=0.0, max_delay_s=0.0)
+
+_KEPT = probe.ProbeResult(exclusive=True, reason="One step of a dict.")
 
 Gate = Callable[[str, str], None]
 T = TypeVar("T")
@@ -128,7 +133,7 @@ class DictBackend(Backend):
         del max_bytes
         self.gate("get", path)
         data, version, _ = self._found(path)
-        return Content(data=data, version=version if self.capabilities.if_match else None)
+        return Content(data=data, version=version)
 
     def read(self, path: str, ranges: Iterable[Range]) -> int:
         """Fill memory."""
@@ -177,6 +182,13 @@ class DictBackend(Backend):
         for path in paths:
             self.gate("delete", path)
             self.disk.drop(path)
+
+    def delete_version(self, path: str, version: str) -> None:
+        """Delete an object of a version."""
+        self.gate("delete_version", path)
+        if path in self.disk.objects and self.disk.objects[path][1] != version:
+            raise StorageError(f"{path} has changed.", kind="precondition", path=path)
+        self.disk.drop(path)
 
     def delete_folder(self, path: str) -> bool:
         """Delete all below a folder in one step."""
@@ -245,7 +257,8 @@ class DictStore(Facade):
         self.inner = backend(disk, capabilities, gate)
         self._faults = FaultBackend(self.inner, rules)
         self.script = self._faults.script
-        super().__init__(self._faults, url="dict://root")
+        super().__init__(self._faults, url="dict://root", policy=QUICK)
+        probe._RESULTS[os.getpid(), self.url] = _KEPT  # noqa: SLF001  # looked at elsewhere
 
     def run(self, operation: str, path: str, call: Callable[[Backend], T], **_: object) -> T:
         """Do what is called, without a thread of its own: there are many thousands of calls."""
@@ -299,9 +312,9 @@ def files_of(save_id: str) -> list[str]:
     return [f"saves/{save_id}/{name}" for name in names]
 
 
-def begun(store: Store, *, overwrite: bool = True, exclusive: bool = True) -> Grant:
+def begun(store: Store, *, overwrite: bool = True) -> Grant:
     """Begin an attempt."""
-    return commit.begin(store, overwrite=overwrite, probe=lambda _: exclusive)
+    return commit.begin(store, overwrite=overwrite)
 
 
 def written(store: Store, grant: Grant) -> Attempt:
@@ -327,16 +340,9 @@ def attempted(store: Store) -> Attempt:
     return written(store, begun(store))
 
 
-def committed(store: Store, attempt: Attempt, *, retry: RetryPolicy = QUICK) -> SlotRecord:
+def committed(store: Store, attempt: Attempt) -> SlotRecord:
     """Commit an attempt; publish nothing."""
-    return commit.commit(
-        store,
-        attempt.grant,
-        manifest=attempt.manifest,
-        stock=attempt.stock,
-        deadline=deadline(),
-        retry=retry,
-    )
+    return commit.commit(store, attempt.grant, manifest=attempt.manifest, stock=attempt.stock)
 
 
 def published(store: Store, attempt: Attempt, record: SlotRecord) -> bool:
@@ -370,24 +376,17 @@ def interrupt(store: DictStore, operation: str, path: str, action: Callable[[], 
 
 def fenced(store: Store, *save_ids: str) -> slotlog.CommitLog:
     """Fence attempts."""
-    return cleaning.fence(store, save_ids, exclusive=True, deadline=deadline(), retry=QUICK)
+    return cleaning.fence(store, save_ids)
 
 
 def cleaned(store: Store, *, min_age_s: float = 0.0, keep_previous: int = 1) -> list[str]:
     """Fence and free attempts that nobody needs."""
-    return cleaning.free_leftovers(
-        store,
-        exclusive=True,
-        deadline=deadline(),
-        retry=QUICK,
-        min_age_s=min_age_s,
-        keep_previous=keep_previous,
-    )
+    return cleaning.free_leftovers(store, min_age_s=min_age_s, keep_previous=keep_previous)
 
 
 def deleted(store: Store) -> None:
     """Delete the checkpoint."""
-    cleaning.delete_checkpoint(store, exclusive=True, deadline=deadline(), retry=QUICK)
+    delete(store)
 
 
 def body_of(data: bytes) -> dict[str, object]:

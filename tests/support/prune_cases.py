@@ -61,11 +61,22 @@ class Below:
         self._inner = inner
         self._prefix = f"{folder}/"
         self.capabilities: Capabilities = inner.capabilities
+        self.deadline, self.policy, self.scope = inner.deadline, inner.policy, inner.scope
 
     @property
     def url(self) -> str:
         """The root, for messages."""
         return f"{self._inner.url}/{self._prefix}"
+
+    def bounded(self, deadline: Deadline) -> Below:
+        """Return this store, ending by a deadline."""
+        found = Below(self._inner.bounded(deadline), self._prefix.rstrip("/"))
+        found.deadline = deadline
+        return found
+
+    def delete_version(self, path: str, version: str) -> None:
+        """Delete an object of a version."""
+        self._inner.delete_version(self._prefix + path, version)
 
     def make_folders(self, folders: Sequence[str]) -> None:
         """Make folders."""
@@ -161,8 +172,6 @@ def save(store: Store, step: int, *, loss: float | None = None) -> str:
         attempt.grant,
         manifest=attempt.manifest,
         stock=attempt.stock,
-        deadline=Deadline("commit", 600),
-        retry=QUICK,
         user=user,
     )
     published(here, attempt, record)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from commit_schedules import Actor, Chooser, Job, Preempting, Wandering, play
-from commit_tools import IN_TURN, QUICK, DictStore, Disk, take_in_turn
+from commit_tools import IN_TURN, DictStore, Disk, take_in_turn
 from prune_cases import OTHERS, at, heads, prune, race_scene, save
 
-from ckpt_storage.commit import cleaning, slotlog
+from ckpt_storage.commit import slotlog
+from ckpt_storage.commit.delete import delete
 from ckpt_storage.errors import (
     CheckpointError,
     CheckpointGoneError,
@@ -25,7 +26,6 @@ from ckpt_storage.manager.retention import KeepEvery, KeepLatest
 from ckpt_storage.source import model as source
 from ckpt_storage.store import probe
 from ckpt_storage.store.backend import Capabilities
-from ckpt_storage.store.deadline import Deadline
 
 
 def unreadable(*_args: object, **_options: object) -> None:
@@ -88,9 +88,7 @@ def deleting(step: int) -> Job:
     """Return what somebody does who deletes a step by hand."""
 
     def job(store: DictStore) -> None:
-        cleaning.delete_checkpoint(
-            at(store, step), exclusive=True, deadline=Deadline("commit", 600), retry=QUICK
-        )
+        delete(at(store, step))
 
     return job
 

@@ -31,7 +31,7 @@ from .remote import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, RemoteBackend, total_of
 _WRITE_ID = "ckptwriteid"
 _FOLDER_MARK = "hdi_isfolder"
 _NOT_FOUND = 404
-_CHANGED = frozenset({404, 412})
+_GONE = 404
 _NO_RANGE = 416
 
 
@@ -158,12 +158,12 @@ class AzureBackend(RemoteBackend):
 
         self._client.run_all(delete_one, paths)
 
-    def delete_version(self, path: str, version: str | None) -> None:
+    def delete_version(self, path: str, version: str) -> None:
         """Delete Blob with If-Match."""
         try:
             self._send("delete_blob", path, **_condition(if_match=version))
         except Exception as error:
-            if getattr(error, "status_code", None) not in _CHANGED:
+            if getattr(error, "status_code", None) != _GONE:
                 raise
 
     def delete_folder(self, path: str) -> bool:

@@ -175,12 +175,11 @@ class GcsBackend(RemoteBackend):
 
         self._client.run_all(delete_one, paths)
 
-    def delete_version(self, path: str, version: str | None) -> None:
+    def delete_version(self, path: str, version: str) -> None:
         """Objects: delete with ifGenerationMatch."""
-        query, accepts = _condition(version), {*_GONE, _CHANGED}
-        address = self._address(path)
+        query, address = _condition(version), self._address(path)
         self._client.run(
-            partial(self._ask, _nothing, "DELETE", address, query=query, accepts=accepts)
+            partial(self._ask, _nothing, "DELETE", address, query=query, accepts=_GONE)
         )
 
     def delete_folder(self, path: str) -> bool:

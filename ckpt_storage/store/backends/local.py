@@ -16,6 +16,7 @@ from ckpt_storage.errors import (
     StorageError,
     UnsupportedByStoreError,
 )
+from ckpt_storage.format.names import SAVES
 from ckpt_storage.options import PageCache
 from ckpt_storage.store.backend import (
     Backend,
@@ -36,7 +37,7 @@ from ckpt_storage.store.location import Location
 
 from .drafts import Draft, is_draft_name, noting_space, target_path
 from .folders import ABSENT, folder_of, is_remains, make_folder, remove_folder, sync_folder
-from .posix import BLOCK_BYTES, Posix, is_known
+from .posix import BLOCK_BYTES, Posix, is_known, is_unsupported
 
 T = TypeVar("T")
 
@@ -95,15 +96,16 @@ class LocalBackend(Backend):
 
     def get(self, path: str, *, max_bytes: int | None) -> Content:
         """Return a file, read through one descriptor, which tells its length first."""
-        with self._opened(path) as (fd, size_bytes):
-            if max_bytes is not None and size_bytes > max_bytes:
-                raise TooLongError(size_bytes)
-            content = memoryview(bytearray(size_bytes))
-            return Content(data=bytes(content[: self._posix.preadv_all(fd, [content], 0)]))
+        with self._opened(path) as (fd, found):
+            if max_bytes is not None and found.st_size > max_bytes:
+                raise TooLongError(found.st_size)
+            content = memoryview(bytearray(found.st_size))
+            data = bytes(content[: self._posix.preadv_all(fd, [content], 0)])
+            return Content(data=data, version=_version_of(found))
 
     def read(self, path: str, ranges: Iterable[Range]) -> int:
         """Fill the ranges through one descriptor; return the length that the file had first."""
-        with self._opened(path) as (fd, size_bytes):
+        with self._opened(path) as (fd, found):
             is_told = False
             for start, target in ranges:
                 if target.nbytes >= _READ_ON_BYTES and not is_told:
@@ -112,7 +114,7 @@ class LocalBackend(Backend):
                 count = self._posix.preadv_all(fd, [target], start)
                 if count < target.nbytes:
                     raise ShortReadError(start + count)
-        return size_bytes
+        return found.st_size
 
     def put(
         self,
@@ -167,6 +169,48 @@ class LocalBackend(Backend):
                 folders[folder_of(full)] = None
         for folder in folders if self._sync else ():
             sync_folder(self._posix, folder)
+
+    def delete_version(self, path: str, version: str) -> None:
+        """Compare and unlink while the folder is locked; then remove folders that are empty.
+
+        Atomic among those who delete so, on one host or where the mount carries locks. It
+        cannot tell a file that is replaced meanwhile, so it is for write-once names.
+        """
+        full = self._full(path)
+        try:
+            with self._locked(folder_of(full)):
+                if _version_of(self._posix.stat(full)) != version:
+                    raise StorageError(
+                        f"{full} is no longer the file that was read.", kind="precondition"
+                    )
+                self._posix.unlink(full)
+                if self._sync:
+                    sync_folder(self._posix, folder_of(full))
+                for folder in dict.fromkeys((folder_of(full), self._full(SAVES), self.folder)):
+                    with contextlib.suppress(OSError):
+                        self._posix.rmdir(folder)
+        except OSError as error:
+            if error.errno not in ABSENT:
+                raise
+
+    @contextlib.contextmanager
+    def _locked(self, folder: str) -> Iterator[None]:
+        try:
+            lock = self._posix.lock_folder(folder)
+        except BlockingIOError as error:
+            raise StorageError(
+                f"Somebody else is deleting in {folder}.", kind="precondition"
+            ) from error
+        except OSError as error:
+            if not is_unsupported(error) and error.errno not in {errno.EBADF, errno.ENOLCK}:
+                raise
+            raise UnsupportedByStoreError(
+                f"The folder {folder} cannot be locked.", kind="unsupported"
+            ) from error
+        try:
+            yield
+        finally:
+            self._posix.close(lock)
 
     def begin_upload(
         self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
@@ -328,11 +372,11 @@ class LocalBackend(Backend):
         return attempt()
 
     @contextlib.contextmanager
-    def _opened(self, path: str) -> Iterator[tuple[int, int]]:
-        """Give descriptor and size in bytes of a file that is open to read."""
+    def _opened(self, path: str) -> Iterator[tuple[int, os.stat_result]]:
+        """Give the descriptor of a file that is open to read, and what is known of the file."""
         full = self._full(path)
 
-        def attempt() -> tuple[int, int]:
+        def attempt() -> tuple[int, os.stat_result]:
             fd = self._posix.open_read(full)
             try:
                 found = self._posix.fstat(fd)
@@ -340,11 +384,11 @@ class LocalBackend(Backend):
             except BaseException:
                 self._posix.close(fd)
                 raise
-            return fd, found.st_size
+            return fd, found
 
-        fd, size_bytes = self._twice(full, attempt)
+        fd, found = self._twice(full, attempt)
         try:
-            yield fd, size_bytes
+            yield fd, found
         finally:
             self._posix.close(fd)
 
@@ -424,6 +468,10 @@ class LocalBackend(Backend):
         else:
             if stat_modes.S_ISREG(found.st_mode):
                 yield ObjectInfo(path=path, size_bytes=found.st_size, modified_s=found.st_mtime)
+
+
+def _version_of(found: os.stat_result) -> str:
+    return f"{found.st_ino:x}-{found.st_mtime_ns:x}"
 
 
 def _below(folder: str, name: str) -> str:

@@ -130,6 +130,16 @@ class MemoryBackend(Backend):
             for path in paths:
                 self._fs.store.pop(self._full(path), None)
 
+    def delete_version(self, path: str, version: str) -> None:
+        """Compare and drop the name, under the lock."""
+        with _LOCK:
+            file = self._fs.store.get(self._full(path))
+            if file is not None and _version(file.getvalue()) != version:
+                raise StorageError(
+                    f"{path} is no longer of the version that was read.", kind="precondition"
+                )
+            self.delete([path])
+
     def begin_upload(
         self, path: str, *, write_id: str, if_absent: bool, size_hint: int | None, copies: bool
     ) -> str:

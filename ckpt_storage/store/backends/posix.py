@@ -346,6 +346,19 @@ class Posix:
         """Release a descriptor; on Linux it is gone even after an error."""
         os.close(fd)
 
+    def lock_folder(self, path: str) -> int:
+        """Return a descriptor that holds an exclusive lock of a folder until it is closed.
+
+        Raises `BlockingIOError` at once where somebody else holds it.
+        """
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
     def rename(self, source: str, target: str) -> None:
         """Give a file another name, in place of what bears it, in one step."""
         os.rename(source, target)

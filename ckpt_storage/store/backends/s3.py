@@ -62,7 +62,6 @@ _OK = 200
 # What servers answer, as codes of S3; digits are the status of an answer without a body.
 _GONE = frozenset({"404", "NoSuchKey", "NoSuchUpload", "NotFound"})
 _TAKEN = frozenset({"412", "PreconditionFailed"})
-_CHANGED = _GONE | _TAKEN | {"409", "ConditionalRequestConflict"}
 _PAST_END = frozenset({"416", "InvalidRange"})
 _UNKNOWN_HEADER = frozenset(
     {"501", "InvalidArgument", "InvalidRequest", "MethodNotAllowed", "NotImplemented"}
@@ -211,18 +210,18 @@ class S3Backend(RemoteBackend):
         """DeleteObject, or DeleteObjects where the server takes it."""
         self._delete_keys([self._requests.key(path) for path in paths])
 
-    def delete_version(self, path: str, version: str | None) -> None:
-        """DeleteObject with If-Match, or without where the server takes no condition with it."""
-        key = self._requests.key(path)
+    def delete_version(self, path: str, version: str) -> None:
+        """DeleteObject with If-Match, which clients and servers since September 2025 know."""
         try:
-            self._requests.send("delete_object", Key=key, IfMatch=version)
+            self._requests.send("delete_object", Key=self._requests.key(path), IfMatch=version)
         except Exception as error:
-            if code_of(error) in _CHANGED:
-                return
-            is_old_client = isinstance(error, UnsupportedByStoreError)
-            if not is_old_client and code_of(error) not in _UNKNOWN_HEADER:
+            code = code_of(error)
+            if code in _UNKNOWN_HEADER:
+                raise UnsupportedByStoreError(
+                    f"{path}: this server deletes without conditions only.", kind="unsupported"
+                ) from error
+            if code not in _GONE:
                 raise
-            self._requests.send("delete_object", Key=key)
 
     def delete_folder(self, path: str) -> bool:
         """Delete every key below the prefix, page by page: those of empty folders, too."""

@@ -15,10 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt_storage
-from ckpt_storage import RetryPolicy
-from ckpt_storage.commit.cleaning import delete_checkpoint
+from ckpt_storage.commit.delete import delete
 from ckpt_storage.store import open_store
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.ranks import RankPool
 
 ROOT = Path("golden").absolute()
@@ -87,12 +85,7 @@ def main() -> None:
     exported = [name for name, (dtype, _) in model().items() if dtype != "complex64"]
     ckpt_storage.consolidate(url, include=[f"model.{name}" for name in exported])
     ckpt_storage.save({"step": 6}, ROOT / "v1" / "step-00000006")
-    delete_checkpoint(
-        open_store(ROOT / "v1" / "step-00000006"),
-        exclusive=True,
-        deadline=Deadline("commit", 60.0),
-        retry=RetryPolicy(),
-    )
+    delete(open_store(ROOT / "v1" / "step-00000006"))
     tensors = {
         f"model.{name}": {
             "dtype": dtype,

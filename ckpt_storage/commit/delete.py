@@ -1,0 +1,211 @@
+"""Deleting: an attempt, a whole checkpoint, and at last the slots that it leaves (I7).
+
+These are its tombstone, which tells a paused saver that its checkpoint was deleted. They may go
+after `TOMBSTONE_AGE_S`, because no attempt commits that is older than half of that. They go one by
+one, the lowest first, each only if it is still the record that was read: so nobody removes what a
+saver began anew at slot 1. Who finds no slot 1 lists the folder.
+"""
+
+from __future__ import annotations
+
+from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.format.commit_record import SlotRecord
+from ckpt_storage.format.documents import MOST_SLOT_BYTES
+from ckpt_storage.format.names import (
+    SAVES,
+    STOCK_METADATA,
+    is_publishing_path,
+    is_save_id,
+    manifest_path,
+    markers_of,
+    new_write_id,
+    probe_path,
+    save_folder,
+    slot_path,
+)
+from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.store import Store
+
+from .publishing import publish
+from .slot import take_slot
+from .slotlog import CommitLog, history, listed_slots, read_if_there, read_log, read_slot, stamp
+from .stockfooter import read_footer
+
+TOMBSTONE_AGE_S = 7 * 24 * 3600.0
+"""Age by the storage's clock from which the slots of a deleted checkpoint may be removed."""
+
+
+def delete_attempt(store: Store, save_id: str) -> None:
+    """Delete the folder of one attempt: shard files, rank manifests, the rest, the manifest last.
+
+    The caller has made sure that nobody can need it. Idempotent. The markers by which that was
+    made sure go with the folder, so that it still can be when this was cut half-way.
+    """
+    folder = save_folder(save_id)
+    store.abort_uploads(folder)
+    paths = sorted(entry.path for entry in store.list(folder) if not entry.path.endswith("/"))
+    manifest = manifest_path(save_id)
+    kept = {manifest, *markers_of(save_id), *filter(is_publishing_path, paths)}
+    shards = [path for path in paths if path.endswith(".distcp")]
+    store.delete(shards)
+    store.delete([path for path in paths if path not in kept and not path.endswith(".distcp")])
+    store.delete([manifest])
+    store.delete_folder(folder)
+
+
+def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
+    """Delete a checkpoint: a deleted record in the next slot, `.metadata`, then all attempts.
+
+    The slots stay as a tombstone: a paused saver that finds them fails with
+    `CommitConflictError`. The record names the attempts that were there before it: only those
+    are deleted, because their savers aim at the record's slot or an earlier one, while a saver
+    that begins later aims behind it. Idempotent; cut at any point it leaves the old checkpoint
+    or none. With `expected_save_id` it is deleted only while that save is its head, or to end what
+    was begun; returns whether it is deleted. A `.metadata` that is not ours stays: another tool
+    saved under the name of a deleted one. Exports below it: see `export.removal`.
+    """
+    while True:
+        listed = {entry.path.split("/")[1] for entry in store.list(SAVES)}
+        # What others keep in a folder of that name is no save of ours.
+        doomed = set(filter(is_save_id, listed))
+        found = read_log(store)
+        if found.last is None and not doomed:
+            return False
+        record = _tombstone(store, found)
+        if record is not None:
+            break
+        if expected_save_id not in {None, found.head.save_id if found.head else ""}:
+            return False
+        found = log_to_extend(store)
+        for known in (found.head, *history(store, found.head)) if found.head else ():
+            if known.save_id is None or known.save_id in doomed:
+                break
+            doomed.add(known.save_id)  # it began and committed since the listing
+        record = SlotRecord(
+            type="deleted",
+            slot=found.last_slot + 1,
+            write_id=new_write_id(),
+            head=None,
+            fenced=tuple(sorted(doomed)),
+            **stamp(),
+        )
+        if take_slot(store, record).write_id == record.write_id:
+            break
+        store.deadline.check(f"Deleting {store.url}")
+    _end_deletion(store, record)
+    return True
+
+
+def log_to_extend(store: Store) -> CommitLog:
+    """Return the slots, such that the next one may be taken within `TOMBSTONE_AGE_S` / 2.
+
+    Of a deleted checkpoint the last record must be young for that. One whose age has come is
+    removed; before, a fence is put behind it. Raises `StorageError`, `PhaseTimeoutError`.
+    """
+    while True:
+        store.deadline.check(f"Reading the slots of {store.url}")
+        found = read_log(store)
+        if found.last is None:
+            return found
+        age_s = None if found.head else _age_s(store, found)
+        again = read_slot(store, found.last_slot)
+        if again is None or again.write_id != found.last.write_id:
+            continue  # the slots were removed while they were looked at
+        if age_s is None or age_s < TOMBSTONE_AGE_S / 2:
+            return found
+        if age_s >= TOMBSTONE_AGE_S:
+            try:
+                _remove(store, found)
+            except UnsupportedByStoreError:
+                return found  # nobody removes anything here
+            continue
+        fence = SlotRecord(
+            type="fence",
+            slot=found.last_slot + 1,
+            write_id=new_write_id(),
+            head=None,
+            **stamp(),
+        )
+        left_s = min(TOMBSTONE_AGE_S - age_s, store.deadline.remaining_s())
+        take_slot(store.bounded(Deadline(store.deadline.phase, left_s)), fence)
+
+
+def remove_tombstone(store: Store, *, min_age_s: float = TOMBSTONE_AGE_S) -> bool:
+    """Remove the slots of a deleted checkpoint, if the last is that old; return whether they went.
+
+    Also ends a deletion that was cut. False: there is a checkpoint, or nothing, the record is too
+    young, somebody else changed it meanwhile, or the storage deletes without conditions only. A
+    `min_age_s` below the default is safe only where nobody saves. Raises `StorageError`.
+    """
+    found = read_log(store)
+    if found.head is not None or found.last is None:
+        return False
+    age_s = _age_s(store, found)
+    if age_s is None or age_s < min_age_s:
+        return False
+    try:
+        return _remove(store, found)
+    except UnsupportedByStoreError:
+        return False
+
+
+def _tombstone(store: Store, found: CommitLog) -> SlotRecord | None:
+    """Return the deleted record that is in force, None if there is none."""
+    record = None if found.head else found.last
+    while record is not None and record.type == "fence":
+        # Somebody cleared away attempts after the deletion.
+        record = read_slot(store, record.slot - 1)
+    return record if record is not None and record.type == "deleted" else None
+
+
+def _end_deletion(store: Store, record: SlotRecord) -> None:
+    """Delete what a deleted record dooms: `.metadata` of an earlier save, and all attempts."""
+    named = read_footer(store)
+    if named is not None and named.slot < record.slot:
+        store.delete([STOCK_METADATA])
+        # A saver that began after the record may have published between look and deletion.
+        publish(store)
+    for save_id in record.fenced:
+        delete_attempt(store, save_id)
+
+
+def _remove(store: Store, found: CommitLog) -> bool:
+    record = _tombstone(store, found)
+    if record is not None:
+        _end_deletion(store, record)
+    slots = {
+        slot: content
+        for slot in listed_slots(store)
+        if (content := read_if_there(store, slot_path(slot), most_bytes=MOST_SLOT_BYTES))
+    }
+    last = slots.get(found.last_slot)
+    if last is None or found.last is None or max(slots) > found.last_slot:
+        return False
+    if SlotRecord.decode(last.data, slot=found.last_slot).write_id != found.last.write_id:
+        return False
+    for slot, content in slots.items():
+        if content.version is None:
+            raise UnsupportedByStoreError(
+                f"{store.url} tells no versions of objects.", kind="unsupported"
+            )
+        try:
+            store.delete_version(slot_path(slot), content.version)
+        except StorageError as error:
+            if error.kind != "precondition":
+                raise
+            return False
+    return True
+
+
+def _age_s(store: Store, found: CommitLog) -> float | None:
+    """Return the age of the last record by the storage's clock, None where it tells no times."""
+    try:
+        modified_s = store.stat(slot_path(found.last_slot)).modified_s
+        now_s = store.server_time(probe_path())
+    except UnsupportedByStoreError:
+        return None
+    except StorageError as error:
+        if error.kind != "not-found":
+            raise
+        return None  # it was removed since
+    return None if modified_s is None else now_s - modified_s

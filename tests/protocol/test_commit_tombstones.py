@@ -1,0 +1,215 @@
+"""The slots of a deleted checkpoint end, whoever removes them, saves or reads meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commit_model import save
+from commit_schedules import Actor, Chooser, Job, Preempting, Wandering, play
+from commit_tools import (
+    CAS,
+    DAY_S,
+    IN_TURN,
+    DictStore,
+    Disk,
+    attempted,
+    begun,
+    committed,
+    deleted,
+    interrupt,
+    saved,
+    seen,
+    take_in_turn,
+)
+from local_stores import local_store
+
+from ckpt_storage.commit.delete import remove_tombstone
+from ckpt_storage.commit.slotlog import read_log
+from ckpt_storage.errors import CheckpointExistsError, CommitConflictError, PhaseTimeoutError
+from ckpt_storage.testing.faults import Rule, SimulatedCrash
+
+WEEK_S = 7 * DAY_S
+
+
+def gone(store: DictStore, *, age_s: float = WEEK_S, count: int = 2) -> None:
+    """Save, delete, and let time pass."""
+    for _ in range(count):
+        saved(store)
+    deleted(store)
+    store.disk.clock_s += age_s
+
+
+def head_of(disk: Disk) -> str | None:
+    """Return the head as an oracle reads it that allows for removed slots below the lowest."""
+    numbers = sorted(int(path[8:16]) for path in disk.files if path.startswith("commits/"))
+    if not numbers:
+        return None
+    assert numbers == list(range(numbers[0], numbers[-1] + 1)), "a commit lies apart from the log"
+    moved = {
+        f"commits/{number - numbers[0] + 1:08d}.json": disk.files[f"commits/{number:08d}.json"]
+        for number in numbers
+    }
+    return seen(moved).head
+
+
+def test_an_old_tombstone_goes_without_a_trace(store_: DictStore) -> None:
+    """After 7 days by the storage's clock nothing is left, and the id is new."""
+    gone(store_, age_s=WEEK_S - 1)
+    assert not remove_tombstone(store_)
+    store_.disk.clock_s += 2
+    assert remove_tombstone(store_)
+    assert not store_.disk.files
+    assert not remove_tombstone(store_)
+    latest = saved(store_)
+    assert head_of(store_.disk) == latest
+    assert not remove_tombstone(store_)
+
+
+@pytest.fixture
+def store_() -> DictStore:
+    """A store of objects."""
+    return DictStore(Disk())
+
+
+def test_a_storage_without_conditional_deletion_keeps_it() -> None:
+    """It stays, and the next saver builds on it."""
+    rule = Rule(action="error", operation="delete_version", kind="unsupported", hit_count=None)
+    store = DictStore(Disk(), rules=[rule])
+    gone(store)
+    assert not remove_tombstone(store)
+    latest = saved(store)
+    assert seen(store.disk.files).head == latest
+    assert seen(store.disk.files).slots[-1]["slot"] == 4
+
+
+def test_a_removal_that_is_cut_leaves_nothing_to_load_and_may_go_on() -> None:
+    """Slots go from the lowest; what is left is still deleted, also for who saves next."""
+    count = 0
+    for action in ("crash_before", "crash_after"):
+        for skip in itertools.count():
+            store = DictStore(Disk())
+            gone(store)
+            try:
+                remove_tombstone(store.failing(Rule(action=action, skip_count=skip)))
+            except SimulatedCrash:
+                count += 1
+            else:
+                break
+            assert read_log(store).head is None
+            latest = saved(DictStore(store.disk.copy()))
+            assert latest
+            assert remove_tombstone(store) or not store.disk.files
+    assert count > 10
+
+
+@pytest.mark.parametrize("age_days", [1, 5, 8])
+def test_who_saves_where_a_checkpoint_was_deleted_is_found(
+    store_: DictStore, age_days: int
+) -> None:
+    """On a young tombstone, behind a fence on an older one, and at slot 1 when it has ended."""
+    gone(store_, age_s=age_days * DAY_S)
+    latest = saved(store_)
+    last = read_log(store_)
+    assert last.head is not None
+    assert last.head.save_id == head_of(store_.disk) == latest
+    assert last.last_slot == {1: 4, 5: 5, 8: 1}[age_days]
+    store_.disk.clock_s += WEEK_S
+    assert not remove_tombstone(store_)
+
+
+def test_an_attempt_of_days_ago_is_not_committed(store_: DictStore) -> None:
+    """Its deletion may be forgotten by now."""
+    attempt = attempted(store_)
+    old = replace(attempt, grant=replace(attempt.grant, began_s=attempt.grant.began_s - 4 * DAY_S))
+    with pytest.raises(PhaseTimeoutError, match="not committed"):
+        committed(store_, old)
+    assert not [path for path in store_.disk.files if path.startswith("commits/")]
+
+
+def test_slots_that_vanish_under_a_reader_are_read_again(store_: DictStore) -> None:
+    """A saver that saw the first slots and not the last does not aim between them."""
+    gone(store_, count=3)
+    remover = DictStore(store_.disk)
+    interrupt(store_, "get", "00000004.json", lambda: remove_tombstone(remover))
+    latest = saved(store_)
+    assert head_of(store_.disk) == latest
+    assert min(path for path in store_.disk.files if path.startswith("commits/")).endswith("1.json")
+
+
+JOBS: list[tuple[str, Job]] = [
+    ("remove", remove_tombstone),
+    ("remove", remove_tombstone),
+    ("save", save),
+    ("save", save),
+]
+
+
+@pytest.mark.parametrize("age_s", [WEEK_S, WEEK_S / 2])
+def test_no_order_of_removers_and_savers_loses_or_hides_a_commit(
+    monkeypatch: pytest.MonkeyPatch, age_s: float
+) -> None:
+    """Two removers and two savers: every order of one switch, others at random."""
+    take_in_turn(monkeypatch, IN_TURN[0])
+    origin = Disk()
+    gone(DictStore(origin), age_s=age_s)
+    count = 0
+
+    def check(disk: Disk) -> None:
+        head_of(disk)
+
+    schedules: Iterator[Chooser] = itertools.chain(
+        Preempting(1).schedules(), (Wandering(seed) for seed in range(100))
+    )
+    for chooser in schedules:
+        disk = origin.copy()
+        actors = play(disk, CAS, JOBS, chooser, check)
+        _check_end(disk, actors)
+        count += 1
+    print(f"{count} schedules of removers and savers")  # noqa: T201  # shown by -rP
+    assert count > 100
+
+
+def _check_end(disk: Disk, actors: list[Actor]) -> None:
+    store = DictStore(disk)
+    winners = [
+        actor.result
+        for actor in actors
+        if actor.name == "save" and actor.done and actor.error is None
+    ]
+    for actor in actors:
+        assert actor.error is None or isinstance(actor.error, CommitConflictError), actor.error
+    found = read_log(store)
+    head = found.head.save_id if found.head else None
+    assert head == head_of(disk)
+    if winners:
+        assert head is not None, "a commit was lost"
+    if all(actor.done for actor in actors):
+        assert head in winners
+    latest = save(store)
+    assert head_of(disk) == latest
+
+
+def test_on_a_disk_the_folder_goes_with_the_last_slot(tmp_path: Path) -> None:
+    """Nothing is left to list; a file that took the place of a slot stays."""
+    root = tmp_path / "id"
+    store = local_store(str(root), sync_files=False)
+    saved(store)
+    deleted(store)
+    for path in (root / "commits").iterdir():
+        os.utime(path, (0, 0))
+    slot = store.get("commits/00000001.json")
+    assert slot.version is not None
+    (root / "commits" / "other").write_bytes(slot.data)
+    (root / "commits" / "other").rename(root / "commits" / "00000001.json")
+    with pytest.raises(Exception, match="no longer"):
+        store.delete_version("commits/00000001.json", slot.version)
+    assert remove_tombstone(store)
+    assert list(tmp_path.iterdir()) == []
+    latest = saved(store)
+    with pytest.raises(CheckpointExistsError, match=latest):
+        begun(store, overwrite=False)
