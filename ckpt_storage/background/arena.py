@@ -16,16 +16,14 @@ import os
 import sys
 import tempfile
 import threading
-import time
 import weakref
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
+from ckpt_storage.errors import CheckpointError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -125,122 +123,47 @@ class Arena:
         self._close_file()
 
 
-class Lease:
-    """The right to one arena until `release` or `abandon`; a context manager.
-
-    What was staged into it must not be read after `release`: the next holder writes there.
-    """
-
-    def __init__(self, arenas: Arenas, held: Arena | None) -> None:
-        self._arenas = arenas
-        self._held = held
-        self._live = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    def arena(self, need_bytes: int) -> Arena:
-        """Return the arena, made or made anew if it holds less than `need_bytes`.
-
-        A new one is not a copy: what was staged in the old one stays with those who hold it.
-        Raises `CheckpointError` if the memory cannot be had, or the lease has ended.
-        """
-        if not self._live:
-            raise InvalidInputError(
-                "The lease has ended.", phase="stage", next_step="Take a new lease for each save."
-            )
-        if self._held is None or self._held.size_bytes < need_bytes:
-            if self._held is not None:
-                need_bytes += need_bytes // GROWTH_SLACK
-                # Before the new one is made, so that the old memory can go first.
-                self._held.close()
-                self._held = None
-            rounded = math.ceil(max(1, need_bytes) / ROUNDING_BYTES) * ROUNDING_BYTES
-            self._held = Arena(self._arenas.kind, rounded)
-        return self._held
-
-    def release(self) -> None:
-        """Give the arena back for reuse; idempotent, never waits, from any thread."""
-        self._end(reuse=True)
-
-    def abandon(self) -> None:
-        """Give the right back but not the memory, which somebody stuck may still read.
-
-        It is freed when the last view of it is gone; the next lease gets new memory. Idempotent.
-        """
-        self._end(reuse=False)
-
-    def _end(self, *, reuse: bool) -> None:
-        if self._live:
-            self._live = False
-            held, self._held = self._held, None
-            self._arenas._take_back(held, reuse=reuse)  # noqa: SLF001  # its own lease
-
-
 class Arenas:
-    """At most `most` arenas, made on demand and reused from save to save. Thread-safe."""
+    """Arenas that nobody uses now, reused from save to save. Thread-safe."""
 
-    def __init__(self, kind: Kind = "private", *, most: int = 1) -> None:
-        self.kind: Kind = kind
-        self._most = most
-        self._changed = threading.Condition()
+    def __init__(self, kind: Kind = "private") -> None:
+        self._kind: Kind = kind
+        self._lock = threading.Lock()
         self._free: list[Arena] = []
-        self._leased_count = 0
-        self._closed = False
+        self._is_closed = False
 
-    def lease(self, *, timeout_s: float = 0.0) -> Lease:
-        """Return the right to an arena, waiting at most `timeout_s` for one to be free.
+    def take(self, need_bytes: int) -> Arena:
+        """Return an arena of at least `need_bytes`, until `give_back` or `Arena.close`.
 
-        The one used last comes first: its pages are warm. Raises `PhaseTimeoutError` if all are
-        in use, and `InvalidInputError` once they were closed.
+        The one used last comes first: its pages are warm. Raises `CheckpointError`.
         """
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while not self._closed and self._leased_count >= self._most:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise PhaseTimeoutError(
-                        f"All {self._most} staging buffers are in use by earlier saves.",
-                        timeout_s=timeout_s,
-                        phase="stage",
-                        next_step="Wait for an earlier save to end, or raise max_pending.",
-                    )
-                self._changed.wait(left)
-            if self._closed:
-                raise InvalidInputError(
-                    "The staging buffers were closed.",
-                    phase="stage",
-                    next_step="Save before the saver is closed.",
-                )
-            self._leased_count += 1
-            return Lease(self, self._free.pop() if self._free else None)
+        with self._lock:
+            held = self._free.pop() if self._free else None
+        if held is not None and held.size_bytes >= need_bytes:
+            return held
+        if held is not None:
+            need_bytes += need_bytes // GROWTH_SLACK
+            # Before the new one is made, so that the old memory can go first.
+            held.close()
+            del held
+        rounded = math.ceil(max(1, need_bytes) / ROUNDING_BYTES) * ROUNDING_BYTES
+        return Arena(self._kind, rounded)
+
+    def give_back(self, arena: Arena) -> None:
+        """Keep an arena for the next `take`; nobody reads or writes there any more."""
+        with self._lock:
+            if not self._is_closed:
+                self._free.append(arena)
+                return
+        arena.close()
 
     def close(self) -> None:
-        """Let go of all memory, of leased arenas when their leases end; idempotent, never waits."""
-        with self._changed:
-            self._closed = True
+        """Let go of all memory, of what is in use when it is given back; idempotent."""
+        with self._lock:
+            self._is_closed = True
             free, self._free = self._free, []
-            self._changed.notify_all()
         for arena in free:
             arena.close()
-
-    def _take_back(self, held: Arena | None, *, reuse: bool) -> None:
-        with self._changed:
-            self._leased_count -= 1
-            keep = reuse and not self._closed
-            if keep and held is not None:
-                self._free.append(held)
-            self._changed.notify()
-        if held is not None and not keep:
-            held.close()
 
 
 def map_shared(file: int, size_bytes: int) -> NDArray[np.uint8]:

@@ -1,16 +1,24 @@
-"""The trainer's end of its worker process: starts it, sends saves, carries out their steps."""
+"""The trainer's end of its worker process: starts it, feeds it saves, carries out their steps."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import multiprocessing
 import os
 import pickle
-import threading
+import signal
+import socket
+import struct
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from functools import partial
+from multiprocessing import reduction
 from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 from ckpt_storage.commit.info import CheckpointInfo
@@ -18,28 +26,162 @@ from ckpt_storage.coordination.boardoperation import BoardOperation
 from ckpt_storage.coordination.failures import place_of, travelling
 from ckpt_storage.errors import (
     CheckpointError,
-    CommitUnknownError,
     ConsolidationError,
     InvalidInputError,
     RankFailedError,
 )
 from ckpt_storage.progress import reporting
 from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.running import hear_outcome, look_up_outcome
 from ckpt_storage.saves.session import SaveSession
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.timed import halted
 
-from .process import GoneError, WorkerProcess
-from .worker import Beat, Failed, Job, Outcome, Reply, Setup, Step
+from .arena import Arena
+from .worker import KEPT_PLANS, Beat, Failed, Job, Outcome, Reply, Setup, Step, worker_main
 
 if TYPE_CHECKING:
-    from .job import SaveJob
+    from .queue import SaveJob
 
 log = logging.getLogger("ckpt_storage")
 
 _LOOK_S = 0.1
 _GRACE_S = 5.0
 """How long a worker may take to give up a save that has failed elsewhere."""
+
+_END_S = 5.0
+
+_START_S = 120.0
+"""How long a worker may take to start: importing torch from a loaded network disk is slow."""
+
+_EXCHANGES = frozenset({"gather", "scatter", "broadcast", "all_gather"})
+
+
+class GoneError(Exception):
+    """The worker is gone; the message says how."""
+
+
+class _Child:
+    """One worker process that has been started, and our end of its pipe.
+
+    Raises `InvalidInputError` where none may be had, `CheckpointError` where none is to be had now.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        context = multiprocessing.get_context("spawn")
+        try:
+            self.pipe, theirs = context.Pipe()
+            self.process: SpawnProcess = context.Process(
+                target=worker_main,
+                args=(setup, theirs),
+                name=f"ckpt-storage worker {setup.rank}",
+                daemon=True,
+            )
+            self.process.start()
+        except AssertionError as error:
+            raise InvalidInputError(
+                f"No worker process can be started here: {error}.", next_step="Use mode='thread'."
+            ) from error
+        except OSError as error:
+            raise CheckpointError(
+                f"Rank {setup.rank} cannot start its worker process: {error}.",
+                rank=setup.rank,
+                phase="stage",
+                next_step="See how many processes and open files it has and may have (ulimit -u, "
+                "-n), or use mode='thread'.",
+            ) from error
+        theirs.close()
+        _processes.add(self.process)
+        self._arenas: dict[int, weakref.ref[Arena]] = {}
+        self._plans: list[str] = []
+        self.has_beaten = False
+        # Runs before multiprocessing asks it to end and waits: a stopped process never would.
+        self.end = Finalize(None, _end, (self.process, self.pipe), exitpriority=100)
+
+    @property
+    def slack_s(self) -> float:
+        """How much longer than a sign of life its first one may take."""
+        return 0.0 if self.has_beaten else _START_S
+
+    def send(self, message: object, timeout_s: float, *, file: int | None = None) -> None:
+        """Send a message and a descriptor. Raises `GoneError` if nobody takes it in time."""
+        limit = struct.pack("ll", max(1, int(timeout_s + self.slack_s)), 0)
+        with socket.socket(fileno=os.dup(self.pipe.fileno())) as pipe:
+            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        try:
+            self.pipe.send(message)
+            if file is not None:
+                reduction.send_handle(self.pipe, file, None)
+        except OSError:
+            raise GoneError(self.how()) from None
+
+    def send_job(self, job: SaveJob, timeout_s: float) -> None:
+        """Send a save; as `send`. An arena's descriptor crosses once, and so does a local plan."""
+        staged = job.staged
+        assert staged is not None  # noqa: S101  # or it were refused
+        arena, plan = staged.arena, staged.plan
+        self._arenas = {
+            at: held for at, held in self._arenas.items() if (it := held()) is not None and it.file
+        }
+        is_new = arena.arena_id not in self._arenas
+        self._arenas[arena.arena_id] = weakref.ref(arena)
+        message = Job(
+            number=job.number,
+            url=os.fspath(job.url),
+            options=job.packed,
+            plan_key=plan.key,
+            plan=None if plan.key in self._plans else pickle.dumps(plan),
+            places=staged.places,
+            arena_id=arena.arena_id,
+            arena_bytes=arena.size_bytes,
+            arena_ids=list(self._arenas),
+            with_file=is_new,
+        )
+        self.send(message, timeout_s, file=arena.file if is_new else None)
+        if message.plan is not None:
+            self._plans = [*self._plans, plan.key][-KEPT_PLANS:]
+
+    def how(self) -> str:
+        """Return how it went; one whose pipe is closed is about to."""
+        self.process.join(_END_S)
+        code = self.process.exitcode
+        if code is None:
+            return "took no message and was ended"
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"was ended by {signal.Signals(-code).name}"
+        return f"ended with exit code {code}"
+
+
+_processes: weakref.WeakSet[SpawnProcess] = weakref.WeakSet()
+
+
+def _disown() -> None:
+    """Let a child of fork end no worker of its parent when it exits, as multiprocessing would."""
+    children: set[object] = multiprocessing.process._children  # type: ignore[attr-defined]  # noqa: SLF001  # no public way
+    children.difference_update(_processes)
+
+
+os.register_at_fork(after_in_child=_disown)
+
+
+def _end(process: SpawnProcess, pipe: Any) -> None:  # noqa: ANN401  # a Connection
+    pipe.close()
+    process.kill()
+    process.join(_END_S)
+
+
+def pack(options: SaveOptions) -> bytes:
+    """Return options as a worker gets them. Raises `InvalidInputError`."""
+    try:
+        # Callables of the trainer stay here: they get what the worker's beats tell.
+        return pickle.dumps(dataclasses.replace(options, progress=None))
+    except BaseException as error:
+        raise InvalidInputError(
+            f"The planner or another argument cannot be sent to the worker process: {error}.",
+            phase="stage",
+            next_step="Define its class at the top of a module, or use mode='thread'.",
+        ) from error
 
 
 class Worker:
@@ -51,9 +193,9 @@ class Worker:
     def __init__(self, *, rank: int, world_size: int, silence_s: float) -> None:
         self._setup = Setup(rank=rank, world_size=world_size, log_level=log.getEffectiveLevel())
         self._silence_s = silence_s
-        self._child: WorkerProcess | None = None
+        self._child: _Child | None = None
         try:
-            self._child = WorkerProcess(self._setup)
+            self._child = _Child(self._setup)
         except InvalidInputError:
             raise
         except CheckpointError as error:
@@ -75,25 +217,25 @@ class Worker:
     def run(self, operation: BoardOperation, job: SaveJob) -> CheckpointInfo:
         """Let the worker run one save in `operation`, and return or raise how it ended.
 
-        A worker that dies, or gives no sign of life, is ended, and the save with it.
+        A worker that dies, or gives no sign of life, is ended. The save ends with it, unless all
+        that it had to tell is told.
         """
-        run = _Run(operation, job.options, job.url, job.number)
-        try:
-            with run.shown():
+        with contextlib.ExitStack() as shown:
+            run = _Run(operation, job, self._silence_s, shown)
+            try:
                 try:
-                    outcome = self._attempt(run, job)
+                    outcome = run.served_by(self._ready())
                 except GoneError as gone:
                     if run.has_begun:
                         raise
                     # It never took the save up, so no other rank knows of it.
                     log.warning("The worker process of rank %d %s.", operation.rank, gone)
                     self.close()  # it may be stopped, not dead
-                    outcome = self._attempt(run, job)
-        except GoneError as gone:
-            error = run.death(str(gone))
-            run.leave()
-            self.close()
-            return _after_death(run, error)
+                    outcome = run.served_by(self._ready())
+            except GoneError as gone:
+                error = run.death(str(gone))
+                self.close()
+                return run.ended_without_worker(error)
         if not outcome.is_clean:
             # A thread of it may still read the state that is given up now.
             self.close()
@@ -102,8 +244,7 @@ class Worker:
         assert outcome.info is not None  # noqa: S101  # there is one or the other
         return outcome.info
 
-    def _attempt(self, run: _Run, job: SaveJob) -> Outcome:
-        """Hand a save to the worker and carry out its steps. Raises `GoneError`."""
+    def _ready(self) -> _Child:
         child = self._child
         if child is not None and not child.process.is_alive():
             log.warning(
@@ -112,152 +253,127 @@ class Worker:
                 child.how(),
             )
             self.close()
-        child = self._child = self._child or WorkerProcess(self._setup)
-        run.watch(child, self._silence_s)
-        told = Job(number=job.number, url=os.fspath(job.url), options=job.packed)
-        child.send(told, self._silence_s)
-        assert job.staged is not None  # noqa: S101  # or it were refused
-        child.send_state(job.staged)
-        return run.served()
+        child = self._child = self._child or _Child(self._setup)
+        return child
 
 
 class _Run:
-    """One save in the worker: its steps are carried out in the trainer's operation."""
+    """One save in the worker, whose steps are carried out in the trainer's operation.
+
+    `has_begun`: a worker has taken it up.
+    """
 
     def __init__(
         self,
         operation: BoardOperation,
-        options: SaveOptions,
-        url: str | os.PathLike[str],
-        number: int,
+        job: SaveJob,
+        silence_s: float,
+        shown: contextlib.ExitStack,
     ) -> None:
-        self.operation = operation
-        self.options = options
-        self.url = url
         self.has_begun = False
-        self.word: bytes | None = None
-        """What the coordinator announced, once a member's worker asked for it."""
-        self._number = number
-        self._child: WorkerProcess | None = None
-        self._silence_s = 0.0
+        self._operation = operation
+        self._job = job
+        self._silence_s = silence_s
+        self._shown = shown
+        self._child: _Child | None = None
         self._outcome: Outcome | None = None
         self._steps: list[Step] = []
         self._gone: str | None = None
-        self._is_deaf = False
+        self._is_exchanging = self._is_part_told = False
+        self._word: bytes | None = None
         self._death: CheckpointError | None = None
         self._raised: CheckpointError | None = None
         self._done_bytes = self._done_files = 0
-        self._reading = threading.Lock()
-        self._heard_s = self._failed_s = 0.0
-        self._bar: _Bar | None = None
-        t = options.timeouts
+        self._report: Callable[[int], None] | None = None
+        self._heard_s = 0.0
+        t = job.options.timeouts
         limit_s = 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
         self._end_s = time.monotonic() + limit_s
         operation.also_watch(self._look)
 
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Let the user's progress follow the beats."""
-        with contextlib.ExitStack() as stack:
-            if self.options.progress:
-                self._bar = _Bar(self.operation, self.options, stack)
-            yield
-
-    def watch(self, child: WorkerProcess, silence_s: float) -> None:
-        """Listen to this worker from now on."""
-        self._child, self._gone = child, None
-        self._silence_s = silence_s
-        self._heard_s = time.monotonic()
-
-    def served(self) -> Outcome:
-        """Carry out steps until the save has ended. Raises `GoneError`."""
-        is_told = False
-        while self._outcome is None:
+    def served_by(self, child: _Child) -> Outcome:
+        """Carry out the steps of a worker until the save has ended. Raises `GoneError`."""
+        self._child, self._gone, self._heard_s = child, None, time.monotonic()
+        child.send_job(self._job, self._silence_s)
+        failed_s: float | None = None
+        while True:
             halted()
             self._read(_LOOK_S)
-            self._raise_if_gone()
+            if self._outcome is not None:
+                return self._outcome
+            if self._gone is not None:
+                raise GoneError(self._gone)
             while self._steps:
                 self._carry_out(self._steps.pop(0))
-            failure = self.operation.failure()
-            if failure is not None and not is_told:
-                is_told, self._failed_s = True, time.monotonic()
-                self._send(Failed(number=self._number, error=travelling(failure)))
-            elif is_told and time.monotonic() > self._failed_s + _GRACE_S + self._silence_s:
-                self._gone = "did not give up the save and was ended"
-        return self._outcome
-
-    def _raise_if_gone(self) -> None:
-        if self._outcome is None and self._gone is not None:
-            raise GoneError(self._gone)
+            failure = self._operation.failure()
+            if failure is not None and failed_s is None:
+                failed_s = time.monotonic()
+                self._send(Failed(number=self._job.number, error=travelling(failure)))
+            elif failed_s and time.monotonic() > failed_s + _GRACE_S + self._silence_s:
+                raise GoneError("did not give up the save and was ended")
 
     def _carry_out(self, step: Step) -> None:
-        operation = self.operation
+        operation, value = self._operation, None
         for name, fact in step.facts.items():
-            if getattr(operation, name) != fact:
-                setattr(operation, name, fact)
-        value: Any = None
+            setattr(operation, name, fact)
         try:
-            # What fails before all have met is told to none, so a dead worker's rank meets first;
-            # and what the coordinator says counts, whoever asked for it.
-            self._is_deaf = step.name in {"meet", "outcome"}
             if step.name == "phase":
-                phase, timeout_s, total_bytes = step.args
-                operation.phase(phase, timeout_s, total_bytes=total_bytes)
-                self._done_bytes = self._done_files = 0
+                self._begin_phase(*step.args)
             else:
+                # Elsewhere a death is told to none: before all have met, its rank meets them
+                # first; and the coordinator's last word counts, whoever asked for it.
+                self._is_exchanging = step.name in _EXCHANGES
+                if step.name == "gather" and operation.current_phase == "write":
+                    self._is_part_told = not operation.is_coordinator
                 value = getattr(operation, step.name)(*step.args)
-            if step.name == "outcome":
-                self.word = value
         except CheckpointError as error:
             if self._gone is not None:
                 raise GoneError(self._gone) from None
             self._raised = error
-            reply = Reply(number=self._number, error=travelling(error))
+            reply = Reply(number=self._job.number, error=travelling(error))
         else:
-            reply = Reply(number=self._number, value=value)
+            reply = Reply(number=self._job.number, value=value)
+            if step.name == "outcome":
+                self._word = value
         finally:
-            self._is_deaf = False
+            self._is_exchanging = False
         self._send(reply)
 
+    def _begin_phase(self, phase: Any, timeout_s: float | None, total_bytes: int) -> None:  # noqa: ANN401  # a Phase
+        if phase != self._operation.current_phase:
+            self._report = None
+        self._operation.phase(phase, timeout_s, total_bytes=total_bytes)
+        self._done_bytes = self._done_files = 0
+
     def _send(self, message: object) -> None:
-        assert self._child is not None  # noqa: S101  # it is watched
+        assert self._child is not None  # noqa: S101  # it is served
         self._child.send(message, self._silence_s)
 
     def _look(self) -> CheckpointError | None:
         """Read on while the trainer waits in a step; return that the worker is gone."""
-        if self._child is None or not self._reading.acquire(blocking=False):
+        if self._child is None or not self._is_exchanging or self._death is not None:
             return None
-        self._reading.release()
         self._read(0)
-        if self._gone is None or self._is_deaf or self._death is not None:
-            return None
-        error = self.death(self._gone)
-        self.operation.failed(error)
-        return error
+        return None if self._gone is None else self.death(self._gone)
 
     def death(self, how: str) -> CheckpointError:
         """Return the error that names the worker that is gone, and how it went."""
-        if self._death is not None:
-            return self._death
-        rank, phase = self.operation.rank, self.operation.current_phase
-        pid = self._child.process.pid if self._child is not None else None
-        self._death = RankFailedError(
-            f"The worker process {pid} of rank {rank} {how} in the {phase} phase of the save to "
-            f"{place_of(self.url)}.",
-            failures={rank: how},
-            rank=rank,
-            phase=phase,
-            next_step="See why (out of memory?). Training can go on, and the next save starts a "
-            "new worker."
-            if self.has_begun
-            else "It never took the save up: see what it printed. The trainer's script must be "
-            "importable (`if __name__ == '__main__':`); mode='thread' needs no worker.",
-        )
+        if self._death is None:
+            rank, phase = self._operation.rank, self._operation.current_phase
+            pid = self._child.process.pid if self._child is not None else None
+            self._death = RankFailedError(
+                f"The worker process {pid} of rank {rank} {how} in the {phase} phase of the save "
+                f"to {place_of(self._job.url)}.",
+                failures={rank: how},
+                rank=rank,
+                phase=phase,
+                next_step="See why (out of memory?). Training can go on, and the next save starts "
+                "a new worker."
+                if self.has_begun
+                else "It never took the save up: see what it printed. The trainer's script must be "
+                "importable (`if __name__ == '__main__':`); mode='thread' needs no worker.",
+            )
         return self._death
-
-    def leave(self) -> None:
-        """Listen to no worker any more: what comes now is told by whoever raises it."""
-        self._child = None
 
     def own(self, error: CheckpointError) -> CheckpointError:
         """Return an error that the worker passed on as this process knows it, with its cause."""
@@ -265,151 +381,102 @@ class _Run:
         is_same = type(raised) is type(error) and str(raised) == str(error)
         return raised if raised is not None and is_same else error
 
+    def ended_without_worker(self, error: CheckpointError) -> CheckpointInfo:
+        """Return what the save came to whose worker is gone, or raise it in the operation."""
+        self._child = None
+        operation, options = self._operation, self._job.options
+        if operation.committed is not None:
+            raise _unexported(error, operation.committed)
+        is_committing = operation.is_coordinator and operation.current_phase == "commit"
+        if not is_committing and not self._is_part_told:
+            raise error
+        session = SaveSession(
+            self._job.url,
+            options,
+            rank=operation.rank,
+            is_coordinator=operation.is_coordinator,
+            phase=partial(Deadline.of, options.timeouts),
+        )
+        if is_committing:
+            found = look_up_outcome(operation, session, error)
+            operation.announce(pickle.dumps(found))
+            if isinstance(found, CheckpointError):
+                raise found
+        else:
+            # Its part is complete, and the others go on with the save.
+            if operation.current_phase == "write":
+                operation.phase("commit", options.timeouts.write + options.timeouts.commit)
+            found = hear_outcome(operation, session, self._word)
+        if options.consolidate:
+            raise _unexported(error, found)
+        log.warning("%s The save is committed all the same.", error)
+        return found
+
     def _read(self, timeout_s: float) -> None:
         """Take in what the worker told, waiting at most so long for the first of it."""
         child = self._child
-        assert child is not None  # noqa: S101  # it is watched
-        with self._reading:
-            if self._gone is not None or self._outcome is not None:
-                return
-            if not wait([child.control, child.process.sentinel], timeout_s):
-                quiet_s = self._silence_s + child.slack_s
-                if time.monotonic() > self._heard_s + quiet_s:
-                    self._gone = f"gave no sign of life for {quiet_s:g} s and was ended"
-                elif time.monotonic() > self._end_s:
-                    self._gone = "did not end the save within all its deadlines and was ended"
-                return
-            try:
-                while child.control.poll():
-                    self._take(child.control.recv())
-            except (EOFError, OSError):
-                self._gone = child.how()
-                return
-            if not child.process.is_alive() and not child.control.poll():
-                self._gone = child.how()
-
-    def _take(self, message: Beat | Step | Outcome) -> None:
-        if message.number != self._number:
+        if child is None or self._gone is not None or self._outcome is not None:
             return
-        child = self._child
-        assert child is not None  # noqa: S101  # it is watched
+        if not wait([child.pipe, child.process.sentinel], timeout_s):
+            quiet_s = self._silence_s + child.slack_s
+            if time.monotonic() > self._heard_s + quiet_s:
+                self._gone = f"gave no sign of life for {quiet_s:g} s and was ended"
+            elif time.monotonic() > self._end_s:
+                self._gone = "did not end the save within all its deadlines and was ended"
+            return
+        try:
+            while child.pipe.poll():
+                self._take(child, child.pipe.recv())
+        except (EOFError, OSError):
+            self._gone = child.how()
+            return
+        if not child.process.is_alive() and not child.pipe.poll():
+            self._gone = child.how()
+
+    def _take(self, child: _Child, message: Beat | Step | Outcome) -> None:
+        if message.number != self._job.number:
+            return
         self._heard_s = time.monotonic()
-        child.has_beaten = True
-        self.has_begun = True
+        child.has_beaten = self.has_begun = True
         if isinstance(message, Step):
             self._steps.append(message)
         elif isinstance(message, Outcome):
             self._outcome = message
         elif message.failure is not None:
-            self.operation.failed(message.failure)
+            self._operation.failed(message.failure)
         else:
             self._take_beat(message)
 
     def _take_beat(self, beat: Beat) -> None:
-        operation = self.operation
+        operation = self._operation
         if beat.total_bytes:
             operation.expect(beat.total_bytes)
-        if beat.done_bytes > self._done_bytes:
-            operation.advanced(beat.done_bytes - self._done_bytes)
-            self._done_bytes = beat.done_bytes
         for _ in range(beat.done_files - self._done_files):
             operation.ended_file()
         self._done_files = max(self._done_files, beat.done_files)
-        if self._bar is not None:
-            self._bar.show(beat)
+        more_bytes = beat.done_bytes - self._done_bytes
+        if more_bytes > 0:
+            self._done_bytes = beat.done_bytes
+            operation.advanced(more_bytes)
+            self._show(more_bytes, beat.total_bytes)
 
-
-class _Bar:
-    """The user's progress: bytes of the phase that writes or exports."""
-
-    def __init__(
-        self, operation: BoardOperation, options: SaveOptions, stack: contextlib.ExitStack
-    ) -> None:
-        self._operation = operation
-        self._options = options
-        self._stack = stack
-        self._report: Callable[[int], None] | None = None
-        self._phase = ""
-        self._shown_bytes = 0
-
-    def show(self, beat: Beat) -> None:
-        """Show the bytes of a beat."""
-        phase = self._operation.current_phase
-        if phase not in {"write", "consolidate"} or not beat.total_bytes:
-            return  # not planned yet
-        if phase != self._phase:
-            self._phase, self._shown_bytes = phase, 0
-            self._report = self._stack.enter_context(
+    def _show(self, more_bytes: int, total_bytes: int) -> None:
+        """Show the user what is done in the phases that move bytes."""
+        operation, phase = self._operation, self._operation.current_phase
+        if phase not in {"write", "consolidate"} or not self._job.options.progress:
+            return
+        if self._report is None:
+            self._report = self._shown.enter_context(
                 reporting(
-                    self._options.progress,
+                    self._job.options.progress,
                     phase=phase,
-                    rank=self._operation.rank,
-                    total_bytes=beat.total_bytes,
-                    save_id=self._operation.save_id,
-                    with_bar=self._operation.is_coordinator,
+                    rank=operation.rank,
+                    total_bytes=total_bytes,
+                    save_id=operation.save_id,
+                    with_bar=operation.is_coordinator,
                 )
             )
-        if self._report is not None and beat.done_bytes > self._shown_bytes:
-            self._report(beat.done_bytes - self._shown_bytes)
-            self._shown_bytes = beat.done_bytes
-
-
-def _after_death(run: _Run, error: CheckpointError) -> CheckpointInfo:
-    """Return what a save without its worker came to, or raise it in the operation."""
-    operation = run.operation
-    if operation.committed is not None:
-        raise _unexported(error, operation.committed)
-    phase = operation.current_phase
-    found: CheckpointInfo | CheckpointError | None = None
-    if operation.is_coordinator and phase == "commit":
-        found = _looked_up(run, error)
-        operation.announce(pickle.dumps(found))
-    elif phase in {"write", "commit"} and not operation.is_coordinator:
-        # It had perhaps written all, and the coordinator committed.
-        word = run.word if run.word is not None else _word(operation, error)
-        found = pickle.loads(word) if word is not None else _looked_up(run, error)  # noqa: S301  # our own ranks
-    if not isinstance(found, CheckpointInfo):
-        raise found if isinstance(found, CommitUnknownError) else error
-    if run.options.consolidate:
-        raise _unexported(error, found)
-    log.warning("%s It had committed before.", error)
-    return found
-
-
-def _word(operation: BoardOperation, error: CheckpointError) -> bytes | None:
-    """Tell all ranks of a failure; return what the coordinator says of the save all the same."""
-    operation.failed(error)
-    operation.phase("commit", operation.timeouts.silence)
-    try:
-        return operation.outcome()
-    except CheckpointError as silence:
-        return None if not operation.is_last_word(silence) else pickle.dumps(error)
-
-
-def _looked_up(run: _Run, error: CheckpointError) -> CheckpointInfo | CommitUnknownError:
-    """Find out whether a save whose worker died while it committed is committed."""
-    save_id = run.operation.save_id or ""
-    try:
-        session = SaveSession(
-            run.url,
-            run.options,
-            rank=run.operation.rank,
-            is_coordinator=False,
-            phase=partial(Deadline.of, run.options.timeouts),
-        )
-        info = session.outcome(save_id)
-    except CheckpointError as failure:
-        error.add_note(f"Looking for the outcome failed too: {failure}")
-    else:
-        if info is not None:
-            return info
-    return CommitUnknownError(
-        f"{error} Whether save {save_id} is committed cannot be told.",
-        save_id=save_id,
-        rank=error.rank,
-        phase="commit",
-        next_step="Load, or list the checkpoints: the save is committed if it shows there.",
-    )
+        self._report(more_bytes)
 
 
 def _unexported(error: CheckpointError, info: CheckpointInfo) -> ConsolidationError:

@@ -3,36 +3,81 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors
+from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError, RankMismatchError
+from ckpt_storage.saves.options import SaveOptions
+from ckpt_storage.saves.planning import LocalPlan
+from ckpt_storage.saves.running import run_save
+from ckpt_storage.store.timed import abandoned_thread_count
 
-from .job import SaveJob
+from .arena import Arenas
+from .handle import SaveStatus
+from .staging import Staged, StagingJob, staged_part
+
+if TYPE_CHECKING:
+    from .link import Worker
 
 log = logging.getLogger("ckpt_storage")
 
 
-class SaveQueue:
-    """Calls `run` for each job, in order, in a thread that ends when there is none.
+@dataclass(slots=True, kw_only=True)
+class SaveJob:
+    """One save: what it is told, and its state once that is copied.
 
-    `run` returns what was committed, or raises `CheckpointError`. `drained` is called once all
-    saves have ended after `close`.
+    `number` counts the saves of a saver. `packed` are the options as a worker gets them. With
+    `refusal` nothing is saved, and the other ranks are told why. `staging` is the copy under way.
     """
 
-    def __init__(
-        self, run: Callable[[SaveJob], CheckpointInfo], *, drained: Callable[[], None]
-    ) -> None:
-        self._run = run
-        self._drained = drained
+    status: SaveStatus
+    options: SaveOptions
+    url: str | os.PathLike[str]
+    number: int
+    packed: bytes = b""
+    staging: StagingJob | None = None
+    staged: Staged | None = None
+    refusal: CheckpointError | None = None
+
+    def refuse(self, error: BaseException) -> None:
+        """Save nothing, and tell the other ranks of what was raised here."""
+        status = self.status
+        if not isinstance(error, CheckpointError):
+            error = CheckpointError(
+                f"The save to {status.url} was not begun: rank {status.rank} was interrupted while "
+                f"it copied its state ({type(error).__name__})."
+            )
+        error.phase = error.phase or "stage"
+        error.rank = status.rank if error.rank is None else error.rank
+        self.refusal = error
+
+    def part(self) -> LocalPlan:
+        """Return this rank's part of the save."""
+        staged = self.staged
+        assert staged is not None  # noqa: S101  # or it were refused
+        return staged_part(staged.plan, staged.places, staged.arena.memory, self.options.planner)
+
+
+class SaveQueue:
+    """Carries out jobs in order, in a thread that ends when there is none.
+
+    Each job is one operation of `ranks`, in the worker if there is one. `close` ends the worker
+    once all saves have ended.
+    """
+
+    def __init__(self, ranks: Ranks, worker: Worker | None, arenas: Arenas) -> None:
+        self._ranks = ranks
+        self._worker = worker
+        self._arenas = arenas
         self._lock = threading.RLock()  # a signal's handler may save in the middle of a save
         self._waiting: deque[SaveJob] = deque()
-        self._has_thread = False
-        self._is_busy = False
-        self._is_closed = False
+        self._has_thread = self._is_busy = self._is_closed = False
 
     def put(self, job: SaveJob) -> None:
         """Accept a job; it is carried out or refused, and its status ends.
@@ -66,32 +111,28 @@ class SaveQueue:
             self._is_closed = True
             if self._is_busy or self._waiting:
                 return
-        self._drained()
+        self._end_worker()
+
+    def _end_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
 
     def _drain(self) -> None:
         while (job := self._next()) is not None:
-            try:
-                self._carry_out(job)
-            finally:
-                job.end_lease()
+            self._end(job)
         if self._is_closed:
-            self._drained()
+            self._end_worker()
 
     def _next(self) -> SaveJob | None:
         with self._lock:
             self._has_thread = self._is_busy = bool(self._waiting)
             return self._waiting.popleft() if self._waiting else None
 
-    def _carry_out(self, job: SaveJob) -> None:
+    def _end(self, job: SaveJob) -> None:
         status = job.status
         try:
             with as_checkpoint_errors(f"the save to {status.url}", status.rank, in_background=True):
-                try:
-                    job.end_staging()
-                    info = self._run(job)
-                finally:
-                    # Before anybody who waits for the save goes on, perhaps to `close`.
-                    self._is_busy = False
+                info = self._carry_out(job)
         except CheckpointError as error:
             log.warning(
                 "save %s to %s failed on rank %d: %s",
@@ -102,12 +143,46 @@ class SaveQueue:
             )
             if isinstance(error, RankMismatchError):
                 self._refuse_waiting(error)
+            # A thread that was left behind may still read the state.
+            self._free(job, is_read=abandoned_thread_count() > 0)
             status.fail(error)
         else:
             log.info(
                 "save %s to %s is committed, says rank %d", info.save_id, status.url, status.rank
             )
+            self._free(job, is_read=False)
             status.succeed(info)
+
+    def _carry_out(self, job: SaveJob) -> CheckpointInfo:
+        status, what = job.status, f"the save to {job.status.url}"
+        try:
+            if job.staging is not None and job.refusal is None:
+                try:
+                    job.staged = job.staging.wait(job.options.timeouts.stage)
+                    status.mark_staged()
+                except CheckpointError as error:
+                    job.refuse(error)
+            with self._ranks.operation(what, timeouts=job.options.timeouts) as operation:
+                if job.refusal is not None:
+                    raise job.refusal
+                status.follow(lambda: (operation.signs, operation.save_id))
+                status.on_cancel(operation.give_up)
+                if self._worker is not None:
+                    return self._worker.run(operation, job)
+                return run_save(operation, job.url, job.options, job.part, in_background=True)
+        finally:
+            # Before anybody who waits for the save goes on, perhaps to `close`.
+            self._is_busy = False
+
+    def _free(self, job: SaveJob, *, is_read: bool) -> None:
+        """Give the memory back for the next save, unless somebody still reads or writes there."""
+        staging, job.staging, job.staged = job.staging, None, None
+        if staging is None:
+            return
+        if is_read or not staging.done():
+            staging.arena.close()
+        else:
+            self._arenas.give_back(staging.arena)
 
     def _refuse_waiting(self, error: CheckpointError) -> None:
         """Refuse what waits: ranks have called different saves, and would meet the wrong ones."""

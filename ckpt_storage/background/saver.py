@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -37,10 +36,8 @@ from ckpt_storage.store import anchored
 from .arena import Arenas
 from .exits import flush, flush_at_exit
 from .handle import SaveHandle, SaveStatus, check_process
-from .job import SaveJob, carry_out
-from .link import Worker
-from .process import pack, twin_of
-from .queue import SaveQueue
+from .link import Worker, pack
+from .queue import SaveJob, SaveQueue
 from .staging import StagingJob
 
 log = logging.getLogger("ckpt_storage")
@@ -121,11 +118,8 @@ class AsyncSaver:
             except BaseException:
                 self._ranks.close()
                 raise
-        self._arenas = Arenas("shared" if mode == "process" else "private", most=max_pending)
-        self._queue = SaveQueue(
-            partial(carry_out, self._ranks, self._worker),
-            drained=self._worker.close if self._worker is not None else lambda: None,
-        )
+        self._arenas = Arenas("shared" if mode == "process" else "private")
+        self._queue = SaveQueue(self._ranks, self._worker, self._arenas)
         self._saves: list[SaveStatus] = []
         self._save_count = 0
         self._closed = False
@@ -269,11 +263,10 @@ class AsyncSaver:
             if self._worker is not None:
                 # Before the planner knows the state, which is not to travel; so another one does.
                 job.packed = pack(job.options)
-                planner = None if planner is None else twin_of(planner)
-            job.lease = self._arenas.lease(timeout_s=timeouts.stage)
+                planner = None if planner is None else _twin_of(planner)
             job.staging = StagingJob(
                 state,
-                job.lease,
+                self._arenas,
                 planner,
                 url=status.url,
                 rank=status.rank,
@@ -361,6 +354,13 @@ class AsyncSaver:
         """Return the sum of what the phases of a save, and of those before it, may take."""
         one_s = t.stage + 2 * t.plan + 2 * t.write + 2 * t.commit + t.consolidate + t.silence
         return (len(self._saves) + 1) * one_s + _SLACK_S
+
+
+def _twin_of(planner: SavePlanner) -> SavePlanner:
+    """Return a planner with the same attributes, which may be set up without the other."""
+    twin: SavePlanner = object.__new__(type(planner))
+    vars(twin).update(vars(planner))
+    return twin
 
 
 def _let_go(process_id: int, arenas: Arenas, queue: SaveQueue, ranks: Ranks) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
@@ -29,7 +30,7 @@ from ckpt_storage.saves.planning import Kept, LocalPlan, PlanMemory, Structure, 
 from ckpt_storage.saves.refusals import naming_refused
 from ckpt_storage.saves.shardfile import Item
 
-from .arena import Arena, Lease
+from .arena import Arena, Arenas
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,21 +49,7 @@ _planned = PlanMemory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """Where the items of a local plan lie in an arena, each in the order of the plan.
-
-    A blob has no dtype. `unsafe` names the type that makes `load` refuse a blob, by its position.
-    Columns, because objects for each of many items set the garbage collector to work.
-    """
-
-    starts: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    dtypes: list[str | None] = field(default_factory=list)
-    unsafe: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Local:
+class RankPlan:
     """What one rank plans; pickles. `key` is new for each plan that is made."""
 
     key: str
@@ -71,32 +58,46 @@ class Local:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """One rank's part of a save, until the lease ends; `ties` maps alias to target."""
+class Places:
+    """Where the items of a plan lie in an arena, each in the order of the plan; pickles.
 
-    local: Local
-    places: Places
+    A blob has no dtype. `unsafe` names the type that makes `load` refuse a blob, by its position.
+    `ties` maps alias to target. Columns, because objects for each of many items set the garbage
+    collector to work.
+    """
+
+    starts: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    dtypes: list[str | None] = field(default_factory=list)
+    unsafe: dict[int, str] = field(default_factory=dict)
     ties: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """One rank's part of a save, until its arena is used again."""
+
+    plan: RankPlan
+    places: Places
     arena: Arena = field(repr=False)
 
 
-def local_plan(
-    local: Local,
+def staged_part(
+    rank_plan: RankPlan,
     places: Places,
-    ties: Mapping[str, str],
     memory: NDArray[np.uint8],
-    planner: SavePlanner,
+    planner: SavePlanner | None,
 ) -> LocalPlan:
-    """Return what a save takes of staged items, whose bytes are `memory`.
+    """Return what a save takes of items whose bytes are in `memory`.
 
-    `planner` makes the plans for all ranks.
+    `planner` makes the plans for all ranks; by default torch's.
     """
     return LocalPlan(
-        plan=lambda: local.plan,
-        planner=planner,
-        source=StagedItems(local.plan, places, memory),
-        ties=ties,
-        structure=local.structure,
+        plan=lambda: rank_plan.plan,
+        planner=planner or DefaultSavePlanner(),
+        source=StagedItems(rank_plan.plan, places, memory),
+        ties=places.ties,
+        structure=rank_plan.structure,
     )
 
 
@@ -147,7 +148,7 @@ class StagingJob:
     def __init__(
         self,
         state: Mapping[str, Any],
-        lease: Lease,
+        arenas: Arenas,
         planner: SavePlanner | None = None,
         *,
         url: str | os.PathLike[str] = "",
@@ -170,26 +171,28 @@ class StagingJob:
             live = LocalPlan.of(
                 plain, planner, url=os.fspath(url), rank=rank, world_size=world_size
             )
-            local = _local(live)
-            found = _Found(live.planner)
+            plan = _rank_plan(live)
             try:
-                places, blobs, end = self._placed(found, local.plan)
+                places, blobs, end = self._placed(live, plan.plan)
             except InvalidInputError as error:
                 error.phase = "stage"
                 raise
-        arena = lease.arena(end)
+        self.arena = arenas.take(end)
         for start, item in blobs:
-            _put(arena.memory, start, item)
-        self._staged = Staged(local=local, places=places, ties=live.ties, arena=arena)
+            _put(self.arena.memory, start, item)
+        self._staged = Staged(plan=plan, places=places, arena=self.arena)
         self._streams = _fork_streams({tensor.device for tensor in self._sources})
         self._error: Exception | None = None
         self._ended = threading.Event()
 
-    def _placed(self, found: _Found, plan: SavePlan) -> tuple[Places, list[tuple[int, Item]], int]:
+    def _placed(
+        self, live: LocalPlan, plan: SavePlan
+    ) -> tuple[Places, list[tuple[int, Item]], int]:
         """Return where each item goes, the blobs, and the bytes of all; note what is to copy."""
         self._sources: list[torch.Tensor] = []
         self._starts: list[int] = []
-        places, blobs, end = Places(), list[tuple[int, Item]](), 0
+        found, places = _Found(live.planner), Places(ties=live.ties)
+        blobs, end = list[tuple[int, Item]](), 0
         known: dict[int, int] = {}
         for number, item in enumerate(found.items(plan)):
             tensor, size_bytes = found.tensor, item.payload_bytes
@@ -242,7 +245,7 @@ class StagingJob:
     def wait(self, timeout_s: float) -> Staged:
         """Return the complete copy, waiting at most `timeout_s`; may be called again.
 
-        Raises `PhaseTimeoutError` while the copies go on (the lease must not be released yet), or
+        Raises `PhaseTimeoutError` while the copies go on (the arena must not be given back yet), or
         `CheckpointError` if they failed.
         """
         if not self._ended.wait(timeout_s):
@@ -257,12 +260,12 @@ class StagingJob:
         return self._staged
 
     def _copy(self) -> None:
-        memory = self._staged.arena.memory
+        memory = self.arena.memory
         address = memory.ctypes.data
         pairs: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         try:
             if self._streams:
-                self._staged.arena.pin(next(iter(self._streams)))
+                self.arena.pin(next(iter(self._streams)))
             for tensor, start in zip(self._sources, self._starts, strict=True):
                 size_bytes = tensor.nbytes
                 if size_bytes <= _SMALL_BYTES and is_as_stored(tensor):
@@ -302,20 +305,20 @@ class _Found(LiveItems):
         return super()._tensor(item, data)
 
 
-def _local(live: LocalPlan) -> Local:
-    """Return the local plan of a planner that is set up, as the last time where nothing changed."""
+def _rank_plan(live: LocalPlan) -> RankPlan:
+    """Return the plan of a planner that is set up, as the last time where nothing changed."""
     structure = live.structure
     kept = None if structure is None else _planned.find(structure)
     if kept is not None:
-        return Local(key=kept.plan_id, plan=kept.plan, structure=structure)
-    plan = live.planner.create_local_plan()
+        return RankPlan(key=kept.plan_id, plan=kept.plan, structure=structure)
+    plan = live.plan()
     if not plan.usable:
         # With plan caching: the same as the last time, which this rank copies all the same.
         plan = live.planner.plan  # type: ignore[attr-defined]  # torch's default one
     plan, key = checked(plan), os.urandom(16).hex()
     if structure is not None:
         _planned.keep(structure, Kept(plan_id=key, plan=plan, item_count=0, metadata=None))
-    return Local(key=key, plan=plan, structure=structure)
+    return RankPlan(key=key, plan=plan, structure=structure)
 
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -19,22 +19,18 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner
-
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.coordination.failures import travelling
+from ckpt_storage.coordination.failures import as_checkpoint_errors, travelling
 from ckpt_storage.coordination.signs import Sign
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Phase, Timeouts
 from ckpt_storage.saves.options import SaveOptions
-from ckpt_storage.saves.planning import LocalPlan
 from ckpt_storage.saves.running import run_save
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.timed import abandoned_thread_count
 
 from .arena import map_shared
-from .staging import Local, Places, local_plan
+from .staging import Places, RankPlan, staged_part
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,29 +54,22 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One save; its state follows on the other pipe. `options` are a pickled `SaveOptions`."""
+    """One save; with `with_file` the descriptor of its arena follows.
+
+    `options` are a pickled `SaveOptions`. `plan` is a pickled `RankPlan`, None for one of the last
+    `KEPT_PLANS` that were sent. `arena_ids` are those of all arenas that are still in use.
+    """
 
     number: int
     url: str
     options: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """What is saved, on the other pipe; with `with_file` the arena's descriptor follows.
-
-    `gone` are ids of arenas that are used no more. `local` is a pickled `Local`, None for one of
-    the last `KEPT_PLANS` that were sent.
-    """
-
+    plan_key: str
+    plan: bytes | None
+    places: Places
     arena_id: int
     arena_bytes: int
+    arena_ids: Sequence[int]
     with_file: bool
-    gone: Sequence[int]
-    key: str
-    local: bytes | None
-    places: Places
-    ties: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +91,15 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A call of the trainer's operation, which answers with a `Reply`."""
+    """A call of the trainer's operation, which answers with a `Reply`.
+
+    `facts` are the attributes of the operation that the save has set.
+    """
 
     number: int
     name: str
     args: tuple[Any, ...]
     facts: Mapping[str, Any]
-    """What the worker has set on its operation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +140,8 @@ class PipedOperation:
         self.verdict: CheckpointError | None = None
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self.signs: Mapping[int, Sign] = {}
+        self.deadline = Deadline("plan", timeouts.plan, watch=self)
         self._send = send
-        self._deadline = Deadline("plan", timeouts.plan, watch=self)
         self._failure: CheckpointError | None = None
         self._lock = threading.Lock()
         self._done_bytes = self._total_bytes = self._done_files = 0
@@ -204,18 +195,13 @@ class PipedOperation:
         self._done_bytes, self._total_bytes, self._done_files = 0, total_bytes, 0
         self._step("phase", phase, timeout_s, total_bytes)
         seconds: float = getattr(self.timeouts, phase) if timeout_s is None else timeout_s
-        self._deadline = Deadline(phase, seconds, watch=self)
-        return self._deadline
+        self.deadline = Deadline(phase, seconds, watch=self)
+        return self.deadline
 
     @property
     def current_phase(self) -> Phase:
         """The phase that this rank is in."""
-        return self._deadline.phase
-
-    @property
-    def deadline(self) -> Deadline:
-        """Of the phase that this rank is in."""
-        return self._deadline
+        return self.deadline.phase
 
     def meet(self, terms: Mapping[str, str]) -> None:
         """As `Operation.meet`."""
@@ -263,12 +249,11 @@ class PipedOperation:
 class _Worker:
     """The loop of one worker."""
 
-    def __init__(self, setup: Setup, control: Connection, states: Connection) -> None:
+    def __init__(self, setup: Setup, pipe: Connection) -> None:
         self._setup = setup
-        self._control = control
-        self._states = states
+        self._pipe = pipe
         self._arenas: dict[int, NDArray[np.uint8]] = {}
-        self._plans: dict[str, bytes | Local] = {}
+        self._plans: dict[str, RankPlan] = {}
         self._sending = threading.Lock()
         self._operation: PipedOperation | None = None
         self._number = 0
@@ -276,11 +261,9 @@ class _Worker:
 
     def serve(self) -> None:
         """Serve until the trainer closes the pipe."""
-        trainer = multiprocessing.parent_process()
-        trainer_pid = trainer.pid if trainer is not None else os.getppid()
-        for target, args in ((self._beat, (trainer_pid,)), (self._listen, ())):
+        for target in (self._beat, self._listen):
             name = f"ckpt-storage {target.__name__.strip('_')}"
-            threading.Thread(target=target, args=args, name=name, daemon=True).start()
+            threading.Thread(target=target, name=name, daemon=True).start()
         while True:
             job = self._jobs.get()
             self._number = job.number
@@ -293,59 +276,38 @@ class _Worker:
     def _outcome(self, job: Job) -> Outcome:
         info: CheckpointInfo | None = None
         failure: CheckpointError | None = None
-        # Before anything can fail, so that the next save does not get the state of this one.
-        state = self._receive()
+        memory = self._arenas[job.arena_id]
         try:
-            options = _options(job.options)
-            operation = PipedOperation(self._send, self._setup, job.number, options.timeouts)
-            self._operation = operation
-            info = run_save(
-                operation,
-                job.url,
-                options,
-                lambda: state(options.planner),
-                in_background=True,
-            )
+            with as_checkpoint_errors(f"the save to {job.url}", self._setup.rank):
+                plan = self._plan(job)
+                options = _options(job.options)
+                operation = PipedOperation(self._send, self._setup, job.number, options.timeouts)
+                self._operation = operation
+                info = run_save(
+                    operation,
+                    job.url,
+                    options,
+                    lambda: staged_part(plan, job.places, memory, options.planner),
+                    in_background=True,
+                )
         except CheckpointError as error:
             failure = travelling(error)
-        return Outcome(
-            number=job.number,
-            info=info,
-            error=failure,
-            is_clean=abandoned_thread_count() == 0,
-        )
+        is_clean = abandoned_thread_count() == 0
+        return Outcome(number=job.number, info=info, error=failure, is_clean=is_clean)
 
-    def _receive(self) -> Callable[[SavePlanner | None], LocalPlan]:
-        """Take a state off the pipe; return what makes a local plan of it."""
-        try:
-            state: State = self._states.recv()
-            for arena_id in state.gone:
-                self._arenas.pop(arena_id, None)
-            if state.with_file:
-                file = reduction.recv_handle(self._states)
-                self._arenas[state.arena_id] = map_shared(file, state.arena_bytes)
-        except (EOFError, ConnectionResetError):
-            os._exit(0)  # the trainer is gone
-        if state.local is not None:
-            self._plans[state.key] = state.local
+    def _plan(self, job: Job) -> RankPlan:
+        if job.plan is not None:
+            self._plans[job.plan_key] = pickle.loads(job.plan)  # noqa: S301  # our trainer's
             for key in list(self._plans)[:-KEPT_PLANS]:
                 del self._plans[key]
+        return self._plans[job.plan_key]
 
-        def made(planner: SavePlanner | None) -> LocalPlan:
-            local = self._plans[state.key]
-            if isinstance(local, bytes):
-                local = self._plans[state.key] = pickle.loads(local)  # noqa: S301  # our trainer's
-            memory = self._arenas[state.arena_id]
-            inner = planner or DefaultSavePlanner()
-            return local_plan(local, state.places, state.ties, memory, inner)
-
-        return made
-
-    def _beat(self, trainer_pid: int) -> None:
-        pause = threading.Event()
+    def _beat(self) -> None:
+        pause, trainer = threading.Event(), multiprocessing.parent_process()
+        trainer_pid = trainer.pid if trainer is not None else os.getppid()
         while not pause.wait(BEAT_S):
             if os.getppid() != trainer_pid:
-                # Its pipes may still be open in children that it forked.
+                # Its pipe may still be open in children that it forked.
                 os._exit(0)
             # Made and sent at once: an older one that came later would tell of the last phase.
             with self._sending:
@@ -353,18 +315,19 @@ class _Worker:
                 operation, number = self._operation, self._number
                 if number:
                     beat = Beat(number=number) if operation is None else operation.beat()
-                    self._control.send(beat)
+                    self._pipe.send(beat)
 
     def _send(self, message: object) -> None:
         with self._sending:
-            self._control.send(message)
+            self._pipe.send(message)
 
     def _listen(self) -> None:
         try:
             while True:
-                message = self._control.recv()
+                message = self._pipe.recv()
                 operation = self._operation
                 if isinstance(message, Job):
+                    self._take_memory(message)
                     self._jobs.put(message)
                 elif operation is not None and message.number == operation.number:
                     if isinstance(message, Reply):
@@ -374,6 +337,13 @@ class _Worker:
         except (EOFError, OSError):
             # Nobody is left to save for; threads that hang in a storage must not keep us.
             os._exit(0)
+
+    def _take_memory(self, job: Job) -> None:
+        for arena_id in set(self._arenas) - set(job.arena_ids):
+            del self._arenas[arena_id]
+        if job.with_file:
+            file = reduction.recv_handle(self._pipe)
+            self._arenas[job.arena_id] = map_shared(file, job.arena_bytes)
 
 
 def _options(packed: bytes) -> SaveOptions:
@@ -389,14 +359,14 @@ def _options(packed: bytes) -> SaveOptions:
     return options
 
 
-def worker_main(setup: Setup, control: Connection, states: Connection) -> None:
+def worker_main(setup: Setup, pipe: Connection) -> None:
     """Run a worker; the target of a spawned process."""
     # An interrupt at the terminal reaches all processes of the job; what it means, the trainer
     # decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_trainer, name="ckpt-storage parent", daemon=True).start()
     logging.getLogger("ckpt_storage").setLevel(setup.log_level)
-    _Worker(setup, control, states).serve()
+    _Worker(setup, pipe).serve()
 
 
 def _end_with_trainer() -> None:

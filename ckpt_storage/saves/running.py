@@ -226,7 +226,6 @@ class _Save:
         self._operation = operation
         self._session = session
         self._options = options
-        self._save_id = ""
         self._granted: Granted | None = None
         self._metadata: Metadata | None = None
         self._in_background = in_background
@@ -240,7 +239,7 @@ class _Save:
             self._send(written)
             # The last rank may take the whole write phase, and only then the commit begins.
             operation.phase("commit", write.remaining_s() + self._options.timeouts.commit)
-            return self._await_outcome()
+            return hear_outcome(operation, self._session)
         try:
             gathered = self._gathered(state)
             info = self._commit(gathered)
@@ -278,7 +277,7 @@ class _Save:
             raise
 
     def _in_doubt(self, error: BaseException) -> CommitUnknownError:
-        save_id, url = self._save_id, self._session.url
+        save_id, url = self._operation.save_id or "", self._session.url
         return CommitUnknownError(
             f"{type(error).__name__} ended rank {COORDINATOR} while it committed; whether save "
             f"{save_id} to {url} is or will be committed cannot be told.",
@@ -319,7 +318,7 @@ class _Save:
         except CheckpointError as error:
             # It may have arrived all the same, and then the save is committed.
             operation.phase("commit", self._options.timeouts.commit)
-            raise self._without_coordinator(error) from error
+            raise _without_coordinator(operation, self._session, error) from error
 
     def _write_part(self, state: dict[str, Any] | LocalPlan) -> bytes:
         """Plan and write; return what the coordinator is to know of it."""
@@ -341,7 +340,7 @@ class _Save:
             plan, granted = exchange.run()
         self._metadata, self._granted = exchange.metadata, granted
         # Before the phase is told to anyone who watches.
-        operation.save_id = self._save_id = granted.grant.save_id
+        operation.save_id = granted.grant.save_id
         return pickle.dumps(session.write(granted, plan, local.source, local.ties))
 
     def _commit(self, gathered: list[bytes]) -> CheckpointInfo:
@@ -357,46 +356,61 @@ class _Save:
             # The outcome stands; ranks that do not hear of it look for themselves.
             log.warning("Telling the ranks what became of the save failed: %s", error)
 
-    def _await_outcome(self) -> CheckpointInfo:
-        operation = self._operation
-        try:
-            outcome = pickle.loads(operation.outcome())  # noqa: S301  # our own ranks
-        except CheckpointError as error:
-            if operation.is_last_word(error):
-                raise
-            raise self._without_coordinator(error) from error
-        if isinstance(outcome, CommitUnknownError | NotPublishedError):
-            # Not `failure`: what is in doubt, or only not published, has not failed.
-            raise told_by(Report(rank=COORDINATOR, error=outcome, decides=True), operation.what)
-        if isinstance(outcome, CheckpointError):
-            raise operation.failure() or told_by(
-                Report(rank=COORDINATOR, error=outcome, decides=True), operation.what
-            )
-        info: CheckpointInfo = outcome
-        return info
 
-    def _without_coordinator(self, error: CheckpointError) -> CheckpointError:
-        """Return what became of a save whose coordinator was lost after all was written."""
-        session, save_id = self._session, self._save_id
-        try:
-            info = session.outcome(save_id)
-        except CheckpointError as failure:
-            info = None
-            error.add_note(f"Looking for the outcome failed too: {failure}")
-        where = f"Rank {COORDINATOR}, which commits, gave no word of it in the commit phase"
-        if info is not None:
-            return RankFailedError(
-                f"{where}; save {save_id} to {session.url} is committed. {error}",
-                failures={COORDINATOR: str(error)},
-                rank=COORDINATOR,
-                phase="commit",
-                info=info,
-            )
-        return CommitUnknownError(
-            f"{where}; whether save {save_id} to {session.url} is or will be committed "
-            f"cannot be told. {error}",
-            save_id=save_id,
-            rank=COORDINATOR,
-            phase="commit",
-            next_step=_LOOK,
-        )
+def hear_outcome(
+    operation: Operation, session: SaveSession, word: bytes | None = None
+) -> CheckpointInfo:
+    """Return what the coordinator committed; on the other ranks, once their part is told.
+
+    `word` is what it announced, where that is known. Raises why nothing was committed, or that it
+    cannot be told.
+    """
+    try:
+        outcome = pickle.loads(word or operation.outcome())  # noqa: S301  # our own ranks
+    except CheckpointError as error:
+        if operation.is_last_word(error):
+            raise
+        raise _without_coordinator(operation, session, error) from error
+    if isinstance(outcome, CheckpointError):
+        told = told_by(Report(rank=COORDINATOR, error=outcome, decides=True), operation.what)
+        # What is in doubt, or only not published, has not failed.
+        is_failure = not isinstance(outcome, CommitUnknownError | NotPublishedError)
+        raise (operation.failure() or told) if is_failure else told
+    info: CheckpointInfo = outcome
+    return info
+
+
+def look_up_outcome(
+    operation: Operation, session: SaveSession, error: CheckpointError
+) -> CheckpointInfo | CommitUnknownError:
+    """Return what became of a save whose coordinator was lost, as `error` says, in its commit."""
+    save_id = operation.save_id or ""
+    try:
+        info = session.outcome(save_id)
+    except CheckpointError as failure:
+        info = None
+        error.add_note(f"Looking for the outcome failed too: {failure}")
+    return info or CommitUnknownError(
+        f"Rank {COORDINATOR}, which commits, gave no word of it in the commit phase; whether save "
+        f"{save_id} to {session.url} is or will be committed cannot be told. {error}",
+        save_id=save_id,
+        rank=COORDINATOR,
+        phase="commit",
+        next_step=_LOOK,
+    )
+
+
+def _without_coordinator(
+    operation: Operation, session: SaveSession, error: CheckpointError
+) -> CheckpointError:
+    found = look_up_outcome(operation, session, error)
+    if isinstance(found, CheckpointError):
+        return found
+    return RankFailedError(
+        f"Rank {COORDINATOR}, which commits, gave no word of it in the commit phase; save "
+        f"{found.save_id} to {session.url} is committed. {error}",
+        failures={COORDINATOR: str(error)},
+        rank=COORDINATOR,
+        phase="commit",
+        info=found,
+    )

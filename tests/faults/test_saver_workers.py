@@ -33,7 +33,7 @@ from saver_cases import (
 )
 
 from ckpt_storage import CheckpointError, RankFailedError, SaveHandle, SaveState, list_checkpoints
-from ckpt_storage.background import process
+from ckpt_storage.background import link
 from ckpt_storage.background.worker import worker_main
 from ckpt_storage.testing.ranks import RankPool
 
@@ -161,10 +161,10 @@ def _stopped_at_start(rank: int, folder: str) -> str:
         end_s = time.monotonic() + END_S
         while is_alive(pid) and time.monotonic() < end_s:
             time.sleep(0.02)
-        process._START_S = 120.0  # noqa: SLF001
+        link._START_S = 120.0  # noqa: SLF001
 
     if rank == 1:
-        process._START_S = 4.0  # noqa: SLF001  # a start is given minutes
+        link._START_S = 4.0  # noqa: SLF001  # a start is given minutes
     try:
         with quick_saver("process") as saver:
             pid = saver.worker_pid
@@ -175,7 +175,7 @@ def _stopped_at_start(rank: int, folder: str) -> str:
             info = save_step(saver, folder, rank, 0).result(END_S)
             assert is_alive(pid) == (rank == 0)
     finally:
-        process._START_S = 120.0  # noqa: SLF001
+        link._START_S = 120.0  # noqa: SLF001
     return info.name
 
 
@@ -190,12 +190,12 @@ def test_worker_that_is_stopped_while_it_starts_is_replaced(
 def _never_starts(rank: int, folder: str) -> list[str]:
     """Let no worker of rank 1 start at all; return what is raised, and that the saver recovers."""
     with (
-        mock.patch.object(process, "worker_main", _dies if rank == 1 else worker_main),
+        mock.patch.object(link, "worker_main", _dies if rank == 1 else worker_main),
         quick_saver("process", on_error="warn") as saver,
     ):
         error = save_step(saver, folder, rank, 0).exception(END_S)
         assert isinstance(error, CheckpointError)
-        process.__dict__["worker_main"] = worker_main
+        link.__dict__["worker_main"] = worker_main
         save_step(saver, folder, rank, 1).result(END_S)
     return [type(error).__name__, str(error)]
 

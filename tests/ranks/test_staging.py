@@ -20,14 +20,13 @@ from test_dcp_tensor_kinds import freed
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_storage import load
-from ckpt_storage.background.arena import Arenas, Kind, Lease
-from ckpt_storage.background.staging import Staged, StagingJob, local_plan
+from ckpt_storage.background.arena import Arenas, Kind
+from ckpt_storage.background.staging import Staged, StagingJob, staged_part
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.testing.ranks import RankPool
@@ -54,24 +53,24 @@ class Counter:
 
 
 @pytest.fixture(params=["private", "shared"])
-def lease(request: pytest.FixtureRequest) -> Iterator[Lease]:
-    """A lease of either kind."""
+def arenas(request: pytest.FixtureRequest) -> Iterator[Arenas]:
+    """Arenas of either kind."""
     kind: Kind = request.param
-    with contextlib.closing(Arenas(kind)) as arenas, arenas.lease() as held:
-        yield held
+    with contextlib.closing(Arenas(kind)) as made:
+        yield made
 
 
-def stage(state: Any, lease: Lease) -> Staged:
-    """Return what is staged of a state at once."""
-    return StagingJob(state, lease).run()
+def stage(state: Any, arenas: Arenas) -> Staged:
+    """Return what is staged of a state at once; the next one is staged in its place."""
+    staged = StagingJob(state, arenas).run()
+    arenas.give_back(staged.arena)
+    return staged
 
 
 def contents(staged: Staged) -> dict[str, bytes]:
     """Return the bytes of each item, by name and offsets."""
-    plan = staged.local.plan
-    local = local_plan(
-        staged.local, staged.places, staged.ties, staged.arena.memory, DefaultSavePlanner()
-    )
+    plan = staged.plan.plan
+    local = staged_part(staged.plan, staged.places, staged.arena.memory, None)
     return {
         f"{item.fqn}{list(item.offsets) if any(item.offsets) else ''}": b"".join(item.views(7))
         for item in local.source.items(plan)
@@ -123,17 +122,17 @@ def spoil(value: object) -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("name", list(DTYPES))
-def test_every_dtype_is_independent_of_the_original(lease: Lease, name: str) -> None:
+def test_every_dtype_is_independent_of_the_original(arenas: Arenas, name: str) -> None:
     """Tensors of every kind and memory layout keep their values when the originals change."""
     state = shapes_of(1, getattr(torch, name))
     expected = {key: raw_bytes(tensor) for key, tensor in state.items()}
-    staged = stage(state, lease)
+    staged = stage(state, arenas)
     for tensor in state.values():
         spoil(tensor)
     assert contents(staged) == expected
 
 
-def test_the_second_stage_reuses_memory_and_plan_and_tells_new_values(lease: Lease) -> None:
+def test_the_second_stage_reuses_memory_and_plan_and_tells_new_values(arenas: Arenas) -> None:
     """Stage after stage gives the values of its moment, in the same arena, by one local plan."""
     state: dict[str, Any] = {"a": seeded(1, 300, 300).t(), "b": [seeded(50, 9), 1]}
     seen = set()
@@ -141,11 +140,11 @@ def test_the_second_stage_reuses_memory_and_plan_and_tells_new_values(lease: Lea
         state["a"].add_(1)
         state["b"][1] = step
         expected = raw_bytes(state["a"])
-        staged = stage(state, lease)
+        staged = stage(state, arenas)
         state["a"].zero_()
         assert contents(staged)["a"] == expected
         assert value(staged, "b.1") == step
-        seen.add((staged.arena.arena_id, staged.local.key))
+        seen.add((staged.arena.arena_id, staged.plan.key))
     assert len(seen) == 1
 
 
@@ -165,7 +164,7 @@ def test_the_second_stage_reuses_memory_and_plan_and_tells_new_values(lease: Lea
     ],
 )
 def test_a_changed_structure_is_noticed(
-    lease: Lease, change: Callable[[dict[str, Any]], object]
+    arenas: Arenas, change: Callable[[dict[str, Any]], object]
 ) -> None:
     """A tensor of another kind, size or place, or another tie, is staged as it is now."""
     state: dict[str, Any] = {
@@ -173,7 +172,7 @@ def test_a_changed_structure_is_noticed(
         "b": seeded(2, 3, 4),
         "c": seeded(3, 4, dtype=torch.complex64),
     }
-    stage(state, lease)
+    stage(state, arenas)
     change(state)
     flat = {
         (f"{key}.{inner}" if inner else key): tensor
@@ -181,15 +180,15 @@ def test_a_changed_structure_is_noticed(
         for inner, tensor in (value.items() if isinstance(value, dict) else [("", value)])
     }
     expected = {key: raw_bytes(tensor) for key, tensor in flat.items()}
-    assert contents(stage(state, lease)) == expected
+    assert contents(stage(state, arenas)) == expected
 
 
-def test_values_are_serialised_at_the_call(lease: Lease) -> None:
+def test_values_are_serialised_at_the_call(arenas: Arenas) -> None:
     """What is no tensor is saved as it was, Stateful objects and arrays included."""
     counter = Counter()
     state: dict[str, Any] = {"set": {1, 2}, "numpy": np.arange(5), "counter": counter}
     weight = raw_bytes(counter.weight)
-    staged = stage(state, lease)
+    staged = stage(state, arenas)
     spoil(state["set"])
     spoil(state["numpy"])
     spoil(counter.weight)
@@ -198,7 +197,7 @@ def test_values_are_serialised_at_the_call(lease: Lease) -> None:
     assert contents(staged)["counter.weight"] == weight
 
 
-def test_the_same_elements_are_copied_once(lease: Lease) -> None:
+def test_the_same_elements_are_copied_once(arenas: Arenas) -> None:
     """Equal views of one memory take its bytes once, other views their own; ties are told."""
     base = seeded(1, 1000, 8)
     state = {
@@ -210,18 +209,18 @@ def test_the_same_elements_are_copied_once(lease: Lease) -> None:
         "subclass": base.as_subclass(Named),
     }
     expected = {key: raw_bytes(tensor.as_subclass(torch.Tensor)) for key, tensor in state.items()}
-    staged = stage(state, lease)
+    staged = stage(state, arenas)
     assert contents(staged) == expected
     starts = dict(zip(state, staged.places.starts, strict=True))
     assert len({starts[name] for name in ("whole", "again", "parameter", "subclass")}) == 1
     assert len(set(starts.values())) == 3
-    assert staged.ties["again"] == staged.ties["parameter"] == "whole"
+    assert staged.places.ties["again"] == staged.places.ties["parameter"] == "whole"
 
 
-def test_a_small_view_of_a_large_storage_costs_its_own_bytes(lease: Lease) -> None:
+def test_a_small_view_of_a_large_storage_costs_its_own_bytes(arenas: Arenas) -> None:
     """Rows and columns of a large matrix take what they hold."""
     matrix = seeded(1, 1000, 5000)
-    staged = stage({"rows": matrix[10:12], "column": matrix[:, 3]}, lease)
+    staged = stage({"rows": matrix[10:12], "column": matrix[:, 3]}, arenas)
     assert staged.places.sizes == [10_000 * STEP, 1000 * STEP]
     assert staged.arena.size_bytes < matrix.nbytes // 5
 
@@ -236,13 +235,14 @@ def sharded_rank(rank: int) -> None:
             [LocalShard.from_tensor_and_offsets(shard, [2 * rank, 0], rank)], (4, 3)
         ),
     }
-    with contextlib.closing(Arenas()) as arenas, arenas.lease() as held:
+    with contextlib.closing(Arenas()) as arenas:
         for _ in range(2):
             local = state["sharded"].to_local().detach()
             at = f"[{3 * rank}, 0]" if rank else ""
             expected = {f"sharded{at}": raw_bytes(local)}
             expected[f"legacy[{2 * rank}, 0]" if rank else "legacy"] = raw_bytes(shard)
-            staged = StagingJob(state, held, rank=rank, world_size=2).run()
+            staged = StagingJob(state, arenas, rank=rank, world_size=2).run()
+            arenas.give_back(staged.arena)
             local.add_(1)
             shard.add_(1)
             assert contents(staged) == expected
@@ -280,37 +280,37 @@ def two(left: torch.Tensor, right: torch.Tensor) -> TwoTensor:
     ],
 )
 def test_what_cannot_be_staged_is_refused_by_name(
-    lease: Lease, make: Callable[[], Any], reason: str
+    arenas: Arenas, make: Callable[[], Any], reason: str
 ) -> None:
-    """The error names the value by its FQN and says what to do; the lease stays usable."""
+    """The error names the value by its FQN and says what to do; the next state is staged."""
     state = {"a": seeded(1, 3), "model": {"layers": [seeded(2, 3), make()]}}
     with pytest.raises(InvalidInputError, match=rf"model\.layers\.1 .*{reason}") as caught:
-        stage(state, lease)
+        stage(state, arenas)
     assert caught.value.next_step
-    assert contents(stage({"a": seeded(1, 3)}, lease)) == {"a": raw_bytes(seeded(1, 3))}
+    assert contents(stage({"a": seeded(1, 3)}, arenas)) == {"a": raw_bytes(seeded(1, 3))}
 
 
-def test_a_circle_and_a_list_are_refused(lease: Lease) -> None:
+def test_a_circle_and_a_list_are_refused(arenas: Arenas) -> None:
     """A container that holds itself is an error, not a crash; so is a state that is no mapping."""
     circle: list[Any] = []
     circle.append(circle)
     with pytest.raises(InvalidInputError, match="holds itself"):
-        stage({"x": circle}, lease)
+        stage({"x": circle}, arenas)
     with pytest.raises(InvalidInputError, match="is a list, not a dict"):
-        stage([seeded(1, 3)], lease)
+        stage([seeded(1, 3)], arenas)
 
 
-def test_an_item_that_was_not_planned_is_refused_by_name(lease: Lease) -> None:
+def test_an_item_that_was_not_planned_is_refused_by_name(arenas: Arenas) -> None:
     """A planner whose `finish_plan` adds an item is told which."""
-    staged = stage({"a": seeded(1, 3)}, lease)
-    other = stage({"b": seeded(1, 3)}, lease).local.plan
-    local = local_plan(staged.local, staged.places, {}, staged.arena.memory, DefaultSavePlanner())
+    staged = stage({"a": seeded(1, 3)}, arenas)
+    other = stage({"b": seeded(1, 3)}, arenas).plan.plan
+    local = staged_part(staged.plan, staged.places, staged.arena.memory, None)
     with pytest.raises(InvalidInputError, match="b is not in the local plan"):
         list(local.source.items(other))
 
 
 def test_a_job_takes_objects_at_once_and_bytes_later(
-    lease: Lease, monkeypatch: pytest.MonkeyPatch
+    arenas: Arenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job sees objects as they are at the call; wait gives up in time and may be repeated."""
     may_copy = threading.Event()
@@ -322,7 +322,7 @@ def test_a_job_takes_objects_at_once_and_bytes_later(
 
     monkeypatch.setattr(StagingJob, "_copy", held_up)
     state: dict[str, Any] = {"step": [1], "x": seeded(1, 5)}
-    job = StagingJob(state, lease)
+    job = StagingJob(state, arenas)
     job.start()
     state["step"][0] = 2
     assert not job.done()
@@ -337,7 +337,7 @@ def test_a_job_takes_objects_at_once_and_bytes_later(
     assert job.done()
 
 
-def test_a_job_that_fails_raises_in_wait(lease: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_fails_raises_in_wait(arenas: Arenas, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the device becomes ours, each time that somebody waits, and holds no tensor."""
 
     def broken(*_: object) -> None:
@@ -346,7 +346,7 @@ def test_a_job_that_fails_raises_in_wait(lease: Lease, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "_foreach_copy_", broken)
     tensor = seeded(1, 100_000)
     source = weakref.ref(tensor)
-    job = StagingJob({"x": tensor}, lease)
+    job = StagingJob({"x": tensor}, arenas)
     job.start()
     for _ in range(2):
         with pytest.raises(CheckpointError, match="illegal memory access") as caught:

@@ -1,4 +1,4 @@
-"""Staging memory is leased, grown, reused, given back and pinned as the saver needs it."""
+"""Staging memory is grown, reused, given back and pinned as the saver needs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from ckpt_storage.background import arena as arenas_module
 from ckpt_storage.background import staging
 from ckpt_storage.background.arena import Arenas, Kind
 from ckpt_storage.background.staging import StagingJob
-from ckpt_storage.errors import CheckpointError, InvalidInputError
+from ckpt_storage.errors import CheckpointError
 
 MIB = 1024 * 1024
 
@@ -67,40 +66,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
     return runtime  # type: ignore[return-value]  # no teardown
 
 
-def test_a_waiting_lease_gets_the_set_that_comes_free() -> None:
-    """Waiting ends with the release of another thread's lease, or with close."""
-    buffers = Arenas()
-    held = buffers.lease()
-    outcomes: list[object] = []
-
-    def wait() -> None:
-        try:
-            outcomes.append(buffers.lease(timeout_s=30))
-        except InvalidInputError as error:
-            outcomes.append(error)
-
-    threads = [threading.Thread(target=wait) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    held.release()
-    while not outcomes:
-        assert any(thread.is_alive() for thread in threads)
-    buffers.close()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["InvalidInputError", "Lease"]
-
-
 @KINDS
-def test_what_was_staged_outlives_an_abandoned_lease(kind: Kind) -> None:
-    """After abandon nobody writes into the old memory, and it is freed with its last reader."""
-    with contextlib.closing(Arenas(kind)) as buffers:
-        lease = buffers.lease()
-        stuck = StagingJob({"x": seeded(1, 1000)}, lease).run()
+def test_what_was_staged_outlives_memory_that_is_not_given_back(kind: Kind) -> None:
+    """Nobody writes into memory that somebody may still read; it goes with its last reader."""
+    with contextlib.closing(Arenas(kind)) as arenas:
+        stuck = StagingJob({"x": seeded(1, 1000)}, arenas).run()
         arena = weakref.ref(stuck.arena)
-        lease.abandon()
-        with buffers.lease() as lease:
-            StagingJob({"x": seeded(2, 1000)}, lease).run()
+        stuck.arena.close()
+        StagingJob({"x": seeded(2, 1000)}, arenas).run()
         assert bytes(stuck.arena.memory[:4000]) == raw_bytes(seeded(1, 1000))
         del stuck
         gc.collect()
@@ -108,12 +81,12 @@ def test_what_was_staged_outlives_an_abandoned_lease(kind: Kind) -> None:
 
 
 def test_memory_that_cannot_be_had_is_an_error() -> None:
-    """A state larger than the address space is refused with the phase; the lease stays usable."""
-    with contextlib.closing(Arenas()) as buffers, buffers.lease() as lease:
+    """A state larger than the address space is refused with the phase; others can be staged."""
+    with contextlib.closing(Arenas()) as arenas:
         with pytest.raises(CheckpointError, match="host memory") as caught:
-            lease.arena(1 << 60)
+            arenas.take(1 << 60)
         assert caught.value.phase == "stage"
-        assert lease.arena(1).size_bytes > 0
+        assert arenas.take(1).size_bytes > 0
 
 
 @linux
@@ -121,12 +94,11 @@ def test_memory_that_cannot_be_had_is_an_error() -> None:
 def test_twenty_stages_take_no_more_memory_than_two(kind: Kind) -> None:
     """Resident memory and open files stand still from the second stage on."""
     state = {str(index): torch.ones(MIB) for index in range(8)}
-    with contextlib.closing(Arenas(kind)) as buffers:
+    with contextlib.closing(Arenas(kind)) as arenas:
         for step in range(22):
             if step == 2:
                 before, files = resident_bytes(), open_files()
-            with buffers.lease() as lease:
-                StagingJob(state, lease).run()
+            arenas.give_back(StagingJob(state, arenas).run().arena)
         assert resident_bytes() - before < 8 * MIB
         assert open_files() <= files
     gc.collect()
@@ -136,16 +108,17 @@ def test_twenty_stages_take_no_more_memory_than_two(kind: Kind) -> None:
 @KINDS
 def test_pages_are_locked_once_and_unlocked_before_they_go(kind: Kind, cuda: FakeRuntime) -> None:
     """An arena is registered at the first need, and unregistered when its last view dies."""
-    with contextlib.closing(Arenas(kind)) as buffers, buffers.lease() as lease:
-        arena = lease.arena(MIB)
+    with contextlib.closing(Arenas(kind)) as arenas:
+        arena = arenas.take(MIB)
         assert cuda.calls == []
         assert arena.pin()
         assert arena.pin()
         address = arena.memory.ctypes.data
         assert cuda.calls == [("register", address)]
         view = torch.from_numpy(arena.memory[64:128])
+        arenas.give_back(arena)
         del arena
-        lease.arena(5 * MIB)
+        assert arenas.take(5 * MIB).size_bytes > 5 * MIB
         assert cuda.calls == [("register", address)]
         del view
         gc.collect()
@@ -174,13 +147,13 @@ def test_copies_from_a_gpu_are_enqueued_and_awaited_once(
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     state = {str(seed): seeded(seed, 500) for seed in range(5)}
-    with contextlib.closing(Arenas("shared")) as buffers:
+    with contextlib.closing(Arenas("shared")) as arenas:
         for _ in range(2):
-            with buffers.lease() as lease:
-                staged = StagingJob(state, lease).run()
-                for start, tensor in zip(staged.places.starts, state.values(), strict=True):
-                    found = bytes(staged.arena.memory[start : start + tensor.nbytes])
-                    assert found == raw_bytes(tensor)
+            staged = StagingJob(state, arenas).run()
+            for start, tensor in zip(staged.places.starts, state.values(), strict=True):
+                found = bytes(staged.arena.memory[start : start + tensor.nbytes])
+                assert found == raw_bytes(tensor)
+            arenas.give_back(staged.arena)
             assert events == [True, True, True, "synchronize"]
             events.clear()
         assert [name for name, _ in cuda.calls] == ["register"]
@@ -193,8 +166,7 @@ def test_a_killed_process_leaves_no_name_behind() -> None:
         import time, torch
         from ckpt_storage.background.arena import Arenas
         from ckpt_storage.background.staging import StagingJob
-        lease = Arenas("shared").lease()
-        StagingJob({"x": torch.ones(1000)}, lease).run()
+        staged = StagingJob({"x": torch.ones(1000)}, Arenas("shared")).run()
         print("staged", flush=True)
         time.sleep(60)
     """
