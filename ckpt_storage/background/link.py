@@ -17,9 +17,9 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.boardoperation import BoardOperation
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ckpt_storage")
 
+START_METHOD: Literal["spawn", "forkserver"] = "spawn"
+"""How workers start: a fork of the trainer would have its locks and devices."""
+
 _LOOK_S = 0.1
 _GRACE_S = 5.0
 """How long a worker may take to give up a save that has failed elsewhere."""
@@ -68,10 +71,10 @@ class _Child:
     """
 
     def __init__(self, setup: Setup) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(START_METHOD)
         try:
             self.pipe, theirs = context.Pipe()
-            self.process: SpawnProcess = context.Process(
+            self.process: BaseProcess = context.Process(
                 target=worker_main,
                 args=(setup, theirs),
                 name=f"ckpt-storage worker {setup.rank}",
@@ -153,7 +156,7 @@ class _Child:
         return f"ended with exit code {code}"
 
 
-_processes: weakref.WeakSet[SpawnProcess] = weakref.WeakSet()
+_processes: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
 
 def _disown() -> None:
@@ -165,7 +168,7 @@ def _disown() -> None:
 os.register_at_fork(after_in_child=_disown)
 
 
-def _end(process: SpawnProcess, pipe: Any) -> None:  # noqa: ANN401  # a Connection
+def _end(process: BaseProcess, pipe: Any) -> None:  # noqa: ANN401  # a Connection
     pipe.close()
     process.kill()
     process.join(_END_S)

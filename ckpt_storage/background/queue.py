@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -162,14 +163,20 @@ class SaveQueue:
                     status.mark_staged()
                 except CheckpointError as error:
                     job.refuse(error)
-            with self._ranks.operation(what, timeouts=job.options.timeouts) as operation:
+            timeouts = job.options.timeouts
+            with (
+                ExitStack() as leaving,
+                self._ranks.operation(what, timeouts=timeouts) as operation,
+            ):
                 if job.refusal is not None:
                     raise job.refusal
                 status.follow(lambda: (operation.signs, operation.save_id))
                 status.on_cancel(operation.give_up)
                 if self._worker is not None:
                     return self._worker.run(operation, job)
-                return run_save(operation, job.url, job.options, job.part, in_background=True)
+                return run_save(
+                    operation, job.url, job.options, job.part, leaving, in_background=True
+                )
         finally:
             # Before anybody who waits for the save goes on, perhaps to `close`.
             self._is_busy = False

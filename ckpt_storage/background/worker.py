@@ -14,6 +14,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -269,11 +270,12 @@ class _Worker:
             self._number = job.number
             # Before any other rank can hear of this save: without it, another worker may begin it.
             self._send(Beat(number=job.number))
-            outcome = self._outcome(job)
-            self._number, self._operation = 0, None
-            self._send(outcome)
+            with ExitStack() as leaving:
+                outcome = self._outcome(job, leaving)
+                self._number, self._operation = 0, None
+                self._send(outcome)
 
-    def _outcome(self, job: Job) -> Outcome:
+    def _outcome(self, job: Job, leaving: ExitStack) -> Outcome:
         info: CheckpointInfo | None = None
         failure: CheckpointError | None = None
         memory = self._arenas[job.arena_id]
@@ -288,6 +290,7 @@ class _Worker:
                     job.url,
                     options,
                     lambda: staged_part(plan, job.places, memory, options.planner),
+                    leaving,
                     in_background=True,
                 )
         except CheckpointError as error:
@@ -303,10 +306,9 @@ class _Worker:
         return self._plans[job.plan_key]
 
     def _beat(self) -> None:
-        pause, trainer = threading.Event(), multiprocessing.parent_process()
-        trainer_pid = trainer.pid if trainer is not None else os.getppid()
+        pause, parent_pid = threading.Event(), os.getppid()
         while not pause.wait(BEAT_S):
-            if os.getppid() != trainer_pid:
+            if os.getppid() != parent_pid:
                 # Its pipe may still be open in children that it forked.
                 os._exit(0)
             # Made and sent at once: an older one that came later would tell of the last phase.

@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -162,10 +163,10 @@ def save_on(
         # The other ranks are waiting to be told.
         chosen, refusal = SaveOptions(), error
     what = f"the save to {place_of(url)}"
-    with ranks.operation(what, timeouts=chosen.timeouts) as operation:
+    with ExitStack() as leaving, ranks.operation(what, timeouts=chosen.timeouts) as operation:
         if refusal is not None:
             raise refusal
-        return run_save(operation, url, chosen, state)
+        return run_save(operation, url, chosen, state, leaving)
 
 
 def run_save(
@@ -173,12 +174,15 @@ def run_save(
     url: str | os.PathLike[str],
     options: SaveOptions,
     state: Callable[[], dict[str, Any] | LocalPlan],
+    leaving: ExitStack,
     *,
     in_background: bool = False,
 ) -> CheckpointInfo:
     """Run one save as the whole of `operation`.
 
-    `state` may return this rank's part of planning, made before. Raises as `save`; with
+    `state` may return this rank's part of planning, made before. `leaving` is to be closed after
+    the operation: what a failed save wrote is deleted once nobody writes any more. Raises as
+    `save`; with
     `in_background` an exit that a planner asks for is an error like any other.
     """
     what = f"the save to {place_of(url)}"
@@ -202,7 +206,7 @@ def run_save(
             progress=options.progress,
         )
         terms = {**session.terms(), **(job.terms() if job else {"consolidate": "no"})}
-        save = _Save(operation, session, options, in_background=in_background)
+        save = _Save(operation, session, options, leaving, in_background=in_background)
         info = save.run(state(), terms)
         if job is None:
             return info
@@ -220,12 +224,14 @@ class _Save:
         operation: Operation,
         session: SaveSession,
         options: SaveOptions,
+        leaving: ExitStack,
         *,
         in_background: bool,
     ) -> None:
         self._operation = operation
         self._session = session
         self._options = options
+        self._leaving = leaving
         self._granted: Granted | None = None
         self._metadata: Metadata | None = None
         self._in_background = in_background
@@ -271,9 +277,8 @@ class _Save:
             if self._granted is not None and not (
                 is_silence or isinstance(error, PhaseTimeoutError)
             ):
-                # Others hear of it first, and end what they write.
-                self._operation.failed(error)
-                self._session.discard(self._granted.grant.save_id, is_whole=True)
+                save_id = self._granted.grant.save_id
+                self._leaving.callback(self._session.discard, save_id, is_whole=True)
             raise
 
     def _in_doubt(self, error: BaseException) -> CommitUnknownError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,18 +14,20 @@ from typing import Any
 
 import pytest
 import torch
-from saver_cases import SLACK_S, is_alive, loaded, state_of
+from named_memory import left_of
+from saver_cases import SLACK_S, is_alive, loaded, state_of, until
 
 from ckpt_storage import list_checkpoints, load
 from ckpt_storage.testing.s3_server import S3Server
 
 NURSERY = """
-import json, multiprocessing, os, sys, threading, time, warnings
+import json, multiprocessing, os, signal, sys, threading, time, warnings
 sys.path.insert(0, {tests!r})
 warnings.simplefilter("ignore")
 import torch
 import torch.distributed as dist
 import ckpt_storage
+from named_memory import named_memory
 from saver_cases import DefaultSavePlanner, Hold, held, quick_timeouts, state_of
 
 class Slow(DefaultSavePlanner):
@@ -50,6 +53,8 @@ def main(job, rank):
     folder, mode, how, url = (job[name] for name in ("folder", "mode", "how", "url"))
     if how == "parent":
         return parent(folder, mode)
+    if "trainer" in how:
+        return trainer(folder, how)
     if job["rank_count"]:
         store = dist.FileStore(folder + "/rendezvous", 2)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -90,6 +95,21 @@ def main(job, rank):
             time.sleep(2)
             ckpt_storage.save({{"x": torch.ones(3)}}, url + "-third", planner=Slow())
         threading.Thread(target=later).start()
+
+def trainer(folder, how):
+    saver = ckpt_storage.AsyncSaver(timeout=quick_timeouts(), exit_timeout_s=1)
+    hold = Hold(folder, "write", 0)
+    saver.save(state_of(0, 0), folder + "/saved", planner=held(hold))
+    pid = hold.reached()
+    child = os.fork() if "forks" in how else 0
+    if "forks" in how and child == 0:
+        time.sleep(60)
+        os._exit(0)
+    print(pid, child, *named_memory(os.getpid()) | named_memory(pid), flush=True)
+    if "stopped" in how:
+        os.kill(pid, signal.SIGSTOP)
+    if "killed" in how:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 def parent(folder, mode):
     saver = ckpt_storage.AsyncSaver(mode=mode, timeout=60)
@@ -244,8 +264,14 @@ def test_save_that_cannot_end_is_named_and_the_interpreter_ends(
         assert not is_alive(int(pid))
 
 
-@pytest.mark.parametrize("how", ["hangs, late, error", "hangs, late, block"])
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [
+        ("thread", "hangs, late, error"),
+        ("thread", "hangs, late, block"),
+        ("process", "hangs, late, error"),
+    ],
+)
 def test_crash_waits_no_longer_than_the_deadlines_of_the_save(
     nursery: Nursery, tmp_path: Path, mode: str, how: str
 ) -> None:
@@ -263,13 +289,10 @@ def test_ranks_that_cannot_end_their_save_end_in_order(
     nursery: Nursery, tmp_path: Path, mode: str
 ) -> None:
     """Threads that look at the ranks' store all the time do not bring the process down at exit."""
-    for attempt in range(3 if mode == "thread" else 1):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        codes, _, errors = run(nursery, folder, mode, "hangs", rank_count=2)
-        assert codes == [0, 0], errors
-        assert errors.count("is lost") == 2
-        assert "terminate" not in errors
+    codes, _, errors = run(nursery, tmp_path, mode, "hangs", rank_count=2)
+    assert codes == [0, 0], errors
+    assert errors.count("is lost") == 2
+    assert "terminate" not in errors
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
@@ -292,3 +315,17 @@ def test_child_of_fork_has_no_part_in_its_parents_saver(
     assert printed == ["refused", "True"] * 9 + ["exit-code", "0", "same-worker", "True"]
     names = [info.name for info in list_checkpoints(tmp_path)]
     assert names == ["step-0", "step-2", "step-3"]
+
+
+@pytest.mark.parametrize("how", ["killed trainer", "killed trainer, forks", "stopped by trainer"])
+def test_worker_ends_with_its_trainer(nursery: Nursery, tmp_path: Path, how: str) -> None:
+    """However a trainer ends while its worker is stuck, both are gone and no memory is left."""
+    codes, printed, errors = run(nursery, tmp_path, "process", how)
+    assert codes == [-signal.SIGKILL if "killed" in how else 0], errors
+    pid, child_pid = int(printed[0]), int(printed[1])
+    until(lambda: not is_alive(pid), "the end of the worker")
+    if child_pid:
+        assert is_alive(child_pid)
+        os.kill(child_pid, signal.SIGKILL)
+    assert left_of(set(printed[2:])) == set()
+    assert errors.count("is lost") == (0 if "killed" in how else 1)

@@ -6,7 +6,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -260,7 +260,7 @@ def _without_means(rank: int, folder: str, mode: Any) -> list[str]:
             raise BlockingIOError("none left") if mode == "process" else RuntimeError("none left")
         start(self)
 
-    kind = SpawnProcess if mode == "process" else threading.Thread
+    kind = BaseProcess if mode == "process" else threading.Thread
     start = kind.start
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -16,7 +14,6 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from dcp_cases import same
-from named_memory import left_of
 from saver_cases import (
     END_S,
     SILENCE_S,
@@ -211,62 +208,3 @@ def test_worker_that_never_starts_is_told_on_all_ranks(ranks: RankPool, tmp_path
     assert "exit code 3" in first[1]
     assert "exit code 3" in second[1]
     assert "__main__" in second[1]
-
-
-TRAINER = """
-import os, signal, sys, time
-sys.path.insert(0, {tests!r})
-import torch
-from named_memory import named_memory
-from saver_cases import Hold, held, quick_saver, save_step
-folder, how = sys.argv[1:]
-
-def main():
-    saver = quick_saver("process", exit_timeout_s=1)
-    hold = Hold(folder, "write", 0)
-    handle = save_step(saver, folder, 0, 0, planner=held(hold))
-    pid = hold.reached()
-    child = os.fork() if how == "forked child" else 0
-    if how == "forked child" and child == 0:
-        time.sleep(60)
-        os._exit(0)
-    print(pid, child, *named_memory(os.getpid()) | named_memory(pid), flush=True)
-    if how == "stopped worker":
-        os.kill(pid, signal.SIGSTOP)
-    if how in ("killed", "forked child"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "error":
-        raise ZeroDivisionError
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-@pytest.mark.parametrize(
-    "how", ["killed", "forked child", "stuck worker", "stopped worker", "error"]
-)
-def test_worker_ends_with_its_trainer(tmp_path: Path, how: str) -> None:
-    """However a trainer ends while its worker is stuck, both are gone and no memory is left."""
-    script = tmp_path / "trainer.py"
-    script.write_text(TRAINER.format(tests=str(Path(__file__).parents[1] / "support")))
-    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-        code = subprocess.run(
-            [sys.executable, str(script), str(tmp_path), how],
-            stdout=out,
-            stderr=err,
-            timeout=60,
-            check=False,
-        ).returncode
-    printed = (tmp_path / "err").read_text()
-    expected = {"killed": -signal.SIGKILL, "forked child": -signal.SIGKILL, "error": 1}
-    assert code == expected.get(how, 0), printed
-    first, second, *names = (tmp_path / "out").read_text().split()
-    pid, child_pid = int(first), int(second)
-    until(lambda: not is_alive(pid), "the end of the worker")
-    if child_pid:
-        assert is_alive(child_pid)
-        os.kill(child_pid, signal.SIGKILL)
-    assert left_of(set(names)) == set()
-    if how not in {"killed", "forked child"}:
-        assert printed.count("is lost") == 1

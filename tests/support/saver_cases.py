@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import signal
 import sys
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from ckpt_storage import AsyncSaver, SaveHandle, Timeouts, load
+from ckpt_storage.background import link
 from ckpt_storage.background.worker import PipedOperation
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.coordination.boardoperation import BoardOperation
@@ -210,7 +212,15 @@ class ExitingPlanner(DefaultSavePlanner):
 
 
 def quick_saver(mode: Literal["thread", "process"], **options: Any) -> AsyncSaver:
-    """Return a saver with deadlines that suit a test."""
+    """Return a saver with deadlines that suit a test.
+
+    Its workers are forks of a server that has imported torch, which costs seconds a process.
+    """
+    if mode == "process" and link.START_METHOD == "spawn":
+        multiprocessing.get_context("forkserver").set_forkserver_preload(
+            ["ckpt_storage.background.worker"]
+        )
+        link.START_METHOD = "forkserver"
     return AsyncSaver(mode=mode, **{"timeout": quick_timeouts(), **options})
 
 
