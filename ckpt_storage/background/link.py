@@ -74,7 +74,7 @@ class _Child:
         context = multiprocessing.get_context(START_METHOD)
         try:
             self.pipe, theirs = context.Pipe()
-            self.process: BaseProcess = context.Process(
+            self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]  # a stub
                 target=worker_main,
                 args=(setup, theirs),
                 name=f"ckpt-storage worker {setup.rank}",
