@@ -39,6 +39,7 @@ REQUESTS: list[tuple[str, str, str, dict[str, str], bytes | str]] = [
     ("", "PUT", "dir/none", {"If-Match": '"another"'}, b"x"),
     ("", "PUT", "dir/a", {"If-Match": "{etag}"}, b"0123456789"),
     ("", "PUT", "dir/b", {"If-None-Match": "*"}, b"b"),
+    ("", "PUT", "copy", {"x-amz-copy-source": f"/{BUCKET}/dir/a"}, b""),
     ("upload", "POST", "big?uploads", {"x-amz-meta-k": "w"}, b""),
     ("part", "PUT", UPLOAD + "&partNumber=1", {}, PART),
     ("copied", "PUT", UPLOAD + "&partNumber=2", {"x-amz-copy-source": f"/{BUCKET}/dir/a"}, b""),
