@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from saver_cases import until
 
 import ckpt_storage
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
@@ -26,15 +26,28 @@ SLACK_S = 5.0
 EXIT_S = 30.0
 """An interpreter with torch needs less to exit; to join a hung thread would be for ever."""
 
-RANK = """
-import json, sys, threading, time
+NURSERY = """
+import json, os, sys, time
+sys.path.insert(0, SUPPORT)
 import torch.distributed as dist
+import s3fs
 import ckpt_storage
 from dcp_cases import seeded
 from ckpt_storage.store.timed import abandoned_thread_count
 
-rank, world_size, folder, url, call, options = json.loads(sys.argv[1])
-import s3fs
+def born():
+    for line in sys.stdin:
+        world_size, *job = json.loads(line)
+        pids = []
+        for rank in range(world_size):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                return rank, world_size, *job
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(json.dumps(codes), flush=True)
+    os._exit(0)
+
+rank, world_size, folder, url, call, options = born()
 if world_size > 1:
     store = dist.FileStore(folder + "/rendezvous", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -42,11 +55,11 @@ state = {"w": seeded(1, 5000), f"of-{rank}": seeded(rank, 50)}
 timeouts = ckpt_storage.Timeouts(
     plan=PHASE, write=PHASE, commit=PHASE, load=PHASE, request=30.0, silence=20.0
 )
-# Imports and clients are made here, before the clock runs.
+# Clients are made here, before the clock runs.
 ckpt_storage.save(state, url if call == "load" else url + "-before", storage_options=options)
-with open(folder + f"/ready-{rank}", "w") as file:
-    file.write("ready")
-assert sys.stdin.readline() == "go\\n"
+open(folder + f"/ready-{rank}", "w").close()
+while not os.path.exists(folder + "/go"):
+    time.sleep(0.01)
 begin = time.monotonic()
 try:
     getattr(ckpt_storage, call)(state, url, storage_options=options, timeout=timeouts)
@@ -54,63 +67,54 @@ except Exception as error:
     said = [type(error).__name__, str(error), error.phase, error.rank]
 else:
     said = ["nothing", "", "", -1]
-print(json.dumps({
-    "said": said,
-    "wall_s": time.monotonic() - begin,
-    "abandoned": abandoned_thread_count(),
-}), flush=True)
-""".replace("PHASE", str(PHASE_S))
+with open(folder + f"/said-{rank}", "w") as file:
+    told = {"said": said, "wall_s": time.monotonic() - begin, "abandoned": abandoned_thread_count()}
+    json.dump(told, file)
+""".replace("PHASE", str(PHASE_S)).replace(
+    "SUPPORT", repr(str(Path(__file__).parents[1] / "support"))
+)
+
+Nursery = subprocess.Popen[str]
 
 
-@contextmanager
-def rank_processes(
-    world_size: int, folder: Path, url: str, call: str, options: dict[str, Any]
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Give processes that wait for "go" on standard input; none is left."""
-    folder.mkdir(exist_ok=True)
-    path = f"{Path(__file__).parents[1] / 'support'}{os.pathsep}{Path(__file__).parents[2]}"
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                RANK,
-                json.dumps([rank, world_size, str(folder), url, call, options]),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        end = time.monotonic() + 150.0
-        while not all((folder / f"ready-{rank}").exists() for rank in range(world_size)):
-            assert time.monotonic() < end, "ranks do not start"
-            assert all(process.poll() is None for process in processes)
-            time.sleep(0.02)
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """A process that has imported torch; ranks are forks of it, and end as scripts do."""
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", NURSERY],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"},
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-def told_by(processes: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """Start the ranks' calls; return what each says, having ended soon after."""
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    told = []
-    for process in processes:
-        assert process.stdout is not None
-        told.append(json.loads(process.stdout.readline()))
-    end = time.monotonic() + EXIT_S
-    for process in processes:
-        assert process.wait(max(0.1, end - time.monotonic())) == 0
-    return told
+def told_by(
+    nursery: Nursery,
+    world_size: int,
+    folder: Path,
+    url: str,
+    call: str,
+    options: dict[str, Any],
+    hang: Callable[[], object],
+) -> list[dict[str, Any]]:
+    """Let ranks call once `hang` was called; return what each says, having ended soon after."""
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    folder.mkdir()
+    print(json.dumps([world_size, str(folder), url, call, options]), file=nursery.stdin, flush=True)
+    until(lambda: len(list(folder.glob("ready-*"))) == world_size, "all ranks are ready", 150.0)
+    hang()
+    (folder / "go").touch()
+    limit_s = PHASE_S + SLACK_S + EXIT_S
+    assert select.select([nursery.stdout], [], [], limit_s)[0], "a rank does not end"
+    assert json.loads(nursery.stdout.readline()) == [0] * world_size
+    return [json.loads((folder / f"said-{rank}").read_text()) for rank in range(world_size)]
 
 
 def assert_gave_up(told: list[dict[str, Any]], *, phase: str) -> None:
@@ -137,16 +141,20 @@ def assert_gave_up(told: list[dict[str, Any]], *, phase: str) -> None:
     ],
 )
 def test_a_server_that_never_answers_ends_at_the_deadline(
-    tmp_path: Path, world_size: int, call: str, op: str, key: str, phase: str
+    nursery: Nursery, tmp_path: Path, world_size: int, call: str, op: str, key: str, phase: str
 ) -> None:
     """All ranks name rank and phase within deadline and slack, and their processes exit."""
     with S3Server() as server:
         server.create_bucket("bucket")
-        with rank_processes(
-            world_size, tmp_path / "run", "s3://bucket/run", call, server.storage_options
-        ) as processes:
-            server.faults([FaultRule(op=op, key=key, action="hang", times=0)])
-            told = told_by(processes)
+        told = told_by(
+            nursery,
+            world_size,
+            tmp_path / "run",
+            "s3://bucket/run",
+            call,
+            server.storage_options,
+            lambda: server.faults([FaultRule(op=op, key=key, action="hang", times=0)]),
+        )
     if phase == "commit":
         # What hangs is the create of the commit record itself: nobody can tell.
         for one in told:
@@ -156,7 +164,7 @@ def test_a_server_that_never_answers_ends_at_the_deadline(
         assert_gave_up(told, phase=phase)
 
 
-def test_a_stopped_server_process_ends_at_the_deadline(tmp_path: Path) -> None:
+def test_a_stopped_server_process_ends_at_the_deadline(nursery: Nursery, tmp_path: Path) -> None:
     """A server stopped by SIGSTOP is given up on both ranks, and their processes exit."""
     server = subprocess.Popen(
         [sys.executable, "-m", "ckpt_storage.testing.s3_server", "--bucket", "bucket"],
@@ -167,9 +175,15 @@ def test_a_stopped_server_process_ends_at_the_deadline(tmp_path: Path) -> None:
     try:
         assert server.stdout is not None
         options = json.loads(server.stdout.readline())["storage_options"]
-        with rank_processes(2, tmp_path / "run", "s3://bucket/run", "save", options) as processes:
-            os.kill(server.pid, signal.SIGSTOP)
-            told = told_by(processes)
+        told = told_by(
+            nursery,
+            2,
+            tmp_path / "run",
+            "s3://bucket/run",
+            "save",
+            options,
+            lambda: os.kill(server.pid, signal.SIGSTOP),
+        )
     finally:
         server.kill()
         server.communicate()
