@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+
+from ckpt_storage.inspect import verify as verification
+from ckpt_storage.inspect.checkpoint import open_checkpoint
+from ckpt_storage.inspect.doctor import DEFAULT_TIMEOUT_S, Diagnosis, Measure, diagnose
+from ckpt_storage.inspect.verify import VerifyReport
 
 from . import output
 from .options import (
@@ -17,10 +22,6 @@ from .options import (
     url_argument,
 )
 from .output import FOUND, SOUND
-
-if TYPE_CHECKING:
-    from ckpt_storage.inspect.doctor import Diagnosis, Measure
-    from ckpt_storage.inspect.verify import VerifyReport
 
 
 @click.command(short_help="Is every byte what was written?")
@@ -40,9 +41,7 @@ def verify(url: str, *, shallow: bool, as_json: bool, **options: Any) -> int:  #
     that is damaged, and what to do. Of checkpoints of other writers, which carry no checksums,
     only that all files are there and long enough.
     """
-    from ckpt_storage.inspect.verify import verify as run  # noqa: PLC0415  # called, not imported
-
-    report = run(url, deep=not shallow, progress=output.shows_progress(), **options)
+    report = verification.verify(url, deep=not shallow, progress=output.shows_progress(), **options)
     if as_json:
         output.emit("verify", report, ok=report.ok)
     else:
@@ -94,8 +93,6 @@ def diff(  # one parameter for each option
 
     Exits with 0 if they are equal and with 1 if they differ. Shardings and formats may differ.
     """
-    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
-
     others = other_storage_options or storage_options
     with (
         open_checkpoint(left, storage_options=storage_options, **options) as first,
@@ -135,8 +132,6 @@ def doctor(
     Writes below a name of its own there and removes it. Exits with 1 if checkpoints cannot be
     saved to it and loaded from it.
     """
-    from ckpt_storage.inspect.doctor import DEFAULT_TIMEOUT_S, diagnose  # noqa: PLC0415  # called
-
     found = diagnose(
         url,
         storage_options=storage_options,

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+
+from ckpt_storage.commit.catalog import list_checkpoints
+from ckpt_storage.inspect.checkpoint import Checkpoint, open_checkpoint
+from ckpt_storage.inspect.lazy_tensor import LazyTensor
 
 from . import output
 from .options import common, fqn_argument, json_option, storage_options, url_argument
 from .output import COULD_NOT_RUN, SOUND, check_root, is_tensor, tensor_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ckpt_storage.inspect.checkpoint import Checkpoint
-    from ckpt_storage.inspect.lazy_tensor import LazyTensor
 
 _MOST_CHUNKS = 40
 
@@ -34,8 +33,6 @@ def ls(
     does not exist is an error; on object storage that is one below which nothing lies. A folder
     that may not be read is listed as unreadable; the exit code is 2 then.
     """
-    from ckpt_storage.commit.catalog import list_checkpoints  # noqa: PLC0415  # called, not imported
-
     infos = list_checkpoints(root, storage_options=storage_options, timeout=timeout)
     if not infos:
         check_root(root, storage_options, timeout)
@@ -78,8 +75,6 @@ def show(
 
     Reads documents only, no tensor.
     """
-    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
-
     with open_checkpoint(url, storage_options=storage_options, timeout=timeout) as checkpoint:
         if fqn is None:
             more = (["files"] if with_files else []) + (["history"] if with_history else [])
@@ -169,8 +164,6 @@ def tree(
     Layers that are alike are shown once. Reads documents only. --json lists every value; one
     without a dtype is an object.
     """
-    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
-
     with open_checkpoint(url, storage_options=storage_options, timeout=timeout) as checkpoint:
         if as_json:
             values = [

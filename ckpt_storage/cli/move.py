@@ -11,6 +11,9 @@ from typing import Any
 import click
 
 from ckpt_storage.errors import PhaseTimeoutError
+from ckpt_storage.export.consolidate import consolidate as consolidation
+from ckpt_storage.export.convert import convert as conversion
+from ckpt_storage.export.copy import copy
 
 from . import output
 from .options import (
@@ -54,8 +57,6 @@ def cp(src: str, dst: str, *, as_json: bool, **options: Any) -> int:  # noqa: AN
     DST shows the copy all at once, at the end. If it is interrupted, call it again: what is
     complete is not sent again. Exits with 1 if it is copied but an export beside it could not be.
     """
-    from ckpt_storage.export.copy import copy  # noqa: PLC0415  # called, not imported
-
     report = copy(src, dst, progress=output.shows_progress(), **options)
     code = FOUND if report.failed_exports else SOUND
     if as_json:
@@ -128,11 +129,9 @@ def convert(
     SRC is a folder of any format that is read, or a file of torch.save (.pt, .pth, .bin, .ckpt).
     For a model as transformers wants it, use consolidate.
     """
-    from ckpt_storage.export.convert import convert as run  # noqa: PLC0415  # called, not imported
-
     if memory_limit_bytes is not None:
         options["memory_limit_bytes"] = memory_limit_bytes
-    report = run(src, dst, progress=output.shows_progress(), **options)
+    report = conversion(src, dst, progress=output.shows_progress(), **options)
     if as_json:
         output.emit("convert", report)
         return SOUND
@@ -209,10 +208,8 @@ def consolidate(
     \b
     torchrun --nproc-per-node 8 -m ckpt_storage consolidate URL
     """
-    from ckpt_storage.export.consolidate import consolidate as run  # noqa: PLC0415  # called
-
     with _ranks(meet_timeout) as rank:
-        report = run(url, out, progress=output.shows_progress(), **options)
+        report = consolidation(url, out, progress=output.shows_progress(), **options)
     if rank:
         return SOUND
     if as_json:

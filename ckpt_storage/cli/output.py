@@ -9,18 +9,17 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ckpt_storage.errors import CheckpointNotFoundError, InvalidInputError, StorageError
 from ckpt_storage.format.names import COMMITS, STOCK_METADATA
+from ckpt_storage.inspect.checkpoint import Checkpoint
 from ckpt_storage.inspect.facts import human_bytes, shown
+from ckpt_storage.inspect.lazy_tensor import LazyTensor
 from ckpt_storage.options import Timeouts
-
-if TYPE_CHECKING:
-    from ckpt_storage.inspect.checkpoint import Checkpoint
-    from ckpt_storage.inspect.lazy_tensor import LazyTensor
+from ckpt_storage.store import Location, open_store
 
 
 def is_tensor(checkpoint: Checkpoint, fqn: str) -> bool:
@@ -56,8 +55,6 @@ def check_root(root: str, options: dict[str, Any] | None, timeout: float | None)
 
     Raises `CheckpointNotFoundError`, `InvalidInputError`, `StorageError`.
     """
-    from ckpt_storage.store import Location, open_store  # noqa: PLC0415  # only where it is needed
-
     location = Location.of(root, options)
     try:
         store = open_store(location, timeouts=Timeouts.of(timeout))

@@ -17,9 +17,11 @@ import click
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
+from ckpt_storage.inspect.checkpoint import Checkpoint, open_checkpoint
 from ckpt_storage.inspect.facts import shown
-from ckpt_storage.inspect.lazy_tensor import Indexed, select
+from ckpt_storage.inspect.lazy_tensor import Indexed, LazyTensor, select
 from ckpt_storage.inspect.reading import elements_of, numpy_name, slabs
+from ckpt_storage.inspect.stats import TensorStats
 
 from . import output
 from .options import (
@@ -35,10 +37,7 @@ from .options import (
 from .output import SOUND, is_tensor, tensor_of, value_of
 
 if TYPE_CHECKING:
-    from ckpt_storage.inspect.checkpoint import Checkpoint
-    from ckpt_storage.inspect.lazy_tensor import LazyTensor
     from ckpt_storage.inspect.reading import Words
-    from ckpt_storage.inspect.stats import TensorStats
 
 _MOST_JSON_ELEMENTS = 1_000_000
 _MOST_SHOWN = 1000
@@ -89,8 +88,6 @@ def cat(
     Reads only the blocks that hold what is asked for, and checks them; as text, what is left out by
     "..." is not asked for. Objects are loaded with torch's weights_only rules.
     """
-    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
-
     if as_json and form != "text":
         raise click.UsageError(f"--json and --form {form} are two forms: give one of them.")
     wanted = parse_slice(index) if index is not None else (...,)
@@ -327,8 +324,6 @@ def stats(
 
     Reads each tensor in pieces, verified.
     """
-    from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # called, not imported
-
     with open_checkpoint(url, **options) as checkpoint:
         tensors = [tensor_of(checkpoint, fqn) for fqn in fqns]
         found = [

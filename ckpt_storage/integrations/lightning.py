@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -42,6 +43,44 @@ _Timeout = float | timedelta | Timeouts | None
 _SHARDED = ("state_dict.", "optimizer_")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Storage:
+    """How checkpoints are reached."""
+
+    options: Mapping[str, Any] | None
+    timeouts: Timeouts
+
+    def with_options(self, given: object) -> dict[str, Any] | None:
+        """Return the storage options with those of one call, which win."""
+        if not isinstance(given, Mapping | None):
+            raise InvalidInputError(
+                f"storage_options is a {type(given).__name__}.", next_step="Give a mapping."
+            )
+        return {**(self.options or {}), **(given or {})} or None
+
+    def load(
+        self,
+        state: dict[str, Any],
+        path: _Path,
+        planner: WholePlanner,
+        weights_only: bool | None,  # noqa: FBT001  # Lightning's
+    ) -> dict[str, Any]:
+        """Load `state` in place; return what was packed beside it."""
+        load(
+            state,
+            path,
+            planner=planner,
+            storage_options=self.options,
+            timeout=self.timeouts,
+            unsafe_pickle=weights_only is False,
+        )
+        return unpack(planner.loaded, planner.loaded.get(OUTLINE))
+
+    def delete(self, path: _Path) -> None:
+        """Delete a checkpoint; none there is no error."""
+        delete(path, storage_options=self.options, timeout=self.timeouts, missing_ok=True)
+
+
 class CheckpointStorageIO(CheckpointIO):
     """Saves and loads Lightning's checkpoints; give it to `Trainer(plugins=[...])`.
 
@@ -60,8 +99,7 @@ class CheckpointStorageIO(CheckpointIO):
         self, *, storage_options: Mapping[str, Any] | None = None, timeout: _Timeout = None
     ) -> None:
         super().__init__()
-        self._storage_options = dict(storage_options or {})
-        self._timeouts = Timeouts.of(timeout)
+        self._storage = _Storage(options=storage_options, timeouts=Timeouts.of(timeout))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: _Path, storage_options: object = None
@@ -71,9 +109,9 @@ class CheckpointStorageIO(CheckpointIO):
         Raises as `ckpt_storage.save`.
         """
         options = SaveOptions(
-            timeouts=self._timeouts,
+            timeouts=self._storage.timeouts,
             overwrite=True,
-            storage_options=_merged(self._storage_options, storage_options) or None,
+            storage_options=self._storage.with_options(storage_options),
         )
         save_on(Ranks.alone(), lambda: pack(checkpoint), path, lambda: options)
 
@@ -93,28 +131,14 @@ class CheckpointStorageIO(CheckpointIO):
                 f"map_location is {map_location!r}.",
                 next_step="Leave it out: Lightning moves what it loads to its devices.",
             )
-        planner = WholePlanner()
-        load(
-            {},
-            path,
-            planner=planner,
-            storage_options=self._storage_options or None,
-            timeout=self._timeouts,
-            unsafe_pickle=weights_only is False,
-        )
-        return unpack(planner.loaded, planner.loaded.get(OUTLINE))
+        return self._storage.load({}, path, WholePlanner(), weights_only)
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete the checkpoint at `path`, its commit first; nothing there is no error.
 
         Raises `StorageError`, `PhaseTimeoutError`.
         """
-        delete(
-            path,
-            storage_options=self._storage_options or None,
-            timeout=self._timeouts,
-            missing_ok=True,
-        )
+        self._storage.delete(path)
 
 
 class CheckpointStorageStrategy(ModelParallelStrategy):
@@ -138,8 +162,7 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
         **kwargs: Any,  # noqa: ANN401  # as above
     ) -> None:
         super().__init__(*args, **{**kwargs, "save_distributed_checkpoint": True})
-        self._storage_options = dict(storage_options or {})
-        self._timeouts = Timeouts.of(timeout)
+        self._storage = _Storage(options=storage_options, timeouts=Timeouts.of(timeout))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _Path, storage_options: object = None
@@ -154,8 +177,8 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
             state,
             self.broadcast(os.fspath(filepath)),
             overwrite=True,
-            storage_options=_merged(self._storage_options, storage_options) or None,
-            timeout=self._timeouts,
+            storage_options=self._storage.with_options(storage_options),
+            timeout=self._storage.timeouts,
         )
 
     def load_checkpoint(
@@ -175,19 +198,13 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
         for number, optimizer in enumerate(self.optimizers):
             state[_optimizer(number)] = get_optimizer_state_dict(self.model, optimizer)
         planner = WholePlanner(wanted=lambda fqn: not fqn.startswith(_SHARDED))
-        load(
-            state,
-            self.broadcast(os.fspath(checkpoint_path)),
-            planner=planner,
-            storage_options=self._storage_options or None,
-            timeout=self._timeouts,
-            unsafe_pickle=weights_only is False,
-        )
+        path = self.broadcast(os.fspath(checkpoint_path))
+        rest = self._storage.load(state, path, planner, weights_only)
         options = StateDictOptions(strict=module.strict_loading)
         set_model_state_dict(self.model, state["state_dict"], options=options)
         for number, optimizer in enumerate(self.optimizers):
             set_optimizer_state_dict(self.model, optimizer, state[_optimizer(number)])
-        return unpack(planner.loaded, planner.loaded.get(OUTLINE))
+        return rest
 
     def remove_checkpoint(self, filepath: _Path) -> None:
         """Delete the checkpoint at `filepath`, its commit first, on rank 0.
@@ -195,23 +212,8 @@ class CheckpointStorageStrategy(ModelParallelStrategy):
         Raises `StorageError`, `PhaseTimeoutError`.
         """
         if self.is_global_zero:
-            delete(
-                filepath,
-                storage_options=self._storage_options or None,
-                timeout=self._timeouts,
-                missing_ok=True,
-            )
+            self._storage.delete(filepath)
 
 
 def _optimizer(number: int) -> str:
     return f"optimizer_{number}"
-
-
-def _merged(own: Mapping[str, Any], given: object) -> dict[str, Any]:
-    if given is None:
-        return dict(own)
-    if not isinstance(given, Mapping):
-        raise InvalidInputError(
-            f"storage_options is a {type(given).__name__}.", next_step="Give a mapping."
-        )
-    return {**own, **given}

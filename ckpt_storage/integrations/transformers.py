@@ -121,13 +121,7 @@ class CheckpointStorageCallback(TrainerCallback):
         self._quiet.begin()
         return str(folder)
 
-    def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,  # noqa: ARG002  # the Trainer's signature, as below
-        control: TrainerControl,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ANN401, ARG002
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, *_: object, **__: object) -> None:
         """Refuse arguments with which a training would end otherwise than they say.
 
         Raises `InvalidInputError`; logs what is not kept.
@@ -138,8 +132,8 @@ class CheckpointStorageCallback(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ANN401
+        *_: object,
+        **kwargs: Any,  # noqa: ANN401  # the Trainer's
     ) -> None:
         """Load model, optimizer and scheduler where `resume_folder` said so.
 
@@ -176,31 +170,33 @@ class CheckpointStorageCallback(TrainerCallback):
 
     def on_step_end(
         self,
-        args: TrainingArguments,  # noqa: ARG002
+        args: TrainingArguments,  # noqa: ARG002  # the Trainer's signature
         state: TrainerState,
         control: TrainerControl,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401  # as above
     ) -> TrainerControl:
         """Begin a save if the Trainer is about to make one."""
-        return self._save_instead(state, control, kwargs)
+        if not control.should_save:
+            return control
+        control.should_save = False
+        if state.global_step != self._saved_step:
+            self._saved_step = state.global_step
+            self._manager.save_async(
+                state.global_step,
+                {
+                    **_state_of(kwargs),
+                    _TRAINER: json.dumps(dataclasses.asdict(state), sort_keys=True),
+                    _RNG: {str(_rank()): _random_states()},
+                },
+                # A run that was resumed from an earlier step comes here again.
+                overwrite=self._replaced_above is not None
+                and state.global_step > self._replaced_above,
+            )
+        return control
 
-    def on_epoch_end(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,  # noqa: ANN401
-    ) -> TrainerControl:
-        """Begin a save if the Trainer is about to make one."""
-        return self._save_instead(state, control, kwargs)
+    on_epoch_end = on_step_end
 
-    def on_train_end(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,  # noqa: ARG002
-        control: TrainerControl,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ANN401, ARG002
-    ) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         """Wait until every save has ended. Raises why one failed."""
         self._drop_folder()
         self._manager.wait()
@@ -225,27 +221,6 @@ class CheckpointStorageCallback(TrainerCallback):
         self._has_warned = self._has_warned or bool(args.fp16)
         self._is_fsdp = bool(args.fsdp)
 
-    def _save_instead(
-        self, state: TrainerState, control: TrainerControl, kwargs: Mapping[str, Any]
-    ) -> TrainerControl:
-        if not control.should_save:
-            return control
-        control.should_save = False
-        if state.global_step != self._saved_step:
-            self._saved_step = state.global_step
-            self._manager.save_async(
-                state.global_step,
-                {
-                    **_state_of(kwargs),
-                    _TRAINER: json.dumps(dataclasses.asdict(state), sort_keys=True),
-                    _RNG: {str(_rank()): _random_states()},
-                },
-                # A run that was resumed from an earlier step comes here again.
-                overwrite=self._replaced_above is not None
-                and state.global_step > self._replaced_above,
-            )
-        return control
-
     def _drop_folder(self) -> None:
         if self._folder is not None:
             self._folder.cleanup()
@@ -267,7 +242,7 @@ class _ModelComesLater(logging.Filter):
 
 def _refusals(args: TrainingArguments) -> list[tuple[bool, str, str]]:
     """Return what would go wrong, each with whether it is asked for and what to do instead."""
-    deepspeed = args.deepspeed or getattr(args, "deepspeed_plugin", None)
+    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
     return [
         (
             bool(args.load_best_model_at_end),
@@ -275,12 +250,12 @@ def _refusals(args: TrainingArguments) -> list[tuple[bool, str, str]]:
             "Leave it out, and load the step that was best with ckpt_storage.load.",
         ),
         (
-            str(getattr(args.save_strategy, "value", args.save_strategy)) == "best",
+            strategy == "best",
             'save_strategy="best": the Trainer would write those checkpoints itself',
             "Save by steps or epochs.",
         ),
         (
-            bool(deepspeed),
+            bool(args.deepspeed or getattr(args, "deepspeed_plugin", None)),
             "DeepSpeed, whose engine keeps the optimizer to itself",
             "Use DeepSpeed's own checkpoints.",
         ),

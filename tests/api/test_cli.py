@@ -455,7 +455,7 @@ def test_no_name_in_a_warning_reaches_the_terminal_as_it_is(
         log.warning("damaged: %s, %s", EVIL, arguments or options)
         raise InvalidInputError("enough")
 
-    monkeypatch.setattr("ckpt_storage.inspect.checkpoint.open_checkpoint", warn)
+    monkeypatch.setattr("ckpt_storage.cli.values.open_checkpoint", warn)
     result = call("cat", tmp_path, "x")
     assert result.stderr.startswith("ckpt-storage: damaged: a\\x1b]0;evil")
     assert not set(result.output) & {"\x1b", "\x07", "\u202e"}
@@ -470,7 +470,7 @@ def test_a_mistake_of_the_program_is_one_line_too(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr("ckpt_storage.inspect.checkpoint.open_checkpoint", broken)
+    monkeypatch.setattr("ckpt_storage.cli.look.open_checkpoint", broken)
     result = call("show", last)
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
@@ -554,7 +554,7 @@ def test_options_are_of_the_type_that_file_systems_expect(
         given.append(storage_options)
         raise InvalidInputError("enough")
 
-    monkeypatch.setattr("ckpt_storage.inspect.checkpoint.open_checkpoint", look)
+    monkeypatch.setattr("ckpt_storage.cli.values.open_checkpoint", look)
     call("cat", "memory://x", "y", "--storage-option", pair)
     (found,) = given
     for name in pair.partition("=")[0].split("."):
@@ -619,7 +619,7 @@ def test_secrets_of_files_and_of_json_are_hidden(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError(f"{PASSWORDS} at http://minio:9000")
 
-    monkeypatch.setattr("ckpt_storage.inspect.checkpoint.open_checkpoint", broken)
+    monkeypatch.setattr("ckpt_storage.cli.look.open_checkpoint", broken)
     json_value = f'client_kwargs={{"x": {{"aws_token": "{PASSWORDS[2]}"}}}}'
     for given in (["--storage-options-file", str(file)], [f"--storage-options-file={file}"]):
         for more in ([], ["--debug"]):

@@ -26,12 +26,18 @@ from safetensors.torch import load_file, save_file
 from ckpt_storage import CheckpointManager, consolidate, verify
 from ckpt_storage.commit import cleaning
 from ckpt_storage.commit.delete import delete, delete_attempt
-from ckpt_storage.errors import CheckpointExistsError, IntegrityError, InvalidInputError
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    IntegrityError,
+    InvalidInputError,
+)
 from ckpt_storage.export import pieces
 from ckpt_storage.export.copy import copy
 from ckpt_storage.format.documents import seal
 from ckpt_storage.options import MIB, ProgressEvent
 from ckpt_storage.store import open_store
+from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.s3_server import S3Server
 
 
@@ -409,6 +415,22 @@ def test_on_a_disk_the_kernel_may_copy(source: Path, tmp_path: Path) -> None:
     with pytest.raises(IntegrityError) as caught:
         copy(source, tmp_path / "other", copies="always")
     assert caught.value.fqn == "a"
+
+
+def test_a_wrong_copy_is_no_damage_of_the_source(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the storage copied wrongly from sound bytes is told as that; the next copy heals it."""
+    options = s3.storage_options
+    save({"a": torch.arange(4 * MIB, dtype=torch.float32)}, "s3://one/run", storage_options=options)
+    copy_part = Upload.copy_part
+    with monkeypatch.context() as patch:
+        wrong: Any = lambda *given, **more: (copy_part(*given, **more) or 0) ^ 1  # noqa: E731
+        patch.setattr(Upload, "copy_part", wrong)
+        with pytest.raises(CheckpointError, match="the source reads as it was written"):
+            copy("s3://one/run", "s3://one/copy", storage_options=options, copies="always")
+    copy("s3://one/run", "s3://one/copy", storage_options=options, copies="always")
+    assert verify("s3://one/copy", storage_options=options).ok
 
 
 # Formats of others.
