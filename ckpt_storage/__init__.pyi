@@ -29,13 +29,13 @@ from .errors import SaveCancelledError as SaveCancelledError
 from .errors import StorageError as StorageError
 from .errors import UnsafeContentError as UnsafeContentError
 from .errors import UnsupportedByStoreError as UnsupportedByStoreError
+from .export.consolidate import ConsolidationReport as ConsolidationReport
 from .export.consolidate import consolidate as consolidate
-from .export.consolidation import ConsolidationReport as ConsolidationReport
+from .export.convert import ConvertReport as ConvertReport
 from .export.convert import convert as convert
 from .export.copy import CopyReport as CopyReport
 from .export.copy import copy as copy
 from .export.options import ConsolidateOptions as ConsolidateOptions
-from .export.options import ConvertReport as ConvertReport
 from .inspect.checkpoint import Checkpoint as Checkpoint
 from .inspect.checkpoint import diff as diff
 from .inspect.checkpoint import open_checkpoint as open_checkpoint

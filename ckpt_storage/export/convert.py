@@ -6,27 +6,107 @@ the target looks like no checkpoint, or like the one that is being replaced wher
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ckpt_storage._version import __version__
+from ckpt_storage.commit.slotlog import is_there
+from ckpt_storage.coordination.failures import place_of
 from ckpt_storage.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
     InvalidInputError,
+    StorageError,
 )
-from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
-from ckpt_storage.store import Location
+from ckpt_storage.format.names import (
+    INDEX_NAME,
+    STOCK_METADATA,
+    new_write_id,
+    shard_name,
+)
+from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts, TransferOptions
+from ckpt_storage.progress import reporting
+from ckpt_storage.source.filemarks import told_from_damage, watch_file
+from ckpt_storage.source.model import CommittedSource, Source
+from ckpt_storage.source.sourcekeys import value_keys
+from ckpt_storage.store import Location, endpoint_of
+from ckpt_storage.store.store import Store
 
-from .conversion import Conversion
+from .attempt import NewCheckpoint
+from .folder import PlainFolder
+from .layout import Fixed, Layout, Segment, Stored
+from .opening import Found, Opening, source_files
 from .options import (
     DEFAULT_MAX_FILE_BYTES,
-    FORMATS,
-    ConvertReport,
     Selection,
-    TargetFormat,
+    check_memory_limit,
+    digest,
     parse_bytes,
 )
-from .places import location_beside
+from .output import Made, Output, Setting, Site, Taken
+from .places import (
+    FOLDER_FILES,
+    TORCH_SUFFIXES,
+    is_within,
+    location_beside,
+    place_within,
+    split_file,
+)
+from .plan import Plan
+from .reads import SegmentStream
+from .run import Task, run_together
+from .select import Selected, payload_bytes, select
+from .shards import Shards, lay_out_shards, metadata_of, stock_pickle
+from .weights import index_document, lay_out_sharded, lay_out_whole
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from .torchfile import TorchFileSource
+
+TargetFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
+"""ours; stock DCP; torch's sharded safetensors; one Hugging Face export; a file of torch.save."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertReport:
+    """What `convert` did; both URLs are without credentials.
+
+    source_format, format: of what was read and of what was written. save_id: of the checkpoint
+    that was made, if it is one of ours. kept_count: files that a call which died had completed, and
+    that were found sound. total_bytes counts tensors only. dropped: FQNs that the
+    target cannot hold and that were left out as asked; excluded: those that a selection left out.
+    """
+
+    source_url: str
+    source_format: str
+    url: str
+    format: TargetFormat
+    save_id: str | None
+    kept_count: int
+    tensor_count: int
+    blob_count: int
+    total_bytes: int
+    dropped: Sequence[str]
+    excluded: Sequence[str]
+    seconds: float
+
+
+FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
+
+_LAYOUT = 2
+"""Changes with how values are laid out in files: those of another release are not gone on with."""
+
+_KEYS_AT_ONCE = 4096
+"""Of stock DCP's items the heads are read to find their values: some kilobytes each."""
+
+_SAFETENSORS = frozenset({"dcp_safetensors", "safetensors"})
 
 
 def convert(  # the public surface, all keyword-only
@@ -41,6 +121,7 @@ def convert(  # the public surface, all keyword-only
     max_file_bytes: int | str = DEFAULT_MAX_FILE_BYTES,
     memory_limit_bytes: int | None = None,
     page_cache: PageCache = "keep",
+    process_group: dist.ProcessGroup | None = None,
     unsafe_pickle: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     destination_storage_options: Mapping[str, Any] | None = None,
@@ -48,7 +129,7 @@ def convert(  # the public surface, all keyword-only
     retry: RetryPolicy | None = None,
     progress: Progress = None,
 ) -> ConvertReport:
-    """Write the values of the checkpoint at `src` to `dst` in the format `to`; one process calls.
+    """Write the values of the checkpoint at `src` to `dst` in the format `to`.
 
     Reads checkpoints of ours, of stock DCP, torch's sharded safetensors, Hugging Face folders and
     files of `torch.save`. Every block that has a checksum is checked; of a torch file that is each
@@ -79,6 +160,8 @@ def convert(  # the public surface, all keyword-only
         max_file_bytes: about how large a file gets; a tensor is never cut for it.
         memory_limit_bytes: ceiling of buffers.
         page_cache: whether the kernel keeps a copy of local files of `dst` that are on the disk.
+        process_group: the ranks that share the work, all of which call; default: this process
+            alone. A file of "torch_save" its first rank writes.
         unsafe_pickle: unpickle whatever the source holds: this runs code of whoever wrote it.
             Needed only to read or write "torch_save" with values of other than torch's types.
         storage_options: passed to the fsspec file system of `src`.
@@ -97,24 +180,399 @@ def convert(  # the public surface, all keyword-only
             `StorageError`, `PhaseTimeoutError`, and what opening `src` raises.
 
     """
-    if to not in FORMATS:
-        raise InvalidInputError(
-            f"The format {to!r} is not known.", next_step=f"Give one of {', '.join(FORMATS)}."
+    what = f"the conversion of {place_of(src)}"
+
+    def job() -> tuple[Setting, Mapping[str, str], Callable[[Site], _Conversion]]:
+        if to not in FORMATS:
+            raise InvalidInputError(
+                f"The format {to!r} is not known.", next_step=f"Give one of {', '.join(FORMATS)}."
+            )
+        if memory_limit_bytes is not None:
+            check_memory_limit(memory_limit_bytes)
+        source = Location.of(src, storage_options)
+        target = location_beside(source, dst, destination_storage_options)
+        if is_within(source, target) and is_within(target, source):
+            raise _onto_itself(source.url)
+        wanted = _Wanted(
+            source=source,
+            target=target,
+            to=to,
+            include=include,
+            exclude=exclude,
+            drops=unsupported == "drop",
+            overwrite=overwrite,
+            max_file_bytes=parse_bytes(max_file_bytes, option="max_file_bytes"),
+            unsafe_pickle=unsafe_pickle,
         )
-    source = Location.of(src, storage_options)
-    timeouts = Timeouts.of(timeout)
-    job = Conversion(
-        source=source,
-        target=location_beside(source, dst, destination_storage_options),
-        to=to,
-        overwrite=overwrite,
-        max_file_bytes=parse_bytes(max_file_bytes, option="max_file_bytes"),
-        memory_limit_bytes=memory_limit_bytes,
-        page_cache=page_cache,
-        unsafe_pickle=unsafe_pickle,
-        timeouts=timeouts,
-        retry=retry or RetryPolicy(),
-        progress=progress,
+        setting = Setting(
+            source=source,
+            target=wanted.folder,
+            timeouts=Timeouts.of(timeout),
+            retry=retry or RetryPolicy(),
+            page_cache=page_cache,
+            memory_limit_bytes=memory_limit_bytes,
+            track=lambda total_bytes, save_id: reporting(
+                progress,
+                phase="write",
+                rank=0,
+                total_bytes=total_bytes,
+                save_id=save_id,
+                with_bar=True,
+            ),
+        )
+        return setting, wanted.terms(), partial(_Conversion, wanted=wanted)
+
+    return run_together(process_group, "convert", what, Timeouts.of(timeout), job)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """The arguments of one call."""
+
+    source: Location
+    target: Location
+    to: TargetFormat
+    include: Selection | None
+    exclude: Selection | None
+    drops: bool
+    overwrite: bool
+    max_file_bytes: int
+    unsafe_pickle: bool
+
+    @property
+    def folder(self) -> Location:
+        """Where files are put."""
+        return split_file(self.target)[0] if self.to == "torch_save" else self.target
+
+    def terms(self) -> dict[str, str]:
+        """Return what all ranks must have in common."""
+        return {
+            "the checkpoint's URL": self.source.url,
+            "the storage's endpoint": endpoint_of(self.source),
+            "the output's URL": self.target.url,
+            "the output storage's endpoint": endpoint_of(self.target),
+            "to": self.to,
+            "max_file_bytes": str(self.max_file_bytes),
+            "include": digest(self.include),
+            "exclude": digest(self.exclude),
+            "the version of ckpt_storage": __version__,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TorchFile:
+    """A file of `torch.save` as the coordinator found it; `state` as in `Found`."""
+
+    folder: Location
+    name: str
+    state: object
+
+
+class _Conversion(Task[ConvertReport]):
+    """One conversion on one rank."""
+
+    source: Source | TorchFileSource
+
+    def __init__(self, site: Site, *, wanted: _Wanted) -> None:
+        super().__init__(site)
+        self._wanted = wanted
+        self._opening = Opening(site)
+        self._check: Callable[[], None] = self._opening.check_unchanged
+        self._state: object = None
+        self._shards: Shards | None = None
+
+    # The source.
+
+    def find(self) -> Found | _TorchFile:
+        """Open a checkpoint, or a file, which its name may tell; nothing may be missing of it."""
+        site, wanted = self.site, self._wanted
+        folder, name = split_file(wanted.source)
+        is_file = name.endswith(TORCH_SUFFIXES) and self._is_file(folder, name)
+        found: Found | _TorchFile | None = None
+        if not is_file:
+            try:
+                self.source, found = self._opening.find()
+            except (CheckpointNotFoundError, StorageError):
+                if not (name and self._is_file(folder, name)):
+                    raise
+            else:
+                self._state = found.state
+        if found is None:
+            site.read_from(folder)
+            self._check = watch_file(site.source, name)
+            at = site.source.stat(name)
+            state = None if at.modified_s is None else (at.size_bytes, at.modified_s)
+            found = _TorchFile(folder=folder, name=name, state=state or new_write_id())
+            self._open_file(found)
+        self.save_id = self.source.save_id
+        if self.source.format == wanted.to:
+            raise InvalidInputError(
+                f"{wanted.source.url} is of the format {wanted.to} already.",
+                next_step="Use ckpt_storage.copy to copy it.",
+            )
+        kept = self._select().names
+        self._check_elsewhere(is_file=isinstance(found, _TorchFile))
+        with told_from_damage(self.check_unchanged):
+            # A source of which something is missing leaves the target as it was.
+            keys = (key for key in value_keys(self.source) if key[0] in kept)
+            while part := list(islice(keys, _KEYS_AT_ONCE)):
+                self.source.require(part)
+        return found
+
+    def reach(self, found: object) -> None:
+        """Read from the folder of a file."""
+        if isinstance(found, _TorchFile):
+            self.site.read_from(found.folder)
+
+    def open(self, found: object) -> None:
+        """Open the same."""
+        if isinstance(found, _TorchFile):
+            self._open_file(found)
+        else:
+            assert isinstance(found, Found)  # noqa: S101  # as `find` returns
+            self.source, self._state = self._opening.open(found), found.state
+        self.save_id = self.source.save_id
+
+    def _open_file(self, found: _TorchFile) -> None:
+        from .torchfile import open_torch_file  # noqa: PLC0415  # imports torch
+
+        self._state = found.state
+        self.source = open_torch_file(
+            self.site.source, found.name, unsafe_pickle=self._wanted.unsafe_pickle
+        )
+
+    def _is_file(self, folder: Location, name: str) -> bool:
+        return is_there(self.site.opened(folder).bounded(self.site.deadline), name)
+
+    def check_unchanged(self) -> None:
+        """Raise if the source changed since it was opened."""
+        self._check()
+
+    def source_files(self) -> list[str]:
+        """Return the files of the values."""
+        name = split_file(self._wanted.source)[1]
+        return [name] if self.source.format == "torch_save" else source_files(self.source)
+
+    def _select(self) -> Selected:
+        wanted = self._wanted
+        return select(
+            self.source,
+            include=wanted.include,
+            exclude=wanted.exclude,
+            safetensors=wanted.to in _SAFETENSORS,
+            on_unsupported="drop" if wanted.drops else "error",
+            format_name=wanted.to,
+        )
+
+    def _check_elsewhere(self, *, is_file: bool) -> None:
+        """Refuse a target that would replace files of the source; the storages are asked."""
+        site, wanted = self.site, self._wanted
+        name = split_file(wanted.target)[1]
+        to_file = wanted.to == "torch_save"
+        if to_file and not (name and is_there(site.target, name)):
+            return
+        within = place_within(site.source, site.target, is_deep=not is_file)
+        if within is None:
+            return
+        if to_file:
+            if f"{within}/{name}".lstrip("/") in self._paths():
+                raise InvalidInputError(
+                    f"{wanted.target.url} is part of {wanted.source.url}, which is to be "
+                    "converted.",
+                    next_step="Give another name for the result.",
+                )
+            return
+        if is_file:
+            is_hit = split_file(wanted.source)[1].endswith(FOLDER_FILES)
+        else:
+            is_hit = not within or any(path.startswith(f"{within}/") for path in self._paths())
+        if is_hit:
+            raise _onto_itself(wanted.source.url)
+
+    def _paths(self) -> set[str]:
+        """Return the files that hold the values, and those that make them a checkpoint."""
+        keys = value_keys(self.source)
+        self.source.require(keys)
+        places = (self.source.place(*key).path for key in keys)
+        return {STOCK_METADATA, INDEX_NAME, *places}
+
+    # What is made of it.
+
+    def content(self) -> object:
+        """Return what stands for the values."""
+        wanted = self._wanted
+        state = self._state if self.save_id is None else self.save_id
+        return [_LAYOUT, wanted.source.url, state, wanted.to, wanted.max_file_bytes]
+
+    def lay_out(self) -> Layout:
+        """Return the files; none for a file of torch, which is one stream."""
+        self._chosen = self._select()
+        source, kept = self.source, self._chosen.names
+        self._tensors = {fqn: info for fqn, info in source.tensors.items() if fqn in kept}
+        self._blobs = sorted(source.blobs & kept)
+        found = source.ties if isinstance(source, CommittedSource) else getattr(source, "ties", {})
+        self._ties = {a: t for a, t in found.items() if a in kept and t in kept}
+        tensors, wanted = self._tensors.values(), self._wanted
+        if wanted.to == "torch_save":
+            return Layout(files=())
+        if wanted.to == "safetensors":
+            return lay_out_whole(tensors, wanted.max_file_bytes)
+        if wanted.to == "dcp_safetensors":
+            return lay_out_sharded(tensors, wanted.max_file_bytes)
+        self._shards = lay_out_shards(
+            tensors,
+            self._blob_segments(),
+            max_file_bytes=wanted.max_file_bytes,
+            path_of=partial(shard_name, 0),
+            block_bytes=TransferOptions().block_bytes if wanted.to == "ckpt_storage" else None,
+        )
+        return self._shards.layout
+
+    def _blob_segments(self) -> dict[str, Segment]:
+        """Return each value that is no tensor as DCP stores it: by `torch.save`."""
+        held: Mapping[str, object] = getattr(self.source, "values", {})
+        found: dict[str, Segment] = {}
+        self.source.require([(fqn, None) for fqn in self._blobs if fqn not in held])
+        for fqn in self._blobs:
+            if fqn in held:
+                import torch  # noqa: PLC0415  # only what torch read is held
+
+                buffer = io.BytesIO()
+                torch.save(held[fqn], buffer)
+                found[fqn] = Fixed(buffer.getvalue())
+            else:
+                found[fqn] = Stored(fqn=fqn, size_bytes=self._blob_bytes(fqn))
+        return found
+
+    def _blob_bytes(self, fqn: str) -> int:
+        return self.source.place(fqn, None).size_bytes
+
+    def output(self, plan: Plan) -> Output:
+        """Return where the files go."""
+        wanted, site, shards = self._wanted, self.site, self._shards
+        metadata = partial(
+            metadata_of,
+            self._tensors.values(),
+            self._blobs,
+            self.source.planner_data or {},
+        )
+        if wanted.to == "torch_save":
+            return _TorchOutput(site, plan, self)
+        folder = partial(PlainFolder, site, plan, overwrite=wanted.overwrite)
+        if shards is None:
+            if wanted.to == "dcp_safetensors":
+                return folder(shown="nothing")
+            index = partial(index_document, plan.layout)
+            return folder(shown="index", last=INDEX_NAME, document=index)
+        if wanted.to == "dcp":
+
+            def stock() -> bytes:
+                return stock_pickle(metadata(), shards, wanted.target.url)
+
+            return folder(shown="metadata", last=STOCK_METADATA, document=stock)
+        return NewCheckpoint(
+            site,
+            plan,
+            shards=shards,
+            block_bytes=TransferOptions().block_bytes,
+            metadata=metadata,
+            ties=self._ties,
+            overwrite=wanted.overwrite,
+        )
+
+    def report(self, output: Output, made: Made, seconds: float) -> ConvertReport:
+        """Say what went over."""
+        grant = output.grant if isinstance(output, NewCheckpoint) else None
+        return ConvertReport(
+            source_url=self._wanted.source.url,
+            source_format=self.source.format,
+            url=self._wanted.target.url,
+            format=self._wanted.to,
+            save_id=grant.save_id if grant else None,
+            kept_count=len(made.kept),
+            tensor_count=len(self._tensors),
+            blob_count=len(self._blobs),
+            total_bytes=sum(map(payload_bytes, self._tensors.values())),
+            dropped=tuple(sorted(self._chosen.dropped)),
+            excluded=tuple(sorted(self._chosen.excluded)),
+            seconds=seconds,
+        )
+
+    def write_torch_file(self, store: Store, name: str, begin: Callable[[], None]) -> None:
+        """Write all values as one stream; `begin` is called before the first byte."""
+        from .torchzip import TorchValues, write_torch_file  # noqa: PLC0415  # imports torch
+
+        site = self.site
+        total_bytes = sum(map(payload_bytes, self._tensors.values()))
+        with site.setting.track(total_bytes, self.save_id) as on_bytes:
+            write_torch_file(
+                TorchValues(
+                    tensors=self._tensors,
+                    blobs=self._blobs,
+                    held=getattr(self.source, "values", {}),
+                    paths=self.source.planner_data or {},
+                    ties=self._ties,
+                ),
+                store,
+                name,
+                stream=partial(
+                    SegmentStream,
+                    source=self.source,
+                    store=site.source,
+                    options=site.options,
+                    deadline=site.deadline,
+                ),
+                size_of=self._blob_bytes,
+                options=site.options,
+                deadline=site.deadline,
+                on_bytes=on_bytes,
+                unsafe_pickle=self._wanted.unsafe_pickle,
+                begin=begin,
+                check_unchanged=self.check_unchanged,
+            )
+
+
+class _TorchOutput(Output):
+    """One file of `torch.save`: a stream, because its table of checksums comes last."""
+
+    def __init__(self, site: Site, plan: Plan, task: _Conversion) -> None:
+        super().__init__(site, plan)
+        self._task = task
+        self._wanted = task._wanted  # noqa: SLF001  # one module
+        self._name = split_file(self._wanted.target)[1]
+        self._is_taken = False
+
+    def take(self) -> Taken:
+        """Refuse a name that is taken."""
+        url = self._wanted.target.url
+        if not self._name:
+            raise InvalidInputError(
+                f"{url} names no file.", next_step="Give a file, such as model.pt."
+            )
+        self._is_taken = is_there(self.store, self._name)
+        if self._is_taken and not self._wanted.overwrite:
+            raise CheckpointExistsError(
+                f"{url} is there.",
+                path=url,
+                phase="plan",
+                next_step="Give another name, or pass overwrite=True to replace it.",
+            )
+        return Taken()
+
+    def publish(self, made: Made) -> None:
+        """Write the file, which is visible only complete."""
+        del made
+
+        def begin() -> None:
+            if self._is_taken and not self.store.capabilities.atomic_replace:
+                self.store.delete([self._name])
+
+        self.store.make_folders([])
+        self._task.write_torch_file(self.store, self._name, begin)
+
+
+def _onto_itself(url: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"{url} would be converted onto itself, or into its own files.",
+        next_step="Give another folder for the result.",
     )
-    with job.stores, job.deadline.governs(f"Converting {source.url} to {job.target.url}"):
-        return job.run(include=include, exclude=exclude, unsupported=unsupported)

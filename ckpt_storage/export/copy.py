@@ -22,46 +22,48 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ckpt_storage._version import __version__
 from ckpt_storage.commit import publishing, slotlog, stockfooter
 from ckpt_storage.commit.delete import log_to_extend
 from ckpt_storage.commit.publishing import not_published
 from ckpt_storage.commit.slotlog import CommitLog
-from ckpt_storage.errors import (
-    CheckpointError,
-    CheckpointGoneError,
-    IntegrityError,
-    InvalidInputError,
-)
+from ckpt_storage.coordination.failures import place_of
+from ckpt_storage.errors import CheckpointError, IntegrityError, InvalidInputError
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.exports import HOLDER_PATH, is_file_record
+from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import INDEX_NAME, PROBE_PREFIX, STOCK_METADATA
-from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts, TransferOptions
+from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
 from ckpt_storage.progress import reporting
-from ckpt_storage.source.filemarks import FileMarks, open_marked, told_from_damage
+from ckpt_storage.source.filemarks import FileMarks, open_marked
 from ckpt_storage.source.foreign import StockSource
-from ckpt_storage.source.model import Source, SourceFormat, gone, read_manifest
+from ckpt_storage.source.model import Key, Source, SourceFormat, TensorInfo, gone, read_manifest
 from ckpt_storage.source.sourcekeys import value_keys
-from ckpt_storage.store import Location, open_store
+from ckpt_storage.store import Location, endpoint_of
 from ckpt_storage.store.backend import ObjectInfo
-from ckpt_storage.store.deadline import Deadline, stalling_deadline
+from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
+from ckpt_storage.transfer.chunks import ChunkPlace
 
-from .attempt import CopyAttempt, CopyMeans
+from .attempt import CopiedCheckpoint
 from .exportcopy import CopiedExports, copy_exports
-from .files import FileCopier, FileToCopy, Tally
-from .output import Shown, write_record
+from .folder import PlainFolder, Shown
+from .layout import FileToCopy, Layout, lay_out_copies
+from .output import Made, Output, Setting, Site
 from .places import is_within, location_beside, place_within
-from .plain_folder import PlainFolder
-from .run import side_by_side
-from .write import Copies, transfer_options
+from .plan import Plan
+from .run import Task, run_together
+from .work import side_by_side
+from .write import Copies
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 log = logging.getLogger("ckpt_storage")
 
@@ -113,11 +115,12 @@ def copy(  # the public surface, all keyword-only
     thread_count: int | None = None,
     memory_limit_bytes: int | None = None,
     page_cache: PageCache = "keep",
+    process_group: dist.ProcessGroup | None = None,
     timeout: float | timedelta | Timeouts | None = None,
     retry: RetryPolicy | None = None,
     progress: Progress = None,
 ) -> CopyReport:
-    """Copy the checkpoint at `src` to `dst`, on any two storages; one process calls it.
+    """Copy the checkpoint at `src` to `dst`, on any two storages.
 
     Every block is checked against the checkpoint's checksums on its way, and nothing damaged is
     ever committed. `dst` shows the copy all at once, at the end, or not at all. Calling again
@@ -144,6 +147,8 @@ def copy(  # the public surface, all keyword-only
         thread_count: requests in flight; default 2 between local disks, 8 elsewhere.
         memory_limit_bytes: ceiling of buffers.
         page_cache: whether the kernel keeps a copy of local files of `dst` that are on the disk.
+        process_group: the ranks that share the work, all of which call; default: this process
+            alone. Exports beside the checkpoint its first rank copies.
         timeout: seconds, `timedelta` or `Timeouts` (`write` and `commit` count); default an hour.
             `write` is how long nothing may move, however long the whole takes.
         retry: how failed storage requests are repeated.
@@ -158,24 +163,40 @@ def copy(  # the public surface, all keyword-only
             `NotPublishedError` the copy is committed, after `CommitUnknownError` it may be.
 
     """
-    source = Location.of(src, storage_options)
-    target = location_beside(source, dst, destination_storage_options)
-    _check_apart(source, target)
-    timeouts = Timeouts.of(timeout)
-    job = _Copy(
-        source=source,
-        target=target,
-        overwrite=overwrite,
-        copies=copies,
-        thread_count=thread_count,
-        memory_limit_bytes=memory_limit_bytes,
-        page_cache=page_cache,
-        timeouts=timeouts,
-        retry=retry or RetryPolicy(),
-        progress=progress,
-    )
-    with job.stores, job.deadline.governs(f"Copying {source.url} to {target.url}"):
-        return job.run()
+    what = f"the copy of {place_of(src)}"
+
+    def job() -> tuple[Setting, Mapping[str, str], Callable[[Site], _Copy]]:
+        source = Location.of(src, storage_options)
+        target = location_beside(source, dst, destination_storage_options)
+        _check_apart(source, target)
+        setting = Setting(
+            source=source,
+            target=target,
+            timeouts=Timeouts.of(timeout),
+            retry=retry or RetryPolicy(),
+            page_cache=page_cache,
+            memory_limit_bytes=memory_limit_bytes,
+            copies=copies,
+            thread_count=thread_count,
+            track=lambda total_bytes, save_id: reporting(
+                progress,
+                phase="write",
+                rank=0,
+                total_bytes=total_bytes,
+                save_id=save_id,
+                with_bar=True,
+            ),
+        )
+        terms = {
+            "the checkpoint's URL": source.url,
+            "the storage's endpoint": endpoint_of(source),
+            "the output's URL": target.url,
+            "the output storage's endpoint": endpoint_of(target),
+            "the version of ckpt_storage": __version__,
+        }
+        return setting, terms, partial(_Copy, overwrite=overwrite)
+
+    return run_together(process_group, "copy", what, Timeouts.of(timeout), job)
 
 
 def _check_apart(source: Location, target: Location) -> None:
@@ -192,229 +213,274 @@ def _check_apart(source: Location, target: Location) -> None:
         )
 
 
-@dataclass(slots=True, kw_only=True)
-class _Copy:
-    """One call of `copy`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ours:
+    """A checkpoint of ours as the coordinator found it, with the id that its copy has."""
 
-    source: Location
-    target: Location
-    overwrite: bool
-    copies: Copies
-    thread_count: int | None
-    memory_limit_bytes: int | None
-    page_cache: PageCache
-    timeouts: Timeouts
-    retry: RetryPolicy
-    progress: Progress
-    deadline: Deadline = field(init=False)
-    options: TransferOptions = field(init=False)
-    source_store: Store = field(init=False)
-    target_store: Store = field(init=False)
-    start_s: float = field(default_factory=time.monotonic)
-    stores: ExitStack = field(default_factory=ExitStack)
+    record: bytes
+    slot: int
+    save_id: str
+    was_there: bool
 
-    def __post_init__(self) -> None:
-        what = f"Copying {self.source.url} to {self.target.url}"
-        self.deadline, _ = stalling_deadline("write", self.timeouts.write, what)
-        opened = partial(open_store, timeouts=self.timeouts, retry=self.retry)
-        source, target = opened(self.source), opened(self.target, page_cache=self.page_cache)
-        self.stores.callback(source.close)
-        self.stores.callback(target.close)
-        self.source_store = source.bounded(self.deadline)
-        self.target_store = target.bounded(self.deadline)
-        self.options = transfer_options(
-            source,
-            target,
-            memory_limit_bytes=self.memory_limit_bytes,
-            thread_count=self.thread_count,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Foreign:
+    """Another writer's checkpoint: the length and time of each file below its root."""
+
+    format: SourceFormat
+    files: Mapping[str, tuple[int, float | None]]
+
+
+class CopiedFiles:
+    """Files as a source: there are no tensors, only paths.
+
+    `save_id` is that of the checkpoint that they belong to, if it is one of ours.
+    """
+
+    def __init__(self, site: Site, save_id: str | None) -> None:
+        self.tensors: Mapping[str, TensorInfo] = {}
+        self._site = site
+        self._save_id = save_id
+
+    def require(self, chunks: Iterable[Key]) -> None:
+        """Fetch nothing."""
+
+    def renew(self, store: Store, deadline: Deadline) -> None:
+        """Take over nothing."""
+
+    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
+        """Raise: there are no values."""
+        raise KeyError((fqn, offsets))
+
+    def explain_missing(self, place: ChunkPlace) -> Exception:
+        """Return the error to raise when a file is not there."""
+        moved = None
+        if self._save_id is not None:
+            moved = gone(self._site.source, self._save_id, place.path)
+        return moved or IntegrityError(
+            f"{self._site.setting.source.url}: {place.path} is missing.",
+            path=place.path,
+            offset=0,
+            next_step="Restore the file from a copy, or copy another checkpoint.",
         )
 
-    def run(self) -> CopyReport:
-        """Copy whatever is there."""
-        head = slotlog.read_log(self.source_store).head
-        self._check_elsewhere()
-        if head is not None:
-            stockfooter.check_newest(self.source_store, head)
-            return self._committed(head)
-        source, marks = open_marked(self.source_store, deadline=self.deadline, options=self.options)
-        if marks is None:
-            # Saved by us since the log was read.
-            return self.run()
-        with self._reporting(0, None) as on_bytes:
-            copier = self._copier(None, on_bytes)
-            total_bytes = self._foreign(source, marks, copier)
-        return self._report(copier.tally, format=source.format, total_bytes=total_bytes)
 
-    def _foreign(self, source: Source, marks: FileMarks, copier: FileCopier) -> int:
-        """Copy all files below the root of a checkpoint of another writer; return their bytes.
+class _Copy(Task[CopyReport]):
+    """One copy on one rank."""
 
-        `marks` are those the source was opened with: what shows the copy to readers is written only
-        after they held for all that was read.
-        """
-        entries = [entry for entry in self.source_store.list("") if _is_content(entry)]
-        _check_whole(source, entries)
-        sizes = {entry.path: entry.size_bytes for entry in entries}
-        last = STOCK_METADATA if source.format == "dcp" else INDEX_NAME
-        content: Shown = "metadata"
-        if source.format != "dcp":
-            content = "index" if last in sizes else "nothing"
-        files = [
-            FileToCopy(path=path, target=path, size_bytes=size)
-            for path, size in sorted(sizes.items())
-            if path != last
-        ]
-        listed = sorted((entry.path, entry.size_bytes, entry.modified_s) for entry in entries)
-        whole = copier.plan(files, [self.source.url, listed])
-        shows = last if last in sizes else ""
-        folder = PlainFolder(self.target_store, whole, self.deadline, shown=content, others=shows)
-        is_resumed = folder.take(overwrite=self.overwrite)
-        done = copier.there(whole, folder.complete_files(whole)) if is_resumed else {}
-        with told_from_damage(partial(marks.check, self.source_store)):
-            seal = partial(write_record, self.target_store, whole.identity)
-            copier.copy(whole, done=done, seal=seal)
-            data = _read_whole(self.source_store, last, sizes[last]) if shows else None
-        marks.check(self.source_store)
-        folder.publish(None if data is None else (last, data))
-        return sum(sizes.values())
+    source: CopiedFiles
 
-    def _check_elsewhere(self) -> None:
-        """Refuse a target that is the source by another name; the storages themselves are asked."""
-        if place_within(self.source_store, self.target_store) is not None:
+    def __init__(self, site: Site, *, overwrite: bool) -> None:
+        super().__init__(site)
+        self._overwrite = overwrite
+        self._found: _Ours | _Foreign | None = None
+        self._head: SlotRecord | None = None
+        self._manifest: Manifest | None = None
+        self._log_there: CommitLog | None = None
+        self._marks: FileMarks | None = None
+
+    def find(self) -> _Ours | _Foreign:
+        """Look what there is; refuse a target that is the source by another name."""
+        site = self.site
+        head = slotlog.read_log(site.source).head
+        if place_within(site.source, site.target) is not None:
             raise InvalidInputError(
-                f"{self.target.url} is the same place as {self.source.url}, or lies inside it: "
-                "what is written to the one is seen in the other.",
+                f"{site.setting.target.url} is the same place as {site.setting.source.url}, or "
+                "lies inside it: what is written to the one is seen in the other.",
                 next_step="Give a folder beside it.",
             )
-
-    def _committed(self, head: SlotRecord) -> CopyReport:
-        manifest = read_manifest(self.source_store, head)
-        found = log_to_extend(self.target_store)
-        save_id, was_there = self._name_at_target(manifest.save_id, found)
-        total_bytes = sum(reference.size_bytes for reference, _ in manifest.files)
-        record, unpublished = found.head, None
-        with self._reporting(total_bytes, save_id) as on_bytes:
-            copier = self._copier(manifest.save_id, on_bytes)
-            if not was_there:
-                means = CopyMeans(
-                    overwrite=self.overwrite,
-                    commit_timeout_s=self.timeouts.commit,
-                )
-                attempt = CopyAttempt(means, copier, head, manifest, found, save_id)
-                record = attempt.run()
-                unpublished = attempt.unpublished
-            elif record is not None:
-                unpublished = self._publish(record)
-            exports = copy_exports(
-                self.source_store, self.target_store, copier, manifest.save_id, as_save_id=save_id
+        found: _Ours | _Foreign
+        if head is None:
+            source, self._marks = open_marked(
+                site.source, deadline=site.deadline, options=site.options
             )
-        if unpublished is not None and record is not None:
-            if record.stock_entries != 0:
-                raise unpublished
-            # Stock readers would find a note that it is not for them.
-            log.warning("%s", unpublished)
-        return self._report(
-            copier.tally,
-            format="ckpt_storage",
-            save_id=save_id,
-            slot=record.slot if record else None,
-            was_there=was_there,
-            total_bytes=total_bytes,
-            exports=exports,
+            if self._marks is None:
+                # Saved by us since the log was read.
+                return self.find()
+            entries = [entry for entry in site.source.list("") if _is_content(entry)]
+            _check_whole(source, entries)
+            found = _Foreign(
+                format=source.format,
+                files={entry.path: (entry.size_bytes, entry.modified_s) for entry in entries},
+            )
+        else:
+            stockfooter.check_newest(site.source, head)
+            self._log_there = log_to_extend(site.target)
+            save_id, was_there = self._name_at_target(head.save_id or "", self._log_there)
+            found = _Ours(
+                record=head.encode(), slot=head.slot, save_id=save_id, was_there=was_there
+            )
+        self.open(found)
+        return found
+
+    def open(self, found: object) -> None:
+        """Read the same manifest."""
+        assert isinstance(found, _Ours | _Foreign)  # noqa: S101  # as `find` returns
+        self._found = found
+        if isinstance(found, _Ours):
+            self._head = SlotRecord.decode(found.record, slot=found.slot)
+            self._manifest = read_manifest(self.site.source, self._head)
+            self.save_id = found.save_id
+        self.source = CopiedFiles(self.site, self._manifest.save_id if self._manifest else None)
+
+    def check_unchanged(self) -> None:
+        """Raise if another writer touched its files."""
+        if self._marks is not None:
+            self._marks.check(self.site.source)
+
+    def source_files(self) -> list[str]:
+        """Return all files."""
+        if self._manifest is not None:
+            return sorted(reference.path for reference, _ in self._manifest.files)
+        return sorted(self._found.files) if isinstance(self._found, _Foreign) else []
+
+    def content(self) -> object:
+        """Return what stands for the files."""
+        url, found = self.site.setting.source.url, self._found
+        if isinstance(found, _Foreign):
+            return [url, sorted((path, *mark) for path, mark in found.files.items())]
+        return [url, self.save_id]
+
+    def lay_out(self) -> Layout:
+        """Return the files but the one that shows all others; none if they are there."""
+        found, manifest = self._found, self._manifest
+        if isinstance(found, _Foreign):
+            last = self._shown(found)[1]
+            return lay_out_copies(
+                FileToCopy(path=path, target=path, size_bytes=size)
+                for path, (size, _) in sorted(found.files.items())
+                if path != last
+            )
+        assert manifest is not None  # noqa: S101  # `open` read it
+        assert found is not None  # noqa: S101  # as above
+        if found.was_there:
+            return Layout(files=())
+        return lay_out_copies(
+            FileToCopy(
+                path=file.path,
+                target=file.path.replace(manifest.save_id, found.save_id),
+                size_bytes=file.size_bytes,
+                crc32c=file.crc32c,
+            )
+            for file, _ in manifest.files
         )
 
-    def _publish(self, record: SlotRecord) -> CheckpointError | None:
-        """Repeat what follows a commit, for a copy that was cut there; return why that failed."""
-        try:
-            publishing.roll_forward(self.target_store, record.save_id or "")
-        except CheckpointError as error:
-            return not_published(self.target_store, record, error)
-        return None
+    @staticmethod
+    def _shown(found: _Foreign) -> tuple[Shown, str]:
+        """Return what shows the files of another writer, and its name."""
+        if found.format == "dcp":
+            return "metadata", STOCK_METADATA
+        return ("index", INDEX_NAME) if INDEX_NAME in found.files else ("nothing", "")
+
+    def output(self, plan: Plan) -> Output:
+        """Return the attempt, or the folder."""
+        found, site = self._found, self.site
+        if isinstance(found, _Foreign):
+            shown, last = self._shown(found)
+
+            def document() -> bytes:
+                data = _read_whole(site.source, last, found.files[last][0])
+                self.check_unchanged()
+                return data
+
+            return PlainFolder(
+                site,
+                plan,
+                shown=shown,
+                last=last,
+                document=document,
+                overwrite=self._overwrite,
+                trusts_lengths=True,
+            )
+        assert found is not None  # noqa: S101  # `open` was called
+        assert self._head is not None  # noqa: S101  # as above
+        assert self._manifest is not None  # noqa: S101  # as above
+        if found.was_there:
+            return Output(site, plan)
+        return CopiedCheckpoint(
+            site,
+            plan,
+            head=self._head,
+            manifest=self._manifest,
+            save_id=found.save_id,
+            log_there=self._log_there,
+            overwrite=self._overwrite,
+        )
 
     def _name_at_target(self, save_id: str, found: CommitLog) -> tuple[str, bool]:
         """Return the id that the copy has at the target, and whether it is the head there."""
         named: set[str] = set()
 
         def read(slot: int) -> None:
-            record = slotlog.read_slot(self.target_store, slot)
+            record = slotlog.read_slot(self.site.target, slot)
             if record is not None:
                 named.update((*record.fenced, record.save_id or ""))
 
         jobs = [partial(read, slot) for slot in range(1, found.last_slot + 1)]
-        side_by_side(jobs, "read slots", self.deadline)
+        side_by_side(jobs, "read slots", self.site.deadline)
         head_id = found.head.save_id if found.head else None
         while save_id != head_id and save_id in named:
             save_id = _derived(save_id)
         return save_id, save_id == head_id
 
-    def _copier(self, save_id: str | None, on_bytes: Callable[[int], None]) -> FileCopier:
-        def explain(path: str) -> CheckpointError | None:
-            if save_id is None:
-                return None
-            moved: CheckpointGoneError | None = gone(self.source_store, save_id, path)
-            return moved or IntegrityError(
-                f"{self.source.url}: {path} is missing.",
-                path=path,
-                offset=0,
-                next_step="Restore the file from a copy, or copy another checkpoint.",
-            )
-
-        copier = FileCopier(
-            source=self.source_store,
-            target=self.target_store,
-            options=self.options,
-            deadline=self.deadline,
-            copies=self.copies,
-            on_bytes=on_bytes,
-            explain_missing=explain,
-        )
-        copier.source = self.source_store.bounded(
-            self.deadline, throttled=copier.paces.source.slowed_down
-        )
-        return copier
-
-    def _reporting(
-        self, total_bytes: int, save_id: str | None
-    ) -> AbstractContextManager[Callable[[int], None]]:
-        return reporting(
-            self.progress,
-            phase="write",
-            rank=0,
-            total_bytes=total_bytes,
-            save_id=save_id,
-            with_bar=True,
-        )
-
-    def _report(
-        self,
-        tally: Tally,
-        *,
-        format: SourceFormat,  # noqa: A002  # the report's word
-        total_bytes: int,
-        save_id: str | None = None,
-        slot: int | None = None,
-        was_there: bool = False,
-        exports: CopiedExports | None = None,
-    ) -> CopyReport:
-        exports = exports or CopiedExports()
+    def report(self, output: Output, made: Made, seconds: float) -> CopyReport:
+        """Copy the exports; say what was copied."""
+        found, site = self._found, self.site
+        assert found is not None  # noqa: S101  # `open` was called
+        exports, whole = CopiedExports(), [(output.plan, made)]
+        record, was_there = None, False
+        total_bytes = 0
+        if isinstance(found, _Foreign):
+            total_bytes = sum(size for size, _ in found.files.values())
+        else:
+            assert self._manifest is not None  # noqa: S101  # as above
+            total_bytes = sum(file.size_bytes for file, _ in self._manifest.files)
+            record, unpublished = self._committed(output)
+            was_there, own_id = found.was_there, self._manifest.save_id
+            exports = copy_exports(site, self.source, own_id, as_save_id=found.save_id)
+            whole += exports.made
+            if unpublished is not None:
+                if record.stock_entries != 0:
+                    raise unpublished
+                # Stock readers would find a note that it is not for them.
+                log.warning("%s", unpublished)
+        kept = [plan.files[at].size_bytes for plan, one in whole for at in one.kept]
         return CopyReport(
-            source_url=self.source.url,
-            url=self.target.url,
-            format=format,
-            save_id=save_id,
-            slot=slot,
+            source_url=site.setting.source.url,
+            url=site.setting.target.url,
+            format=found.format if isinstance(found, _Foreign) else "ckpt_storage",
+            save_id=self.save_id,
+            slot=record.slot if record else None,
             was_there=was_there,
-            file_count=tally.file_count,
+            file_count=sum(len(plan.files) for plan, _ in whole),
             total_bytes=total_bytes,
-            read_bytes=tally.read_bytes,
-            sent_bytes=tally.sent_bytes,
-            copied_bytes=tally.copied_bytes,
-            kept_count=tally.kept_count,
-            kept_bytes=tally.kept_bytes,
+            read_bytes=sum(one.bytes_of("read_bytes") for _, one in whole) + sum(kept),
+            sent_bytes=sum(one.bytes_of("sent_bytes") for _, one in whole),
+            copied_bytes=sum(one.bytes_of("copied_bytes") for _, one in whole),
+            kept_count=len(kept),
+            kept_bytes=sum(kept),
             exports=tuple(exports.copied),
             left_out=tuple(exports.left_out),
             failed_exports=dict(exports.failed),
-            seconds=time.monotonic() - self.start_s,
+            seconds=seconds,
         )
+
+    def _committed(self, output: Output) -> tuple[SlotRecord, CheckpointError | None]:
+        """Return the copy's commit, and why stock readers do not find it.
+
+        What follows a commit is repeated for a copy that was cut there.
+        """
+        if isinstance(output, CopiedCheckpoint):
+            assert output.record is not None  # noqa: S101  # it is published
+            return output.record, output.unpublished
+        assert self._log_there is not None  # noqa: S101  # the coordinator's
+        record = self._log_there.head
+        assert record is not None  # noqa: S101  # it was there
+        try:
+            publishing.roll_forward(self.site.target, record.save_id or "")
+        except CheckpointError as error:
+            return record, not_published(self.site.target, record, error)
+        return record, None
 
 
 def _is_content(entry: ObjectInfo) -> bool:

@@ -19,7 +19,6 @@ from ckpt_storage.format.exports import (
     IndexTag,
     Series,
     export_path,
-    is_probe,
     is_weight_file,
     records_folder,
 )
@@ -28,9 +27,13 @@ from ckpt_storage.format.names import BLOCKER, COMMITS, PROBE_PREFIX, SAVES, STO
 from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.store import Store
 
-from .files import FileCopier, FileToCopy
-from .layout import OutFile
-from .output import abort_uploads
+from .attempt import damage_of
+from .folder import abort_uploads, claim, files_there
+from .layout import FileToCopy, OutFile, lay_out_copies
+from .output import Made, Output, Site, Taken
+from .plan import Plan, WriteRules, plan
+from .reads import Readable
+from .work import UNKNOWN_CRC, Alone, make
 
 log = logging.getLogger("ckpt_storage")
 
@@ -43,16 +46,16 @@ class CopiedExports:
 
     copied: folders of exports. left_out: paths that stay behind. failed: those of them that an
     error kept from being copied, and what it says; "." if it could not be listed what is there.
+    made: what was written for each.
     """
 
     copied: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    made: list[tuple[Plan, Made]] = field(default_factory=list)
 
 
-def copy_exports(
-    source: Store, target: Store, copier: FileCopier, save_id: str, *, as_save_id: str
-) -> CopiedExports:
+def copy_exports(site: Site, files: Readable, save_id: str, *, as_save_id: str) -> CopiedExports:
     """Copy the exports of `save_id` directly below the source; return what became of each.
 
     A stale export, one whose place at the target is taken by another content, and one that is
@@ -62,7 +65,7 @@ def copy_exports(
     """
     found = CopiedExports()
     try:
-        entries = _listed(source, "")
+        entries = _listed(site.source, "")
     except CheckpointError as error:
         _failed(found, ".", error)
         return found
@@ -70,7 +73,7 @@ def copy_exports(
         if entry.path in _OWN or entry.path.startswith(PROBE_PREFIX):
             continue
         folder = entry.path.rstrip("/")
-        one = _Export(source, target, copier, folder) if entry.path.endswith("/") else None
+        one = _Export(site, files, folder) if entry.path.endswith("/") else None
         try:
             is_wanted = one is not None and one.tag() and one.save_id == save_id == as_save_id
             is_copied = one is not None and is_wanted and one.copy()
@@ -80,6 +83,7 @@ def copy_exports(
         if is_copied and one is not None:
             found.copied.append(folder)
             found.left_out.extend(one.left_out)
+            found.made.extend(one.made)
         else:
             found.left_out.append(entry.path)
     return found
@@ -105,14 +109,16 @@ def _listed(store: Store, prefix: str) -> list[ObjectInfo]:
 class _Export:
     """One folder that may hold an export."""
 
-    def __init__(self, source: Store, target: Store, copier: FileCopier, folder: str) -> None:
-        self._source = source
-        self._target = target
-        self._copier = copier
+    def __init__(self, site: Site, files: Readable, folder: str) -> None:
+        self._site = site
+        self._source = site.source
+        self._target = site.target
+        self._files = files
         self._folder = folder
         self._index = b""
         self._tag: IndexTag | None = None
         self.left_out: list[str] = []
+        self.made: list[tuple[Plan, Made]] = []
 
     def _at(self, path: str) -> str:
         return f"{self._folder}/{path}"
@@ -161,13 +167,7 @@ class _Export:
             if foreign:
                 return self._refused(f"it holds {foreign[0]}")
             self._target.make_folders([self._at(DOCUMENTS)])
-            try:
-                self._target.create(self._at(NAMES_PATH), names)
-            except StorageError as error:
-                if error.kind == "unsupported":
-                    self._target.replace(self._at(NAMES_PATH), names)
-                elif error.kind != "exists":
-                    raise
+            claim(self._target, self._at(NAMES_PATH), names)
             there = read_if_there(self._target, self._at(NAMES_PATH))
         if there is None or there.data != names:
             return self._refused("its names belong to another content")
@@ -207,7 +207,6 @@ class _Export:
 
     def _copy_files(self, record: ExportRecord) -> None:
         """Copy what the target has not; what it has must be what it should be."""
-        copier = self._copier
         files = [
             FileToCopy(
                 path=self._at(one.path),
@@ -218,15 +217,22 @@ class _Export:
             for one in record.files
         ]
         others = self._others({one.path for one in record.files})
-        whole = copier.plan([*files, *others])
-        done = copier.there(whole)
+        site = self._site
+        rules = WriteRules.of(site.target.capabilities, part_bytes=site.options.part_bytes)
+        first = plan(
+            lay_out_copies([*files, *others]), world_size=1, rules=rules, source=record.fingerprint
+        )
+        done = files_there(site, first, Taken())
         # Nothing tells one content of a file from another that people put there, but the source.
-        same = {at: ref for at, ref in done.items() if ref.crc32c >= 0 or self._is_same(ref.path)}
-        copier.copy(whole, done=same, damage=self._damage)
-
-    def _damage(self, file: OutFile) -> CheckpointError:
-        reference = FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=file.crc32c or 0)
-        return self._copier.damage_of(file, FileChecks.of_file(reference, path=file.name))
+        same = {
+            at: ref
+            for at, ref in done.items()
+            if ref.crc32c != UNKNOWN_CRC or self._is_same(ref.path)
+        }
+        output = _Files(site, first.leaving(same))
+        taken = Taken(done=same)
+        made = make(Alone(site.deadline), site, self._files, output, taken, on_bytes=lambda _: None)
+        self.made.append((first, made))
 
     def _is_same(self, path: str) -> bool:
         return self._target.get(path).data == self._source.get(path).data
@@ -246,5 +252,14 @@ class _Export:
             if not entry.path.endswith("/")
             and entry.path not in known
             and not self._is_weight(entry)
-            and not is_probe(entry.path)
+            and not entry.path.rpartition("/")[2].startswith(PROBE_PREFIX)
         ]
+
+
+class _Files(Output):
+    """The weight files of one export; what is named by its index is told from damage."""
+
+    def damage(self, file: OutFile) -> CheckpointError:
+        """Return what is wrong with a weight file."""
+        reference = FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=file.crc32c or 0)
+        return damage_of(self.site, file, FileChecks.of_file(reference, path=file.name))

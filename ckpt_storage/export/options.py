@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import MIB, PageCache, check_page_cache
@@ -208,32 +209,16 @@ def matching(selection: Selection, names: Collection[str], option: str) -> set[s
     return found
 
 
-TargetFormat = Literal["ckpt_storage", "dcp", "dcp_safetensors", "safetensors", "torch_save"]
-"""ours; stock DCP; torch's sharded safetensors; one Hugging Face export; a file of torch.save."""
+def digest(value: object) -> str:
+    """Return a text that is the same for equal options on all ranks; functions are not compared.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertReport:
-    """What `convert` did; both URLs are without credentials.
-
-    source_format, format: of what was read and of what was written. save_id: of the checkpoint
-    that was made, if it is one of ours. kept_count: files that a call which died had completed, and
-    that were found sound. total_bytes counts tensors only. dropped: FQNs that the
-    target cannot hold and that were left out as asked; excluded: those that a selection left out.
+    What functions answer is compared as part of the plan.
     """
-
-    source_url: str
-    source_format: str
-    url: str
-    format: TargetFormat
-    save_id: str | None
-    kept_count: int
-    tensor_count: int
-    blob_count: int
-    total_bytes: int
-    dropped: Sequence[str]
-    excluded: Sequence[str]
-    seconds: float
-
-
-FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
+    if callable(value):
+        return "a function"
+    if isinstance(value, Mapping):
+        value = sorted((str(key), str(one)) for key, one in value.items())
+    elif isinstance(value, set | frozenset | list | tuple):
+        value = sorted(map(str, value))
+    text = repr(value)
+    return text if len(text) < 80 else hashlib.sha256(text.encode()).hexdigest()  # noqa: PLR2004

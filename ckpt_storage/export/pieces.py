@@ -244,26 +244,6 @@ class CopyRun:
     place: ChunkPlace
     source_start: int
 
-    def begun_at(self, start: int) -> CopyRun | None:
-        """Return the run from `start`, or the next edge of a block, on; None if none is left."""
-        if start <= self.start:
-            return self
-        source_start = self.source_start + start - self.start
-        source_start += -source_start % _edge_bytes(self.place)
-        begin = self.start + source_start - self.source_start
-        if begin >= self.stop:
-            return None
-        return replace(self, start=begin, source_start=source_start)
-
-    def ended_at(self, stop: int) -> CopyRun | None:
-        """Return the run up to `stop`, or the edge of a block before; None if none is left."""
-        if stop >= self.stop:
-            return self
-        source_stop = self.source_start + stop - self.start
-        source_stop -= source_stop % _edge_bytes(self.place)
-        end = self.start + source_stop - self.source_start
-        return replace(self, stop=end) if end > self.start else None
-
     @property
     def size_bytes(self) -> int:
         """Bytes to copy."""
@@ -319,13 +299,23 @@ def cut_region(
     most twice the larger of both.
     """
     unit = number_unit_bytes(capabilities, region.file_bytes)
-    least_copy = max(unit, capabilities.copy_min_bytes or 0, _MIN_COPY_BYTES)
+    least = max(unit, capabilities.copy_min_bytes or 0, _MIN_COPY_BYTES)
     parts: list[FilePart] = []
     at = region.start
-    for run in _fitted(region, runs, unit=unit, least=least_copy):
-        parts += streamed(region, at, run.start, capabilities, stream_bytes=stream_bytes)
-        parts += _copied(region, run, unit=unit, capabilities=capabilities)
-        at = run.stop
+    for run in runs:
+        edge, shift = _edge_bytes(run.place), run.start - run.source_start
+        begin, end = run.start, run.stop
+        if at < begin < at + unit:
+            # What is streamed before it would be too short.
+            begin = at + unit + (shift - at - unit) % edge
+        if not region.ends_file and 0 < region.stop - end < unit:
+            end = region.stop - unit
+            end -= (end - shift) % edge
+        if end - begin >= least:
+            parts += streamed(region, at, begin, capabilities, stream_bytes=stream_bytes)
+            fitted = replace(run, start=begin, stop=end, source_start=begin - shift)
+            parts += _copied(region, fitted, unit=unit, capabilities=capabilities)
+            at = end
     parts += streamed(region, at, region.stop, capabilities, stream_bytes=stream_bytes)
     return parts
 
@@ -350,22 +340,6 @@ def streamed(
         for begin, end in itertools.pairwise(edges)
         if begin < end
     ]
-
-
-def _fitted(region: Region, runs: Iterable[CopyRun], *, unit: int, least: int) -> list[CopyRun]:
-    """Return those runs, shortened where need be, between which no part is too short."""
-    kept: list[CopyRun] = []
-    at = region.start
-    for run in runs:
-        fitted = run.begun_at(at + unit) if at < run.start < at + unit else run
-        if fitted is not None and fitted.size_bytes >= least:
-            kept.append(fitted)
-            at = fitted.stop
-    while kept and not region.ends_file and 0 < region.stop - kept[-1].stop < unit:
-        last = kept.pop().ended_at(region.stop - unit)
-        if last is not None and last.size_bytes >= least:
-            kept.append(last)
-    return kept
 
 
 def _copied(

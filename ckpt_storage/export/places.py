@@ -17,11 +17,7 @@ from typing import Any
 from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.coordination.failures import spell_ranks
 from ckpt_storage.errors import CheckpointError, RankMismatchError, StorageError
-from ckpt_storage.format.exports import probe_path
-from ckpt_storage.format.names import STOCK_METADATA
-from ckpt_storage.format.names import probe_path as root_probe_path
-from ckpt_storage.source.foreign import SafetensorsSource, StockSource
-from ckpt_storage.source.model import CommittedSource, Source
+from ckpt_storage.format.names import STOCK_METADATA, probe_path
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.store import Store
 
@@ -84,7 +80,7 @@ def place_within(source: Store, target: Store, *, is_deep: bool = True) -> str |
     """
     if not _holds_anything(target):
         return None
-    name = root_probe_path()
+    name = probe_path()
     try:
         target.put(name, b"Is this folder the one that is read from?")
     except StorageError as error:
@@ -156,33 +152,22 @@ class Seen:
         return self.files == marks.missing and not self.is_probe_missing
 
 
-def source_files(source: Source) -> list[str]:
-    """Return the paths of the files that hold the values, sorted."""
-    if isinstance(source, CommittedSource):
-        return sorted(reference.path for reference, _ in source.manifest.files)
-    if isinstance(source, StockSource):
-        return sorted({item.relative_path for item in source.metadata.items.values()})
-    if isinstance(source, SafetensorsSource):
-        return sorted({place.path for place in source.held.values()})
-    return []
-
-
-def place_marks(source: Source, source_store: Store, target: Store, *, world_size: int) -> Marks:
-    """Choose a sample of the source's files and write a probe to `target`, whose folders exist.
+def place_marks(files: Sequence[str], source: Store, target: Store, *, world_size: int) -> Marks:
+    """Choose a sample of the source's files, and write a probe to `target`.
 
     Coordinator only; `remove_marks` takes the probe away. Storages that every process reaches by
     the same requests need no look.
     """
-    files: list[str] = []
+    sample: Sequence[str] = ()
     probe, nonce = None, os.urandom(16).hex().encode()
-    if world_size > 1 and _may_be_apart(source_store):
-        found = source_files(source)
-        files = found[:: -(-len(found) // _SAMPLE_COUNT) or 1]
+    if world_size > 1 and _may_be_apart(source):
+        sample = files[:: -(-len(files) // _SAMPLE_COUNT) or 1]
     if world_size > 1 and _may_be_apart(target):
         probe = probe_path()
+        target.make_folders([])
         target.put(probe, nonce)
-    missing = tuple(path for path in files if not is_there(source_store, path))
-    return Marks(files=tuple(files), missing=missing, probe=probe, nonce=nonce)
+    missing = tuple(path for path in sample if not is_there(source, path))
+    return Marks(files=tuple(sample), missing=missing, probe=probe, nonce=nonce)
 
 
 def remove_marks(marks: Marks, target: Store) -> None:
@@ -225,7 +210,7 @@ def check_seen(seen: Sequence[Seen], source_url: str, target_url: str) -> None:
             path=path,
             phase="plan",
             next_step="Save to a file system that all nodes share or to an object store, or copy "
-            "the files of all nodes to one place; then consolidate that.",
+            "the files of all nodes to one place; then read that.",
         )
     apart = [rank for rank, one in enumerate(seen) if one.is_probe_missing]
     if apart:
@@ -237,7 +222,7 @@ def check_seen(seen: Sequence[Seen], source_url: str, target_url: str) -> None:
             path=target_url,
             phase="plan",
             next_step="Give an output on a file system that all nodes share or on an object "
-            "store, or consolidate with the ranks of one node, or with one process.",
+            "store, or work with the ranks of one node, or with one process.",
         )
 
 

@@ -157,10 +157,17 @@ class Plan:
         """Return the same plan over files of other names."""
         return replace(self, layout=layout)
 
-    def leaving(self, done: Collection[int]) -> Plan:
-        """Return the plan for what is left where the files of `done` are said to be complete."""
+    def checks_of(self, rank: int) -> list[int]:
+        """Return the complete files that `rank` reads back."""
+        return [at for at, owner in self.checks.items() if owner == rank]
+
+    def leaving(self, done: Collection[int], sealed: Collection[int] = ()) -> Plan:
+        """Return the plan for what is left where the files of `done` are said to be complete.
+
+        Those of `sealed` are neither written nor checked: they only lack their names.
+        """
         sizes = [file.size_bytes for file in self.files]
-        left = [at for at in range(len(sizes)) if at not in done]
+        left = [at for at in range(len(sizes)) if at not in {*done, *sealed}]
         checked = sorted(done)
         owners = _whole_files([sizes[at] for at in checked], self.world_size)
         return replace(

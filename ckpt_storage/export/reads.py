@@ -7,13 +7,12 @@ copies for each read, never row by row. torch is imported only to cast, and for 
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, 
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.selections import WindowCopy, box_selection
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.source.model import CommittedSource, Key, Source, TensorInfo
+from ckpt_storage.source.model import Key, TensorInfo
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read, concerns
@@ -30,11 +29,8 @@ from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
 
-from .layout import Elements, Fixed, Layout, OutFile, Segment, Stored, out_file
+from .layout import Elements, Layout, OutFile, Segment, Stored, out_file
 from .pieces import Piece, PieceFinder
-
-if TYPE_CHECKING:
-    from .torchfile import TorchFileSource
 
 Bits = NDArray[Any]
 """Elements of a dtype as unsigned integers of its size, or as the dtype where numpy has it."""
@@ -52,6 +48,9 @@ class Readable(Protocol):
 
     def require(self, chunks: Iterable[Key]) -> None:
         """Fetch what `place` needs for these chunks."""
+
+    def renew(self, store: Store, deadline: Deadline) -> None:
+        """Take over the store and deadline of the step that begins."""
 
     def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
         """Return where a chunk lies."""
@@ -376,42 +375,3 @@ def _put(segment: Elements | Stored, found: Bits, out: Bits) -> None:
         torch.from_numpy(out).view(getattr(torch, segment.dtype)).copy_(source)
     else:
         np.copyto(out, found)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Values:
-    """What goes over. held: values that are in memory as objects; other blobs are stored."""
-
-    source: Source | TorchFileSource
-    store: Store
-    tensors: Mapping[str, TensorInfo]
-    blobs: frozenset[str]
-    held: Mapping[str, object]
-    paths: Mapping[str, tuple[str | int, ...]]
-    ties: Mapping[str, str]
-
-    def blob_bytes(self, fqn: str) -> int:
-        """Return the length of a stored value that is no tensor."""
-        return self.source.place(fqn, None).size_bytes
-
-    def segments(self) -> dict[str, Segment]:
-        """Return each value that is no tensor as DCP stores it: by `torch.save`."""
-        found: dict[str, Segment] = {}
-        for fqn in sorted(self.blobs):
-            if fqn in self.held:
-                import torch  # noqa: PLC0415  # only what torch read is held
-
-                buffer = io.BytesIO()
-                torch.save(self.held[fqn], buffer)
-                found[fqn] = Fixed(buffer.getvalue())
-            else:
-                found[fqn] = Stored(fqn=fqn, size_bytes=self.blob_bytes(fqn))
-        return found
-
-
-def ties_of(source: Source | TorchFileSource) -> Mapping[str, str]:
-    """Return the names of a source that mean another one's memory, each with that one."""
-    if isinstance(source, CommittedSource):
-        return source.ties
-    found: Mapping[str, str] = getattr(source, "ties", {})
-    return found

@@ -20,7 +20,7 @@ from ckpt_storage.format.exports import (
 from ckpt_storage.format.names import COMMITS, SAVES, new_write_id
 from ckpt_storage.store.store import Store
 
-from .output import holder_of, listed
+from .folder import holder_of, listed
 
 log = logging.getLogger("ckpt_storage")
 

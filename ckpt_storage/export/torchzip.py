@@ -11,10 +11,10 @@ import io
 import itertools
 import pickle
 import struct
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
@@ -33,22 +33,16 @@ from .reads import SegmentStream
 from .select import payload_bytes
 from .weights import elements_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 _ALIGN_BYTES = 64
-_LOCAL = struct.Struct("<4s5H3L2H")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
-_END = struct.Struct("<4s4H2LH")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR64 = struct.Struct("<4sLQL")
-_DESCRIPTOR = struct.Struct("<4s3L")
-_DESCRIPTOR64 = struct.Struct("<4sL2Q")
-_EXTRA64_LOCAL = struct.Struct("<2H2Q")
-_PADDING = struct.Struct("<2H")
-_MAX32 = 0xFFFFFFFF
-_UTF8, _DESCRIBED = 0x0800, 0x0008
-_DATE = 0x0021  # the first day that zip knows
-_VERSION, _VERSION64 = 20, 45
 _PADDING_ID = 0x4246  # torch's own choice; nobody reads it
 _ROOT = "archive"
+_FRAME_BYTES = 4096
+"""Shorter pieces are gathered."""
+_WIDE_BYTES = 1 << 30
+"""Records from here on tell their length in 64 bits."""
 _SHORT_LIST = 128
 _ABSENT_PER_KEY = 16
 _ABSENT_COUNT = 1 << 16
@@ -135,68 +129,51 @@ def write_torch_file(  # one call site, all named
         raise
 
 
+class _Stream(io.RawIOBase):
+    """What a zip is written to: it goes forward only, so checksums follow the bytes."""
+
+    def __init__(self, writer: ShardFileWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Buffer) -> int:
+        view = memoryview(data)
+        if view.nbytes < _FRAME_BYTES:
+            self._writer.frame(bytes(view))
+        else:
+            self._writer.payload([view])
+        return view.nbytes
+
+
 class _Zip:
     """A zip of stored records, written in one pass."""
 
     def __init__(self, writer: ShardFileWriter) -> None:
         self._writer = writer
-        self._directory: list[bytes] = []
+        self._file = zipfile.ZipFile(_Stream(writer), "w")
 
     def record(
         self, name: str, length: int, views: Iterable[memoryview], *, is_aligned: bool = False
     ) -> None:
         """Append one record of `length` bytes."""
-        writer, spelt = self._writer, f"{_ROOT}/{name}".encode()
-        start = writer.position
-        is_wide = length >= _MAX32
-        extra = _EXTRA64_LOCAL.pack(1, 16, 0, 0) if is_wide else b""
+        info = zipfile.ZipInfo(f"{_ROOT}/{name}")
+        is_wide = length >= _WIDE_BYTES
         if is_aligned:
-            unpadded = start + _LOCAL.size + len(spelt) + len(extra) + _PADDING.size
-            padding = -unpadded % _ALIGN_BYTES
-            extra += _PADDING.pack(_PADDING_ID, padding) + b"Z" * padding
-        version = _VERSION64 if is_wide else _VERSION
-        told = _MAX32 if is_wide else 0
-        # Lengths and checksum stand behind the bytes, as in torch's own files.
-        fields = (version, _UTF8 | _DESCRIBED, 0, 0, _DATE, 0, told, told)
-        writer.frame(_LOCAL.pack(b"PK\x03\x04", *fields, len(spelt), len(extra)) + spelt + extra)
-        crc = 0
-
-        def checked() -> Iterator[memoryview]:
-            nonlocal crc
+            wide_bytes = 20 if is_wide else 0
+            before = self._writer.position + 30 + len(info.filename.encode()) + 4 + wide_bytes
+            padding = -before % _ALIGN_BYTES
+            info.extra = struct.pack("<2H", _PADDING_ID, padding) + b"Z" * padding
+        with self._file.open(info, "w", force_zip64=is_wide) as file:
             for view in views:
-                crc = zlib.crc32(view, crc)
-                yield view
-
-        writer.payload(checked())
-        descriptor = _DESCRIPTOR64 if is_wide else _DESCRIPTOR
-        writer.frame(descriptor.pack(b"PK\x07\x08", crc, length, length))
-        self._directory.append(_central(spelt, crc, length, start))
+                file.write(view)
 
     def finish(self) -> None:
         """Append the directory and make the file visible."""
-        writer, directory = self._writer, b"".join(self._directory)
-        start, count = writer.position, len(self._directory)
-        writer.frame(directory)
-        fields = (44, _VERSION64, _VERSION64, 0, 0, count, count, len(directory), start)
-        if start >= _MAX32 or count >= 0xFFFF:  # noqa: PLR2004  # 16 bits
-            writer.frame(
-                _END64.pack(b"PK\x06\x06", *fields)
-                + _LOCATOR64.pack(b"PK\x06\x07", 0, start + len(directory), 1)
-            )
-        few = min(count, 0xFFFF)
-        size, at = min(len(directory), _MAX32), min(start, _MAX32)
-        writer.frame(_END.pack(b"PK\x05\x06", 0, 0, few, few, size, at, 0))
-        writer.finish()
-
-
-def _central(spelt: bytes, crc: int, length: int, start: int) -> bytes:
-    wide = [value for value in (length, length, start) if value >= _MAX32]
-    extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-    version = _VERSION64 if wide else _VERSION
-    told, at = min(length, _MAX32), min(start, _MAX32)
-    fields = (version, version, _UTF8 | _DESCRIBED, 0, 0, _DATE, crc, told, told)
-    rest = (len(spelt), len(extra), 0, 0, 0, 0, at)
-    return _CENTRAL.pack(b"PK\x01\x02", *fields, *rest) + spelt + extra
+        self._file.close()
+        self._writer.finish()
 
 
 @dataclass(frozen=True, slots=True)

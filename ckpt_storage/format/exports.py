@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,9 +29,7 @@ __all__ = [
     "export_path",
     "is_document",
     "is_file_record",
-    "is_probe",
     "is_weight_file",
-    "probe_path",
     "records_folder",
     "records_tag",
     "suffix_of",
@@ -48,12 +45,11 @@ DOCUMENTS = ".ckpt-storage"
 NAMES_PATH = f"{DOCUMENTS}/names.json"
 HOLDER_PATH = f"{DOCUMENTS}/job.json"
 SINGLE_NAME = "model.safetensors"
-_PROBE = f"{DOCUMENTS}/probe-"
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _WEIGHT_FILE = re.compile(r"model(-[0-9]{5,}-of-([0-9]{5,})(-([0-9a-f]{8}))?)?\.safetensors")
 _DOCUMENT = re.compile(
-    rf"{re.escape(DOCUMENTS)}/((names|job)\.json|probe-[0-9a-f]{{16}}"
+    rf"{re.escape(DOCUMENTS)}/((names|job)\.json"
     r"|[0-9a-f]{16}/([0-9]{5,}|output)\.json)"
 )
 _FILE_RECORD = re.compile(rf"{re.escape(DOCUMENTS)}/[0-9a-f]{{16}}/[0-9]{{5,}}\.json")
@@ -86,16 +82,6 @@ def weight_file_path(fingerprint: str, number: int) -> str:
 def suffix_of(fingerprint: str) -> str:
     """Return what sets names of this content apart from those of another."""
     return fingerprint[:_SUFFIX_DIGITS]
-
-
-def probe_path() -> str:
-    """Return a new name for what the coordinator writes and all ranks look for."""
-    return f"{_PROBE}{os.urandom(8).hex()}"
-
-
-def is_probe(path: str) -> bool:
-    """Return whether `path` is such a name; one that stays was left by a run that died."""
-    return path.startswith(_PROBE)
 
 
 def is_weight_file(name: str) -> bool:
@@ -193,21 +179,40 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFileRecord:
-    """A weight file that is complete."""
+    """A file of which every byte is durable.
+
+    With a `token` it may lack its name: that of its upload, which has a `write_id`, and `parts` it
+    has to be completed with.
+    """
 
     fingerprint: str
     file: FileRef
+    token: str = ""
+    write_id: str = ""
+    parts: Sequence[Sequence[int | str | None]] = ()
 
     def encode(self) -> bytes:
         """Return the sealed document."""
-        body = {"fingerprint": self.fingerprint, "file": self.file.as_json()}
+        body: dict[str, Any] = {"fingerprint": self.fingerprint, "file": self.file.as_json()}
+        if self.token:
+            parts = [list(part) for part in self.parts]
+            body |= {"token": self.token, "write_id": self.write_id, "parts": parts}
         return _sealed("weight_file", body, {})
 
     @classmethod
     def decode(cls, data: bytes, *, path: str) -> Self:
         """Return what a document says. Raises `IntegrityError`, `FormatError`."""
         get = _opened(data, "weight_file", path)
-        return cls(fingerprint=_fingerprint(get), file=get.object("file").ref())
+        parts = get.body.get("parts", [])
+        if not isinstance(parts, list) or not all(isinstance(part, list) for part in parts):
+            get.fail("has no list of parts")
+        return cls(
+            fingerprint=_fingerprint(get),
+            file=get.object("file").ref(),
+            token=str(get.body.get("token", "")),
+            write_id=str(get.body.get("write_id", "")),
+            parts=parts,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

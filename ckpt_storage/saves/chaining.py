@@ -11,8 +11,13 @@ from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.errors import CheckpointError, ConsolidationError, InvalidInputError, StorageError
-from ckpt_storage.export.consolidate import output_location, track
-from ckpt_storage.export.consolidation import ConsolidateJob, ConsolidationReport, run_consolidate
+from ckpt_storage.export.consolidate import (
+    ConsolidateJob,
+    ConsolidationReport,
+    output_location,
+    run_consolidate,
+    track,
+)
 from ckpt_storage.export.options import ConsolidateOptions
 from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeouts
 from ckpt_storage.store import Location

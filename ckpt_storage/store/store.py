@@ -23,6 +23,7 @@ from .backend import (
     Content,
     CopySource,
     ObjectInfo,
+    Part,
     Range,
     TooLongError,
 )
@@ -248,6 +249,30 @@ class Store:
         Raises `UnsupportedByStoreError` unless `capabilities.tokens_travel`.
         """
         return Upload(self, path, joined=token)
+
+    def take_over(self, path: str, token: str, write_id: str, parts: Sequence[Part]) -> Upload:
+        """Own an upload that another process handed over, perhaps before it died. Raises as `join`.
+
+        `write_id` is what it was begun with, and `parts` are all that was sent. The storage refuses
+        to complete one that is gone.
+        """
+        return Upload(self, path, joined=token, handed_over=parts, write_id=write_id)
+
+    def open_uploads(self, prefix: str) -> set[tuple[str, str]]:
+        """Return path and token of each open upload below a folder, where the storage tells both.
+
+        Raises `UnsupportedByStoreError` unless `capabilities.lists_uploads`.
+        """
+        folder = prefix.strip("/")
+        return self.run(
+            "listing of uploads",
+            folder,
+            lambda backend: {
+                (found.path, found.token)
+                for found in backend.list_uploads(folder)
+                if found.path is not None
+            },
+        )
 
     def copy_source(self, path: str) -> CopySource | None:
         """Return the object as uploads of this storage can copy it; None where they cannot."""

@@ -58,6 +58,8 @@ class Upload:
         if_absent: bool = False,
         copies: bool = False,
         joined: str | None = None,
+        handed_over: Sequence[Part] | None = None,
+        write_id: str = "",
     ) -> None:
         self._store = store
         self._path = path
@@ -65,13 +67,13 @@ class Upload:
         self._capabilities = store.capabilities
         self._if_absent = if_absent
         self._copies = copies
-        self._is_owner = joined is None
+        self._is_owner = joined is None or handed_over is not None
         self._token = joined
         if joined is not None:
             self._check_shared()
-        self._write_id = os.urandom(16).hex()
+        self.write_id = write_id or os.urandom(16).hex()
         self._size_hint = size_hint
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, Part] = {part.number: part for part in handed_over or ()}
         # A last part that the storage would show too early, or that may be the whole object.
         self._held: tuple[Part, bytes] | None = None
         self._lock = threading.Lock()
@@ -91,6 +93,17 @@ class Upload:
         """
         self._check_shared()
         return self._begun()
+
+    def hand_over(self) -> None:
+        """Leave the object to whoever has the token and the receipts: `Store.take_over`.
+
+        What was sent outlives the process where the storage lists uploads.
+        """
+        token = self._begun()
+        self._store.run(
+            "handing over", self._path, lambda backend: backend.leave_upload(self._path, token)
+        )
+        self._state = "complete"
 
     def write_part(
         self, number: int, offset: int, buffers: Sequence[memoryview], *, last: bool
@@ -261,7 +274,7 @@ class Upload:
             try:
                 return backend.begin_upload(
                     self._path,
-                    write_id=self._write_id,
+                    write_id=self.write_id,
                     if_absent=self._if_absent,
                     size_hint=size_hint,
                     copies=self._copies,
@@ -308,7 +321,7 @@ class Upload:
 
     def _put(self, backend: Backend, data: bytes) -> None:
         backend.put(
-            self._path, [memoryview(data)], write_id=self._write_id, if_absent=self._if_absent
+            self._path, [memoryview(data)], write_id=self.write_id, if_absent=self._if_absent
         )
 
     def _join(self, backend: Backend, token: str, ordered: Sequence[Part]) -> None:
@@ -318,7 +331,7 @@ class Upload:
             at = parts.index(part)
             parts[at] = _sent(backend, self._path, token, part, [memoryview(data)], last=True)
         backend.complete_upload(
-            self._path, token, parts, write_id=self._write_id, if_absent=self._if_absent
+            self._path, token, parts, write_id=self.write_id, if_absent=self._if_absent
         )
 
     def _finish(self, total_bytes: int, call: Callable[[Backend], None]) -> None:
@@ -336,7 +349,7 @@ class Upload:
             found = self._found()
             # Some storages keep no write id; there it is ours where nobody else writes the name.
             is_ours = found is not None and (
-                found.write_id == self._write_id
+                found.write_id == self.write_id
                 or (found.write_id is None and failure.kind == "not-found" and not self._if_absent)
             )
             if found is not None and is_ours and found.size_bytes == total_bytes:
@@ -369,9 +382,9 @@ class Upload:
     def _delete_ours(self, backend: Backend) -> None:
         try:
             found = backend.stat(self._path)
-            if found.write_id == self._write_id and found.version is not None:
+            if found.write_id == self.write_id and found.version is not None:
                 backend.delete_version(self._path, found.version)
-            elif found.write_id == self._write_id:
+            elif found.write_id == self.write_id:
                 backend.delete([self._path])
         except Exception as error:
             kind = self._kind_of(error)

@@ -43,8 +43,7 @@ from ckpt_storage.errors import (
     InvalidInputError,
     UnsafeContentError,
 )
-from ckpt_storage.export.convert import convert
-from ckpt_storage.export.options import FORMATS, TargetFormat
+from ckpt_storage.export.convert import FORMATS, TargetFormat, convert
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import MIB
 from ckpt_storage.store import open_store

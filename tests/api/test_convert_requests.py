@@ -32,8 +32,7 @@ from ckpt_storage.errors import (
     InvalidInputError,
     StorageError,
 )
-from ckpt_storage.export.convert import convert
-from ckpt_storage.export.options import TargetFormat
+from ckpt_storage.export.convert import TargetFormat, convert
 from ckpt_storage.format.boxes import Box
 from ckpt_storage.transfer import ranges
 

@@ -33,9 +33,10 @@ from ckpt_storage.errors import (
     IntegrityError,
     RankFailedError,
 )
-from ckpt_storage.export import consolidation as run_module
-from ckpt_storage.export.consolidation import ConsolidateJob, ConsolidationReport, run_consolidate
+from ckpt_storage.export import output as run_module
+from ckpt_storage.export.consolidate import ConsolidateJob, ConsolidationReport, run_consolidate
 from ckpt_storage.export.options import ConsolidateOptions
+from ckpt_storage.format.exports import is_file_record
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Backend, Content, ObjectInfo, Settings
@@ -297,7 +298,7 @@ def test_every_fault_at_every_operation_is_survived(
                 folder.files("old").get("model.safetensors")
             }, at
             if failed and action == "error" and call.operation != "abort_upload":
-                assert not [name for name in files if ".tmp-" in name], at
+                assert not _half_written(files), at
             counts[f"{action}: {'failed' if failed else 'passed'}"] += 1
             again = folder.run(2, output, world_size=1, file_count=file_count)
             assert again[0].error is None, f"{at}: {again[0].error!r}"
@@ -306,6 +307,14 @@ def test_every_fault_at_every_operation_is_survived(
     text = f"{kind}, {world_size} ranks, rank {faulty}: {len(calls)} operations; {dict(counts)}"
     record_property("faults", text)
     print(text)  # noqa: T201  # shown by -rP; the counts are asked for
+
+
+def _half_written(files: Mapping[str, bytes]) -> list[str]:
+    """Return temporary files but those that a record says are sealed."""
+    records = [json.loads(data)["body"] for name, data in files.items() if is_file_record(name)]
+    sealed = {record["file"]["path"] for record in records}
+    drafts = [name for name in files if ".tmp-" in name]
+    return [name for name in drafts if name[1:].partition(".tmp-")[0] not in sealed]
 
 
 def dying_at(operation: str, skip_count: int = 0, path: str = "") -> Wrap:
@@ -348,6 +357,20 @@ def test_an_unfinished_first_export_is_taken_for_a_whole_by_nobody(folder: Folde
     assert folder.run(2, output, file_count=4)[0].error is None
     assert folder.version_of(folder.files(output)) == 2
     assert ckpt_storage.verify(f"{folder.place.url}/run").ok
+
+
+def test_files_get_their_names_together(folder: Folder) -> None:
+    """Who lists the folder sees no file of a new export before all of them are written."""
+    output = folder.fresh("replace")
+    before = {name for name in folder.files(output) if name.endswith(".safetensors")}
+    folder.run(2, output, wrap=dying_at("complete_upload"), file_count=4)
+    files = folder.files(output)
+    assert {name for name in files if name.endswith(".safetensors")} == before
+    assert len([name for name in files if ".tmp-" in name]) == 4
+    report = folder.run(2, output, file_count=4)[0].report
+    assert report is not None
+    assert len(report.resumed) == 4
+    assert folder.version_of(folder.files(output)) == 2
 
 
 def test_a_rerun_keeps_the_files_that_were_complete(folder: Folder) -> None:

@@ -24,7 +24,7 @@ from copy_cases import (
 from fault_tools import Faulty
 from safetensors.torch import save_file
 
-import ckpt_storage.export.copy
+import ckpt_storage.export.output
 from ckpt_storage import verify
 from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_storage.export.convert import convert
@@ -47,7 +47,7 @@ def _logs_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
     """Stores of targets on this disk."""
     found = Faulty(f"file://{tmp_path / 'dst'}")
-    monkeypatch.setattr(ckpt_storage.export.copy, "open_store", found)
+    monkeypatch.setattr(ckpt_storage.export.output, "open_store", found)
     yield found
     found.close()
 

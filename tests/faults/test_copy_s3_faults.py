@@ -7,7 +7,7 @@ import torch
 from copy_cases import attempt, head_of, save, save_files
 from fault_tools import Faulty
 
-import ckpt_storage.export.copy
+import ckpt_storage.export.output
 from ckpt_storage.export import pieces
 from ckpt_storage.export.copy import copy
 from ckpt_storage.options import MIB
@@ -28,7 +28,7 @@ def test_copies_within_s3_cut_anywhere_go_on(monkeypatch: pytest.MonkeyPatch) ->
             storage_options=options,
         )
         faulty = Faulty("s3://bkt/dst")
-        monkeypatch.setattr(ckpt_storage.export.copy, "open_store", faulty)
+        monkeypatch.setattr(ckpt_storage.export.output, "open_store", faulty)
 
         def stored(prefix: str) -> dict[str, bytes]:
             return {

@@ -13,7 +13,7 @@ from integration_tools import need
 
 import ckpt_storage
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.export import consolidation as run_module
+from ckpt_storage.export import output as run_module
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 need("transformers")

@@ -21,9 +21,8 @@ from ckpt_storage.errors import (
     CheckpointNotFoundError,
     IntegrityError,
 )
-from ckpt_storage.export.convert import convert
+from ckpt_storage.export.convert import TargetFormat, convert
 from ckpt_storage.export.copy import copy
-from ckpt_storage.export.options import TargetFormat
 from ckpt_storage.format.stock_metadata import decode_stock_metadata
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.transfer import ranges

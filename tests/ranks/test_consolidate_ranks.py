@@ -20,13 +20,14 @@ from dcp_cases import seeded
 import ckpt_storage
 from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError
-from ckpt_storage.export.consolidate import consolidate, output_location
-from ckpt_storage.export.consolidation import (
+from ckpt_storage.export.consolidate import (
     ConsolidateJob,
     ConsolidationReport,
+    consolidate,
+    output_location,
     run_consolidate,
 )
-from ckpt_storage.export.output import ExportFolder
+from ckpt_storage.export.folder import ExportFolder
 from ckpt_storage.export.write import RegionWriter
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location

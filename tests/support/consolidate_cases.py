@@ -24,8 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import ckpt_storage
-from ckpt_storage.export.consolidate import consolidate
-from ckpt_storage.export.consolidation import ConsolidationReport
+from ckpt_storage.export.consolidate import ConsolidationReport, consolidate
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.options import RetryPolicy
 

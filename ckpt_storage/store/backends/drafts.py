@@ -200,7 +200,7 @@ class Draft:
     def flush(self) -> None:
         """Make what this process wrote durable, and known to other hosts.
 
-        A joined file is closed then, and opened again if it is written to again. A failure is
+        The file is closed then, and opened again if it is written to again. A failure is
         final, and `StorageError`: nothing vouches for the content after it.
         """
         with self._ending:
@@ -213,9 +213,10 @@ class Draft:
                         self._sync_content(fd)
                     else:
                         self._posix.write_out(fd)
-                if not self.is_own:
-                    # What was written since then is synced through the same descriptor.
-                    self._close_if(lambda: self._use_count == use_count)
+                # From here on whoever has the receipts may complete it. What was written since then
+                # is synced through the same descriptor.
+                self.is_own = False
+                self._close_if(lambda: self._use_count == use_count)
             self._state = "open"
 
     def _close_if(self, is_right: Callable[[], bool]) -> None:

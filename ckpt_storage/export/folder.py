@@ -1,0 +1,571 @@
+"""An output folder: who works there, what of it is sealed, and the write that shows it.
+
+The invariants are I14, I15 and I17. Who works in a folder says so in `.ckpt-storage/job.json`; the
+later one counts, and the earlier one finds out before it publishes. Each sealed file has a record
+of its own below the identity of its content. Files get their names together where the storage has
+uploads that outlive their process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+from ckpt_storage.commit.slotlog import is_there, read_if_there, read_log, stamp
+from ckpt_storage.errors import (
+    CheckpointExistsError,
+    ConsolidationError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    StorageError,
+)
+from ckpt_storage.format.crc import crc32c_of
+from ckpt_storage.format.documents import FileRef
+from ckpt_storage.format.exports import (
+    DOCUMENTS,
+    HOLDER_PATH,
+    INDEX_NAME,
+    NAMES_PATH,
+    SINGLE_NAME,
+    ExportRecord,
+    Holder,
+    Names,
+    Series,
+    WeightFileRecord,
+    export_path,
+    is_file_record,
+    is_weight_file,
+    records_folder,
+    records_tag,
+    suffix_of,
+    weight_file_path,
+)
+from ckpt_storage.format.names import BLOCKER, PROBE_PREFIX, STOCK_METADATA, is_blocker
+from ckpt_storage.store.backend import Content, ObjectInfo, Part
+from ckpt_storage.store.store import Store
+
+from .layout import Layout
+from .output import Made, Output, Sealed, Site, Taken
+from .plan import Plan
+from .weights import index_document, with_suffix
+from .work import UNKNOWN_CRC, side_by_side
+
+log = logging.getLogger("ckpt_storage")
+
+_CLAIM_COUNT = 3
+Shown = Literal["metadata", "index", "nothing"]
+"""What makes files a checkpoint of others: `.metadata`, an index, or that they lie there."""
+
+
+class FolderOutput(Output):
+    """A folder that one run holds at a time, with a record of each sealed file."""
+
+    def __init__(self, site: Site, plan: Plan) -> None:
+        super().__init__(site, plan)
+        self._run_id = os.urandom(16).hex()
+
+    def seal(self, number: int, sealed: Sealed) -> None:
+        """Write the record of file `number`."""
+        identity = self.plan.identity
+        record = WeightFileRecord(
+            fingerprint=identity,
+            file=sealed.file,
+            token=sealed.token,
+            write_id=sealed.write_id,
+            parts=[part.to_json() for part in sealed.parts],
+        )
+        self.store.replace(weight_file_path(identity, number), record.encode())
+
+    def _is_held(self) -> bool:
+        """Return whether nobody else has begun to work here since this run took the folder."""
+        holder = holder_of(self.store, "")
+        return holder is not None and holder.run_id == self._run_id
+
+    def _hold(self, earlier: Holder | None, series: Sequence[Series] = ()) -> Taken:
+        """Become the holder, and end the uploads that an earlier one left open.
+
+        Return what it sealed of this very content; those uploads stay open.
+        """
+        store, plan = self.store, self.plan
+        store.make_folders([DOCUMENTS, records_folder(plan.identity)])
+        taken = self._found()
+        holder = Holder(
+            run_id=self._run_id, fingerprint=plan.identity, series=tuple(series), stamp=stamp()
+        )
+        store.replace(HOLDER_PATH, holder.after(earlier).encode())
+        if earlier is not None:
+            same = earlier.fingerprint == plan.identity
+            mine = {file.name for file in plan.files} if same else set()
+            kept = {one.file.path for one in taken.sealed.values()}
+            abort_uploads(
+                store, "", lambda path: (earlier.wrote(path) or path in mine) and path not in kept
+            )
+        return taken
+
+    def check_held(self) -> None:
+        """Raise `ConsolidationError` if another run took the folder over, or it was removed."""
+        if self._is_held():
+            return
+        holder = holder_of(self.store, "")
+        how = "it was removed"
+        if holder is not None:
+            host, pid = holder.stamp.get("host", "?"), holder.stamp.get("pid", "?")
+            how = f"it was taken over by process {pid} on {host}"
+        raise self._overtaken(how)
+
+    def _overtaken(self, how: str) -> ConsolidationError:
+        return ConsolidationError(
+            f"Another consolidation worked in {self.store.url} at the same time: {how}. This one "
+            "published nothing.",
+            path=self.store.url,
+            phase=self.site.deadline.phase,
+            next_step="Let one at a time write to a folder; run this one again if its output is "
+            "the one that should count.",
+        )
+
+    def _found(self) -> Taken:
+        """Return what an earlier run sealed.
+
+        Nothing is trusted but a record of this very content, and with it a file of that length or
+        an upload that is still open.
+        """
+        files = {file.name: (at, file.size_bytes) for at, file in enumerate(self.plan.files)}
+        recorded = {
+            one.file.path: one
+            for one in self._recorded()
+            if files.get(one.file.path, (0, -1))[1] == one.file.size_bytes
+        }
+        open_uploads: set[tuple[str, str]] = set()
+        if any(one.token for one in recorded.values()):
+            open_uploads = self.store.open_uploads("")
+        done: dict[int, FileRef] = {}
+        sealed: dict[int, Sealed] = {}
+
+        def look(one: Sealed) -> None:
+            at = files[one.file.path][0]
+            if size_of(self.store, one.file.path) == one.file.size_bytes:
+                done[at] = one.file
+            elif one.token and (one.file.path, one.token) in open_uploads:
+                sealed[at] = one
+
+        jobs = [partial(look, one) for one in recorded.values()]
+        side_by_side(jobs, "look for files", self.site.deadline)
+        return Taken(done=dict(sorted(done.items())), sealed=dict(sorted(sealed.items())))
+
+    def _recorded(self) -> list[Sealed]:
+        """Return the files that records of this content say are sealed."""
+        found: list[Sealed] = []
+        entries = listed(self.store, records_folder(self.plan.identity))
+
+        def read(path: str) -> None:
+            try:
+                content = read_if_there(self.store, path)
+                one = None if content is None else WeightFileRecord.decode(content.data, path=path)
+                parts = [Part.from_json(part) for part in one.parts] if one else []
+            except (IntegrityError, FormatError, ValueError) as error:
+                log.warning("A record of %s is not trusted: %s", self.store.url, error)
+                return
+            if one is not None and one.fingerprint == self.plan.identity:
+                sealed = Sealed(
+                    file=one.file, token=one.token, write_id=one.write_id, parts=tuple(parts)
+                )
+                found.append(sealed)
+
+        jobs = [partial(read, entry.path) for entry in entries if is_file_record(entry.path)]
+        side_by_side(jobs, "read records", self.site.deadline)
+        return found
+
+
+class ExportFolder(FolderOutput):
+    """The folder of an export of ours: an earlier one stays readable until the index is put.
+
+    Raises on `take` `CheckpointExistsError` if the folder holds weight files that we did not write.
+    """
+
+    is_together = True
+
+    def __init__(self, site: Site, plan: Plan, *, save_id: str | None, source_format: str) -> None:
+        """`save_id` and `source_format` are of what is exported."""
+        super().__init__(site, plan)
+        self._save_id = save_id
+        self._source_format = source_format
+        self._index: Content | None = None
+        self.removed: list[str] = []
+
+    def take(self) -> Taken:
+        """Take the folder over; the name is the suffix of the weight files' names, "" for none."""
+        identity = self.plan.identity
+        self._index = read_if_there(self.store, INDEX_NAME)
+        names = self._names() or self._claimed()
+        suffix = "" if names.fingerprint == identity else suffix_of(identity)
+        self.plan = self.plan.renamed(self.named(self.plan.layout, suffix))
+        taken = self._hold(holder_of(self.store, ""), [Series(len(self.plan.files), suffix)])
+        if self._index is None:
+            # Else readers would take the first files of a run that died for the whole.
+            self._put_index(BLOCKER)
+            self._index = read_if_there(self.store, INDEX_NAME)
+        return replace(taken, name=suffix)
+
+    def named(self, layout: Layout, name: str) -> Layout:
+        """Return the files with a suffix."""
+        return with_suffix(layout, name)
+
+    def _names(self) -> Names | None:
+        """Return what lies there; a damaged one gives the names to nobody."""
+        found = read_if_there(self.store, NAMES_PATH)
+        if found is None:
+            return None
+        try:
+            return Names.decode(found.data)
+        except IntegrityError as error:
+            log.warning("%s: names with a suffix are used from now on: %s", self.store.url, error)
+            return Names(fingerprint="")
+
+    def _claimed(self) -> Names:
+        """Give names without a suffix to this content, unless another one was faster."""
+        store = self.store
+        here = [entry.path for entry in listed(store, "")]
+        foreign = sorted(name for name in here if is_weight_file(name) or name == INDEX_NAME)
+        if foreign or self._index is not None:
+            raise CheckpointExistsError(
+                f"{store.url} holds weight files that ckpt_storage did not export "
+                f"({(foreign or [INDEX_NAME])[0]}).",
+                path=store.url,
+                phase="plan",
+                next_step="Give an output folder of its own, or move those files away.",
+            )
+        store.make_folders([DOCUMENTS])
+        claim(store, NAMES_PATH, Names(fingerprint=self.plan.identity, stamp=stamp()).encode())
+        # Whatever was answered, what lies there counts.
+        found = self._names()
+        if found is not None:
+            return found
+        raise StorageError(
+            f"{store.url}/{NAMES_PATH} is not there although it was created.",
+            path=NAMES_PATH,
+            next_step="Check the storage and consolidate again.",
+        )
+
+    def _recorded(self) -> list[Sealed]:
+        record = self._record()
+        return [*(Sealed(file=f) for f in (record.files if record else ())), *super()._recorded()]
+
+    def _record(self) -> ExportRecord | None:
+        """Return the record of this content if it was exported completely before."""
+        path = export_path(self.plan.identity)
+        try:
+            found = read_if_there(self.store, path)
+            record = None if found is None else ExportRecord.decode(found.data, path=path)
+        except (IntegrityError, FormatError) as error:
+            log.warning("A record of %s is not trusted: %s", self.store.url, error)
+            return None
+        return record if record and record.fingerprint == self.plan.identity else None
+
+    def publish(self, made: Made) -> None:
+        """Record the export and put the index; then delete what that superseded."""
+        plan, store = self.plan, self.store
+        files = [made.files[at] for at in range(len(plan.files))]
+        self.check_held()
+        index = index_document(plan.layout, save_id=self._save_id, fingerprint=plan.identity)
+        reference = FileRef(path=INDEX_NAME, size_bytes=len(index), crc32c=crc32c_of(index))
+        known = self._record()
+        if known is None or (list(known.files), known.index) != (files, reference):
+            record = ExportRecord(
+                fingerprint=plan.identity,
+                save_id=self._save_id,
+                source_format=self._source_format,
+                source=self.site.setting.source.url,
+                files=files,
+                index=reference,
+                ties=plan.layout.ties,
+                stamp={**stamp(), "world_size": plan.world_size},
+            )
+            store.replace(export_path(plan.identity), record.encode())
+        if self._index is None or self._index.data != index:
+            self._put_index(index)
+        is_mine = SINGLE_NAME in {file.name for file in plan.files}
+        if not is_mine and is_there(store, SINGLE_NAME) and self._is_held():
+            # Libraries that prefer it to an index see the new export from here on.
+            store.delete([SINGLE_NAME])
+            self.removed.append(SINGLE_NAME)
+        try:
+            self.collect()
+        except StorageError as error:
+            # The export counts; what is left over, the next consolidation finds.
+            log.warning("Clearing up after the export to %s failed: %s", store.url, error)
+
+    def _put_index(self, index: bytes) -> None:
+        """Put the index in place of the version that was there when the folder was taken."""
+        store, before = self.store, self._index
+        conditional = store.capabilities.if_match
+        try:
+            if before is None and conditional:
+                store.create(INDEX_NAME, index)
+            elif before is None or not conditional:
+                store.replace(INDEX_NAME, index)
+            else:
+                store.replace(INDEX_NAME, index, if_match=before.version)
+        except StorageError as error:
+            # An answer may have been lost; what lies there counts.
+            now = read_if_there(store, INDEX_NAME)
+            if now is not None and now.data == index:
+                return
+            if error.kind in {"exists", "precondition", "not-found"}:
+                raise self._overtaken("another index was published") from error
+            raise
+
+    def collect(self) -> None:
+        """Delete what the index that was just published superseded.
+
+        Cut at any point, the next consolidation goes on. Deletes nothing once another one has taken
+        the folder over: what is old to this one may be what counts by now.
+        """
+        store, plan = self.store, self.plan
+        kept = {file.name for file in plan.files}
+        here = [entry.path for entry in listed(store, "")]
+        documents = listed(store, DOCUMENTS)
+        # Whoever takes over says so before it writes, so what was listed before is not its own.
+        if not self._is_held():
+            log.info("%s: clearing up is left to the consolidation that runs there", store.url)
+            return
+        old = sorted(name for name in here if is_weight_file(name) and name not in kept)
+        probes = [name for name in here if name.startswith(PROBE_PREFIX)]
+        if old or probes:
+            store.delete([*old, *probes])
+        mine = records_folder(plan.identity)
+        for entry in documents:
+            folder = entry.path.rstrip("/")
+            if entry.path.endswith("/") and folder != mine and is_records_folder(folder):
+                store.delete_folder(folder)
+        done = [entry.path for entry in listed(store, mine) if is_file_record(entry.path)]
+        if done:
+            store.delete(done)
+        self.removed = sorted({*old, *self.removed})
+
+
+class PlainFolder(FolderOutput):
+    """A folder in which files of another format are being put, so that a part looks like no whole.
+
+    What makes the files a checkpoint goes last: `.metadata`, or the index of the weight files. A
+    folder of safetensors without an index has nothing of the kind; so while such a folder is being
+    filled, a blocker index lies in it (`BLOCKER`). At the end nothing of ours stays.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        plan: Plan,
+        *,
+        shown: Shown,
+        last: str = "",
+        document: Callable[[], bytes] = bytes,
+        overwrite: bool,
+        trusts_lengths: bool = False,
+    ) -> None:
+        """`last` is the file that shows all others, "" for none, and `document` gives its bytes.
+
+        With `trusts_lengths` a file of a resumed run needs no record, only its length.
+        """
+        super().__init__(site, plan)
+        self._shown = shown
+        self._last = last
+        self._document = document
+        self._overwrite = overwrite
+        self._trusts_lengths = trusts_lengths
+        self._names = frozenset({*(file.name for file in plan.files), last} - {""})
+        self.is_together = shown != "metadata"
+
+    def take(self) -> Taken:
+        """Make the folder look like no checkpoint; keep what an earlier run of this work sealed.
+
+        Raises `CheckpointExistsError` if a checkpoint, or a file of one of the names, is there and
+        is not to be overwritten, and `InvalidInputError` for the folder of a checkpoint of ours.
+        What another run left that died may always be replaced; a complete checkpoint may not.
+        """
+        store = self.store
+        if read_log(store).last is not None:
+            raise InvalidInputError(
+                f"{store.url} is, or was, a checkpoint of ckpt_storage; files of another format "
+                "would lie between its own.",
+                path=store.url,
+                next_step="Give another folder.",
+            )
+        is_noted = is_there(store, HOLDER_PATH)
+        earlier = holder_of(store, "")
+        entries = listed(store, "", recursive=True)
+        here = {entry.path for entry in entries if not entry.path.endswith("/")}
+        is_resumed = earlier is not None and earlier.fingerprint == self.plan.identity
+        is_remains = is_noted and not self._is_whole(here)
+        if not is_resumed:
+            self._check_free(here, may_replace=self._overwrite or is_remains)
+        store.make_folders(sorted({name.rpartition("/")[0] for name in self._names} - {""}))
+        self._hide(here)
+        if not is_resumed:
+            old = [path for path in self._in_the_way(here) if path != INDEX_NAME]
+            if is_remains and self._shown == "metadata":
+                # Shards of work that died: without its `.metadata` nobody can tell what is in them.
+                old = sorted({*old, *filter(_is_shard, here)})
+            if old:
+                store.delete(old)
+            if any(path.startswith(f"{DOCUMENTS}/") for path in here):
+                store.delete_folder(DOCUMENTS)
+        taken = self._hold(earlier)
+        if is_resumed and self._trusts_lengths:
+            taken = replace(taken, done=files_there(self.site, self.plan, taken))
+        return taken
+
+    def publish(self, made: Made) -> None:
+        """Put the file that shows all others, or take the index away that hid them."""
+        del made
+        self.check_held()
+        if self._last:
+            self.store.replace(self._last, self._document())
+        elif self._shown != "metadata":
+            self.store.delete([INDEX_NAME])
+        # Whatever lies here now is a checkpoint like any other.
+        self.store.delete_folder(records_folder(self.plan.identity))
+        self.store.delete([HOLDER_PATH])
+        if not listed(self.store, DOCUMENTS):
+            self.store.delete_folder(DOCUMENTS)
+
+    def _in_the_way(self, here: set[str]) -> list[str]:
+        """Return what has a name of the files to come, and weights that would mix with them.
+
+        Where an index says what counts, those are weight files of an earlier export alone.
+        """
+        return sorted(path for path in here if path in self._names or self._mixes(path))
+
+    def _mixes(self, path: str) -> bool:
+        if self._shown == "metadata":
+            return False
+        is_old = is_weight_file if self._shown == "index" else _is_weight
+        return path == INDEX_NAME or is_old(path)
+
+    def _check_free(self, here: set[str], *, may_replace: bool) -> None:
+        taken = [*(here & {STOCK_METADATA}), *self._in_the_way(here)]
+        if taken == [INDEX_NAME] and self._is_hidden():
+            return  # cut between hiding the folder and writing the note
+        if taken and not may_replace:
+            raise CheckpointExistsError(
+                f"{self.store.url} holds {taken[0]}.",
+                path=self.store.url,
+                phase="plan",
+                next_step="Give another folder, or pass overwrite=True to replace what is there.",
+            )
+
+    def _is_whole(self, here: set[str]) -> bool:
+        """Return whether readers take what would be replaced here for a checkpoint."""
+        if STOCK_METADATA in here:
+            return True
+        if self._shown == "metadata":
+            return False
+        return not self._is_hidden() if INDEX_NAME in here else any(map(_is_weight, here))
+
+    def _is_hidden(self) -> bool:
+        """Return whether the index is one that hides what is not complete."""
+        found = read_if_there(self.store, INDEX_NAME)
+        return found is not None and is_blocker(found.data)
+
+    def _hide(self, here: set[str]) -> None:
+        """Keep readers from taking what lies here, or some of what comes, for a whole."""
+        if STOCK_METADATA in here:
+            self.store.delete([STOCK_METADATA])
+        if self._shown != "metadata" and any(map(_is_weight, here | self._names)):
+            self.store.replace(INDEX_NAME, BLOCKER)
+
+
+def files_there(site: Site, plan: Plan, taken: Taken) -> dict[int, FileRef]:
+    """Return the files of a plan that the target has in their length, by position.
+
+    Their checksums are those of `taken`, or else of the plan, or else unknown.
+    """
+    found: dict[int, FileRef] = dict(taken.done)
+
+    def look(at: int) -> None:
+        file = plan.files[at]
+        if size_of(site.target, file.name) == file.size_bytes:
+            crc32c = UNKNOWN_CRC if file.crc32c is None else file.crc32c
+            found[at] = FileRef(path=file.name, size_bytes=file.size_bytes, crc32c=crc32c)
+
+    rest = [at for at in range(len(plan.files)) if at not in {*taken.done, *taken.sealed}]
+    side_by_side([partial(look, at) for at in rest], "look for files", site.deadline)
+    return found
+
+
+def size_of(store: Store, path: str) -> int | None:
+    """Return the length of a file, None if it is not there."""
+    try:
+        return store.stat(path).size_bytes
+    except StorageError as error:
+        if error.kind != "not-found":
+            raise
+        return None
+
+
+def claim(store: Store, path: str, data: bytes) -> None:
+    """Create a file unless one is there, where the storage can tell; what lies there counts."""
+    for attempt in range(_CLAIM_COUNT):
+        try:
+            store.create(path, data)
+        except StorageError as error:
+            if error.kind == "unsupported":
+                store.replace(path, data)
+            elif error.kind != "exists" and (not error.retryable or attempt == _CLAIM_COUNT - 1):
+                raise
+        if is_there(store, path):
+            return
+
+
+def _is_weight(path: str) -> bool:
+    return "/" not in path and path.endswith(".safetensors")
+
+
+def _is_shard(path: str) -> bool:
+    return "/" not in path and path.startswith("__") and path.endswith(".distcp")
+
+
+def holder_of(store: Store, folder: str) -> Holder | None:
+    """Return who works in a folder; None for nobody, and for a note that is damaged."""
+    path = f"{folder}/{HOLDER_PATH}".lstrip("/")
+    try:
+        found = read_if_there(store, path)
+        return None if found is None else Holder.decode(found.data)
+    except (IntegrityError, FormatError) as error:
+        log.warning("%s: who works there is not known: %s", store.shown(folder), error)
+        return None
+
+
+def abort_uploads(store: Store, folder: str, only: Callable[[str], bool] | None = None) -> None:
+    """Abort the uploads that a dead run left open, where that may be looked for."""
+    try:
+        count = store.abort_uploads(folder, only=only)
+    except StorageError as error:
+        if error.kind not in {"permission", "unsupported"}:
+            raise
+        # They take room, but no part in this run.
+        log.info("%s: uploads of an earlier run cannot be looked for: %s", store.url, error)
+    else:
+        if count:
+            log.info("%s: %d uploads that were left open are gone", store.url, count)
+
+
+def listed(store: Store, folder: str, *, recursive: bool = False) -> list[ObjectInfo]:
+    """Return what lies in a folder, nothing if that is not there."""
+    try:
+        return store.list(folder, recursive=recursive)
+    except StorageError as error:
+        if error.kind == "not-found":
+            return []
+        raise
+
+
+def is_records_folder(path: str) -> bool:
+    """Return whether a path is that of the records of one export."""
+    tag = path.removeprefix(f"{DOCUMENTS}/")
+    return re.fullmatch(r"[0-9a-f]+", tag) is not None and tag == records_tag(tag)
