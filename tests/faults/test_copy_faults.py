@@ -115,7 +115,7 @@ def test_a_copy_cut_anywhere_is_old_or_new_and_goes_on(
 
 def test_half_written_files_are_sent_again(source: Path, tmp_path: Path, faulty: Faulty) -> None:
     """A file whose name is there but whose bytes are not right is not believed."""
-    faulty.rules = [Rule(action="crash_before", operation="put_absent")]
+    faulty.rules = [Rule(action="crash_before", operation="put_absent", path="commits")]
     assert isinstance(attempt(source, tmp_path / "dst" / "x"), SimulatedCrash)
     faulty.rules = ()
     first, second, *_ = sorted((tmp_path / "dst" / "x").rglob("*.distcp"))
