@@ -48,9 +48,9 @@ class ReadCosts:
     def part_bytes(self, total_bytes: int, stream_count: int, most_bytes: int) -> int:
         """Return the size of a part with which `total_bytes` keep all streams busy to the end.
 
-        Two parts a stream at the least, where that leaves them worth a request.
+        One part a stream at the least, where that leaves them worth a request.
         """
-        fair = total_bytes // max(1, 2 * stream_count)
+        fair = total_bytes // max(1, stream_count)
         return max(min(self.part_min_bytes, most_bytes), min(most_bytes, fair))
 
 
