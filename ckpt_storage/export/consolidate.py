@@ -15,7 +15,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpt_storage._version import __version__
 from ckpt_storage.coordination.failures import place_of
 from ckpt_storage.coordination.ranks import Ranks as Group
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
@@ -24,13 +23,13 @@ from ckpt_storage.format.names import COMMITS, SAVES
 from ckpt_storage.options import PageCache, Phase, Progress, RetryPolicy, Timeouts
 from ckpt_storage.progress import reporting
 from ckpt_storage.source.model import CommittedSource, Source, SourceFormat
-from ckpt_storage.store import Location, endpoint_of
+from ckpt_storage.store import Location
 
 from .folder import ExportFolder
 from .layout import Layout
 from .opening import Found, Opening, source_files
 from .options import DEFAULT_MAX_FILE_BYTES, ConsolidateOptions, Selection, digest
-from .output import Made, Output, Setting, Site, Track, untracked
+from .output import Made, Output, Setting, Site, Track, terms_of, untracked
 from .places import location_beside
 from .plan import Plan
 from .removal import stale_exports
@@ -259,11 +258,8 @@ class ConsolidateJob:
         """Return what all ranks must have in common, as `Operation.meet` wants it."""
         options = self.options
         return {
-            "the checkpoint's URL": self.source.url,
+            **terms_of(self.source, self.output),
             "the commit": str(self.slot),
-            "the storage's endpoint": endpoint_of(self.source),
-            "the output's URL": self.output.url,
-            "the output storage's endpoint": endpoint_of(self.output),
             "max_file_bytes": str(options.file_limit_bytes),
             "fqn_to_index_mapping": digest(options.fqn_to_index_mapping),
             "dtype": str(options.cast_to),
@@ -271,7 +267,6 @@ class ConsolidateJob:
             "include": digest(options.include),
             "exclude": digest(options.exclude),
             "tied": digest(options.tied),
-            "the version of ckpt_storage": __version__,
         }
 
 

@@ -15,11 +15,9 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ckpt_storage._version import __version__
 from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.coordination.failures import place_of
 from ckpt_storage.errors import (
-    CheckpointExistsError,
     CheckpointNotFoundError,
     InvalidInputError,
     StorageError,
@@ -31,15 +29,13 @@ from ckpt_storage.format.names import (
     shard_name,
 )
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts, TransferOptions
-from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import told_from_damage, watch_file
 from ckpt_storage.source.model import CommittedSource, Source
 from ckpt_storage.source.sourcekeys import value_keys
-from ckpt_storage.store import Location, endpoint_of
+from ckpt_storage.store import Location
 from ckpt_storage.store.store import Store
 
 from .attempt import NewCheckpoint
-from .folder import PlainFolder
 from .layout import Fixed, Layout, Segment, Stored
 from .opening import Found, Opening, source_files
 from .options import (
@@ -49,15 +45,16 @@ from .options import (
     digest,
     parse_bytes,
 )
-from .output import Made, Output, Setting, Site, Taken
+from .output import Made, Output, Setting, Site, shown_to, terms_of
 from .places import (
-    FOLDER_FILES,
     TORCH_SUFFIXES,
+    check_elsewhere,
     is_within,
     location_beside,
-    place_within,
+    onto_itself,
     split_file,
 )
+from .plain_folder import OneFile, PlainFolder
 from .plan import Plan
 from .reads import SegmentStream
 from .run import Task, run_together
@@ -192,7 +189,7 @@ def convert(  # the public surface, all keyword-only
         source = Location.of(src, storage_options)
         target = location_beside(source, dst, destination_storage_options)
         if is_within(source, target) and is_within(target, source):
-            raise _onto_itself(source.url)
+            raise onto_itself(source.url)
         wanted = _Wanted(
             source=source,
             target=target,
@@ -211,14 +208,7 @@ def convert(  # the public surface, all keyword-only
             retry=retry or RetryPolicy(),
             page_cache=page_cache,
             memory_limit_bytes=memory_limit_bytes,
-            track=lambda total_bytes, save_id: reporting(
-                progress,
-                phase="write",
-                rank=0,
-                total_bytes=total_bytes,
-                save_id=save_id,
-                with_bar=True,
-            ),
+            track=partial(shown_to, progress),
         )
         return setting, wanted.terms(), partial(_Conversion, wanted=wanted)
 
@@ -247,15 +237,11 @@ class _Wanted:
     def terms(self) -> dict[str, str]:
         """Return what all ranks must have in common."""
         return {
-            "the checkpoint's URL": self.source.url,
-            "the storage's endpoint": endpoint_of(self.source),
-            "the output's URL": self.target.url,
-            "the output storage's endpoint": endpoint_of(self.target),
+            **terms_of(self.source, self.target),
             "to": self.to,
             "max_file_bytes": str(self.max_file_bytes),
             "include": digest(self.include),
             "exclude": digest(self.exclude),
-            "the version of ckpt_storage": __version__,
         }
 
 
@@ -280,8 +266,6 @@ class _Conversion(Task[ConvertReport]):
         self._check: Callable[[], None] = self._opening.check_unchanged
         self._state: object = None
         self._shards: Shards | None = None
-
-    # The source.
 
     def find(self) -> Found | _TorchFile:
         """Open a checkpoint, or a file, which its name may tell; nothing may be missing of it."""
@@ -311,7 +295,13 @@ class _Conversion(Task[ConvertReport]):
                 next_step="Use ckpt_storage.copy to copy it.",
             )
         kept = self._select().names
-        self._check_elsewhere(is_file=isinstance(found, _TorchFile))
+        check_elsewhere(
+            (site.source, wanted.source),
+            (site.target, wanted.target),
+            self._paths,
+            from_file=isinstance(found, _TorchFile),
+            to_file=wanted.to == "torch_save",
+        )
         with told_from_damage(self.check_unchanged):
             # A source of which something is missing leaves the target as it was.
             keys = (key for key in value_keys(self.source) if key[0] in kept)
@@ -364,39 +354,12 @@ class _Conversion(Task[ConvertReport]):
             format_name=wanted.to,
         )
 
-    def _check_elsewhere(self, *, is_file: bool) -> None:
-        """Refuse a target that would replace files of the source; the storages are asked."""
-        site, wanted = self.site, self._wanted
-        name = split_file(wanted.target)[1]
-        to_file = wanted.to == "torch_save"
-        if to_file and not (name and is_there(site.target, name)):
-            return
-        within = place_within(site.source, site.target, is_deep=not is_file)
-        if within is None:
-            return
-        if to_file:
-            if f"{within}/{name}".lstrip("/") in self._paths():
-                raise InvalidInputError(
-                    f"{wanted.target.url} is part of {wanted.source.url}, which is to be "
-                    "converted.",
-                    next_step="Give another name for the result.",
-                )
-            return
-        if is_file:
-            is_hit = split_file(wanted.source)[1].endswith(FOLDER_FILES)
-        else:
-            is_hit = not within or any(path.startswith(f"{within}/") for path in self._paths())
-        if is_hit:
-            raise _onto_itself(wanted.source.url)
-
     def _paths(self) -> set[str]:
         """Return the files that hold the values, and those that make them a checkpoint."""
         keys = value_keys(self.source)
         self.source.require(keys)
         places = (self.source.place(*key).path for key in keys)
         return {STOCK_METADATA, INDEX_NAME, *places}
-
-    # What is made of it.
 
     def content(self) -> object:
         """Return what stands for the values."""
@@ -450,14 +413,16 @@ class _Conversion(Task[ConvertReport]):
     def output(self, plan: Plan) -> Output:
         """Return where the files go."""
         wanted, site, shards = self._wanted, self.site, self._shards
-        metadata = partial(
-            metadata_of,
-            self._tensors.values(),
-            self._blobs,
-            self.source.planner_data or {},
-        )
+        paths = self.source.planner_data or {}
+        metadata = partial(metadata_of, self._tensors.values(), self._blobs, paths)
         if wanted.to == "torch_save":
-            return _TorchOutput(site, plan, self)
+            return OneFile(
+                site,
+                plan,
+                location=wanted.target,
+                overwrite=wanted.overwrite,
+                write=self._write_torch_file,
+            )
         folder = partial(PlainFolder, site, plan, overwrite=wanted.overwrite)
         if shards is None:
             if wanted.to == "dcp_safetensors":
@@ -498,7 +463,7 @@ class _Conversion(Task[ConvertReport]):
             seconds=seconds,
         )
 
-    def write_torch_file(self, store: Store, name: str, begin: Callable[[], None]) -> None:
+    def _write_torch_file(self, store: Store, name: str, begin: Callable[[], None]) -> None:
         """Write all values as one stream; `begin` is called before the first byte."""
         from .torchzip import TorchValues, write_torch_file  # noqa: PLC0415  # imports torch
 
@@ -530,49 +495,3 @@ class _Conversion(Task[ConvertReport]):
                 begin=begin,
                 check_unchanged=self.check_unchanged,
             )
-
-
-class _TorchOutput(Output):
-    """One file of `torch.save`: a stream, because its table of checksums comes last."""
-
-    def __init__(self, site: Site, plan: Plan, task: _Conversion) -> None:
-        super().__init__(site, plan)
-        self._task = task
-        self._wanted = task._wanted  # noqa: SLF001  # one module
-        self._name = split_file(self._wanted.target)[1]
-        self._is_taken = False
-
-    def take(self) -> Taken:
-        """Refuse a name that is taken."""
-        url = self._wanted.target.url
-        if not self._name:
-            raise InvalidInputError(
-                f"{url} names no file.", next_step="Give a file, such as model.pt."
-            )
-        self._is_taken = is_there(self.store, self._name)
-        if self._is_taken and not self._wanted.overwrite:
-            raise CheckpointExistsError(
-                f"{url} is there.",
-                path=url,
-                phase="plan",
-                next_step="Give another name, or pass overwrite=True to replace it.",
-            )
-        return Taken()
-
-    def publish(self, made: Made) -> None:
-        """Write the file, which is visible only complete."""
-        del made
-
-        def begin() -> None:
-            if self._is_taken and not self.store.capabilities.atomic_replace:
-                self.store.delete([self._name])
-
-        self.store.make_folders([])
-        self._task.write_torch_file(self.store, self._name, begin)
-
-
-def _onto_itself(url: str) -> InvalidInputError:
-    return InvalidInputError(
-        f"{url} would be converted onto itself, or into its own files.",
-        next_step="Give another folder for the result.",
-    )

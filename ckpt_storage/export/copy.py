@@ -22,13 +22,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckpt_storage._version import __version__
 from ckpt_storage.commit import publishing, slotlog, stockfooter
 from ckpt_storage.commit.delete import log_to_extend
 from ckpt_storage.commit.publishing import not_published
@@ -40,23 +39,19 @@ from ckpt_storage.format.exports import HOLDER_PATH, is_file_record
 from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.format.names import INDEX_NAME, PROBE_PREFIX, STOCK_METADATA
 from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
-from ckpt_storage.progress import reporting
 from ckpt_storage.source.filemarks import FileMarks, open_marked
-from ckpt_storage.source.foreign import StockSource
-from ckpt_storage.source.model import Key, Source, SourceFormat, TensorInfo, gone, read_manifest
-from ckpt_storage.source.sourcekeys import value_keys
-from ckpt_storage.store import Location, endpoint_of
+from ckpt_storage.source.model import SourceFormat, read_manifest
+from ckpt_storage.store import Location
 from ckpt_storage.store.backend import ObjectInfo
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkPlace
 
 from .attempt import CopiedCheckpoint
+from .copied import CopiedFiles, check_whole
 from .exportcopy import CopiedExports, copy_exports
-from .folder import PlainFolder, Shown
 from .layout import FileToCopy, Layout, lay_out_copies
-from .output import Made, Output, Setting, Site
+from .output import Made, Output, Setting, Site, shown_to, terms_of
 from .places import is_within, location_beside, place_within
+from .plain_folder import PlainFolder, Shown
 from .plan import Plan
 from .run import Task, run_together
 from .work import side_by_side
@@ -178,23 +173,9 @@ def copy(  # the public surface, all keyword-only
             memory_limit_bytes=memory_limit_bytes,
             copies=copies,
             thread_count=thread_count,
-            track=lambda total_bytes, save_id: reporting(
-                progress,
-                phase="write",
-                rank=0,
-                total_bytes=total_bytes,
-                save_id=save_id,
-                with_bar=True,
-            ),
+            track=partial(shown_to, progress),
         )
-        terms = {
-            "the checkpoint's URL": source.url,
-            "the storage's endpoint": endpoint_of(source),
-            "the output's URL": target.url,
-            "the output storage's endpoint": endpoint_of(target),
-            "the version of ckpt_storage": __version__,
-        }
-        return setting, terms, partial(_Copy, overwrite=overwrite)
+        return setting, terms_of(source, target), partial(_Copy, overwrite=overwrite)
 
     return run_together(process_group, "copy", what, Timeouts.of(timeout), job)
 
@@ -231,40 +212,6 @@ class _Foreign:
     files: Mapping[str, tuple[int, float | None]]
 
 
-class CopiedFiles:
-    """Files as a source: there are no tensors, only paths.
-
-    `save_id` is that of the checkpoint that they belong to, if it is one of ours.
-    """
-
-    def __init__(self, site: Site, save_id: str | None) -> None:
-        self.tensors: Mapping[str, TensorInfo] = {}
-        self._site = site
-        self._save_id = save_id
-
-    def require(self, chunks: Iterable[Key]) -> None:
-        """Fetch nothing."""
-
-    def renew(self, store: Store, deadline: Deadline) -> None:
-        """Take over nothing."""
-
-    def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
-        """Raise: there are no values."""
-        raise KeyError((fqn, offsets))
-
-    def explain_missing(self, place: ChunkPlace) -> Exception:
-        """Return the error to raise when a file is not there."""
-        moved = None
-        if self._save_id is not None:
-            moved = gone(self._site.source, self._save_id, place.path)
-        return moved or IntegrityError(
-            f"{self._site.setting.source.url}: {place.path} is missing.",
-            path=place.path,
-            offset=0,
-            next_step="Restore the file from a copy, or copy another checkpoint.",
-        )
-
-
 class _Copy(Task[CopyReport]):
     """One copy on one rank."""
 
@@ -298,7 +245,7 @@ class _Copy(Task[CopyReport]):
                 # Saved by us since the log was read.
                 return self.find()
             entries = [entry for entry in site.source.list("") if _is_content(entry)]
-            _check_whole(source, entries)
+            check_whole(source, entries)
             found = _Foreign(
                 format=source.format,
                 files={entry.path: (entry.size_bytes, entry.modified_s) for entry in entries},
@@ -505,34 +452,6 @@ def _read_whole(store: Store, path: str, size_bytes: int) -> bytes:
             next_step="Copy again.",
         )
     return data
-
-
-def _check_whole(source: Source, entries: Sequence[ObjectInfo]) -> None:
-    """Refuse a checkpoint of which a file is missing, or shorter than what it must hold."""
-    sizes = {entry.path: entry.size_bytes for entry in entries}
-    if isinstance(source, StockSource):
-        # Whole items, with what stands behind a tensor's bytes.
-        for (fqn, _), item in source.metadata.items.items():
-            _check_end(sizes, item.relative_path, fqn, item.offset + item.length)
-        return
-    keys = value_keys(source)
-    source.require(keys)
-    for key in keys:
-        place = source.place(*key)
-        _check_end(sizes, place.path, place.fqn, place.start + place.size_bytes)
-
-
-def _check_end(sizes: Mapping[str, int], path: str, fqn: str, end: int) -> None:
-    size_bytes = sizes.get(path)
-    if size_bytes is None or size_bytes < end:
-        what = "is missing" if size_bytes is None else f"has {size_bytes} bytes"
-        raise IntegrityError(
-            f"{path} {what}; {fqn} ends at its byte {end}.",
-            path=path,
-            fqn=fqn,
-            offset=size_bytes or 0,
-            next_step="Restore the file from a copy, or copy another checkpoint.",
-        )
 
 
 def _derived(save_id: str) -> str:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 
+from ckpt_storage._version import __version__
 from ckpt_storage.errors import CheckpointError, IntegrityError
 from ckpt_storage.format.documents import FileRef
-from ckpt_storage.options import PageCache, RetryPolicy, Timeouts
-from ckpt_storage.store import Location, open_store
+from ckpt_storage.options import PageCache, Progress, RetryPolicy, Timeouts
+from ckpt_storage.progress import reporting
+from ckpt_storage.store import Location, endpoint_of, open_store
 from ckpt_storage.store.backend import Part
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
@@ -27,6 +29,26 @@ def untracked(
 ) -> AbstractContextManager[Callable[[int], None]]:
     """Tell nobody how far it is."""
     return nullcontext(lambda _count: None)
+
+
+def shown_to(
+    progress: Progress, total_bytes: int, save_id: str | None
+) -> AbstractContextManager[Callable[[int], None]]:
+    """Show how far the writing of a copy or conversion is."""
+    return reporting(
+        progress, phase="write", rank=0, total_bytes=total_bytes, save_id=save_id, with_bar=True
+    )
+
+
+def terms_of(source: Location, target: Location) -> dict[str, str]:
+    """Return what all ranks must have in common of two places, as `Operation.meet` wants it."""
+    return {
+        "the checkpoint's URL": source.url,
+        "the storage's endpoint": endpoint_of(source),
+        "the output's URL": target.url,
+        "the output storage's endpoint": endpoint_of(target),
+        "the version of ckpt_storage": __version__,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt_storage.commit.slotlog import is_there
 from ckpt_storage.coordination.failures import spell_ranks
-from ckpt_storage.errors import CheckpointError, RankMismatchError, StorageError
+from ckpt_storage.errors import CheckpointError, InvalidInputError, RankMismatchError, StorageError
 from ckpt_storage.format.names import STOCK_METADATA, probe_path
 from ckpt_storage.store.location import Location
 from ckpt_storage.store.store import Store
@@ -259,3 +259,42 @@ def split_file(location: Location) -> tuple[Location, str]:
         target=location.target if is_root and head else target,
         storage_options=location.storage_options,
     ), "" if is_root and head else name
+
+
+def check_elsewhere(
+    source: tuple[Store, Location],
+    target: tuple[Store, Location],
+    paths: Callable[[], set[str]],
+    *,
+    from_file: bool,
+    to_file: bool,
+) -> None:
+    """Refuse a target that would replace files of the source; the storages are asked.
+
+    `paths` gives the files of the source. Of a file the store is that of its folder.
+    """
+    name = split_file(target[1])[1]
+    if to_file and not (name and is_there(target[0], name)):
+        return
+    within = place_within(source[0], target[0], is_deep=not from_file)
+    if within is None:
+        return
+    if to_file:
+        if f"{within}/{name}".lstrip("/") in paths():
+            raise InvalidInputError(
+                f"{target[1].url} is part of {source[1].url}, which is to be converted.",
+                next_step="Give another name for the result.",
+            )
+    elif from_file:
+        if split_file(source[1])[1].endswith(FOLDER_FILES):
+            raise onto_itself(source[1].url)
+    elif not within or any(path.startswith(f"{within}/") for path in paths()):
+        raise onto_itself(source[1].url)
+
+
+def onto_itself(url: str) -> InvalidInputError:
+    """Return the error for a result that would replace its source."""
+    return InvalidInputError(
+        f"{url} would be converted onto itself, or into its own files.",
+        next_step="Give another folder for the result.",
+    )
