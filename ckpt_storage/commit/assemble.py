@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,92 +16,16 @@ from ckpt_storage.commit.reporttable import RankReport
 from ckpt_storage.errors import CheckpointError, IntegrityError, RankFailedError, StorageError
 from ckpt_storage.format.boxes import Box, Grid, compact, find_grid
 from ckpt_storage.format.coverage import find_flaw
-from ckpt_storage.format.documents import Counts
 from ckpt_storage.format.manifest import Manifest, TensorRecord
+from ckpt_storage.format.rank_manifest import BoxKey
 from ckpt_storage.store.store import Store
 
-from .reporttable import Chunks, Planned, ReportTable, incomplete
-from .ties import agreed_ties
+from .reporttable import Planned, ReportTable, incomplete
 
-_MOST = (1 << 62) - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling:
-    """Chunks that hold every element of a tensor once.
-
-    `kept` are their positions in what was given: in C order of the cells of the grid that `cuts`
-    make or, where that is None, in C order of their first elements.
-    """
-
-    kept: Counts
-    cuts: tuple[Sequence[int], ...] | None
-
-    def grid(self, owners: Counts) -> Grid | None:
-        """Return the grid, given the owners of what was given."""
-        return None if self.cuts is None else Grid(self.cuts, compact(owners[self.kept]))
-
-
-def find_tiling(shape: Sequence[int], offsets: Counts, sizes: Counts) -> Tiling | None:
-    """Return how chunks tile a tensor of `shape`, which has elements; None if that is not plain.
-
-    Chunks are rows of `offsets` and `sizes`, all with elements. Of equal chunks the first counts.
-    """
-    ndim = len(shape)
-    if not len(offsets) or math.prod(shape) > _MOST:
-        return None
-    if ndim == 0:
-        return Tiling(kept=np.zeros(1, dtype=np.int64), cuts=())
-    return _grid(shape, offsets, sizes) or _intervals(shape, offsets, sizes)
-
-
-def _grid(shape: Sequence[int], offsets: Counts, sizes: Counts) -> Tiling | None:
-    places = np.zeros(len(offsets), dtype=np.int64)
-    cell_count = 1
-    cuts: list[Sequence[int]] = []
-    for dim, size in enumerate(shape):
-        starts, at = np.unique(offsets[:, dim], return_inverse=True)
-        cell_count *= len(starts)
-        if starts[0] != 0 or starts[-1] >= size or cell_count > len(offsets):
-            return None
-        expected = np.diff(starts, append=size)
-        if not np.array_equal(expected[at], sizes[:, dim]):
-            return None
-        places = places * len(starts) + at
-        cuts.append(compact(starts))
-    # Sorted, and of equal ones the first: so ascending positions and as many as cells means all.
-    found, kept = np.unique(places, return_index=True)
-    return Tiling(kept=kept, cuts=tuple(cuts)) if len(found) == cell_count else None
-
-
-def _intervals(shape: Sequence[int], offsets: Counts, sizes: Counts) -> Tiling | None:
-    """Recognise chunks that are intervals in C order, as flattened shards are."""
-    limits = np.asarray(shape, dtype=np.int64)
-    if (offsets < 0).any() or (sizes < 1).any():
-        return None
-    if (sizes > limits).any() or (offsets > limits - sizes).any():
-        return None
-    # One box is contiguous if, before the first dimension that is longer than 1, all are 1 (that
-    # is what first means) and behind it all are whole.
-    first = np.argmax(sizes > 1, axis=1)
-    behind = np.arange(len(shape)) > first[:, None]
-    ones = (sizes == 1).all(axis=1)
-    if not (ones | ((sizes == limits) | ~behind).all(axis=1)).all():
-        return None
-    strides = np.ones(len(shape), dtype=np.int64)
-    strides[:-1] = np.cumprod(limits[:0:-1])[::-1]
-    starts, kept = np.unique(offsets @ strides, return_index=True)
-    volumes = sizes.prod(axis=1)
-    # What else begins there must be the same chunk.
-    at = np.searchsorted(starts, offsets @ strides)
-    if not np.array_equal(volumes[kept][at], volumes):
-        return None
-    ends = starts + volumes[kept]
-    whole = starts[0] == 0 and ends[-1] == math.prod(shape)
-    return Tiling(kept=kept, cuts=None) if whole and (ends[:-1] == starts[1:]).all() else None
-
+_MOST_ELEMENTS = (1 << 62) - 1
 
 Layout = tuple[Grid | None, Sequence[tuple[Box, int]] | None]
+"""How a tensor is cut: a grid, or boxes with their owners."""
 
 
 def check_files(store: Store, manifest: Manifest) -> None:
@@ -170,7 +93,7 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
     box that several ranks wrote (a planner that does not deduplicate replicas) counts once, for
     the lowest rank.
     """
-    table = ReportTable.of(reports, planned)
+    table = ReportTable(reports, planned)
     for fqn in planned.blobs:
         if fqn not in table.blobs:
             raise incomplete(f"No rank wrote {fqn}, which is in the plan.", fqn)
@@ -183,7 +106,7 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
         key = (shape, table.key(number))
         layout = known.get(key)
         if layout is None:
-            layout = known[key] = _layout(fqn, shape, table, table.chunks(number))
+            layout = known[key] = _grid(shape, table, number) or _layout(fqn, shape, table, number)
         grid, chunks = layout
         tensors[fqn] = TensorRecord(fqn=fqn, dtype=dtype, shape=shape, grid=grid, chunks=chunks)
     first = reports[0]
@@ -197,33 +120,44 @@ def assemble(reports: Sequence[RankReport], planned: Planned) -> Manifest:
         ranks=[report.ref for report in reports],
         stock=None,
         hosts=[report.host for report in reports],
-        ties=agreed_ties(reports, tensors),
+        ties=_agreed_ties(reports, tensors),
     )
 
 
-def _layout(fqn: str, shape: tuple[int, ...], table: ReportTable, chunks: Chunks) -> Layout:
-    """Return how chunks tile a tensor, after making sure that they do."""
-    if 0 not in shape and chunks.offsets is not None and chunks.sizes is not None:
-        solid = (chunks.sizes != 0).all(axis=1)
-        offsets, sizes, owners = chunks.offsets[solid], chunks.sizes[solid], chunks.owners[solid]
-        tiling = find_tiling(shape, offsets, sizes)
-        if tiling is not None and tiling.cuts is not None:
-            return tiling.grid(owners), None
-        if tiling is not None:
-            kept = Chunks(
-                owners=owners[tiling.kept],
-                offsets=offsets[tiling.kept],
-                sizes=sizes[tiling.kept],
-            )
-            return None, list(zip(table.boxes(kept), kept.owners.tolist(), strict=True))
-    held: dict[Box, int] = {}
-    for box, owner in zip(table.boxes(chunks), chunks.owners.tolist(), strict=True):
-        held.setdefault(box, owner)
-    return _checked(fqn, shape, held)
+def _grid(shape: tuple[int, ...], table: ReportTable, number: int) -> Layout | None:
+    """Return the grid that the chunks of a tensor make, by arrays; None if there may be none."""
+    owners, words = table.chunks(number)
+    if words is None or 0 in shape or math.prod(shape) > _MOST_ELEMENTS:
+        return None
+    offsets, sizes = np.hsplit(words, 2)
+    solid = (sizes != 0).all(axis=1)
+    offsets, sizes, owners = offsets[solid], sizes[solid], owners[solid]
+    if not len(owners):
+        return None
+    places = np.zeros(len(owners), dtype=np.int64)
+    cell_count = 1
+    cuts: list[Sequence[int]] = []
+    for dim, size in enumerate(shape):
+        starts, at = np.unique(offsets[:, dim], return_inverse=True)
+        cell_count *= len(starts)
+        if starts[0] != 0 or starts[-1] >= size or cell_count > len(offsets):
+            return None
+        if not np.array_equal(np.diff(starts, append=size)[at], sizes[:, dim]):
+            return None
+        places = places * len(starts) + at
+        cuts.append(compact(starts))
+    # Sorted, and of equal ones the first: so ascending positions and as many as cells means all.
+    found, kept = np.unique(places, return_index=True)
+    if len(found) != cell_count:
+        return None
+    return Grid(tuple(cuts), compact(owners[kept])), None
 
 
-def _checked(fqn: str, shape: tuple[int, ...], boxes: Mapping[Box, int]) -> Layout:
-    """Return the layout that boxes and their owners make; says exactly what is wrong if none."""
+def _layout(fqn: str, shape: tuple[int, ...], table: ReportTable, number: int) -> Layout:
+    """Return how chunks of any form make up a tensor; says exactly what is wrong if they do not."""
+    boxes: dict[Box, int] = {}
+    for box, owner in table.boxes(number):
+        boxes.setdefault(box, owner)
     empty = 0 in shape
     held = list(boxes) if empty else [box for box in boxes if not box.is_empty]
     owners = [boxes[box] for box in held]
@@ -244,3 +178,44 @@ def _checked(fqn: str, shape: tuple[int, ...], boxes: Mapping[Box, int]) -> Layo
     if grid is None:
         return None, list(zip(held, owners, strict=True))
     return Grid(grid.cuts, tuple(owners[i] for i in grid.owners)), None
+
+
+def _agreed_ties(
+    reports: Sequence[RankReport], tensors: Mapping[str, TensorRecord]
+) -> dict[str, str]:
+    """Return alias -> target of what is the same memory on all ranks; no target is an alias.
+
+    A rank reports the chunks of names that it ties itself. So a tensor of which chunks are missing
+    is one that a rank, which wrote them, does not tie. Besides, dtype, shape, boxes and checksums
+    must be equal: then it does not matter by which chain of claims two names came together.
+    """
+    roots = _roots(reports)
+    chunks: dict[str, dict[BoxKey, int]] = {}
+    for report in reports:
+        for name, box, crc in report.tied:
+            chunks.setdefault(name, {}).setdefault(box, crc)
+    groups: dict[object, list[str]] = {}
+    for name, root in roots.items():
+        tensor, held = tensors.get(name), chunks.get(name, {})
+        if tensor is not None and held and len(held) == tensor.chunk_count:
+            same = (root, tensor.dtype, tensor.shape, frozenset(held.items()))
+            groups.setdefault(same, []).append(name)
+    return {alias: group[0] for group in groups.values() for alias in group[1:]}
+
+
+def _roots(reports: Sequence[RankReport]) -> dict[str, str]:
+    """Return name -> the first name of all that claims join, in the order in which names came."""
+    roots: dict[str, str] = {}
+    members: dict[str, list[str]] = {}
+    for report in reports:
+        for alias, target in report.ties.items():
+            for name in (target, alias):
+                if name not in roots:
+                    roots[name] = name
+                    members[name] = [name]
+            kept, gone = roots[target], roots[alias]
+            if kept != gone:
+                for name in members[gone]:
+                    roots[name] = kept
+                members[kept] += members.pop(gone)
+    return roots

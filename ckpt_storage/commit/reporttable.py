@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,21 +169,7 @@ class Planned:
     planner_data: Mapping[str, PlannerPath] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunks:
-    """Chunks of one tensor in order of rank: `offsets` and `sizes` have a row each.
-
-    None for both if not all have one number of dimensions; `boxes` has them all the same.
-    """
-
-    owners: Counts
-    offsets: Counts | None
-    sizes: Counts | None
-    boxes: Sequence[Box] = ()
-
-
-@dataclass(slots=True)
-class _Pattern:
+class _Pattern(NamedTuple):
     """The items of ranks that hold the same, with FQNs as numbers of tensors of the plan."""
 
     tensor: Words
@@ -190,79 +177,53 @@ class _Pattern:
     blobs: list[str]
 
 
-@dataclass(slots=True)
 class ReportTable:
-    """All items of all ranks. Make it by `of`."""
+    """All items of all ranks, by the tensors of a plan; `blobs` has the first owner of each.
 
-    planned: Planned
-    fqns: list[str]
-    blobs: dict[str, int] = field(default_factory=dict)
-    _codes: dict[str, int] = field(default_factory=dict)
-    _dtypes: Words = field(default_factory=lambda: _NO_WORDS)
-    _numbers: dict[str, int] = field(default_factory=dict)
-    _patterns: dict[tuple[bytes, bytes], _Pattern] = field(default_factory=dict)
-    _vocabularies: dict[bytes, tuple[list[str], Words, Words]] = field(default_factory=dict)
-    _first_box: Counts = field(default_factory=lambda: _NO_NUMBERS)
-    _ndim: Counts = field(default_factory=lambda: _NO_NUMBERS)
-    _at: Counts = field(default_factory=lambda: _NO_NUMBERS)
-    _words: Counts = field(default_factory=lambda: _NO_NUMBERS)
-    _rows: Words = field(default_factory=lambda: _NO_WORDS)
-    _ends: list[int] = field(default_factory=list)
+    `reports` are in order of rank. Raises `IntegrityError` if a rank wrote what was not planned,
+    or a tensor in two dtypes.
+    """
 
-    @classmethod
-    def of(cls, reports: Sequence[RankReport], planned: Planned) -> ReportTable:
-        """Return the table of `reports`, which are in order of rank.
-
-        Raises `IntegrityError` if a rank wrote what was not planned, or a tensor in two dtypes.
-        """
-        fqns = list(planned.tensors)
-        table = cls(planned, fqns)
-        table._dtypes = np.full(len(fqns), -1, dtype=np.int32)
-        table._numbers = {fqn: number for number, fqn in enumerate(fqns)}
-        table._fill(reports)
-        return table
-
-    def _fill(self, reports: Sequence[RankReport]) -> None:
-        tensors: list[Words] = []
-        rows: list[Words] = []
-        ndims: list[Counts] = []
-        words: list[Counts] = []
-        first_box = np.zeros(len(reports) + 1, dtype=np.int64)
-        for number, report in enumerate(reports):
-            pattern = self._pattern(report)
+    def __init__(self, reports: Sequence[RankReport], planned: Planned) -> None:
+        self.blobs: dict[str, int] = {}
+        self._planned = planned
+        self._fqns = list(planned.tensors)
+        self._numbers = {fqn: number for number, fqn in enumerate(self._fqns)}
+        self._codes: dict[str, int] = {}
+        self._dtypes: Words = np.full(len(self._fqns), -1, dtype=np.int32)
+        self._vocabularies: dict[bytes, tuple[list[str], Words, Words]] = {}
+        patterns: dict[tuple[bytes, bytes], _Pattern] = {}
+        tensors, rows, ndims, words = [_NO_WORDS], [_NO_WORDS], [_NO_NUMBERS], [_NO_NUMBERS]
+        first_box = [0]
+        for report in reports:
+            key = (report.vocabulary, report.pattern)
+            if key not in patterns:
+                patterns[key] = self._decoded(report)
+            pattern = patterns[key]
+            for fqn in pattern.blobs:
+                self.blobs.setdefault(fqn, report.rank)
             ndim, flat = report.read_boxes()
             ndims.append(ndim)
             words.append(flat)
             tensors.append(pattern.tensor)
-            rows.append(pattern.box + np.int32(first_box[number]))
-            first_box[number + 1] = first_box[number] + len(ndim)
-        self._first_box = first_box
-        self._ndim = np.concatenate([_NO_NUMBERS, *ndims])
-        self._words = np.concatenate([_NO_NUMBERS, *words])
+            rows.append(pattern.box + np.int32(first_box[-1]))
+            first_box.append(first_box[-1] + len(ndim))
+        self._first_box = np.array(first_box, dtype=np.int64)
+        self._ndim, self._words = np.concatenate(ndims), np.concatenate(words)
         self._at = np.cumsum(2 * self._ndim) - 2 * self._ndim
-        tensor = np.concatenate([_NO_WORDS, *tensors])
+        tensor = np.concatenate(tensors)
         # Sorting 16 bits takes one pass a byte; more names than that are sorted by comparing.
-        small = len(self.fqns) <= 1 << 16
+        small = len(self._fqns) <= 1 << 16
         order = np.argsort(tensor.astype(np.uint16) if small else tensor, kind="stable")
-        self._rows = np.concatenate([_NO_WORDS, *rows])[order]
-        self._ends = np.cumsum(np.bincount(tensor, minlength=len(self.fqns))).tolist()
-
-    def _pattern(self, report: RankReport) -> _Pattern:
-        key = (report.vocabulary, report.pattern)
-        found = self._patterns.get(key)
-        if found is None:
-            found = self._patterns[key] = self._decoded(report)
-        for fqn in found.blobs:
-            self.blobs.setdefault(fqn, report.rank)
-        return found
+        self._rows = np.concatenate(rows)[order]
+        self._ends = np.cumsum(np.bincount(tensor, minlength=len(self._fqns))).tolist()
 
     def _decoded(self, report: RankReport) -> _Pattern:
         if report.vocabulary not in self._vocabularies:
             fqns, dtypes = report.read_vocabulary()
             known = np.array([self._numbers.get(fqn, -1) for fqn in fqns], dtype=np.int32)
             kinds = [self._codes.setdefault(dtype, len(self._codes)) for dtype in dtypes]
-            codes = np.array(kinds, dtype=np.int32)
-            self._vocabularies[report.vocabulary] = fqns, known, codes
+            self._vocabularies[report.vocabulary] = fqns, known, np.array(kinds, dtype=np.int32)
         fqns, known, codes = self._vocabularies[report.vocabulary]
         fqn, dtype, box = report.read_pattern()
         is_blob = dtype < 0
@@ -270,64 +231,55 @@ class ReportTable:
         held = fqn[~is_blob]
         numbers = known[held]
         strange = [fqns[at] for at in held[numbers < 0].tolist()]
-        strange += [name for name in blobs if name not in self.planned.blobs]
+        strange += [name for name in blobs if name not in self._planned.blobs]
         if strange:
             raise incomplete(
                 f"Rank {report.rank} wrote {strange[0]}, which is not in the plan.", strange[0]
             )
-        self._note_dtypes(report.rank, numbers, codes[dtype[~is_blob]])
-        return _Pattern(numbers, box[~is_blob], blobs)
-
-    def _note_dtypes(self, rank: int, numbers: Words, codes: Words) -> None:
+        kinds_held = codes[dtype[~is_blob]]
         new = self._dtypes[numbers] < 0
         # Of one tensor twice with two dtypes either is kept, and the other is found below.
-        self._dtypes[numbers[new]] = codes[new]
-        wrong = np.flatnonzero(self._dtypes[numbers] != codes)
-        if len(wrong):
-            names = list(self._codes)
-            number = int(numbers[wrong[0]])
+        self._dtypes[numbers[new]] = kinds_held[new]
+        for at in np.flatnonzero(self._dtypes[numbers] != kinds_held)[:1]:
+            name = self._fqns[numbers[at]]
             raise incomplete(
-                f"Rank {rank} wrote {self.fqns[number]} as {names[codes[wrong[0]]]}; others as "
-                f"{names[self._dtypes[number]]}.",
-                self.fqns[number],
+                f"Rank {report.rank} wrote {name} as {list(self._codes)[kinds_held[at]]}; others "
+                f"as {self.dtype(int(numbers[at]))}.",
+                name,
             )
+        return _Pattern(numbers, box[~is_blob], blobs)
 
     def dtype(self, number: int) -> str | None:
         """Return the dtype of a tensor, None if no rank wrote a chunk of it."""
         code = int(self._dtypes[number])
         return None if code < 0 else list(self._codes)[code]
 
-    def rows(self, number: int) -> Words:
-        """Return the boxes of a tensor, by their numbers in the table, in order of rank."""
+    def _boxes_of(self, number: int) -> Words:
         return self._rows[self._ends[number - 1] if number else 0 : self._ends[number]]
 
     def key(self, number: int) -> bytes:
         """Return what is equal for tensors of which every rank wrote equal boxes."""
-        return hashlib.blake2b(self.rows(number).data, digest_size=16).digest()
+        return hashlib.blake2b(self._boxes_of(number).data, digest_size=16).digest()
 
-    def chunks(self, number: int) -> Chunks:
-        """Return the chunks of a tensor."""
-        rows = self.rows(number)
+    def chunks(self, number: int) -> tuple[Counts, Counts | None]:
+        """Return the owners of a tensor's chunks, and of each a row of offsets, then sizes.
+
+        In order of rank. None for the rows if not all have the tensor's number of dimensions.
+        """
+        rows = self._boxes_of(number)
         owners = np.searchsorted(self._first_box, rows, side="right") - 1
-        ndim = len(self.planned.tensors[self.fqns[number]])
+        ndim = len(self._planned.tensors[self._fqns[number]])
         if (self._ndim[rows] != ndim).any():
-            return Chunks(owners=owners, offsets=None, sizes=None, boxes=self._boxes(rows))
-        words = self._words[self._at[rows][:, None] + np.arange(2 * ndim)]
-        return Chunks(owners=owners, offsets=words[:, :ndim], sizes=words[:, ndim:])
+            return owners, None
+        return owners, self._words[self._at[rows][:, None] + np.arange(2 * ndim)]
 
-    def boxes(self, chunks: Chunks) -> Sequence[Box]:
-        """Return chunks as boxes."""
-        if chunks.offsets is None or chunks.sizes is None:
-            return chunks.boxes
-        pairs = zip(chunks.offsets.tolist(), chunks.sizes.tolist(), strict=True)
-        return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in pairs]
-
-    def _boxes(self, rows: Words) -> list[Box]:
-        found = []
-        for at, ndim in zip(self._at[rows].tolist(), self._ndim[rows].tolist(), strict=True):
+    def boxes(self, number: int) -> Iterator[tuple[Box, int]]:
+        """Yield the chunks of a tensor as boxes with their owners, in order of rank."""
+        rows, owners = self._boxes_of(number), self.chunks(number)[0].tolist()
+        places = zip(self._at[rows].tolist(), self._ndim[rows].tolist(), owners, strict=True)
+        for at, ndim, owner in places:
             words = self._words[at : at + 2 * ndim].tolist()
-            found.append(Box(tuple(words[:ndim]), tuple(words[ndim:])))
-        return found
+            yield Box(tuple(words[:ndim]), tuple(words[ndim:])), owner
 
 
 def boxes_of(report: RankReport) -> list[Box]:
