@@ -21,10 +21,10 @@ from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError, 
 from ckpt_storage.format.crc import crc32c_of
 from ckpt_storage.format.selections import WindowCopy, box_selection
 from ckpt_storage.options import TransferOptions
-from ckpt_storage.source.model import Key, TensorInfo
+from ckpt_storage.source.model import Explains, Key, TensorInfo, explained
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read, concerns
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
 from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeRead, RangeReader
@@ -39,7 +39,7 @@ Bits = NDArray[Any]
 _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
-class Readable(Protocol):
+class Readable(Explains, Protocol):
     """What is read from: every `source.Source`, a file of `torch.save`, the files of a copy."""
 
     @property
@@ -54,9 +54,6 @@ class Readable(Protocol):
 
     def place(self, fqn: str, offsets: tuple[int, ...] | None) -> ChunkPlace:
         """Return where a chunk lies."""
-
-    def explain_missing(self, place: ChunkPlace) -> Exception:
-        """Return the error to raise when the file of `place` is not there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,28 +228,8 @@ class RegionReader:
         self, error: StorageError | IntegrityError, places: Sequence[ChunkPlace]
     ) -> Exception:
         """Return `error` with the tensor that its file holds and the rank that wrote it."""
-        mine = [place for place in places if concerns(error, place.path)]
-        if not mine:
-            return error
-        if isinstance(error, StorageError):
-            missing = error.kind == "not-found"
-            return self._reading.source.explain_missing(mine[0]) if missing else error
-        offset = error.offset or 0
-        place = next((p for p in mine if p.start <= offset < p.start + p.size_bytes), mine[0])
-        if error.fqn is not None or not place.fqn:
-            error.path = place.path
-            return error
-        by = f", written by rank {place.rank}" if place.rank is not None else ""
-        step = error.next_step or ""
-        return IntegrityError(
-            f"{str(error).removesuffix(step).strip()} The file holds {place.fqn}{by}.",
-            fqn=place.fqn,
-            offset=error.offset,
-            path=place.path,
-            rank=place.rank,
-            phase=self._reading.deadline.phase,
-            next_step=error.next_step,
-        )
+        reading = self._reading
+        return explained(error, places, reading.source, phase=reading.deadline.phase)
 
 
 class SegmentStream:

@@ -18,12 +18,12 @@ from ckpt_storage.format.manifest import Manifest
 from ckpt_storage.options import LOCAL_READ_BYTES, RetryPolicy, Timeouts, TransferOptions
 from ckpt_storage.source.filemarks import open_newest
 from ckpt_storage.source.foreign import StockSource
-from ckpt_storage.source.model import CommittedSource, Key, TensorInfo
+from ckpt_storage.source.model import CommittedSource, Key, TensorInfo, explained
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store import Location, open_store
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader, concerns
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkReader
 from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.ranges import RangeReader
@@ -231,14 +231,13 @@ class Handle:
                 places += self._places(keys, store, deadline)
                 ranges = RangeReader(store, self.options, deadline, pacer=self._pacer)
                 yield ChunkReader(ranges, self._costs), places
-            except StorageError as error:
-                raise self._explained(error, places) from error
-            except (IntegrityError, FormatError) as error:
-                # Damage, unless another writer has replaced files since.
-                self._check_unchanged(store, places)
-                if isinstance(error, IntegrityError) and error.fqn is None:
-                    raise _named(error, places) from error
-                raise
+            except (StorageError, IntegrityError, FormatError) as error:
+                # Gone or damaged, unless another writer has replaced files since.
+                if not isinstance(error, StorageError) or error.kind == "not-found":
+                    self._check_unchanged(store, places)
+                if isinstance(error, FormatError):
+                    raise
+                raise explained(error, places, self.source, phase=error.phase) from error
             self._check_unchanged(store, places)
 
     def _begin(self) -> tuple[Store, Deadline]:
@@ -258,31 +257,3 @@ class Handle:
     def _check_unchanged(self, store: Store, places: Iterable[ChunkPlace]) -> None:
         if self._marks is not None:
             self._marks.check(store, {place.path for place in places})
-
-    def _explained(self, error: StorageError, places: Iterable[ChunkPlace]) -> Exception:
-        """Return what it means that the file of one of `places` could not be read."""
-        if error.kind != "not-found":
-            return error
-        missing = next((place for place in places if concerns(error, place.path)), None)
-        if missing is None:
-            return error
-        if self._marks is not None and missing.path in self._marks.of:
-            return self._marks.gone(missing.path, "is gone")
-        return self.source.explain_missing(missing)
-
-
-def _named(error: IntegrityError, places: Sequence[ChunkPlace]) -> IntegrityError:
-    """Return `error`, which a store raised about a file, with what the file holds."""
-    place = next((place for place in places if concerns(error, place.path)), None)
-    if place is None:
-        return error
-    step = error.next_step or ""
-    return IntegrityError(
-        f"{str(error).removesuffix(step).strip()} The file holds {place.fqn}.",
-        fqn=place.fqn,
-        offset=error.offset,
-        path=error.path,
-        rank=place.rank,
-        phase=error.phase,
-        next_step=error.next_step,
-    )

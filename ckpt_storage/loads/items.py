@@ -15,8 +15,8 @@ from ckpt_storage.format.boxes import Box, GridBoxes
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.selections import box_selection
 from ckpt_storage.inspect.torchload import load_whole, scan_blob
-from ckpt_storage.source.model import Source, TensorInfo
-from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read, concerns
+from ckpt_storage.source.model import Source, TensorInfo, explained
+from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
 
 from .resolving import dtype_name, is_freed, target_resolver
 from .sharing import Key
@@ -200,32 +200,8 @@ class LoadItems:
 
     def explain(self, error: StorageError | IntegrityError) -> Exception:
         """Return `error` with what it means here: which tensor, which rank, gone or damaged."""
-        places = [place for place in self._places if concerns(error, place.path)]
-        if not places:
-            return error
-        if isinstance(error, StorageError):
-            is_missing = error.kind == "not-found"
-            return self._source.explain_missing(places[0]) if is_missing else error
-        if error.fqn is not None:
-            return error
-        offset = error.offset or 0
-        place = min(
-            (p for p in places if p.start <= offset < p.start + p.size_bytes),
-            key=lambda p: p.start,
-            default=places[0],
-        )
-        by = f", written by rank {place.rank}" if place.rank is not None else ""
-        step = error.next_step or ""
-        return IntegrityError(
-            f"{str(error).removesuffix(step).strip()} The file holds {place.fqn}{by}. Targets of "
-            "this load hold undefined values.",
-            fqn=place.fqn,
-            offset=error.offset,
-            path=error.path,
-            rank=place.rank,
-            phase="load",
-            next_step=error.next_step,
-        )
+        effect = "Targets of this load hold undefined values."
+        return explained(error, self._places, self._source, phase="load", effect=effect)
 
     def commit(self, *, unsafe_pickle: bool) -> None:
         """Hand everything to the planner; all bytes were read and verified."""

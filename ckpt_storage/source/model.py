@@ -24,7 +24,7 @@ from ckpt_storage.format.rank_manifest import ItemTable, RankManifest
 from ckpt_storage.options import TransferOptions
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
-from ckpt_storage.transfer.chunks import ChunkPlace
+from ckpt_storage.transfer.chunks import ChunkPlace, concerns
 from ckpt_storage.transfer.workers import Workers
 
 Key = tuple[str, tuple[int, ...] | None]
@@ -62,7 +62,14 @@ class TensorInfo:
         return [at for at, chunk in enumerate(self.boxes) if chunk.intersect(box) is not None]
 
 
-class Source(Protocol):
+class Explains(Protocol):
+    """What knows why a file is not there."""
+
+    def explain_missing(self, place: ChunkPlace) -> Exception:
+        """Return the error to raise when the file of `place` is not there."""
+
+
+class Source(Explains, Protocol):
     """What a checkpoint of any format offers to readers."""
 
     @property
@@ -96,9 +103,6 @@ class Source(Protocol):
 
     def places(self, keys: Sequence[tuple[str, tuple[int, ...] | None]]) -> Sequence[ChunkPlace]:
         """Return where chunks and blobs lie; does what `require` does first."""
-
-    def explain_missing(self, place: ChunkPlace) -> Exception:
-        """Return the error to raise when the file of `place` is not there."""
 
 
 class _Tensors(Mapping[str, TensorInfo]):
@@ -365,6 +369,42 @@ class CommittedSource:
             offset=0,
             next_step=_RESTORE,
         )
+
+
+def explained(
+    error: StorageError | IntegrityError,
+    places: Iterable[ChunkPlace],
+    source: Explains,
+    *,
+    phase: str | None,
+    effect: str = "",
+) -> Exception:
+    """Return `error`, which reading `places` raised, with what it means for their values.
+
+    A file that is gone becomes what `source` says of that; damage is told with the value that the
+    file holds there, the rank that wrote it, and the `effect` on the caller.
+    """
+    mine = [place for place in places if concerns(error, place.path)]
+    if not mine:
+        return error
+    if isinstance(error, StorageError):
+        return source.explain_missing(mine[0]) if error.kind == "not-found" else error
+    offset = error.offset or 0
+    place = next((p for p in mine if p.start <= offset < p.start + p.size_bytes), mine[0])
+    if error.fqn is not None or not place.fqn:
+        error.path = place.path
+        return error
+    by = f", written by rank {place.rank}" if place.rank is not None else ""
+    step = error.next_step or ""
+    return IntegrityError(
+        f"{str(error).removesuffix(step).strip()} The file holds {place.fqn}{by}. {effect}".strip(),
+        fqn=place.fqn,
+        offset=error.offset,
+        path=place.path,
+        rank=place.rank,
+        phase=phase,
+        next_step=error.next_step,
+    )
 
 
 def gone(store: Store, save_id: str, path: str) -> CheckpointGoneError | None:

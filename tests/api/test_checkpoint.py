@@ -375,7 +375,7 @@ def test_damage_is_found_where_it_is_read(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError) as caught:
         lazy[0]
     assert caught.value.fqn == "a"
-    assert "The file holds a." in str(caught.value)
+    assert "The file holds a, written by rank 0." in str(caught.value)
 
 
 def test_a_missing_file_of_the_head_is_damage(tmp_path: Path) -> None:
