@@ -67,10 +67,22 @@ def verify(place: Place) -> None:
 
 
 @pytest.mark.parametrize("door", [load, open_checkpoint, verify], ids=lambda door: door.__name__)
-@pytest.mark.parametrize("lost", range(1, SAVES + 1))
+@pytest.mark.parametrize("lost", range(2, SAVES + 1))
 def test_a_lost_slot_is_told(place: Place, lost: int, door: Callable[[Place], None]) -> None:
-    """The first, a middle and the last one: the error says that `commits/` lost files."""
+    """A middle one and the last one: the error says that `commits/` lost files."""
     door(place)
     place.lose(lost)
     with pytest.raises(CheckpointError, match=r"commits/.*lost files|lost files.*commits/"):
         door(place)
+
+
+def test_without_the_first_slot_the_newest_save_is_read(place: Place) -> None:
+    """A listing finds the others; without any, all of them are told to be lost."""
+    place.lose(1)
+    for door in (load, open_checkpoint, verify):
+        door(place)
+    for slot in range(2, SAVES + 1):
+        place.lose(slot)
+    for door in (load, open_checkpoint, verify):
+        with pytest.raises(CheckpointError, match="slot 1 cannot be found"):
+            door(place)
