@@ -52,38 +52,18 @@ class ItemHeader:
 
 # Torch's own heads are about 1 KiB; whatever needs more than this is not plain.
 _MAX_HEAD_BYTES = 1 << 20
-
-
 _GUESS_BYTES = 4096
-
 
 # Magic, CRC-32 and two lengths of 32 bits: only records behind 4 GiB have longer ones.
 _DESCRIPTOR_BYTES = 16
-
-
 _DESCRIPTOR_MAGIC = b"PK\x07\x08"
-
-
 _DESCRIPTOR_FLAG = 0x0008
-
-
 _TYPED_REBUILD = "torch._utils._rebuild_tensor_v2"
-
-
 _UNTYPED_REBUILD = "torch._utils._rebuild_tensor_v3"
-
-
 _PARAMETER_REBUILD = "torch._utils._rebuild_parameter"
-
-
 _UNTYPED_STORAGE = "torch.storage.UntypedStorage"
-
-
 _DTYPE_OF_STORAGE = {f"torch.{d.storage_class}": d for d in DTYPES.values() if d.storage_class}
-
-
 _DTYPE_OF_GLOBAL = {f"torch.{name}": kind for name, kind in DTYPES.items()}
-
 
 _ALLOWED: Allowed = {
     **dict.fromkeys((_TYPED_REBUILD, _UNTYPED_REBUILD, _PARAMETER_REBUILD, _UNTYPED_STORAGE)),

@@ -17,26 +17,14 @@ from .item_header import NeedMoreBytes
 
 # The reference implementation refuses longer headers.
 _MAX_HEADER_BYTES = 100_000_000
-
-
 _LENGTH_BYTES = 8
-
 
 # Torch has no tensors of more dimensions, and addresses elements with 63 bits.
 _MAX_DIMS = 64
-
-
 _MAX_SIZE = (1 << 63) - 1
-
-
 _METADATA_KEY = "__metadata__"
-
-
 _SHARDING_KEY = "DCP_SHARDING_INFO"
-
-
 _DTYPE_OF_CODE = {d.safetensors: d for d in DTYPES.values() if d.safetensors}
-
 
 # Safetensors counts single numbers here, torch pairs of them that share a byte.
 _PAIRED = "float4_e2m1fn_x2"

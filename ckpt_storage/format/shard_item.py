@@ -39,54 +39,25 @@ class Envelope:
 
 
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-
-
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
-
-
 _END = struct.Struct("<4s4H2LH")
-
-
 _END64 = struct.Struct("<4sQ2H2L4Q")
-
-
 _LOCATOR64 = struct.Struct("<4sLQL")
-
-
 _EXTRA = struct.Struct("<2H")
-
-
 _EXTRA64 = struct.Struct("<2H2Q")
-
-
 LOCAL_MAGIC = b"PK\x03\x04"
-
-
 UTF8_FLAG = 0x0800
-
-
 _MAX32 = 0xFFFFFFFF
-
 
 # A date outside 1980 to 2107 makes tools stumble; this is the first day of that span.
 _DOS_DATE = 0x0021
-
-
 _VERSION = 20
-
-
 _VERSION64 = 45
-
 
 # An extra field under an id that nobody reads; torch pads with it too.
 _PADDING_ID = 0x4246
-
-
 _PICKLE_NAME = b"archive/data.pkl"
-
-
 _PAYLOAD_NAME = b"archive/data/0"
-
 
 _SMALL_RECORDS = (
     (b"archive/.format_version", b"1"),

@@ -28,17 +28,9 @@ from .names import STOCK_METADATA, checked_path
 
 # Torch has no tensors of more dimensions, and addresses elements with 63 bits.
 _MAX_DIMS = 64
-
-
 _MAX_COUNT = (1 << 63) - 1
-
-
 _MAX_PATH_CHARS = 1 << 16
-
-
 _MAX_PATH_PARTS = 1 << 10
-
-
 _SHOWN_CHARS = 200
 
 
@@ -140,38 +132,18 @@ def _unusable(path: str, problem: str) -> FormatError:
 
 
 _META = "torch.distributed.checkpoint.metadata."
-
-
 _METADATA = f"{_META}Metadata"
-
-
 _TENSOR = f"{_META}TensorStorageMetadata"
-
-
 _BYTES = f"{_META}BytesStorageMetadata"
-
-
 _CHUNK = f"{_META}ChunkStorageMetadata"
-
-
 _INDEX = f"{_META}MetadataIndex"
-
-
 _STORAGE_META = f"{_META}StorageMeta"
-
-
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
-
 
 # Files of torch 2.0 to 2.2 name the older place.
 _OLD_META = "torch.distributed._shard.sharded_tensor.metadata."
-
-
 _PROPERTIES = frozenset((f"{_META}TensorProperties", f"{_OLD_META}TensorProperties"))
-
-
 _ENUMS = frozenset((f"{_META}_MEM_FORMAT_ENCODING", f"{_OLD_META}MEM_FORMAT_ENCODING"))
-
 
 # Python 3.13 alone calls the module of paths `pathlib._local`.
 _PATHS = frozenset(
@@ -179,7 +151,6 @@ _PATHS = frozenset(
     for module in ("pathlib", "pathlib._local")
     for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 )
-
 
 _DTYPES = {
     f"torch.{name}": name

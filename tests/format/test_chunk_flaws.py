@@ -7,7 +7,6 @@ import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +20,6 @@ import ckpt_storage
 from ckpt_storage import FormatError
 from ckpt_storage.format.boxes import Box, Grid, GridBoxes
 from ckpt_storage.format.coverage import find_flaw
-from ckpt_storage.format.documents import Fields
-from ckpt_storage.format.manifest import TensorRecord, decode_tensors, encode_tensors
 
 
 def pieces_of(shape: tuple[int, ...], cut_count: int, seed: int) -> list[Box]:
@@ -104,24 +101,6 @@ def test_more_dimensions_than_any_tensor_has_are_refused_at_once() -> None:
     found = find_flaw(shape, [Box((n % 2,) * 60, (1,) * 60) for n in range(2)])
     assert found is not None
     assert find_flaw(shape, [Box((0,) * 60, shape)]) is None
-
-
-@pytest.mark.parametrize("count", [64, 129, 1000])
-def test_a_row_twice_does_not_make_up_for_a_row_that_is_missing(count: int) -> None:
-    """I9: a manifest whose list of chunks holds as many elements as the tensor, but not each."""
-    rows = [Box((row, 0), (1, 4)) for row in range(count)]
-    for flawed in (False, True):
-        if flawed:
-            rows[7] = rows[6]
-        record = TensorRecord(
-            fqn="w", dtype="float32", shape=(count, 4), chunks=[(row, 0) for row in rows]
-        )
-        body: dict[str, Any] = encode_tensors([record])
-        if flawed:
-            with pytest.raises(FormatError, match="'w'"):
-                decode_tensors(Fields(body, "here"), 1)
-        else:
-            assert [box for box, _ in decode_tensors(Fields(body, "here"), 1)[0].boxes()] == rows
 
 
 def with_gap(folder: Path, *, second: int) -> Path:

@@ -182,7 +182,7 @@ def test_planner_data_comes_back_whatever_its_keys_are(count: int) -> None:
     assert Manifest.from_body(document, where="here").planner_data == data
 
 
-@pytest.mark.parametrize("count", [4, 128, 500])
+@pytest.mark.parametrize("count", [4, 64, 128, 129, 500])
 def test_a_gap_and_an_overlap_do_not_make_up_for_each_other(count: int) -> None:
     """Chunks of a list hold as many elements as the tensor has, some of them twice."""
     body = simple_body()
