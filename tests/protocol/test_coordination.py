@@ -166,6 +166,19 @@ def test_operations_leave_nothing_but_the_last_ones_words() -> None:
         assert len(operations_on(board)) == 1
 
 
+def test_a_save_to_an_id_with_the_word_load_in_it_is_no_load() -> None:
+    """Ranks that disagree are told that nothing was written, and to save again."""
+
+    def body(coordinator: Ranks) -> None:
+        with coordinator.operation("the save to /a load of b", timeouts=LONG) as operation:
+            operation.meet({"overwrite": str(coordinator.rank)})
+
+    for error in errors(run(group(LocalBoard(), 2), body)):
+        assert isinstance(error, RankMismatchError)
+        assert error.phase == "plan"
+        assert "Nothing was written" in str(error)
+
+
 def test_ranks_that_disagree_are_listed_by_value() -> None:
     """Each rank raises the same mismatch, which maps each value to its ranks."""
 
