@@ -33,7 +33,7 @@ import ckpt_storage
 WORDS = {"false": False, "true": True}
 
 HINTS = {
-    "credentials": "none were found, or they have expired: see docs/object-storage.md",
+    "credentials": "none were found, or they have expired: see docs/storages.md",
     "permission": "they were found, and do not suffice: ask for the rights listed there",
 }
 

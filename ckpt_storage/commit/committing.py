@@ -1,6 +1,6 @@
 """The coordinator's last part of a save: is it complete, then commit it, publish it, clean up.
 
-The order of the documents is that of `docs/invariants.md`, I1 and I8.
+The order of the documents is that of `docs/guarantees.md`, I1 and I8.
 """
 
 from __future__ import annotations

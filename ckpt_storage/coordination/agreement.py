@@ -1,4 +1,4 @@
-"""How ranks agree under bare `dcp.save`: messages that ride in DCP's plans (design note 3).
+"""How ranks agree under bare `dcp.save`: messages that ride in DCP's plans (decision 3).
 
 A message takes effect when it is unpickled: it enters the inbox of the thread that runs the
 collective. So it arrives even when the planner drops the plan that carried it, as

@@ -2,7 +2,7 @@
 
 Each side believes only what stands under a random name of its own: answers stand under the call's
 token, the verdict under the answer's nonce. So nothing that a dead process left is ever believed.
-The protocol is design note 4.
+The protocol is decision 4.
 
 Operations are numbered on each rank. A rank that comes to one which the others have given up is
 told so alone, and its next answer is awaited. One that missed a call altogether comes with another

@@ -1,7 +1,7 @@
 """The ranks of one group, able to agree, meet and give up together.
 
-A group runs one operation at a time on each channel. The protocol is design note 4
-(docs/design/0004-coordination.md).
+A group runs one operation at a time on each channel. The protocol is decision 4
+(docs/decisions/0004-coordination.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Credentials the ways docs/object-storage.md lists them, against the emulators."""
+"""Credentials the ways docs/storages.md lists them, against the emulators."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_an_option_cannot_change_the_scheme(url: str) -> None:
 
 def test_the_page_names_what_was_tested() -> None:
     """Every option and variable used above stands on the page."""
-    page = (ROOT / "docs" / "object-storage.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "storages.md").read_text(encoding="utf-8")
     source = Path(__file__).read_text(encoding="utf-8")
     used = set(re.findall(r"\"((?:AWS|AZURE_STORAGE|STORAGE)_[A-Z_]+)\"", source))
     used -= {"AWS_EC2_METADATA_DISABLED"}
