@@ -15,24 +15,18 @@ from copy_cases import (
     ACTIONS,
     attempt,
     files_below,
+    foreign,
     head_of,
     save,
     save_files,
-    saved_stock,
     state_of,
 )
 from fault_tools import Faulty
-from safetensors.torch import save_file
 
 import ckpt_storage.export.output
 from ckpt_storage import verify
-from ckpt_storage.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_storage.export.convert import convert
 from ckpt_storage.export.copy import CopyReport, copy
-from ckpt_storage.options import TransferOptions
-from ckpt_storage.source.filemarks import open_source
-from ckpt_storage.store import open_store
-from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 
@@ -153,68 +147,10 @@ def test_of_two_copies_of_one_save_both_succeed(
     assert verify(target).ok
 
 
-STOCK = ("dcp", "dcp_safetensors", "safetensors")
-
-
-def _foreign(kind: str, folder: Path) -> None:
-    if kind == "dcp":
-        saved_stock(state_of(1), folder)
-        return
-    folder.mkdir()
-    for name in ("a", "b", "c"):
-        save_file({name: torch.ones(40)}, folder / f"{name}.safetensors")
-    if kind == "safetensors":
-        index = '{"weight_map": {"a": "a.safetensors", "b": "b.safetensors", "c": "c.safetensors"}}'
-        (folder / "model.safetensors.index.json").write_text(index)
-
-
-def _is_a_checkpoint(folder: Path) -> bool:
-    """Return whether our readers, which follow metadata and index, take it for one."""
-    store = open_store(folder)
-    try:
-        open_source(store, deadline=Deadline("load", 20), options=TransferOptions())
-    except CheckpointNotFoundError:
-        return False
-    except CheckpointError:
-        return False
-    finally:
-        store.close()
-    return True
-
-
-@pytest.mark.parametrize("kind", STOCK)
-def test_a_foreign_copy_cut_anywhere_looks_like_none_and_goes_on(
-    tmp_path: Path, faulty: Faulty, kind: str
-) -> None:
-    """A part of the files is never taken for a checkpoint, and the next call ends the work."""
-    source = tmp_path / "src"
-    _foreign(kind, source)
-    whole = files_below(source)
-    copy(source, tmp_path / "dst" / "dry")
-    calls = faulty.calls()
-    for action, (number, call) in itertools.product(ACTIONS, enumerate(calls)):
-        at = f"{kind} {action} at {number} ({call.operation} {call.path})"
-        root = tmp_path / "dst" / f"{action}-{number}"
-        faulty.rules = [Rule(action=action, skip_count=number, retryable=False)]
-        attempt(source, root)
-        faulty.rules = ()
-        found = files_below(root)
-        if _is_a_checkpoint(root):
-            assert found.items() >= whole.items(), f"{at}: {sorted(found)}"
-        else:
-            copy(source, root)
-        # What is left of a cut at the very end are the notes alone.
-        found = files_below(root)
-        left = {path: data for path, data in found.items() if not path.startswith(".ckpt-storage")}
-        assert left == whole, at
-        faulty.close()
-        shutil.rmtree(root)
-
-
 def test_a_cut_file_of_a_foreign_copy_is_sent_again(tmp_path: Path, faulty: Faulty) -> None:
     """The note vouches for what the copy put there, not for another length."""
     source, target = tmp_path / "src", tmp_path / "dst" / "x"
-    _foreign("safetensors", source)
+    foreign("safetensors", source)
     index = "model.safetensors.index.json"
     faulty.rules = [Rule(action="crash_before", operation="put", path=index, skip_count=1)]
     assert isinstance(attempt(source, target), SimulatedCrash)

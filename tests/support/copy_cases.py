@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 from ckpt_storage import CheckpointStorageWriter
 from ckpt_storage.errors import CheckpointError
@@ -46,6 +47,19 @@ def saved_stock(state: dict[str, Any], folder: Path) -> None:
         warnings.simplefilter("ignore")
         writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
         dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+def foreign(kind: str, folder: Path) -> None:
+    """Make a small checkpoint of another writer in several files."""
+    if kind == "dcp":
+        saved_stock(state_of(1), folder)
+        return
+    folder.mkdir()
+    for name in ("a", "b", "c"):
+        save_file({name: torch.ones(40)}, folder / f"{name}.safetensors")
+    if kind == "safetensors":
+        index = '{"weight_map": {"a": "a.safetensors", "b": "b.safetensors", "c": "c.safetensors"}}'
+        (folder / "model.safetensors.index.json").write_text(index)
 
 
 def load_stock(state: dict[str, Any], folder: Path) -> dict[str, Any]:

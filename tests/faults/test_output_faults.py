@@ -1,0 +1,110 @@
+"""Outputs of one process, cut at every storage operation of the target, and called again."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from copy_cases import ACTIONS, files_below, foreign, save
+from dcp_cases import seeded
+from fault_tools import Faulty
+
+import ckpt_storage
+import ckpt_storage.export.output
+from ckpt_storage.errors import CheckpointError
+from ckpt_storage.export.consolidate import consolidate
+from ckpt_storage.export.convert import convert
+from ckpt_storage.export.copy import copy
+from ckpt_storage.testing.faults import Rule, SimulatedCrash
+
+Call = Callable[[Path, Path], object]
+
+STATE = {f"t{number}": seeded(number, 300) for number in range(3)}
+
+
+def converted(to: str, source: Path, target: Path) -> None:
+    """Convert to one format, in several files."""
+    kwargs = {"to": to, "max_file_bytes": 1300}
+    convert(source, target, **kwargs)  # type: ignore[arg-type]  # formats are texts here
+
+
+CASES: dict[str, tuple[str, Call]] = {
+    "consolidate": ("ours", partial(consolidate, max_file_bytes=1300)),
+    "convert to dcp": ("ours", partial(converted, "dcp")),
+    "convert to dcp_safetensors": ("ours", partial(converted, "dcp_safetensors")),
+    "convert to safetensors": ("ours", partial(converted, "safetensors")),
+    "convert to ckpt_storage": ("dcp", partial(converted, "ckpt_storage")),
+    "copy dcp": ("dcp", copy),
+    "copy dcp_safetensors": ("dcp_safetensors", copy),
+    "copy safetensors": ("safetensors", copy),
+    "copy ckpt_storage": ("ours", copy),
+}
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
+    """Stores of targets on this disk."""
+    for name in ("ckpt_storage", "c10d-NullHandler-dcp_logger"):
+        monkeypatch.setattr(logging.getLogger(name), "disabled", True)
+    found = Faulty(f"file://{tmp_path / 'dst'}")
+    monkeypatch.setattr(ckpt_storage.export.output, "open_store", found)
+    yield found
+    found.close()
+
+
+def values_of(folder: Path) -> dict[str, torch.Tensor] | None:
+    """Return what our reader finds, which follows metadata and index; None for no checkpoint."""
+    try:
+        found = ckpt_storage.open_checkpoint(folder)
+        return {name: tensor.torch() for name, tensor in found.items() if hasattr(tensor, "torch")}
+    except CheckpointError:
+        return None
+
+
+def same(left: dict[str, torch.Tensor] | None, right: dict[str, torch.Tensor] | None) -> bool:
+    """Return whether both are the same tensors."""
+    if left is None or right is None or left.keys() != right.keys():
+        return False
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_output_cut_anywhere_is_none_or_whole_and_goes_on(
+    tmp_path: Path, faulty: Faulty, case: str
+) -> None:
+    """A part of the files is never taken for a checkpoint; the next call ends the work."""
+    kind, call = CASES[case]
+    source = tmp_path / "src"
+    if kind == "ours":
+        save(STATE, source)
+    else:
+        foreign(kind, source)
+    call(source, tmp_path / "dst" / "dry")
+    calls = faulty.calls()
+    whole, names = values_of(tmp_path / "dst" / "dry"), set(files_below(tmp_path / "dst" / "dry"))
+    assert same(whole, values_of(source))
+    for action, (number, one) in itertools.product(ACTIONS, enumerate(calls)):
+        at = f"{case} {action} at {number} ({one.operation} {one.path})"
+        root = tmp_path / "dst" / f"{action}-{number}"
+        faulty.rules = [Rule(action=action, skip_count=number, retryable=False)]
+        with contextlib.suppress(SimulatedCrash, CheckpointError):
+            call(source, root)
+        faulty.rules = ()
+        found = values_of(root)
+        assert found is None or same(found, whole), at
+        if found is None:
+            call(source, root)
+        assert same(values_of(root), whole), at
+        if kind != "ours" and case.startswith("copy"):
+            # What is left of a cut at the very end are the notes alone.
+            left = {path for path in files_below(root) if not path.startswith(".ckpt-storage")}
+            assert left == {path for path in names if not path.startswith(".ckpt-storage")}, at
+        faulty.close()
+        shutil.rmtree(root)
