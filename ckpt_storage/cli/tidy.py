@@ -11,7 +11,7 @@ from .options import common, duration, json_option, storage_options, url_argumen
 from .output import FOUND, SOUND, check_root
 
 if TYPE_CHECKING:
-    from ckpt_storage.manager.pruning import PruneReport
+    from ckpt_storage.manager.prune import PruneReport
     from ckpt_storage.manager.retention import Decision, RetentionPolicy
 
 
@@ -36,7 +36,7 @@ def rm(
     """
     from ckpt_storage.errors import InvalidInputError  # noqa: PLC0415  # called, not imported
     from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # as above
-    from ckpt_storage.manager.deletion import delete  # noqa: PLC0415  # as above
+    from ckpt_storage.manager.prune import delete  # noqa: PLC0415  # as above
 
     with open_checkpoint(url, storage_options=storage_options, timeout=timeout) as checkpoint:
         found = checkpoint.info
@@ -108,8 +108,8 @@ def prune(  # one parameter for each option
     are never touched. Without --yes nothing is written, and ages go by this machine's clock; with
     it they go by the storage's, for which a probe is written and removed.
     """
-    from ckpt_storage.manager.pruning import prune as run  # noqa: PLC0415  # called, not imported
-    from ckpt_storage.manager.stepnames import DEFAULT_TEMPLATE  # noqa: PLC0415  # as above
+    from ckpt_storage.manager.names import DEFAULT_TEMPLATE  # noqa: PLC0415  # as above
+    from ckpt_storage.manager.prune import prune as run  # noqa: PLC0415  # called, not imported
 
     template = names or DEFAULT_TEMPLATE
     policies = _policies(keep_latest, keep_every, keep_best, keep_newer_than)
@@ -125,17 +125,16 @@ def prune(  # one parameter for each option
         timeout=timeout,
         on_step=lambda name, number, count: output.notice(f"Deleting {name} ({number} of {count})"),
     )
-    plan = report.plan
-    if not (plan.deleted or plan.leftovers or any(one.step is not None for one in plan.kept)):
+    if not (report.planned or report.leftovers or any(o.step is not None for o in report.kept)):
         _check_names(root, template, check_root(root, storage_options, timeout))
     code = FOUND if report.failed else SOUND
     if as_json:
         output.emit(
             "prune",
             is_dry_run=report.is_dry_run,
-            kept=_told(plan.kept),
-            planned=_told(plan.deleted),
-            leftovers=plan.leftovers,
+            kept=_told(report.kept),
+            planned=_told(report.planned),
+            leftovers=report.leftovers,
             deleted=report.deleted,
             freed=report.freed,
             skipped=report.skipped,
@@ -145,7 +144,7 @@ def prune(  # one parameter for each option
     _print(report)
     if report.is_dry_run and (keep_newer_than is not None or min_age):
         output.line("Ages are by this machine's clock; with --yes they are by the storage's.")
-    hint = _hint([one.name for one in plan.kept if one.step is None], at_least=2)
+    hint = _hint([one.name for one in report.kept if one.step is None], at_least=2)
     if hint:
         output.line(f"Other names were left alone: {hint}.")
     return code
@@ -154,7 +153,7 @@ def prune(  # one parameter for each option
 def _check_names(root: str, template: str, folders: list[str]) -> None:
     """Raise `InvalidInputError` if `root` has folders, and none is named by `template`."""
     from ckpt_storage.errors import InvalidInputError  # noqa: PLC0415  # called, not imported
-    from ckpt_storage.manager.stepnames import StepNames  # noqa: PLC0415  # as above
+    from ckpt_storage.manager.names import StepNames  # noqa: PLC0415  # as above
     from ckpt_storage.store import Location  # noqa: PLC0415  # as above
 
     if folders and all(StepNames(template).step_of(name) is None for name in folders):
@@ -169,7 +168,7 @@ def _check_names(root: str, template: str, folders: list[str]) -> None:
 
 def _hint(folders: list[str], *, at_least: int) -> str | None:
     """Return which template most of `folders` are named by; None if it is of fewer than that."""
-    from ckpt_storage.manager.stepnames import fitting_template  # noqa: PLC0415  # as above
+    from ckpt_storage.manager.names import fitting_template  # noqa: PLC0415  # as above
 
     found = fitting_template(folders)
     if found is None or found[1] < at_least:
@@ -206,11 +205,10 @@ def _told(decisions: tuple[Decision, ...]) -> list[dict[str, object]]:
 
 
 def _print(report: PruneReport) -> None:
-    plan = report.plan
     rows = [
-        *((one.name, one.step, "keep", "; ".join(one.reasons)) for one in plan.kept),
-        *((one.name, one.step, "delete", "; ".join(one.reasons)) for one in plan.deleted),
-        *((name, None, "free", "nothing is committed here") for name in plan.leftovers),
+        *((one.name, one.step, "keep", "; ".join(one.reasons)) for one in report.kept),
+        *((one.name, one.step, "delete", "; ".join(one.reasons)) for one in report.planned),
+        *((name, None, "free", "nothing is committed here") for name in report.leftovers),
     ]
     if rows:
         output.table(("name", "step", "", "why"), rows, right="step")
@@ -218,7 +216,7 @@ def _print(report: PruneReport) -> None:
         for name, why in reasons.items():
             output.line(f"{what} {name}: {why}")
     if report.is_dry_run:
-        count = len(plan.deleted)
+        count = len(report.planned)
         output.line(
             f"{count} checkpoint{'s' if count != 1 else ''} would be deleted; --yes does it."
             if count

@@ -28,7 +28,7 @@ from ckpt_storage.background.saver import Mode
 from ckpt_storage.errors import IntegrityError, InvalidInputError
 from ckpt_storage.loads.loading import load
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.restoring import Check
+from ckpt_storage.manager.resume import Check
 from ckpt_storage.manager.retention import Keep
 from ckpt_storage.options import Timeouts
 

@@ -6,9 +6,10 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import fields
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -32,21 +33,18 @@ from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
-from .cadence import Cadence
-from .census import Census
-from .claims import Claims
-from .preemption import Notices
-from .pruneplan import Soundness
-from .pruning import Pruner, PruneReport
-from .restoring import Check, Restored, Restorer
-from .retention import Keep, seconds_of
-from .stepnames import DEFAULT_TEMPLATE, StepNames
-from .stepsaving import StepSaver
+from .mirror import Mirror
+from .names import DEFAULT_TEMPLATE, StepNames
+from .notices import Notices
+from .prune import Pruner, PruneReport, delete_step, no_others
+from .resume import Check, Restored, Resumer, all_of, best_of, newest_of
+from .retention import Keep, KeepBest, seconds_of
+from .root import Root
+from .schedule import Schedule
+from .step_saver import StepSaver
 from .upkeep import Pruning, Upkeep
 
 __all__ = ["CheckpointManager", "Pruning"]
-
-_CLOSE_S = 60.0
 
 
 class CheckpointManager:
@@ -71,8 +69,12 @@ class CheckpointManager:
             hangs is not waited for.
         pruning: "background": on the coordinator, after each save. "manual": by `prune` only.
         min_age: seconds or `timedelta` for which nothing is deleted after its commit, by the
-            storage's clock. By default nothing is too young: a job that reads an older checkpoint
-            is given time by `keep`, such as `KeepLatest(3)`.
+            storage's clock. Default 0: to protect readers of older checkpoints, keep more.
+        mirror: a second, slower root. The coordinator copies each committed checkpoint there in
+            the background. Until then it stays at the first root, whatever `keep` says.
+        mirror_keep: policies of the mirror; None: nothing is deleted there. What they would not
+            keep is not copied.
+        mirror_storage_options: passed to the fsspec file system of `mirror`.
         process_group: the ranks; default: the default group; without one, this process.
         storage_options: passed to the fsspec file system.
         timeout: seconds, `timedelta` or `Timeouts`; default an hour a phase
@@ -88,7 +90,7 @@ class CheckpointManager:
 
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the public surface, all keyword-only
         self,
         root_url: str | os.PathLike[str],
         *,
@@ -100,6 +102,9 @@ class CheckpointManager:
         preemption: Callable[[], object] | None = None,
         pruning: Pruning = "background",
         min_age: float | timedelta = 0.0,
+        mirror: str | os.PathLike[str] | None = None,
+        mirror_keep: Keep | None = None,
+        mirror_storage_options: Mapping[str, Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
         timeout: float | timedelta | Timeouts | None = None,
@@ -112,39 +117,53 @@ class CheckpointManager:
             raise InvalidInputError(
                 f"pruning is {pruning!r}.", next_step="Give 'background' or 'manual'."
             )
-        self._location = Location.of(root_url, storage_options)
-        self._names = StepNames(names)
         self._timeouts = Timeouts.of(timeout)
         self._retry = retry
         self._process_group = process_group
-        # Not a count of managers: one that a rank makes alone, to look, must shift nothing.
-        what = f"{self._location.url}\n{names}".encode()
-        self._channel = f"manager/{hashlib.sha256(what).hexdigest()[:16]}"
-        self._has_met = False
-        self._census = Census(self._location, self._names, timeouts=self._timeouts, retry=retry)
-        self._claims = Claims()
-        self._soundness = Soundness()
+        location, spelling = Location.of(root_url, storage_options), StepNames(names)
+        self._root = Root(location, spelling, timeouts=self._timeouts, retry=retry)
+        self._roots = [self._root]
+        copies: Mirror | None = None
+        if mirror is not None:
+            place = Location.of(mirror, mirror_storage_options)
+            slow = Root(place, spelling, timeouts=self._timeouts, retry=retry)
+            copies = Mirror(self._root, slow, mirror_keep, timeouts=self._timeouts)
+            self._roots.append(slow)
         pruner: Pruner | None = None
         if keep is not None:
-            pruner = Pruner(
-                self._census,
-                keep,
-                min_age_s=seconds_of(min_age, what="min_age"),
-                retry=retry,
-                claims=self._claims,
-                soundness=self._soundness,
+            age_s = seconds_of(min_age, what="min_age")
+            waiting = no_others if copies is None else copies.waiting
+            pruner = Pruner(self._root, keep, min_age_s=age_s, others=waiting)
+        # Not a count of managers: one that a rank makes alone, to look, must shift nothing.
+        what = f"{location.url}\n{names}".encode()
+        self._channel = f"manager/{hashlib.sha256(what).hexdigest()[:16]}"
+        self._has_met = False
+        self._closed = False
+        with contextlib.ExitStack() as undo:
+            self._ranks = Ranks.of(process_group, lane=self._channel)
+            undo.callback(self._ranks.close)
+            self._notices = Notices(signals, preemption)
+            undo.callback(self._notices.close)
+            self._schedule = Schedule(
+                self._ranks,
+                self._notices,
+                every_steps=every_steps,
+                every_s=None if every_s is None else seconds_of(every_s, what="every_s"),
+                timeouts=self._timeouts,
+                terms=self._terms,
             )
+            undo.pop_all()
         self._upkeep = Upkeep(
-            self._census,
-            self._soundness,
+            self._root,
             pruner,
-            claims=self._claims,
-            pruning=pruning,
+            copies,
+            is_background=pruning == "background",
+            is_coordinator=self._ranks.is_coordinator,
             timeouts=self._timeouts,
         )
         self._saves = StepSaver(
-            self._census,
-            self._claims,
+            self._root,
+            self._upkeep,
             process_group,
             make_saver=lambda: AsyncSaver(
                 process_group,
@@ -154,29 +173,8 @@ class CheckpointManager:
                 on_error=on_error,
                 name=self._channel,
             ),
-            damaged=self._soundness.damaged_ids,
-            committed=self._upkeep.committed,
-            ended=self._upkeep.wake,
+            timeouts=self._timeouts,
         )
-        self._closed = False
-        with contextlib.ExitStack() as undo:
-            self._coordinator = Ranks.of(process_group, lane=self._channel)
-            undo.callback(self._coordinator.close)
-            self._upkeep.begin(is_coordinator=self._coordinator.is_coordinator)
-            self._notices = Notices(signals, preemption)
-            undo.callback(self._notices.close)
-            self._cadence = Cadence(
-                self._coordinator,
-                self._notices,
-                every_steps=every_steps,
-                every_s=None if every_s is None else seconds_of(every_s, what="every_s"),
-                timeouts=self._timeouts,
-                terms={
-                    "the root's URL": self._location.url,
-                    "the names of steps": self._names.template,
-                },
-            )
-            undo.pop_all()
 
     def __repr__(self) -> str:
         return f"<CheckpointManager {self.url!r}>"
@@ -201,7 +199,7 @@ class CheckpointManager:
     @property
     def url(self) -> str:
         """The root, without credentials."""
-        return self._location.url
+        return self._root.location.url
 
     def url_of(self, step: int) -> str:
         """Return the URL of the checkpoint of a step, whether it is there or not.
@@ -209,7 +207,7 @@ class CheckpointManager:
         For people: without the user and password that the root's URL may have; see `target_of`.
         Raises `InvalidInputError` for what is no step.
         """
-        return self._location.child(self._names.name_of(step)).url
+        return self._root.location.child(self._root.names.name_of(step)).url
 
     def target_of(self, step: int) -> str:
         """Return what to give to `ckpt_storage.load` for the checkpoint of a step.
@@ -217,9 +215,7 @@ class CheckpointManager:
         As `url_of`, but whole: with what the root's URL says of user and password, so it is not
         for logs. Raises `InvalidInputError`.
         """
-        return self._location.child(self._names.name_of(step)).target
-
-    # When.
+        return self._root.location.child(self._root.names.name_of(step)).target
 
     def should_save(self, step: int) -> bool:
         """Return whether to save at `step`: the same on every rank; all ask at the same steps.
@@ -229,9 +225,9 @@ class CheckpointManager:
         Raises `RankMismatchError`, `RankFailedError`, `PhaseTimeoutError`.
         """
         self._check_open()
-        self._names.name_of(step)
+        self._root.names.name_of(step)
         self._meet()
-        return self._cadence.is_due(step)
+        return self._schedule.is_due(step)
 
     @property
     def preempted(self) -> str | None:
@@ -239,11 +235,9 @@ class CheckpointManager:
 
         The same on every rank: once the save is made, end the loop.
         """
-        return self._cadence.preempted
+        return self._schedule.preempted
 
-    # Save.
-
-    def save(  # the public surface, all keyword-only
+    def save(
         self,
         step: int,
         state: Mapping[str, Any],
@@ -268,27 +262,12 @@ class CheckpointManager:
         only; or if it is the save that `restore` passed over as damaged, so that training which
         comes to its step again goes on. The rest, and what is raised, as for `ckpt_storage.save`.
         """
+        options = _options(locals())
         self._check_open()
-        options = SaveOptions(
-            timeouts=self._timeouts,
-            overwrite=overwrite,
-            consolidate=consolidate,
-            storage_options=self._location.storage_options,
-            planner=planner,
-            thread_count=thread_count,
-            part_bytes=part_bytes,
-            memory_limit_bytes=memory_limit_bytes,
-            page_cache=page_cache,
-            sync_files=sync_files,
-            stock_metadata=stock_metadata,
-            unsafe_values=unsafe_values,
-            retry=self._retry,
-            progress=progress,
-        )
-        self._cadence.saved()
+        self._schedule.saved()
         return self._saves.save(step, state, metrics or {}, options)
 
-    def save_async(  # the public surface, all keyword-only
+    def save_async(
         self,
         step: int,
         state: Mapping[str, Any],
@@ -311,24 +290,9 @@ class CheckpointManager:
 
         As `save`, in the background, as `AsyncSaver.save` does it.
         """
+        options = _options(locals())
         self._check_open()
-        options = SaveOptions(
-            timeouts=self._timeouts,
-            overwrite=overwrite,
-            consolidate=consolidate,
-            storage_options=self._location.storage_options,
-            planner=planner,
-            thread_count=thread_count,
-            part_bytes=part_bytes,
-            memory_limit_bytes=memory_limit_bytes,
-            page_cache=page_cache,
-            sync_files=sync_files,
-            stock_metadata=stock_metadata,
-            unsafe_values=unsafe_values,
-            retry=self._retry,
-            progress=progress,
-        )
-        self._cadence.saved()
+        self._schedule.saved()
         return self._saves.begin(
             step, state, metrics or {}, options, block_until_staged=block_until_staged
         )
@@ -343,16 +307,13 @@ class CheckpointManager:
         """Wait until every background save has ended; as `AsyncSaver.wait`."""
         self._saves.wait(timeout)
 
-    # What is there.
-
     def all(self) -> list[CheckpointInfo]:
         """Return all committed checkpoints, oldest first; any rank, not collective.
 
         Those of other names, or of other tools, come first; `step` is None for other names. Costs
-        a listing, and two reads for each that is new to this process, one for each other.
-        Raises `StorageError`, `PhaseTimeoutError`.
+        a listing, and two reads for each. Raises `StorageError`, `PhaseTimeoutError`.
         """
-        return self._census.all(Deadline("load", self._timeouts.load))
+        return all_of(self._roots, Deadline("load", self._timeouts.load))
 
     def latest(self) -> CheckpointInfo | None:
         """Return the committed checkpoint of the highest step; any rank, not collective.
@@ -362,8 +323,14 @@ class CheckpointManager:
         and two reads as a rule, however many checkpoints there are.
         Raises `StorageError`, `PhaseTimeoutError`, `FormatError`.
         """
-        deadline = Deadline("load", self._timeouts.load)
-        return self._census.newest(deadline, besides=self._soundness.damaged)
+        return newest_of(self._roots, Deadline("load", self._timeouts.load))
+
+    def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointInfo | None:
+        """Return the committed checkpoint with the smallest or largest `metric`; as `all`.
+
+        Of equal ones the later step; None if none has the metric, as a finite number.
+        """
+        return best_of(self.all(), KeepBest(metric, mode))
 
     def resume_info(self) -> CheckpointInfo | None:
         """Return what `restore` would try first; all ranks call, and get the same answer.
@@ -371,90 +338,99 @@ class CheckpointManager:
         Rank 0 looks, as `latest` does, and tells the others. What it fails with, all ranks raise.
         """
         self._check_open()
-        self._meet()
-        return self._restorer("read").first(self.latest)
+        return self._resumer("read").first()
 
     def restore(
         self,
         state: MutableMapping[str, Any],
         *,
+        step: int | None = None,
         check: Check = "read",
         planner: LoadPlanner | None = None,
         progress: Progress = None,
+        verify: bool = True,
         thread_count: int | None = None,
         memory_limit_bytes: int | None = None,
+        shared_reads: Literal["auto", "never"] = "auto",
         unsafe_pickle: bool = False,
         allow_lossy: bool = False,
     ) -> Restored | None:
         """Load the committed checkpoint of the highest step that is whole; all ranks call.
 
-        Returns None if nothing was ever committed. All ranks load the same one. What is loaded is
-        checked on its way, with `check="deep"` every byte of the checkpoint before it, each rank an
-        equal part of them; one that is damaged or was deleted meanwhile is skipped for the one
-        before it, with a warning, and named in the result. The step of a damaged one may be saved
-        again. The rest as for `ckpt_storage.load`.
+        All ranks load the same one. Returns None if nothing was ever committed. Loaded bytes are
+        verified; `check="deep"` first verifies the whole checkpoint, split over the ranks. One that
+        is damaged, or was deleted meanwhile, is skipped with a warning, and the next older one is
+        loaded. The step of a damaged one may be saved again. With `step`, that one is loaded and no
+        other. The rest as for `ckpt_storage.load`.
 
         Raises:
             CheckpointError: on every live rank. `IntegrityError` if there are checkpoints and none
-                can be loaded; what `ckpt_storage.load` raises that is no fault of a checkpoint.
+                can be loaded; `CheckpointNotFoundError` if `step` is not there; what
+                `ckpt_storage.load` raises that is no fault of a checkpoint.
 
         """
         self._check_open()
 
-        def load_one(info: CheckpointInfo) -> None:
+        def load_one(root: Root, info: CheckpointInfo) -> None:
             load(
                 state,
-                self._location.child(info.name).target,
+                root.location.child(info.name).target,
                 process_group=self._process_group,
                 timeout=self._timeouts,
-                storage_options=self._location.storage_options,
+                storage_options=root.location.storage_options,
                 planner=planner,
                 progress=progress,
+                verify=verify,
                 thread_count=thread_count,
                 memory_limit_bytes=memory_limit_bytes,
+                shared_reads=shared_reads,
                 unsafe_pickle=unsafe_pickle,
                 allow_lossy=allow_lossy,
                 retry=self._retry,
             )
 
+        resumer = self._resumer(check)
+        return resumer.run(load_one) if step is None else resumer.load_step(load_one, step)
+
+    def _resumer(self, check: Check) -> Resumer:
         self._meet()
-        return self._restorer(check).run(load_one)
+        return Resumer(self._ranks, self._roots, check=check, timeouts=self._timeouts)
+
+    @property
+    def _terms(self) -> dict[str, str]:
+        return {
+            "the root's URL": self.url,
+            "the names of steps": self._root.names.template,
+            "the mirror's URL": self._roots[-1].location.url,
+        }
 
     def _meet(self) -> None:
         """Compare root and names on all ranks, once: managers of other roots would never meet."""
-        if self._has_met or self._coordinator.world_size == 1:
+        if self._has_met or self._ranks.world_size == 1:
             return
         ranks = Ranks.of(self._process_group, lane="manager")
         what = f"the first use of the manager of {self.url}"
         try:
             with ranks.operation(what, timeouts=self._timeouts) as operation:
-                operation.meet(
-                    {
-                        "the root's URL": self._location.url,
-                        "the names of steps": self._names.template,
-                    }
-                )
+                operation.meet(self._terms)
         finally:
             ranks.close()
         self._has_met = True
 
-    def _restorer(self, check: Check) -> Restorer:
-        return Restorer(
-            self._coordinator,
-            self._census,
-            self._claims,
-            self._soundness,
-            check=check,
-            timeouts=self._timeouts,
-        )
+    def delete(self, step: int) -> bool:
+        """Delete the checkpoint of a step, and its copy in the mirror; return whether it was there.
 
-    # What to keep.
+        One rank calls it. Raises `CheckpointInProgressError` while this manager saves, loads or
+        copies it, and what `ckpt_storage.delete` raises.
+        """
+        self._check_open()
+        return delete_step(self._roots, step, timeouts=self._timeouts)
 
     def prune(self, *, dry_run: bool = False) -> PruneReport | None:
         """Delete what no policy keeps, now; on the coordinator; others return None at once.
 
         `dry_run` only plans, and writes nothing, so its ages go by this machine's clock. The
-        report's plan has a reason for every checkpoint. Not collective.
+        report has a reason for every checkpoint. Not collective; the mirror is pruned by itself.
         Raises `InvalidInputError` without policies, `StorageError`, `PhaseTimeoutError`.
         """
         self._check_open()
@@ -477,23 +453,36 @@ class CheckpointManager:
         """Wait until the prune after the last save has ended; return whether it has."""
         return self._upkeep.wait(timeout)
 
-    # The end.
+    def wait_mirrored(self, timeout: float | None = None) -> bool:
+        """Wait until the mirror has what was saved so far; on the coordinator.
+
+        Return whether it has: False after `timeout` seconds, or if the copy failed; it is tried
+        again after the next save. Others, and managers without a mirror, return True at once.
+        """
+        return self._upkeep.wait_mirrored(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for all saves as `wait`, then for pruning; put signal handlers back. Idempotent.
+        """Wait for all saves as `wait`, then for mirror and pruning; put signal handlers back.
 
-        A prune that does not end within `timeout` seconds (default: a minute) is stopped; that is
-        safe at any point. Raises what `AsyncSaver.close` raises.
+        Waits `timeout` seconds at most for the mirror (default: `Timeouts.commit`) and for a prune
+        (default: a minute). What is stopped then is gone on with by the next manager. Idempotent.
+        Raises what `AsyncSaver.close` raises.
         """
         if self._closed:
             return
         self._closed = True
         with contextlib.ExitStack() as ending:
-            ending.callback(self._coordinator.close)
+            ending.callback(self._ranks.close)
             ending.callback(self._notices.close)
-            ending.callback(self._upkeep.close, _CLOSE_S if timeout is None else timeout)
+            ending.callback(self._upkeep.close, timeout)
             ending.callback(self._saves.close, timeout)
 
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidInputError("The CheckpointManager is closed.", next_step="Make a new one.")
+
+
+def _options(given: Mapping[str, Any]) -> SaveOptions:
+    """Return the options among the arguments of a call."""
+    names = {field.name for field in fields(SaveOptions)}
+    return SaveOptions(**{name: value for name, value in given.items() if name in names})

@@ -7,20 +7,36 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import ClassVar, Literal
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.errors import InvalidInputError
-
-Save = tuple[str, str]
-"""A save under a name: a copy under another name has the same id, and may be damaged alone."""
-
+from ckpt_storage.errors import CheckpointError, InvalidInputError
 
 Need = Literal["metrics", "age"]
 """What of a candidate a policy may decide by, beside its step."""
+
+Status = Literal["committed", "foreign", "uncommitted", "empty", "unreadable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What one look at a folder gave.
+
+    committed: `info` is of its newest commit. foreign: another tool wrote it. uncommitted: nothing
+    is committed, and something lies there. empty: nothing does, or only slots of what was deleted.
+    unreadable: `problem` says why. `age_s` counts from the commit, None where that is not known.
+    """
+
+    name: str
+    step: int | None
+    status: Status
+    info: CheckpointInfo | None = None
+    is_damaged: bool = False
+    age_s: float | None = None
+    problem: CheckpointError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,38 +277,129 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrunePlan:
-    """What a prune would do. `kept` and `deleted` are in the order of steps, oldest first.
+class RetentionPlan:
+    """What is kept and what may go, each in the order of steps, oldest first.
 
-    `anchor` is the newest sound checkpoint; nothing is deleted without one. `counted` are names
+    `newest` is the newest sound checkpoint; nothing is deleted without one. `counted` are names
     that policies count: were one of them gone, others would be kept. `leftovers` are names under
     which nothing is committed and something lies, perhaps of a save that died.
     """
 
     kept: tuple[Decision, ...] = ()
     deleted: tuple[Decision, ...] = ()
-    anchor: CheckpointInfo | None = None
+    newest: CheckpointInfo | None = None
     counted: tuple[str, ...] = ()
     leftovers: tuple[str, ...] = ()
 
 
-def save_of(info: CheckpointInfo) -> Save:
-    """Return what stands for a save where several checkpoints are compared."""
-    return (info.name, info.save_id or "")
+def plan_retention(
+    found: Iterable[Found],
+    keep: Keep,
+    *,
+    protected: Mapping[str, str] | None = None,
+    min_age_s: float = 0.0,
+) -> RetentionPlan:
+    """Decide what is kept of what was found below a root, and give every reason.
 
+    Kept is what any policy keeps. So are the newest sound checkpoint, the one that was committed
+    last, what is not of this run, what may not be read, and what is `protected`, which maps names
+    to reasons. Kept is what is younger than `min_age_s`, or of unknown age, if that is not 0. So
+    is the same save as one that is kept, as both names may mean one folder. Damaged ones take no
+    place of a sound one. One is kept while nothing sound is newer, and while a policy would keep
+    it if it were sound.
 
-def last_committed(
-    infos: Iterable[CheckpointInfo], committed_s: Mapping[str, float | None]
-) -> CheckpointInfo | None:
-    """Return what was committed last, by the storage's clock; of equal ones the highest step.
-
-    Where the storage does not tell of all of them, the clocks of the savers count.
+    Raises `InvalidInputError` for policies that are none.
     """
-    given = list(infos)
-    times_s = {info.name: committed_s.get(info.name) for info in given}
-    if None in times_s.values():
-        times_s = {info.name: _time_s(info.created_at) for info in given}
-    return max(given, key=lambda info: (times_s[info.name] or 0.0, _order(info)), default=None)
+    policies, everything = policies_of(keep), sorted(found, key=_order)
+    ours = [one for one in everything if one.status == "committed" and one.step is not None]
+    sound = [one for one in ours if not one.is_damaged]
+    newest = sound[-1] if sound else None
+    reasons: dict[str, list[str]] = {one.name: [] for one in everything}
+    counted = [] if newest is None else [newest.name]
+    for policy in policies:
+        kept = policy.kept([_candidate(one) for one in sound])
+        for name in kept.keys() & reasons.keys():
+            reasons[name].append(kept[name])
+        if not isinstance(policy, KeepEvery | KeepNewerThan):
+            counted += kept
+        for name, doubt in _doubts(policy, ours):
+            reasons[name].append(doubt)
+    last = _last_committed(sound)
+    for one in everything:
+        reasons[one.name] += _protections(one, newest, last, min_age_s)
+        reasons[one.name] += [protected[one.name]] if protected and one.name in protected else []
+    twins = {_save_id(one): one.name for one in ours if reasons[one.name]}
+    kept_ones, deleted = [], []
+    for one in everything:
+        if one.status in {"uncommitted", "empty"}:
+            continue
+        why = reasons[one.name]
+        if not why and _save_id(one) in twins:
+            twin = twins[_save_id(one)]
+            why = [f"it is the same save as {twin}, and may be the same folder"]
+        if why:
+            kept_ones.append(_decision(one, why))
+        else:
+            lead = "it is damaged and " if one.is_damaged else ""
+            deleted.append(_decision(one, [f"{lead}not kept by {KeepAny(policies)}"]))
+    return RetentionPlan(
+        kept=tuple(kept_ones),
+        deleted=tuple(deleted),
+        newest=newest.info if newest is not None else None,
+        counted=tuple(dict.fromkeys(counted)),
+        leftovers=tuple(one.name for one in everything if one.status == "uncommitted"),
+    )
+
+
+def _order(one: Found) -> tuple[int, str]:
+    return (-1 if one.step is None else one.step, one.name)
+
+
+def _save_id(one: Found) -> str | None:
+    return one.info.save_id if one.info is not None else None
+
+
+def _candidate(one: Found) -> Candidate:
+    return Candidate(
+        name=one.name,
+        step=one.step or 0,
+        metrics=one.info.metrics if one.info is not None else {},
+        age_s=one.age_s,
+        info=one.info,
+    )
+
+
+def _decision(one: Found, reasons: Sequence[str]) -> Decision:
+    return Decision(name=one.name, step=one.step, reasons=tuple(reasons), info=one.info)
+
+
+def _doubts(policy: RetentionPolicy, ours: Sequence[Found]) -> Iterator[tuple[str, str]]:
+    """Yield which damaged ones would be kept if they were sound, by name, and why.
+
+    One failed read is little proof: the fault may be that of one host.
+    """
+    for one in ours:
+        if one.is_damaged:
+            as_sound = [other for other in ours if other is one or not other.is_damaged]
+            why = policy.kept([_candidate(other) for other in as_sound]).get(one.name)
+            if why is not None:
+                yield one.name, f"{why}, if it is sound after all"
+
+
+def _last_committed(sound: Sequence[Found]) -> Found | None:
+    """Return what was committed last, of equal ones the highest step.
+
+    Where ages are not known of all of them, the clocks of the savers count.
+    """
+    ages_s = {one.name: one.age_s for one in sound}
+
+    def recency(one: Found) -> tuple[float, tuple[int, str]]:
+        age_s = ages_s[one.name]
+        if age_s is None or None in ages_s.values():
+            return (_time_s(one.info.created_at if one.info is not None else None), _order(one))
+        return (-age_s, _order(one))
+
+    return max(sound, key=recency, default=None)
 
 
 def _time_s(stamp: str | None) -> float:
@@ -302,132 +409,25 @@ def _time_s(stamp: str | None) -> float:
         return 0.0
 
 
-def plan_prune(
-    infos: Iterable[CheckpointInfo],
-    keep: Keep,
-    *,
-    now_s: float | None = None,
-    committed_s: Mapping[str, float | None] | None = None,
-    min_age_s: float = 0.0,
-    damaged: Collection[Save] = (),
-    in_use: Mapping[str, str] | None = None,
-) -> PrunePlan:
-    """Decide what of the committed checkpoints `infos` is kept, and give every reason.
-
-    Kept is what any policy keeps; always the newest sound one; what another tool wrote, or has no
-    step; what is younger than `min_age_s`, or of an age that cannot be told, if `min_age_s` is not
-    0; what is in use; what is the same save as one that is kept, as both names may mean one folder.
-    Damaged ones take no place of a sound one; each is kept while nothing sound is newer, and
-    while a policy would keep it if it were sound: what one process could not read may be sound.
-
-    Args:
-        infos: committed checkpoints with distinct names; `step` None: not of this run.
-        keep: policies.
-        now_s: the storage's clock, Unix seconds; needed for ages.
-        committed_s: by name, when it was committed, by the storage's clock.
-        min_age_s: see above.
-        damaged: those known to be damaged, by name and save id.
-        in_use: by name, by whom it is read or written now.
-
-    Raises:
-        InvalidInputError: for policies that are none.
-
-    """
-    policies = policies_of(keep)
-    times_s, busy = committed_s or {}, in_use or {}
-    everything = sorted(infos, key=_order)
-    ours = [info for info in everything if info.step is not None and info.format == "ckpt_storage"]
-    sound = [info for info in ours if save_of(info) not in damaged]
-    anchor = sound[-1] if sound else None
-    ages_s = {info.name: _age_s(times_s.get(info.name), now_s) for info in ours}
-    candidates = [_candidate(info, ages_s) for info in sound]
-    by_policy = [policy.kept(candidates) for policy in policies]
-    for info in ours:
-        if save_of(info) not in damaged:
-            continue
-        # One failed read is little proof: the fault may be that of one host.
-        as_sound = [_candidate(one, ages_s) for one in sorted([*sound, info], key=_order)]
-        found = [policy.kept(as_sound).get(info.name) for policy in policies]
-        by_policy += [{info.name: f"{why}, if it is sound after all"} for why in found if why]
-    reasons = {
-        info.name: [
-            *(found[info.name] for found in by_policy if info.name in found),
-            *_protections(info, anchor, ages_s, min_age_s, busy),
-        ]
-        for info in everything
-    }
-    twins = {info.save_id: info.name for info in ours if reasons[info.name]}
-    kept, deleted = [], []
-    for info in everything:
-        why = reasons[info.name]
-        twin = twins.get(info.save_id) if info.format == "ckpt_storage" else None
-        if not why and twin is not None:
-            why = [f"it is the same save as {twin}, and may be the same folder"]
-        if why:
-            kept.append(_decision(info, why))
-        else:
-            lead = "it is damaged and " if save_of(info) in damaged else ""
-            deleted.append(_decision(info, [f"{lead}not kept by {KeepAny(policies)}"]))
-    counted = [
-        name
-        for policy, found in zip(policies, by_policy, strict=False)
-        if not isinstance(policy, KeepEvery | KeepNewerThan)
-        for name in found
-    ]
-    counted += [anchor.name] if anchor is not None else []
-    return PrunePlan(
-        kept=tuple(kept),
-        deleted=tuple(deleted),
-        anchor=anchor,
-        counted=tuple(dict.fromkeys(counted)),
-    )
-
-
-def _order(info: CheckpointInfo) -> tuple[int, str]:
-    return (-1 if info.step is None else info.step, info.name)
-
-
-def _age_s(committed_s: float | None, now_s: float | None) -> float | None:
-    return None if committed_s is None or now_s is None else now_s - committed_s
-
-
-def _candidate(info: CheckpointInfo, ages_s: Mapping[str, float | None]) -> Candidate:
-    return Candidate(
-        name=info.name,
-        step=info.step or 0,
-        metrics=info.metrics,
-        age_s=ages_s[info.name],
-        info=info,
-    )
-
-
-def _decision(info: CheckpointInfo, reasons: Sequence[str]) -> Decision:
-    return Decision(name=info.name, step=info.step, reasons=tuple(reasons), info=info)
-
-
 def _protections(
-    info: CheckpointInfo,
-    anchor: CheckpointInfo | None,
-    ages_s: Mapping[str, float | None],
-    min_age_s: float,
-    in_use: Mapping[str, str],
-) -> list[str]:
-    """Return the reasons that hold whatever the policies say."""
-    if info.step is None:
-        return ["it does not belong to this run"]
-    if info.format != "ckpt_storage":
-        return [f"another tool wrote it ({info.format})"]
-    found = []
-    if anchor is None or _order(info) > _order(anchor):
-        found.append("it is damaged, and nothing sound is newer")
-    elif info.name == anchor.name:
-        found.append("it is the newest sound checkpoint")
-    if info.name in in_use:
-        found.append(in_use[info.name])
-    if min_age_s > 0:
-        age_s = ages_s[info.name]
-        if age_s is None:
-            found.append("the storage does not tell its age")
-        elif age_s < min_age_s:
-            found.append(f"it is {age_s:.0f} s old, less than {min_age_s:g} s")
-    return found
+    one: Found, newest: Found | None, last: Found | None, min_age_s: float
+) -> Iterator[str]:
+    """Yield the reasons that hold whatever the policies say."""
+    if one.step is None:
+        yield "it does not belong to this run"
+    elif one.status == "foreign":
+        yield f"another tool wrote it ({one.info.format if one.info is not None else '?'})"
+    elif one.status == "unreadable":
+        yield f"unreadable: {one.problem}"
+    elif one.status == "committed":
+        if newest is None or _order(one) > _order(newest):
+            yield "it is damaged, and nothing sound is newer"
+        elif one is newest:
+            yield "it is the newest sound checkpoint"
+        elif one is last:
+            # After training went back to an earlier step, this is the newest work.
+            yield "it was committed last"
+        if min_age_s > 0 and one.age_s is None:
+            yield "the storage does not tell its age"
+        elif min_age_s > 0 and one.age_s is not None and one.age_s < min_age_s:
+            yield f"it is {one.age_s:.0f} s old, less than {min_age_s:g} s"

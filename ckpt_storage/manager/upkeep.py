@@ -1,13 +1,9 @@
-"""What is done for a root besides saving and loading: pruning, in the background or when told.
-
-Imports no torch. Owned by a `CheckpointManager`.
-"""
+"""What a manager does for its root besides saving and loading, on threads of its own."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Literal
 
@@ -15,34 +11,38 @@ from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store.deadline import Deadline
 
-from .census import Census
-from .claims import Claims
-from .pruneplan import Soundness
-from .pruning import Pruner, PruneReport
+from .mirror import Mirror
+from .prune import Pruner, PruneReport
+from .resume import newest_of
+from .root import Root
 
 log = logging.getLogger("ckpt_storage")
 
+Pruning = Literal["background", "manual"]
+"""When a manager prunes: after each save on a thread of its own, or by its method only."""
+
+_CLOSE_S = 60.0
 
 _STOP_S = 10.0
 """How long a job that was told to stop may take; a request that hangs is then left behind."""
 
 
-class Housekeeper:
-    """Runs `job(deadline)` in a named daemon thread, once for any number of wishes meanwhile.
+class Job:
+    """Runs `work(deadline)` in a named daemon thread, once for any number of wishes meanwhile.
 
     What it raises is logged and kept as `error`: nobody waits for it. The thread starts with the
     first wish and ends with `close`.
     """
 
-    def __init__(self, job: Callable[[Deadline], object], *, name: str, timeout_s: float) -> None:
-        self._job = job
+    def __init__(self, work: Callable[[Deadline], object], *, name: str, timeout_s: float) -> None:
+        self._work = work
         self._name = name
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._wish_count = 0
         self._done_count = 0
         self._is_closing = False
-        self._halt = _Halt(name)
+        self._stop: CheckpointError | None = None
         self._thread: threading.Thread | None = None
         self.error: BaseException | None = None
 
@@ -73,7 +73,7 @@ class Housekeeper:
             return
         thread.join(timeout_s)
         if thread.is_alive():
-            self._halt.stop()
+            self._stop = CheckpointError(f"{self._name} was stopped; the next one goes on.")
             thread.join(_STOP_S)
         if thread.is_alive():
             log.warning("%s hangs in a storage request and is left behind.", self._name)
@@ -84,43 +84,36 @@ class Housekeeper:
                 self._changed.wait_for(
                     lambda: self._done_count < self._wish_count or self._is_closing
                 )
-                if self._done_count >= self._wish_count or self._halt.failure() is not None:
+                if self._done_count >= self._wish_count or self._stop is not None:
                     self._done_count = self._wish_count
                     self._changed.notify_all()
                     return
                 wished = self._wish_count
             error: BaseException | None = None
-            begin_s = time.monotonic()
             try:
-                self._job(Deadline("commit", self._timeout_s, watch=self._halt))
+                self._work(Deadline("commit", self._timeout_s, watch=_Stop(self)))
             except CheckpointError as failure:
                 error = failure
-                if self._halt.failure() is None:
+                if self._stop is None:
                     log.warning("%s failed and is tried again later: %s", self._name, failure)
             except Exception as failure:  # the next run may do better, and training goes on
                 error = failure
                 log.exception("%s failed.", self._name)
-            log.debug("%s took %.1f s", self._name, time.monotonic() - begin_s)
             with self._changed:
                 self.error = error
                 self._done_count = wished
                 self._changed.notify_all()
 
 
-class _Halt:
-    """A `Watch` by which a job's requests are given up from outside."""
+class _Stop:
+    """A `Watch` that ends a job's requests once it was told to stop."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._error: CheckpointError | None = None
-
-    def stop(self) -> None:
-        """Give up what is under way."""
-        self._error = CheckpointError(f"{self._name} was stopped; the next one goes on.")
+    def __init__(self, job: Job) -> None:
+        self._job = job
 
     def failure(self) -> CheckpointError | None:
         """Return why the job cannot go on."""
-        return self._error
+        return self._job._stop  # noqa: SLF001  # its own
 
     def advanced(self, byte_count: int) -> None:
         """Take no note."""
@@ -135,44 +128,57 @@ class _Halt:
         """Take no note."""
 
 
-Pruning = Literal["background", "manual"]
-"""When a manager prunes: after each save on a thread of its own, or by its method only."""
-
-
 class Upkeep:
-    """Keeps one root; all methods do so on the coordinator only, where `is_coordinator`.
+    """Prunes one root and fills its mirror; does so on the coordinator only.
 
-    `pruner` is None where nothing is ever deleted. Until `begin`, nothing is done.
+    `pruner` is None where nothing is ever deleted.
     """
 
     def __init__(
         self,
-        census: Census,
-        soundness: Soundness,
+        root: Root,
         pruner: Pruner | None,
+        mirror: Mirror | None,
         *,
-        claims: Claims,
-        pruning: Pruning,
+        is_background: bool,
+        is_coordinator: bool,
         timeouts: Timeouts,
     ) -> None:
-        self._census = census
-        self._claims = claims
-        self._soundness = soundness
+        self._root = root
         self._pruner = pruner
-        self._is_background = pruner is not None and pruning == "background"
-        self._timeouts = timeouts
-        self._is_coordinator = False
-        self._highest_saved = -1
-        self._has_looked_above = False
-        self._housekeeper = Housekeeper(
-            self._run,
-            name=f"ckpt-storage prune {census.location.url}",
-            timeout_s=timeouts.commit,
-        )
-
-    def begin(self, *, is_coordinator: bool) -> None:
-        """Say whether this rank cleans up; before anything is saved."""
+        self._mirror = mirror
+        self._is_background = is_background and pruner is not None
         self._is_coordinator = is_coordinator
+        self._timeouts = timeouts
+        self._highest_begun = -1
+        self._has_looked_above = False
+        url = root.location.url
+        self._tidying = Job(self._tidy, name=f"ckpt-storage prune {url}", timeout_s=timeouts.commit)
+        self._copying = Job(
+            self._copy, name=f"ckpt-storage mirror {url}", timeout_s=timeouts.commit
+        )
+        if mirror is not None and is_coordinator:
+            # What an earlier process has left.
+            self._copying.wake()
+
+    def begun(self, step: int) -> None:
+        """Note that a save begins."""
+        self._highest_begun = max(self._highest_begun, step)
+
+    def committed(self, name: str, save_id: str | None) -> None:
+        """Note a commit of this process, before its name is free; from any thread."""
+        # Every file was looked at before the commit.
+        self._root.found_sound(name, save_id)
+        if self._pruner is not None:
+            # Its step may be lower than those of a run that was given up.
+            self._pruner.last_saved = name
+
+    def wake(self) -> None:
+        """Let the background do what a commit asks for; from any thread."""
+        if self._is_coordinator and (self._is_background or not self._has_looked_above):
+            self._tidying.wake()
+        if self._is_coordinator and self._mirror is not None:
+            self._copying.wake()
 
     def prune(self, *, dry_run: bool) -> PruneReport | None:
         """Prune now; as `CheckpointManager.prune`."""
@@ -197,48 +203,38 @@ class Upkeep:
         return None if self._pruner is None else self._pruner.last
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for what the last save asked for; return whether it is done."""
-        return self._housekeeper.wait(self._timeouts.commit if timeout_s is None else timeout_s)
+        """Wait for the prune that the last save asked for; return whether it has ended."""
+        return self._tidying.wait(self._timeouts.commit if timeout_s is None else timeout_s)
 
-    def committed(self, name: str, save_id: str | None) -> None:
-        """Note a commit of this process; from any thread."""
-        # Every file was looked at before the commit.
-        self._soundness.found_sound(name, save_id)
-        self._highest_saved = max(self._highest_saved, self._census.names.step_of(name) or 0)
-        if self._pruner is not None:
-            # Its step may be lower than those of a run that was given up.
-            self._pruner.protect(name, "it is what this manager saved last")
+    def wait_mirrored(self, timeout_s: float | None) -> bool:
+        """Wait until the mirror has what was saved; return whether it has."""
+        is_done = self._copying.wait(self._timeouts.commit if timeout_s is None else timeout_s)
+        return is_done and self._copying.error is None
 
-    def wake(self) -> None:
-        """Let the background do what a save asks for; from any thread."""
-        if (self._is_background or not self._has_looked_above) and self._is_coordinator:
-            self._housekeeper.wake()
+    def close(self, timeout_s: float | None) -> None:
+        """Let mirror and prune end, each in this time at most; then stop them."""
+        self._copying.close(self._timeouts.commit if timeout_s is None else timeout_s)
+        self._tidying.close(_CLOSE_S if timeout_s is None else timeout_s)
 
-    def close(self, timeout_s: float) -> None:
-        """End the background; as `Housekeeper.close`."""
-        self._housekeeper.close(timeout_s)
+    def _copy(self, deadline: Deadline) -> None:
+        if self._mirror is not None and self._mirror.fill(deadline) and self._is_background:
+            # What waited for its copy may go now.
+            self._tidying.wake()
 
-    def _run(self, deadline: Deadline) -> None:
-        if not self._has_looked_above:
+    def _tidy(self, deadline: Deadline) -> None:
+        if not self._has_looked_above and self._highest_begun >= 0:
+            self._has_looked_above = True
             try:
-                self._has_looked_above = self._look_above(deadline)
+                self._warn_of_higher_steps(deadline)
             except CheckpointError as error:  # what is saved and pruned does not depend on it
-                self._has_looked_above = True
-                url = self._census.location.url
-                log.info("%s: what lies above was not looked at: %s", url, error)
+                log.info("%s: higher steps were not looked for: %s", self._root.location.url, error)
         if self._pruner is not None and self._is_background:
             self._pruner.prune(deadline)
 
-    def _look_above(self, deadline: Deadline) -> bool:
-        """Warn if what is resumed from is above what is saved: training went back, or anew.
-
-        Returns False where that may be a save of this manager: its end wakes this one once more.
-        """
-        newest = self._census.newest(deadline, besides=self._soundness.damaged)
-        # A commit can be seen before this manager notes it, which it does before the claim ends.
-        if newest is not None and newest.name in self._claims.in_use():
-            return False
-        step, saved = newest.step if newest is not None else None, self._highest_saved
+    def _warn_of_higher_steps(self, deadline: Deadline) -> None:
+        """Warn if what is resumed from is above what is saved: training went back, or anew."""
+        newest, saved = newest_of([self._root], deadline), self._highest_begun
+        step = newest.step if newest is not None else None
         if newest is not None and step is not None and step > saved:
             log.warning(
                 "Step %d was saved below step %d of %s. restore() and latest() go by step, so they "
@@ -248,6 +244,5 @@ class Upkeep:
                 step,
                 newest.url,
                 step,
-                self._census.location.url,
+                self._root.location.url,
             )
-        return True

@@ -127,7 +127,7 @@ def test_after_each_save_what_no_policy_keeps_goes(tmp_path: Path) -> None:
             )
         assert manager.wait_pruned(60)
         assert manager.last_prune is not None
-        assert [decision.step for decision in manager.last_prune.plan.kept] == [3, 4, 7, 8]
+        assert [decision.step for decision in manager.last_prune.kept] == [3, 4, 7, 8]
         assert any("ckpt-storage prune" in thread.name for thread in threading.enumerate())
     assert not any("ckpt-storage prune" in thread.name for thread in threading.enumerate())
     assert names_in(tmp_path) == [f"step-{step:08d}" for step in (3, 4, 7, 8)]
@@ -155,7 +155,7 @@ def test_pruning_by_hand_plans_first(tmp_path: Path) -> None:
         save(manager, 1, 2, 3)
         dry = manager.prune(dry_run=True)
         assert dry is not None
-        assert [decision.step for decision in dry.plan.deleted] == [1, 2]
+        assert [decision.step for decision in dry.planned] == [1, 2]
         assert len(names_in(tmp_path)) == 3
         assert manager.last_prune is None
         report = manager.prune()
@@ -201,7 +201,7 @@ def test_folders_of_others_are_listed_and_left_alone(tmp_path: Path) -> None:
         report = manager.prune()
         assert report is not None
         assert report.deleted == ("step-00000005",)
-        kept = {decision.name: decision.reasons[0] for decision in report.plan.kept}
+        kept = {decision.name: decision.reasons[0] for decision in report.kept}
         assert kept["step-00000001"] == "another tool wrote it (dcp)"
         assert kept["mine"] == kept["stock"] == kept["logs"] == "it does not belong to this run"
     assert names_in(tmp_path) == ["logs", "mine", "step-00000001", "step-00000006", "stock"]
@@ -284,8 +284,8 @@ def test_damaged_ones_do_not_count_for_retention(tmp_path: Path) -> None:
         report = manager.prune()
         assert report is not None
         assert report.deleted == ("step-00000001",)
-        assert report.plan.anchor is not None
-        assert report.plan.anchor.step == 2
+        assert report.newest is not None
+        assert report.newest.step == 2
     with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
         assert restore(manager).step == 2
 
@@ -298,8 +298,9 @@ def test_a_run_that_begins_anew_keeps_what_it_saved_last(tmp_path: Path) -> None
         save(manager, 10, 20)
         assert manager.wait_pruned(60)
         assert manager.last_prune is not None
-        twenty = manager.last_prune.plan.kept[0]
-        assert (twenty.step, twenty.reasons) == (20, ("it is what this manager saved last",))
+        twenty = manager.last_prune.kept[0]
+        assert twenty.step == 20
+        assert "it is what this manager saved last" in twenty.reasons
     assert names_in(tmp_path) == [f"step-{step:08d}" for step in (20, 1000, 2000)]
 
 
@@ -323,7 +324,7 @@ def test_what_is_being_loaded_or_saved_is_not_pruned(
         monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
         assert restore(manager).step == 1
         assert reports[0] is not None
-        kept = {decision.step: decision.reasons for decision in reports[0].plan.kept}
+        kept = {decision.step: decision.reasons for decision in reports[0].kept}
         assert kept[1] == ("it is being loaded",)
         assert manager.prune() is not None
     assert names_in(tmp_path) == ["step-00000003"]
@@ -332,7 +333,7 @@ def test_what_is_being_loaded_or_saved_is_not_pruned(
 def test_a_save_waits_while_its_step_is_being_deleted(tmp_path: Path) -> None:
     """Saver and pruner of one manager take turns; a saver that waits in vain says so."""
     with manager_of(tmp_path, timeout=0.2) as manager:
-        claims = manager._claims  # noqa: SLF001  # nothing public stops in the middle
+        claims = manager._root.uses  # noqa: SLF001  # nothing public stops in the middle
         with claims.deleting("step-00000001") as may:
             assert may
             with pytest.raises(PhaseTimeoutError, match="being deleted"):
@@ -363,7 +364,7 @@ def test_a_background_save_that_fails_is_raised_at_the_end(tmp_path: Path) -> No
     manager.save_async(1, state_of(1))
     with pytest.raises(CheckpointExistsError):
         manager.close()
-    assert manager._claims.in_use() == {}  # noqa: SLF001  # nothing public tells
+    assert manager._root.uses.now() == {}  # noqa: SLF001  # nothing public tells
 
 
 def test_a_prune_that_fails_does_not_stop_training(
@@ -373,14 +374,14 @@ def test_a_prune_that_fails_does_not_stop_training(
     with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
         save(manager, 1, 2)
         assert manager.wait_pruned(60)
-        census = manager._census  # noqa: SLF001  # where it fails
+        root = manager._root  # noqa: SLF001  # where it fails
         with monkeypatch.context() as patch:
 
             def refuse(deadline: Any) -> Any:
                 del deadline
                 raise ckpt_storage.StorageError("no listing today", kind="permission")
 
-            patch.setattr(census, "folders", refuse)
+            patch.setattr(root, "folders", refuse)
             save(manager, 3)
             assert manager.wait_pruned(60)
         assert "no listing today" in caplog.text
@@ -396,9 +397,9 @@ def test_steps_and_seconds_say_when_to_save(tmp_path: Path) -> None:
         assert not any(manager.should_save(step) for step in range(10))
     now_s = 0.0
     with manager_of(tmp_path, every_s=10) as manager:
-        cadence = manager._cadence  # noqa: SLF001  # its clock is not public
-        cadence._clock = lambda: now_s  # noqa: SLF001  # the same
-        cadence.saved()
+        schedule = manager._schedule  # noqa: SLF001  # its clock is not public
+        schedule._clock = lambda: now_s  # noqa: SLF001  # the same
+        schedule.saved()
         due = []
         for step in range(1, 40):
             now_s += 3.0

@@ -1,4 +1,4 @@
-"""The manager's thread and its claims: every wish is granted, nobody waits for ever."""
+"""The manager's thread and its uses: every wish is granted, nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 import pytest
 
 from ckpt_storage.errors import CheckpointError
-from ckpt_storage.manager.claims import Claims
-from ckpt_storage.manager.upkeep import Housekeeper
+from ckpt_storage.manager.root import Uses
+from ckpt_storage.manager.upkeep import Job
 from ckpt_storage.store.deadline import Deadline
 
 LONG_S = 60.0
 
 
-def keeper_of(job: Callable[[Deadline], object], timeout_s: float = LONG_S) -> Housekeeper:
+def keeper_of(job: Callable[[Deadline], object], timeout_s: float = LONG_S) -> Job:
     """Return a housekeeper."""
-    return Housekeeper(job, name="ckpt-storage test", timeout_s=timeout_s)
+    return Job(job, name="ckpt-storage test", timeout_s=timeout_s)
 
 
 def test_a_wish_during_a_run_gets_a_run_of_its_own() -> None:
@@ -96,28 +96,29 @@ def test_a_failure_is_kept_and_the_next_run_forgets_it(caplog: pytest.LogCapture
 
 def test_a_user_waits_until_a_deletion_has_ended() -> None:
     """`take` returns as soon as the name is no longer being deleted, and no deletion begins."""
-    claims = Claims()
+    uses = Uses()
     taken = threading.Event()
     ends: list[Callable[[], None]] = []
 
     def use() -> None:
-        ends.append(claims.take("x", "it is being saved", timeout_s=LONG_S))
+        ends.append(uses.take("x", "it is being saved", timeout_s=LONG_S))
         taken.set()
 
-    with claims.deleting("x") as may:
+    with uses.deleting("x") as may:
         assert may
-        with claims.deleting("x") as other:
+        with uses.deleting("x") as other:
             assert not other
         thread = threading.Thread(target=use)
         thread.start()
         assert not taken.wait(0.05)
     assert taken.wait(LONG_S / 6), "nobody woke it"
     thread.join()
-    assert claims.in_use() == {"x": "it is being saved"}
-    with claims.used("x", "it is being loaded", timeout_s=1):
-        ends[0]()
-        ends[0]()
-        assert claims.in_use() == {"x": "it is being loaded"}
-        with claims.deleting("x") as may:
-            assert not may
-    assert claims.in_use() == {}
+    assert uses.now() == {"x": "it is being saved"}
+    end = uses.take("x", "it is being loaded", timeout_s=1)
+    ends[0]()
+    ends[0]()
+    assert uses.now() == {"x": "it is being loaded"}
+    with uses.deleting("x") as may:
+        assert not may
+    end()
+    assert uses.now() == {}

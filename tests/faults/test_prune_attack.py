@@ -7,16 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from commit_tools import BOTH, CAS, DAY_S, QUICK, DictStore, Disk, attempted, committed
-from prune_cases import EXPORT, OTHERS, DiskCensus, at, heads, name_of, prune, pruner, save, scene
+from commit_tools import BOTH, CAS, DAY_S, DictStore, Disk, attempted, committed
+from prune_cases import EXPORT, OTHERS, DiskRoot, at, heads, name_of, prune, pruner, save, scene
 from prune_races import RACES, check_race, deleting, quiet
 
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.errors import CheckpointError, CommitConflictError
 from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.format.exports import Holder
-from ckpt_storage.manager.pruneplan import Soundness
-from ckpt_storage.manager.pruning import Pruner
+from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan
 from ckpt_storage.store import probe
 from ckpt_storage.store.backend import Capabilities
@@ -50,12 +49,13 @@ def check_unharmed(disk: Disk, before: Mapping[str, bytes]) -> None:
 
 
 def check_pruned(disk: Disk, before: Mapping[str, bytes]) -> None:
-    """Check that besides nothing is left but slots, and what was being saved."""
+    """Check that nothing is left but slots, what was being saved, and probes that were cut."""
     check_unharmed(disk, before)
     assert set(heads(disk.files)) == KEPT
     for step in GONE | {8, 9}:
         left = [path for path in disk.files if path.startswith(f"{name_of(step)}/")]
-        assert [path for path in left if "/commits/" not in path and path not in OTHERS] == []
+        known = ("/commits/", "/.ckpt-storage-probe-", *OTHERS)
+        assert [path for path in left if not any(one in path for one in known)] == []
 
 
 @BOTH
@@ -68,12 +68,12 @@ def test_a_prune_deletes_what_no_policy_keeps(capabilities: Capabilities) -> Non
     assert dry.is_dry_run
     assert set(heads(disk.files)) == KEPT | GONE
     report = prune(store, KEEP, disk)
-    assert report.plan == dry.plan
+    assert (report.kept, report.planned) == (dry.kept, dry.planned)
     assert report.deleted == tuple(name_of(step) for step in sorted(GONE))
     assert (report.skipped, report.failed) == ({}, {})
     assert len(report.freed) == 1
     check_pruned(disk, before)
-    kept = {decision.name: decision.reasons for decision in report.plan.kept}
+    kept = {decision.name: decision.reasons for decision in report.kept}
     assert kept["tokenizer"] == kept["step-12"] == ("it does not belong to this run",)
     changes = disk.changes
     again = prune(store, KEEP, disk)
@@ -163,7 +163,7 @@ def test_an_attempt_is_freed_only_a_day_after_its_last_file() -> None:
     attempt = attempted(at(store, 2))
     disk.clock_s += DAY_S - 10
     assert prune(store, KeepLatest(1), disk).freed == ()
-    assert name_of(2) in prune(store, KeepLatest(1), disk).plan.leftovers
+    assert name_of(2) in prune(store, KeepLatest(1), disk).leftovers
     disk.clock_s += 20
     assert prune(store, KeepLatest(1), disk).freed == (attempt.save_id,)
     with pytest.raises(CommitConflictError):
@@ -202,7 +202,7 @@ def test_a_plan_that_is_old_deletes_nothing_that_was_saved_since() -> None:
     disk = scene(CAS)
     store = DictStore(disk, CAS)
     old = pruner(store, KEEP, disk)
-    plan = old.prune(Deadline("commit", 600), dry_run=True).plan
+    plan = old.prune(Deadline("commit", 600), dry_run=True)
     anew = save(store, 2)
     report = old.execute(plan, Deadline("commit", 600))
     assert report.deleted == (name_of(1), name_of(3))
@@ -215,7 +215,7 @@ def test_without_its_newest_a_plan_deletes_nothing() -> None:
     disk = scene(CAS)
     store = DictStore(disk, CAS)
     old = pruner(store, KEEP, disk)
-    plan = old.prune(Deadline("commit", 600), dry_run=True).plan
+    plan = old.prune(Deadline("commit", 600), dry_run=True)
     deleting(6)(store)
     report = old.execute(plan, Deadline("commit", 600))
     assert report.deleted == ()
@@ -236,11 +236,11 @@ def test_what_cannot_be_deleted_does_not_keep_the_others() -> None:
     assert set(heads(disk.files)) == KEPT | {2}
 
 
-def test_a_census_that_is_told_nothing_new_asks_nothing_new() -> None:
+def test_a_root_that_is_told_nothing_new_asks_nothing_new() -> None:
     """In one process a second prune reads the newest again, and no other checkpoint."""
     disk = scene(CAS)
     store = DictStore(disk, CAS)
-    one = Pruner(DiskCensus(store), KeepLatest(2) | KeepEvery(1), retry=QUICK)
+    one = Pruner(DiskRoot(store), KeepLatest(2) | KeepEvery(1))
     one.prune(Deadline("commit", 600))
     seen_first = len(store.script.calls)
     one.prune(Deadline("commit", 600))
@@ -287,8 +287,8 @@ def test_what_a_policy_counts_is_looked_at_again() -> None:
     for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.8)):
         save(store, step, loss=loss)
     one = pruner(store, KeepLatest(1) | KeepBest("loss", "min"), disk)
-    plan = one.prune(Deadline("commit", 600), dry_run=True).plan
-    assert [decision.step for decision in plan.deleted] == [1, 3]
+    plan = one.prune(Deadline("commit", 600), dry_run=True)
+    assert [decision.step for decision in plan.planned] == [1, 3]
     deleting(2)(store)
     assert one.prune(Deadline("commit", 600)).deleted == (name_of(3),)
     assert set(heads(disk.files)) == {1, 4}
@@ -299,10 +299,12 @@ def test_damaged_ones_do_not_end_the_search_for_the_newest() -> None:
     disk = Disk()
     store = DictStore(disk, CAS)
     ids = {step: save(store, step) for step in range(1, 6)}
-    soundness = Soundness()
-    soundness.found_sound(name_of(4), ids[4])
-    soundness.damaged.add((name_of(5), ids[5]))
-    one = Pruner(DiskCensus(store), KeepLatest(2) | KeepEvery(3), retry=QUICK, soundness=soundness)
+    root = DiskRoot(store)
+    root.found_sound(name_of(4), ids[4])
+    five = root.look_at(name_of(5), Deadline("load", 60)).info
+    assert five is not None
+    root.found_damaged(five, "cut")
+    one = Pruner(root, KeepLatest(2) | KeepEvery(3))
     assert one.prune(Deadline("commit", 600)).deleted == (name_of(1), name_of(2))
     assert set(heads(disk.files)) == {3, 4, 5}
 

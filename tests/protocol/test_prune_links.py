@@ -12,12 +12,11 @@ from manager_cases import blank, restore, state_of, step_in
 from prune_cases import name_of
 
 import ckpt_storage
-from ckpt_storage.manager.census import Census
-from ckpt_storage.manager.deletion import delete
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.pruning import Pruner, prune
+from ckpt_storage.manager.names import StepNames
+from ckpt_storage.manager.prune import Pruner, delete, prune
 from ckpt_storage.manager.retention import KeepLatest
-from ckpt_storage.manager.stepnames import StepNames
+from ckpt_storage.manager.root import Root
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
@@ -44,7 +43,7 @@ def test_a_link_of_any_name_pins_what_it_means(tmp_path: Path, target: str) -> N
     (tmp_path / "elsewhere").symlink_to(tmp_path.parent)
     report = prune(tmp_path, KeepLatest(1), dry_run=False)
     assert report.deleted == (name_of(2),)
-    kept = {decision.name: decision.reasons for decision in report.plan.kept}
+    kept = {decision.name: decision.reasons for decision in report.kept}
     assert kept[name_of(1)] == ("best is a link to it",)
     assert kept["best"] == kept["elsewhere"] == ("it is a link",)
     assert restored_from(tmp_path / name_of(1)) == 1
@@ -62,10 +61,10 @@ def test_a_link_to_a_file_pins_its_checkpoint(tmp_path: Path) -> None:
 def test_a_link_made_after_the_plan_counts(tmp_path: Path, *, names_step_1: bool) -> None:
     """Between plan and deletion a checkpoint is pinned, or moved away and linked to."""
     saved(tmp_path / "run", 1, 2)
-    census = Census(Location.of(tmp_path / "run"), StepNames())
-    one = Pruner(census, KeepLatest(1))
-    plan = one.prune(Deadline("commit", 60), dry_run=True).plan
-    assert [decision.name for decision in plan.deleted] == [name_of(1)]
+    root = Root(Location.of(tmp_path / "run"), StepNames())
+    one = Pruner(root, KeepLatest(1))
+    plan = one.prune(Deadline("commit", 60), dry_run=True)
+    assert [decision.name for decision in plan.planned] == [name_of(1)]
     folder = tmp_path / "run" / name_of(1)
     if names_step_1:
         folder.rename(tmp_path / "archived")

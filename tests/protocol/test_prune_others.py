@@ -17,8 +17,8 @@ from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.errors import StorageError
 from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.format.exports import Holder, Series
-from ckpt_storage.manager.deletion import delete
 from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.prune import delete
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.store import Location, open_store, probe
 from ckpt_storage.store.backend import Capabilities
@@ -135,7 +135,7 @@ def test_a_link_to_an_older_step_is_no_newer_checkpoint(tmp_path: Path) -> None:
     saved_steps(tmp_path, 7)
     report = ckpt_storage.prune(tmp_path, KeepLatest(1), dry_run=False)
     assert report.deleted == ()
-    kept = {decision.name: decision.reasons for decision in report.plan.kept}
+    kept = {decision.name: decision.reasons for decision in report.kept}
     assert kept[name_of(5)] == (f"{name_of(10)} is a link to it",)
     assert kept[name_of(10)] == ("it is a link",)
     state = blank()
@@ -171,7 +171,7 @@ def test_two_names_of_one_save_are_kept_together() -> None:
     report = prune(store, KeepLatest(1), disk)
     assert report.deleted == (name_of(4),)
     assert set(heads(disk.files)) == {5, 10}
-    kept = {decision.step: decision.reasons for decision in report.plan.kept}
+    kept = {decision.step: decision.reasons for decision in report.kept}
     assert kept[5] == (f"it is the same save as {name_of(10)}, and may be the same folder",)
 
 
@@ -182,7 +182,7 @@ def test_a_newest_that_is_another_save_than_was_judged_deletes_nothing() -> None
     for step in (1, 2):
         save(store, step)
     one = pruner(store, KeepLatest(1), disk)
-    plan = one.prune(Deadline("commit", 600), dry_run=True).plan
+    plan = one.prune(Deadline("commit", 600), dry_run=True)
     save(store, 2)
     report = one.execute(plan, Deadline("commit", 600))
     assert report.deleted == ()

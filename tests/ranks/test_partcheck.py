@@ -16,9 +16,9 @@ from manager_cases import damage, restore, state_of
 import ckpt_storage
 from ckpt_storage.errors import IntegrityError, PhaseTimeoutError
 from ckpt_storage.inspect.verify import Part, check_part, part_bytes
-from ckpt_storage.manager import restoring
+from ckpt_storage.manager import resume
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.pruning import prune
+from ckpt_storage.manager.prune import prune
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
@@ -113,8 +113,8 @@ def test_what_no_load_needs_is_no_reason_to_go_back(tmp_path: Path, what: str) -
         (weights,) = newest.glob("hf/*.safetensors")
         weights.write_bytes(weights.read_bytes()[:-9])
     report = prune(tmp_path, KeepLatest(1))
-    assert report.plan.anchor is not None
-    assert report.plan.anchor.step == 2
+    assert report.newest is not None
+    assert report.newest.step == 2
     with CheckpointManager(tmp_path, timeout=60) as manager:
         found = restore(manager, check="deep")
     assert (found.step, found.skipped) == (2, ())
@@ -154,11 +154,11 @@ def test_a_large_checkpoint_has_time_by_its_size(
         limits_s.append(deadline.timeout_s)
         return check_part(store, part, deadline=deadline, **more)
 
-    monkeypatch.setattr(restoring, "check_part", check)
-    monkeypatch.setattr(restoring, "_SLOWEST_BYTES_PER_S", 2)
+    monkeypatch.setattr(resume, "check_part", check)
+    monkeypatch.setattr(resume, "_SLOWEST_BYTES_PER_S", 2)
     with CheckpointManager(tmp_path, timeout=30) as manager:
         restore(manager, check="deep")
-    monkeypatch.setattr(restoring, "_SLOWEST_BYTES_PER_S", 1 << 40)
+    monkeypatch.setattr(resume, "_SLOWEST_BYTES_PER_S", 1 << 40)
     with CheckpointManager(tmp_path, timeout=30) as manager:
         restore(manager, check="deep")
     assert limits_s == [file.stat().st_size / 2, 30.0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import manager_cases as cases
 import pytest
 
-from ckpt_storage.manager.restoring import Check
+from ckpt_storage.manager.resume import Check
 from ckpt_storage.testing.ranks import RankPool
 
 NEWEST, OLDER = "step-00000003", "step-00000002"

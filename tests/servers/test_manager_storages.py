@@ -14,7 +14,7 @@ from commit_tools import sealed
 from servers import Running
 
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.pruning import prune
+from ckpt_storage.manager.prune import prune
 from ckpt_storage.manager.retention import Keep, KeepBest, KeepEvery, KeepLatest, KeepNewerThan
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store import Location, open_store
@@ -167,7 +167,7 @@ def manager_of(server: S3Server, keep: Keep) -> CheckpointManager:
         timeout=120,
     )
     name = f"step-{STEPS[-1]:08d}"
-    manager._soundness.found_sound(name, SAVE_ID % STEPS[-1])  # noqa: SLF001  # as if it had saved it
+    manager._root.found_sound(name, SAVE_ID % STEPS[-1])  # noqa: SLF001  # as if it had saved it
     return manager
 
 
@@ -187,15 +187,15 @@ def test_a_plan_for_10000_reads_only_what_it_must(many: S3Server) -> None:
         asked(many)
         report = manager.prune(dry_run=True)
         assert report is not None
-        assert len(report.plan.kept) == COUNT - ODD_COUNT + 2
-        assert [decision.step for decision in report.plan.deleted] == ODD[:-2]
-        # The note of what was pruned; and the times of what may go and of the newest.
+        assert len(report.kept) == COUNT - ODD_COUNT + 2
+        assert [decision.step for decision in report.planned] == ODD[:-2]
+        # The times of what may go and of the newest.
         assert asked(many) == {
             LIST: PAGES + ODD_COUNT - 2,
-            READ: 1 + 2 * 2 + 2 * (ODD_COUNT - 2),
+            READ: 2 * 2 + 2 * (ODD_COUNT - 2),
             TIME: ODD_COUNT,
         }
         again = manager.prune(dry_run=True)
         assert again is not None
-        assert again.plan == report.plan
+        assert again == report
         assert asked(many) == {LIST: PAGES, READ: 2 * 2}

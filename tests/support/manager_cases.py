@@ -18,7 +18,7 @@ from ckpt_storage.background.handle import SaveHandle
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.inspect import verify
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.restoring import Check, Restored
+from ckpt_storage.manager.resume import Check, Restored
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.options import Timeouts
 from ckpt_storage.transfer.ranges import RangeReader
@@ -253,8 +253,8 @@ def save_unlike(
         if rank == bad_rank and what == "step":
             step = -1
         if rank == bad_rank and what == "claim":
-            claims = manager._claims  # noqa: SLF001  # nothing public stops in the middle
-            held.enter_context(claims.deleting("step-00000007"))
+            uses = manager._root.uses  # noqa: SLF001  # nothing public stops in the middle
+            held.enter_context(uses.deleting("step-00000007"))
         try:
             begun = begin(step, state_of(7), metrics=metrics, sync_files=False)
             if isinstance(begun, SaveHandle):

@@ -25,11 +25,10 @@ from commit_tools import (
 
 from ckpt_storage.commit import attempt as commit
 from ckpt_storage.format.exports import Holder, Names
-from ckpt_storage.manager.census import Census
-from ckpt_storage.manager.pruneplan import Soundness
-from ckpt_storage.manager.pruning import Pruner, PruneReport
+from ckpt_storage.manager.names import StepNames
+from ckpt_storage.manager.prune import Pruner, PruneReport
 from ckpt_storage.manager.retention import Keep
-from ckpt_storage.manager.stepnames import StepNames
+from ckpt_storage.manager.root import Root
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Capabilities, Content, ObjectInfo, Range
 from ckpt_storage.store.deadline import Deadline
@@ -139,17 +138,18 @@ class Below:
         """Do nothing."""
 
 
-class DiskCensus(Census):
-    """A census of a store that is there already, in one thread."""
+class DiskRoot(Root):
+    """A root on a store that is there already, in one thread."""
 
     def __init__(self, store: Store, names: str = "step-{step:08d}") -> None:
-        super().__init__(Location.of("memory://r"), StepNames(names), thread_count=1)
+        place = Location.of("memory://r")
+        super().__init__(place, StepNames(names), retry=QUICK, thread_count=1)
         self._store = store
 
-    def _open(self, location: Location, deadline: Deadline) -> Any:
+    def open(self, deadline: Deadline, name: str | None = None) -> Any:
+        """Return the store at the root, or at one checkpoint."""
         del deadline
-        folder = location.path.removeprefix("r").lstrip("/")
-        return Below(self._store, folder) if folder else self._store
+        return Below(self._store, name) if name else self._store
 
 
 def name_of(step: int) -> str:
@@ -250,10 +250,10 @@ def heads(files: Mapping[str, bytes]) -> dict[int, str]:
 
 def pruner(store: Store, keep: Keep, disk: Disk, **options: Any) -> Pruner:
     """Return a pruner that trusts what is there."""
-    soundness = Soundness()
+    root = DiskRoot(store)
     for step, save_id in heads(disk.files).items():
-        soundness.found_sound(name_of(step), save_id)
-    return Pruner(DiskCensus(store), keep, retry=QUICK, soundness=soundness, **options)
+        root.found_sound(name_of(step), save_id)
+    return Pruner(root, keep, **options)
 
 
 def prune(store: Store, keep: Keep, disk: Disk, **options: Any) -> PruneReport:

@@ -21,7 +21,7 @@ from ckpt_storage.errors import (
     CommitConflictError,
     IntegrityError,
 )
-from ckpt_storage.manager import pruneplan
+from ckpt_storage.manager import prune as pruning_module
 from ckpt_storage.manager.retention import KeepEvery, KeepLatest
 from ckpt_storage.source import model as source
 from ckpt_storage.store import probe
@@ -39,7 +39,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     Schedules have one request of an actor at a time. What is not known to be sound is damaged.
     """
     take_in_turn(monkeypatch, IN_TURN[0])
-    monkeypatch.setattr(pruneplan, "check_part", unreadable)
+    monkeypatch.setattr(pruning_module, "check_part", unreadable)
     monkeypatch.setattr(probe, "_RESULTS", {})
     monkeypatch.setattr(logging.getLogger("ckpt_storage"), "disabled", True)
 

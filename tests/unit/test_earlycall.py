@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_storage.coordination.board import BoardError, LocalBoard
-from ckpt_storage.manager.cadence import EarlyCall
+from ckpt_storage.manager.schedule import EarlyCall
 
 _END = 12
 """The turn of the meeting that was agreed on before."""

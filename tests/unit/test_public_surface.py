@@ -52,7 +52,6 @@ PUBLIC = [
     "NotPublishedError",
     "PhaseTimeoutError",
     "ProgressEvent",
-    "PrunePlan",
     "PruneReport",
     "RankFailedError",
     "RankMismatchError",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,14 +16,15 @@ from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.manager.retention import (
     Candidate,
+    Found,
     KeepAny,
     KeepBest,
     KeepEvery,
     KeepLatest,
     KeepNewerThan,
-    PrunePlan,
+    RetentionPlan,
     RetentionPolicy,
-    plan_prune,
+    plan_retention,
     policies_of,
 )
 
@@ -42,12 +44,30 @@ def info(
     )
 
 
-def bad(step: int) -> tuple[str, str]:
-    """Return how a damaged checkpoint is told apart: by name and save id."""
-    return (f"step-{step}", f"id-{step}")
+def plan_of(
+    infos: Sequence[CheckpointInfo],
+    keep: Any,
+    *,
+    ages_s: Mapping[str, float] | None = None,
+    damaged: Collection[int] = (),
+    **options: Any,
+) -> RetentionPlan:
+    """Plan for what was found, as the two say who is damaged and how old each is."""
+    found = [
+        Found(
+            name=one.name,
+            step=one.step,
+            status="committed" if one.format == "ckpt_storage" else "foreign",
+            info=one,
+            is_damaged=one.step in damaged,
+            age_s=None if ages_s is None else ages_s.get(one.name),
+        )
+        for one in infos
+    ]
+    return plan_retention(found, keep, **options)
 
 
-def steps(plan: PrunePlan) -> list[int | None]:
+def steps(plan: RetentionPlan) -> list[int | None]:
     """Return the steps that a plan keeps."""
     return [decision.step for decision in plan.kept]
 
@@ -73,8 +93,7 @@ RUN = [info(step, loss=abs(step - 4) / 10) for step in range(1, 9)]
 )
 def test_each_policy_keeps_what_it_says(keep: Any, kept: list[int]) -> None:
     """Each policy keeps its own, several keep what any keeps, and the newest is always kept."""
-    times_s = {one.name: 100.0 + (one.step or 0) for one in RUN}
-    plan = plan_prune(RUN, keep, now_s=109.0, committed_s=times_s)
+    plan = plan_of(RUN, keep, ages_s={one.name: 9.0 - (one.step or 0) for one in RUN})
     assert steps(plan) == kept
     assert sorted(decision.step or 0 for decision in (*plan.kept, *plan.deleted)) == list(
         range(1, 9)
@@ -83,7 +102,7 @@ def test_each_policy_keeps_what_it_says(keep: Any, kept: list[int]) -> None:
 
 def test_every_decision_has_a_reason_that_names_the_policy() -> None:
     """Kept ones name each policy that keeps them; deleted ones name the policies that do not."""
-    plan = plan_prune(RUN, KeepLatest(1) | KeepEvery(8) | KeepBest("loss", "min"))
+    plan = plan_of(RUN, KeepLatest(1) | KeepEvery(8) | KeepBest("loss", "min"))
     reasons = {decision.step: decision.reasons for decision in plan.kept}
     assert reasons[8] == ("KeepLatest(1)", "KeepEvery(8)", "it is the newest sound checkpoint")
     assert reasons[4] == ("KeepBest('loss', 'min', 1): loss is 0",)
@@ -104,11 +123,11 @@ def test_of_equal_metrics_the_later_step_is_better(mode: Any) -> None:
         info(6, loss=math.nan),
         info(7),
     ]
-    assert steps(plan_prune(infos, KeepBest("loss", mode))) == [5, 7]
-    assert steps(plan_prune(infos, KeepBest("loss", mode, 2))) == [3, 5, 7]
-    assert steps(plan_prune(infos, KeepBest("loss", mode, 9))) == [1, 3, 5, 7]
+    assert steps(plan_of(infos, KeepBest("loss", mode))) == [5, 7]
+    assert steps(plan_of(infos, KeepBest("loss", mode, 2))) == [3, 5, 7]
+    assert steps(plan_of(infos, KeepBest("loss", mode, 9))) == [1, 3, 5, 7]
     infinite = [info(1, loss=math.inf), info(2, loss=-math.inf), info(3, loss=0.0), info(4)]
-    assert steps(plan_prune(infinite, KeepBest("loss", mode, 3))) == [3, 4]
+    assert steps(plan_of(infinite, KeepBest("loss", mode, 3))) == [3, 4]
 
 
 def test_what_is_not_of_the_run_is_kept_and_never_counts() -> None:
@@ -119,44 +138,44 @@ def test_what_is_not_of_the_run_is_kept_and_never_counts() -> None:
         info(9, format_="dcp"),
         CheckpointInfo(url="memory://r/x", name="x", format="ckpt_storage", save_id="x"),
     ]
-    plan = plan_prune(infos, KeepLatest(1))
+    plan = plan_of(infos, KeepLatest(1))
     assert {decision.name: decision.reasons for decision in plan.kept} == {
         "x": ("it does not belong to this run",),
         "step-2": ("KeepLatest(1)", "it is the newest sound checkpoint"),
         "step-9": ("another tool wrote it (dcp)",),
     }
     assert [decision.step for decision in plan.deleted] == [1]
-    assert plan.anchor is not None
-    assert plan.anchor.step == 2
+    assert plan.newest is not None
+    assert plan.newest.step == 2
 
 
 def test_damaged_ones_do_not_count() -> None:
     """A damaged checkpoint takes no place of a sound one, and stays where it would have one."""
-    plan = plan_prune(RUN, KeepLatest(2), damaged={bad(8), bad(6), bad(4), bad(2)})
+    plan = plan_of(RUN, KeepLatest(2), damaged={8, 6, 4, 2})
     assert steps(plan) == [5, 6, 7, 8]
     assert plan.kept[-1].reasons[-1] == "it is damaged, and nothing sound is newer"
-    assert plan.anchor is not None
-    assert plan.anchor.step == 7
+    assert plan.newest is not None
+    assert plan.newest.step == 7
     assert plan.kept[1].reasons == ("KeepLatest(2), if it is sound after all",)
     four = next(decision for decision in plan.deleted if decision.step == 4)
     assert four.reasons == ("it is damaged and not kept by KeepLatest(2)",)
     assert "step-6" not in plan.counted
-    plan = plan_prune(RUN, KeepBest("loss", "min"), damaged={bad(4), bad(3)})
+    plan = plan_of(RUN, KeepBest("loss", "min"), damaged={4, 3})
     assert steps(plan) == [4, 5, 8]
 
 
 def test_nothing_is_deleted_where_nothing_is_sound() -> None:
     """Where all are damaged, all are kept: one of them may be all there is."""
-    plan = plan_prune(RUN, KeepLatest(1), damaged={bad(one.step or 0) for one in RUN})
+    plan = plan_of(RUN, KeepLatest(1), damaged={one.step or 0 for one in RUN})
     assert plan.deleted == ()
-    assert plan.anchor is None
+    assert plan.newest is None
 
 
 def test_a_young_one_is_protected_by_the_storages_clock() -> None:
     """Younger than `min_age_s`, from the future, or of unknown age: kept, whatever policies say."""
     infos = [info(1), info(2), info(3), info(4), info(5)]
-    times_s = {"step-1": 10.0, "step-2": 50.5, "step-3": 90000.0, "step-5": 0.0}
-    plan = plan_prune(infos, KeepLatest(1), now_s=100.0, committed_s=times_s, min_age_s=50.0)
+    ages_s = {"step-1": 90.0, "step-2": 49.5, "step-3": -89900.0, "step-5": 100.0}
+    plan = plan_of(infos, KeepLatest(1), ages_s=ages_s, min_age_s=50.0)
     assert [decision.step for decision in plan.deleted] == [1]
     assert plan.kept[0].reasons == ("it is 50 s old, less than 50 s",)
     assert plan.kept[2].reasons == ("the storage does not tell its age",)
@@ -164,7 +183,7 @@ def test_a_young_one_is_protected_by_the_storages_clock() -> None:
 
 def test_what_is_in_use_is_kept() -> None:
     """A checkpoint that is read or written here is kept, and the reason says so."""
-    plan = plan_prune(RUN, KeepLatest(1), in_use={"step-3": "it is being loaded"})
+    plan = plan_of(RUN, KeepLatest(1), protected={"step-3": "it is being loaded"})
     assert steps(plan) == [3, 8]
     assert plan.kept[0].reasons == ("it is being loaded",)
 
@@ -182,9 +201,9 @@ def test_what_is_in_use_is_kept() -> None:
         (KeepNewerThan, (math.inf,)),
         (KeepNewerThan, (math.nan,)),
         (KeepNewerThan, ("1h",)),
-        (plan_prune, (RUN, [])),
-        (plan_prune, (RUN, "KeepLatest")),
-        (plan_prune, (RUN, 3)),
+        (plan_of, (RUN, [])),
+        (plan_of, (RUN, "KeepLatest")),
+        (plan_of, (RUN, 3)),
         (KeepLatest(1).__or__, (3,)),
     ],
     ids=[f"{number}" for number in range(14)],
@@ -256,16 +275,15 @@ def test_a_plan_is_the_union_and_never_takes_the_newest(
 ) -> None:
     """Kept is the union of the policies over the sound ones, the newest sound one with it."""
     order.shuffle(infos)
-    marked = {bad(step) for step in damaged}
     now_s = 1045.0
-    times_s = {one.name: 1000.0 + (one.step or 0) for one in infos}
-    plan = plan_prune(infos, policies, now_s=now_s, committed_s=times_s, damaged=marked)
+    ages_s = {one.name: 45.0 - (one.step or 0) for one in infos}
+    plan = plan_of(infos, policies, ages_s=ages_s, damaged=damaged)
     kept = {decision.name for decision in plan.kept}
     gone = {decision.name for decision in plan.deleted}
     assert kept | gone == {one.name for one in infos}
     assert not kept & gone
     assert all(decision.reasons for decision in (*plan.kept, *plan.deleted))
-    sound = [one for one in infos if bad(one.step or 0) not in marked]
+    sound = [one for one in infos if one.step not in damaged]
     expected = set[str]().union(*(oracle(sound, policy, now_s) for policy in policies))
     assert kept & {one.name for one in sound} == expected | {
         one.name for one in sorted(sound, key=lambda one: one.step or 0)[-1:]
@@ -282,10 +300,10 @@ def test_a_plan_is_the_union_and_never_takes_the_newest(
 @given(infos=INFOS, policies=POLICIES)
 def test_a_plan_is_settled(infos: list[CheckpointInfo], policies: list[RetentionPolicy]) -> None:
     """What a plan keeps, the same plan keeps again: nothing is lost by pruning twice."""
-    times_s = {one.name: 1000.0 + (one.step or 0) for one in infos}
-    first = plan_prune(infos, policies, now_s=1045.0, committed_s=times_s)
+    ages_s = {one.name: 45.0 - (one.step or 0) for one in infos}
+    first = plan_of(infos, policies, ages_s=ages_s)
     kept = [decision.info for decision in first.kept if decision.info is not None]
-    second = plan_prune(kept, policies, now_s=1045.0, committed_s=times_s)
+    second = plan_of(kept, policies, ages_s=ages_s)
     assert second.deleted == ()
 
 
@@ -301,5 +319,23 @@ def test_a_policy_of_the_users_own_combines_on_both_sides() -> None:
     """`|` works with the user's policy on the left and on the right, and keeps what either does."""
     infos = [info(step) for step in (1, 2, 3, 4, 5, 6, 7, 8)]
     for keep in (KeepOdd() | KeepLatest(2), KeepLatest(2) | KeepOdd()):
-        plan = plan_prune(infos, keep)
+        plan = plan_of(infos, keep)
         assert [one.step for one in plan.deleted] == [2, 4, 6]
+
+
+def test_the_last_is_so_by_the_storages_clock_and_else_by_the_savers() -> None:
+    """One storage tells times, another none; what was committed last stays, whatever its step."""
+
+    def dated(step: int, created_at: str) -> CheckpointInfo:
+        return replace(info(step), created_at=created_at)
+
+    infos = [
+        dated(5, "2026-01-03T00:00:00+00:00"),
+        dated(7, "2026-01-02T00:00:00+00:00"),
+        dated(8, "?"),
+        info(9),
+    ]
+    ages_s = {"step-5": 30.0, "step-7": 10.0, "step-8": 20.0, "step-9": 40.0}
+    assert steps(plan_of(infos, KeepLatest(1), ages_s=ages_s)) == [7, 9]
+    del ages_s["step-8"]
+    assert steps(plan_of(infos, KeepLatest(1), ages_s=ages_s)) == [5, 9]

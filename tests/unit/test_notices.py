@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.preemption import Notices
+from ckpt_storage.manager.notices import Notices
 
 LONG_S = 60.0
 
@@ -43,7 +43,7 @@ def test_a_forked_child_is_ended_by_the_signal() -> None:
     """A child inherits the handler, and the signal does to it what it did before there was one."""
     found = run("""
 import os, signal
-from ckpt_storage.manager.preemption import Notices
+from ckpt_storage.manager.notices import Notices
 notices = Notices([signal.SIGTERM])
 read, write = os.pipe()
 child = os.fork()
@@ -94,7 +94,7 @@ def test_a_closed_handler_that_somebody_put_back_steps_aside() -> None:
     """Another library reinstates ours after the end: the signal then does what it did before."""
     found = run("""
 import os, signal
-from ckpt_storage.manager.preemption import Notices
+from ckpt_storage.manager.notices import Notices
 notices = Notices([signal.SIGTERM])
 ours = signal.getsignal(signal.SIGTERM)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -14,47 +14,31 @@ from ckpt_storage.commit.info import CheckpointInfo, user_record
 from ckpt_storage.coordination.frontdoor import plain_state
 from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError
+from ckpt_storage.options import Timeouts
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.running import save_on
 
-from .census import Census
-from .claims import Claims
-
-_BY = "it is being saved"
+from .root import Root
+from .upkeep import Upkeep
 
 
 class StepSaver:
-    """Saves steps below one root, now or in the background.
-
-    Args:
-        census: of the root; what is saved is looked at anew.
-        claims: of this process.
-        process_group: the ranks that save.
-        make_saver: makes the `AsyncSaver`, with the first save in the background.
-        damaged: returns the saves under a name that are known to be damaged: those are replaced.
-        committed: told of each commit, by name and save id, before its claim ends.
-        ended: called after that.
-
-    """
+    """Saves steps below one root, now or in the background, and tells `upkeep` of each commit."""
 
     def __init__(
         self,
-        census: Census,
-        claims: Claims,
+        root: Root,
+        upkeep: Upkeep,
         process_group: dist.ProcessGroup | None,
         *,
         make_saver: Callable[[], AsyncSaver],
-        damaged: Callable[[str], frozenset[str]],
-        committed: Callable[[str, str | None], None],
-        ended: Callable[[], None],
+        timeouts: Timeouts,
     ) -> None:
-        self._census = census
-        self._claims = claims
+        self._root = root
+        self._upkeep = upkeep
         self._process_group = process_group
         self._make_saver = make_saver
-        self._damaged = damaged
-        self._committed = committed
-        self._ended = ended
+        self._timeouts = timeouts
         self._saver: AsyncSaver | None = None
 
     @property
@@ -67,31 +51,24 @@ class StepSaver:
     def save(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any], options: SaveOptions
     ) -> CheckpointInfo:
-        """Save with `metrics`, and return what was committed; as `save`."""
+        """Save with `metrics`, and return what was committed; as `ckpt_storage.save`."""
         job = self._job(step, metrics, options)
 
         def prepared() -> dict[str, Any]:
             job.prepare()
             return plain_state(state)
 
+        committed: CheckpointInfo | None = None
+        ranks = Ranks.of(self._process_group)
         try:
-            try:
-                info = save_on(
-                    Ranks.of(self._process_group), prepared, job.target, lambda: job.options
-                )
-            finally:
-                self._census.forget(job.name)
-            self._committed(job.name, info.save_id)
+            committed = save_on(ranks, prepared, job.target, lambda: job.options)
         except CheckpointError as error:
             # The checkpoint counts, whatever went wrong after its commit.
-            committed: CheckpointInfo | None = getattr(error, "info", None)
-            if committed is not None:
-                self._committed(job.name, committed.save_id)
+            committed = getattr(error, "info", None)
             raise
         finally:
-            job.release()
-        self._ended()
-        return info
+            self._end(job, committed.save_id if committed is not None else None)
+        return committed
 
     def begin(
         self,
@@ -102,17 +79,11 @@ class StepSaver:
         *,
         block_until_staged: bool,
     ) -> SaveHandle:
-        """Begin to save with `metrics` in the background; as `AsyncSaver.begin`."""
+        """Begin to save with `metrics` in the background; as `AsyncSaver.save`."""
         job = self._job(step, metrics, options)
 
         def ended(handle: SaveHandle) -> None:
-            self._census.forget(job.name)
-            is_committed = handle.state is SaveState.COMMITTED
-            if is_committed:
-                self._committed(job.name, handle.save_id)
-            job.release()
-            if is_committed:
-                self._ended()
+            self._end(job, handle.save_id if handle.state is SaveState.COMMITTED else None)
 
         try:
             handle = self.saver.begin(
@@ -128,16 +99,6 @@ class StepSaver:
         handle.add_done_callback(ended)
         return handle
 
-    def _job(self, step: int, metrics: Mapping[str, Any], options: SaveOptions) -> _Job:
-        location = self._census.location
-        try:
-            name = self._census.names.name_of(step)
-            user = user_record(step, metrics)
-        except Exception as error:  # noqa: BLE001  # the other ranks are waiting to be told
-            return _Job(self._claims, "", location.target, options, refusal=error)
-        chosen = replace(options, user=user, replaces=self._damaged(name))
-        return _Job(self._claims, name, location.child(name).target, chosen)
-
     def wait(self, timeout: float | None) -> None:
         """Wait for all in the background; as `AsyncSaver.wait`."""
         if self._saver is not None:
@@ -147,6 +108,35 @@ class StepSaver:
         """Wait for all in the background and end; as `AsyncSaver.close`."""
         if self._saver is not None:
             self._saver.close(timeout)
+
+    def _job(self, step: int, metrics: Mapping[str, Any], options: SaveOptions) -> _Job:
+        name, refusal, user = "", None, {}
+        try:
+            name = self._root.names.name_of(step)
+            user = user_record(step, metrics)
+            self._upkeep.begun(step)
+        except Exception as error:  # noqa: BLE001  # the other ranks are waiting to be told
+            refusal = error
+        location = self._root.location
+        chosen = replace(
+            options,
+            timeouts=self._timeouts,
+            retry=self._root.retry,
+            storage_options=location.storage_options,
+            user=user,
+            replaces=self._root.damaged_ids(name),
+        )
+        target = (location.child(name) if name else location).target
+        return _Job(self._root, name, target, chosen, refusal)
+
+    def _end(self, job: _Job, save_id: str | None) -> None:
+        """Note how a save ended, from any thread; only then may its name be deleted."""
+        self._root.forget(job.name)
+        if save_id is not None:
+            self._upkeep.committed(job.name, save_id)
+        job.release()
+        if save_id is not None:
+            self._upkeep.wake()
 
 
 class _Job:
@@ -158,14 +148,13 @@ class _Job:
 
     def __init__(
         self,
-        claims: Claims,
+        root: Root,
         name: str,
         target: str,
         options: SaveOptions,
-        *,
-        refusal: Exception | None = None,
+        refusal: Exception | None,
     ) -> None:
-        self._claims = claims
+        self._root = root
         self._refusal = refusal
         self.name = name
         self.target = target
@@ -176,4 +165,5 @@ class _Job:
         """Take the name; waits while it is deleted. Raises `PhaseTimeoutError`, and refusals."""
         if self._refusal is not None:
             raise self._refusal
-        self.release = self._claims.take(self.name, _BY, timeout_s=self.options.timeouts.plan)
+        limit_s = self.options.timeouts.plan
+        self.release = self._root.uses.take(self.name, "it is being saved", timeout_s=limit_s)

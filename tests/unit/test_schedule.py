@@ -12,8 +12,8 @@ import pytest
 
 from ckpt_storage.coordination.board import LocalBoard
 from ckpt_storage.coordination.ranks import Ranks
-from ckpt_storage.manager.cadence import Cadence
-from ckpt_storage.manager.preemption import Notices
+from ckpt_storage.manager.notices import Notices
+from ckpt_storage.manager.schedule import Schedule
 from ckpt_storage.options import Timeouts
 from ckpt_storage.testing.upload_facts import together
 
@@ -61,7 +61,7 @@ class Run:
         self.ranks = TwoRanks()
         self.ranks.pay = self.pass_time
         chosen: dict[str, Any] = {"every_steps": None, "every_s": 1e9, **options}
-        self.cadence = Cadence(
+        self.schedule = Schedule(
             self.ranks,  # type: ignore[arg-type]  # as much of one as is needed
             Notices(),
             timeouts=Timeouts(),
@@ -81,7 +81,7 @@ class Run:
             self.now_s += each_s
             self.step += 1
             before = len(self.ranks.terms)
-            self.cadence.is_due(self.step)
+            self.schedule.is_due(self.step)
             if len(self.ranks.terms) > before:
                 met.append(self.step)
         return met
@@ -151,7 +151,7 @@ def in_step(world_size: int, noticed: int, *, long_from: int, notice_at: int) ->
     def train(rank: int) -> None:
         now_s = [0.0]
         notices = Told()
-        cadence = Cadence(
+        schedule = Schedule(
             Ranks(board, rank=rank, world_size=world_size, look_s=0.001),
             notices,  # type: ignore[arg-type]  # as much of them as is needed
             every_steps=None,
@@ -163,7 +163,7 @@ def in_step(world_size: int, noticed: int, *, long_from: int, notice_at: int) ->
             now_s[0] += 20.0 if step >= long_from else 0.001
             if rank == noticed and step == notice_at:
                 notices.notice = "SIGTERM"
-            if cadence.is_due(step):
+            if schedule.is_due(step):
                 found[rank].append(step)
             # As in an all-reduce: nobody ends the next step before all have begun it.
             for other in turns:
@@ -185,14 +185,3 @@ def test_a_notice_is_answered_within_three_steps_that_became_long(noticed: int, 
     assert found[0] == found[1] == found[2]
     assert len(found[0]) == 1
     assert at <= found[0][0] <= at + 3
-
-
-def test_long_steps_that_come_again_are_counted_with() -> None:
-    """Short steps between long ones: the next meeting is chosen as if all were long."""
-    run = Run()
-    run.steps(1000, 0.001)
-    run.steps(40, 20.0)
-    met = run.steps(20, 0.001)
-    assert len(met) == 20, "a long one may come at any step"
-    run.steps(3000, 0.001)
-    assert len(run.steps(160, 0.001)) <= 20, "in time that is forgotten"

@@ -17,7 +17,7 @@ from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.options import Timeouts
 from ckpt_storage.store.deadline import Deadline
 
-from .preemption import Notices
+from .notices import Notices
 
 log = logging.getLogger("ckpt_storage")
 
@@ -27,7 +27,11 @@ _NONE = b"none"
 
 
 class EarlyCall:
-    """Calls of one rank's, and of others, between two meetings that were agreed on.
+    """Lets ranks meet sooner than was agreed, all at one turn.
+
+    A rank that wants to meet puts up a call. Each rank that sees it publishes the last turn that it
+    will reach without an answer. The ranks meet at the highest one. A rank that comes to its turn
+    before all have published ends the attempt, and the next one begins.
 
     Turns are counted from the last meeting on, alike on all ranks. Each request to the board ends
     within `timeout_s` seconds.
@@ -132,11 +136,8 @@ _POLL_S = 0.25
 _BOARD_S = 10.0
 """How long such a request may take."""
 
-_MOST_S = 5.0
-"""How long the steps up to the next meeting may take, were each as long as the longest known."""
-
-_FORGET = 0.9
-"""How much of the longest step is still believed after a meeting without one."""
+_COST_GROWTH = 1.1
+"""How fast the cheapest meeting of late is forgotten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,16 +149,15 @@ class _Word:
     next_step: int
 
 
-class Cadence:
+class Schedule:
     """Answers, at each step, whether to save. Every rank asks at the same steps.
 
     A multiple of `every_steps` is due on each rank by itself. For the rest the coordinator's clock
-    and the notices of all ranks decide: ranks meet about once a second, and at each step where
-    steps are longer, so that a step costs no message as a rule. The next meeting is a step that all
-    agreed on before, as no rank may go to one alone; so it is chosen for steps as long as the
-    longest of late. Where steps become long all the same, a rank that has a notice calls for a
-    meeting before: see `earlycall`. One process alone looks at every step, and asks the hook as
-    often as others meet.
+    and the notices of all ranks decide. Ranks meet for that about once a second, or at each step
+    where steps are longer. All agree on the step of the next meeting, as no rank may go to one
+    alone. Where steps become long meanwhile, a rank that has a notice calls for a meeting sooner:
+    see `EarlyCall`. One process alone looks at every step, and asks the hook as often as others
+    meet.
 
     At the first step all ranks meet in any case: `terms`, what each was made with, must be alike.
     """
@@ -196,7 +196,6 @@ class Cadence:
         self._met_step = 0
         self._met_s = self._saved_s
         self._asked_s: float | None = None
-        self._longest_s = 0.0
         self._next_step = 0
         self._cost_s = 0.0
         self._turn = 0
@@ -225,7 +224,6 @@ class Cadence:
             return self._answer
         if self._asked_s is not None:
             self._last_s = self._clock() - self._asked_s
-            self._longest_s = max(self._longest_s, self._last_s)
         self._turn += 1
         if self._asked_step is None or step < self._asked_step:
             # Training began, perhaps from a checkpoint: no step was measured yet.
@@ -284,7 +282,7 @@ class Cadence:
             meeting_id = operation.id
         # The least of late: the rest is waiting for ranks that are slower. To meet costs as much.
         took_s = 2 * (self._clock() - begin_s)
-        self._cost_s = min(took_s, self._cost_s / _FORGET) if self._cost_s else took_s
+        self._cost_s = min(took_s, self._cost_s * _COST_GROWTH) if self._cost_s else took_s
         self._has_met = True
         self._early.anew(meeting_id)
         self._turn = 0
@@ -315,10 +313,8 @@ class Cadence:
     def _steps_to_next(self, step: int, now_s: float) -> int:
         """Return after how many steps to meet again, and note that ranks meet now."""
         gap = max(step - self._met_step, 1)
-        step_s = max((now_s - self._met_s) / gap, 1e-9)
+        step_s = max((now_s - self._met_s) / gap, self._last_s, 1e-9)
         self._met_step, self._met_s = step, now_s
-        self._longest_s = max(self._longest_s * _FORGET, step_s)
-        # At most twice the last gap: the first steps are slow, and one must not judge by them.
-        most = min(2 * gap, _MOST_STEPS, int(_MOST_S / self._longest_s))
         look_s = max(_LOOK_S, self._cost_s / _COST_SHARE)
-        return max(1, min(int(look_s / step_s), most))
+        # At most twice the last gap: the first steps are slow, and one must not judge by them.
+        return max(1, min(int(look_s / step_s), 2 * gap, _MOST_STEPS))

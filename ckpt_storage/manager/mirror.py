@@ -1,0 +1,134 @@
+"""The mirror of a root: a slower root that gets a copy of each checkpoint.
+
+A copy is made by the export engine: it keeps the save id, and shows at the end or not at all. What
+is missing is found by comparing the two roots, never by a note. So after a crash at any point the
+next process goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+
+from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.errors import CheckpointError, CheckpointGoneError, NotPublishedError
+from ckpt_storage.export.copy import copy
+from ckpt_storage.options import Timeouts
+from ckpt_storage.store.deadline import Deadline
+
+from .prune import Pruner
+from .resume import begun_of
+from .retention import Found, Keep, plan_retention
+from .root import Root
+
+log = logging.getLogger("ckpt_storage")
+
+_WAITS = "the mirror has no copy of it yet"
+
+
+class Mirror:
+    """Copies what `root` has and `copies` lacks; what `keep` would not keep there is left out."""
+
+    def __init__(self, root: Root, copies: Root, keep: Keep | None, *, timeouts: Timeouts) -> None:
+        self._root = root
+        self._copies = copies
+        self._keep = keep
+        self._pruner = None if keep is None else Pruner(copies, keep)
+        self._timeouts = timeouts
+        # A copy has another save id where the mirror once deleted that of the original.
+        self._copied: set[tuple[str, str | None]] = set()
+
+    def waiting(self, found: Collection[Found], deadline: Deadline) -> Mapping[str, str]:
+        """Return which of the checkpoints of the root are still to be copied, each with a reason.
+
+        Requests: a listing of the mirror, two reads for each of `found` that it has, and with
+        policies two for each other of its checkpoints, once. Raises `StorageError`.
+        """
+        ours = {
+            one.name: one
+            for one in found
+            if one.status == "committed" and one.step is not None and not one.is_damaged
+        }
+        listed = [name for _, name in self._copies.steps(self._copies.folders(deadline))]
+        there = self._copies.look([one for one in listed if one in ours], deadline, fresh=True)
+        missing = {name: one for name, one in ours.items() if self._lacks(there.get(name), one)}
+        if self._keep is not None and missing:
+            others = [name for name in listed if name not in there]
+            there |= self._copies.look(others, deadline, fresh=False)
+            plan = plan_retention({**there, **missing}.values(), self._keep)
+            kept = {decision.name for decision in plan.kept}
+            missing = {name: one for name, one in missing.items() if name in kept}
+        return dict.fromkeys(missing, _WAITS)
+
+    def _lacks(self, copied: Found | None, found: Found) -> bool:
+        """Return whether a checkpoint is to be copied: an older save, or none, is in the mirror."""
+        info = found.info
+        if info is None or (info.name, info.save_id) in self._copied:
+            return False
+        if copied is None or copied.status in {"empty", "uncommitted", "unreadable"}:
+            return True
+        if copied.info is None or copied.status == "foreign" or copied.info.save_id == info.save_id:
+            return False
+        return begun_of(copied.info) <= begun_of(info)
+
+    def fill(self, job: Deadline) -> bool:
+        """Copy what the mirror lacks, newest first, then prune it; return whether it has more.
+
+        One that cannot be copied does not keep the others. Then the first error is raised at the
+        end. Ends between two copies once `job` was told to stop.
+        """
+        tried: set[str] = set()
+        failures: list[CheckpointError] = []
+        while not job.has_failed():
+            info = self._next(tried)
+            if info is None:
+                break
+            tried.add(info.name)
+            try:
+                self._copy(info)
+            except CheckpointGoneError as error:
+                log.info("%s was not copied: %s", info.url, error)
+            except CheckpointError as error:
+                log.warning("%s has no copy in the mirror yet: %s", info.url, error)
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        if self._pruner is not None and not job.has_failed():
+            self._pruner.prune(Deadline("commit", self._timeouts.commit))
+        return bool(tried)
+
+    def _next(self, tried: Collection[str]) -> CheckpointInfo | None:
+        """Return the newest that is to be copied and was not tried."""
+        deadline = Deadline("load", self._timeouts.load)
+        links = self._root.links()
+        names = [name for _, name in self._root.steps(self._root.folders(deadline))]
+        own = [name for name in names if name not in links]
+        found = self._root.look(own, deadline, fresh=True)
+        waiting = self.waiting(found.values(), deadline)
+        return next(
+            (found[name].info for name in reversed(own) if name in waiting and name not in tried),
+            None,
+        )
+
+    def _copy(self, info: CheckpointInfo) -> None:
+        """Copy one checkpoint, and keep our own pruner from it meanwhile."""
+        limit_s = self._timeouts.plan
+        by = "it is being copied to the mirror"
+        release = self._root.uses.take(info.name, by, timeout_s=limit_s)
+        try:
+            copy(
+                self._root.location.child(info.name).target,
+                self._copies.location.child(info.name).target,
+                storage_options=self._root.location.storage_options,
+                destination_storage_options=self._copies.location.storage_options or {},
+                overwrite=True,
+                timeout=self._timeouts,
+                retry=self._root.retry,
+            )
+        except NotPublishedError as error:
+            # It is committed, and only torch's own readers do not see it.
+            log.warning("%s", error)
+        finally:
+            release()
+            self._copies.forget(info.name)
+        self._copied.add((info.name, info.save_id))

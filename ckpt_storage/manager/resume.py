@@ -1,0 +1,406 @@
+"""Resuming: the newest checkpoint that can be loaded whole, the same one on every rank."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.coordination.failures import as_checkpoint_errors, travelling
+from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.ranks import Ranks
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    CheckpointInProgressError,
+    CheckpointNotFoundError,
+    IntegrityError,
+    InvalidInputError,
+    RankFailedError,
+)
+from ckpt_storage.inspect.verify import Part, check_part, part_bytes
+from ckpt_storage.options import Timeouts
+from ckpt_storage.store.deadline import Deadline
+
+from .retention import Candidate, Found, KeepBest
+from .root import Root, damage_of
+
+log = logging.getLogger("ckpt_storage")
+
+Check = Literal["read", "deep"]
+"""read: what is loaded is checked on its way. deep: before that the ranks read every byte."""
+
+_Now = Literal["the same", "another save", "gone"]
+
+_SLOWEST_BYTES_PER_S = 16 << 20
+"""Of one rank that checks. Who is slower, and longer at it than a load may take, hangs."""
+
+_MOST_AGAIN = 5
+"""How often a checkpoint may be saved anew while it is loaded."""
+
+_USELESS = (
+    CheckpointGoneError,
+    CheckpointInProgressError,
+    CheckpointNotFoundError,
+    IntegrityError,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedCheckpoint:
+    """A committed checkpoint that could not be loaded, and why.
+
+    `save_id` is None if its commit record could not be read, or another tool wrote it.
+    """
+
+    name: str
+    url: str
+    reason: str
+    save_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What was loaded, and what was newer but of no use, newest first."""
+
+    info: CheckpointInfo
+    step: int
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What the coordinator chose; `info` is None if nothing is left to choose.
+
+    `place` is the number of its root. `is_checked` says that the coordinator knows it to be sound.
+    """
+
+    info: CheckpointInfo | None
+    place: int = 0
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+    is_checked: bool = False
+
+
+Load = Callable[[Root, CheckpointInfo], None]
+"""Loads one checkpoint on all ranks, and raises on all of them."""
+
+
+class Resumer:
+    """One restore on one rank: chooses, loads and falls back, together with the others.
+
+    `roots` are searched together; of one save in two of them the first is tried first.
+    """
+
+    def __init__(
+        self, ranks: Ranks, roots: Sequence[Root], *, check: Check, timeouts: Timeouts
+    ) -> None:
+        self._ranks = ranks
+        self._roots = roots
+        self._check: Check = check
+        self._timeouts = timeouts
+        self._tried: set[tuple[int, str]] = set()
+        self._again_count = 0
+        self._release: Callable[[], None] = lambda: None
+
+    def run(self, load: Load) -> Restored | None:
+        """Load the newest that can be; return None if nothing was ever committed.
+
+        Raises `IntegrityError` if there are committed ones and none can be loaded: training must
+        not begin anew unnoticed. Raises what `load` raises that is no fault of the checkpoint.
+        """
+        skipped: list[SkippedCheckpoint] = []
+        try:
+            while True:
+                choice = self._choose()
+                skipped += choice.skipped
+                info = choice.info
+                if info is None:
+                    break
+                reason, now = self._try(load, choice, info)
+                if now == "another save" or (reason is None and now == "gone"):
+                    self._again(choice.place, info)
+                elif reason is not None:
+                    skipped.append(self._skip(choice.place, info, reason))
+                else:
+                    self._roots[choice.place].found_sound(info.name, info.save_id)
+                    return self._restored(info, skipped)
+        finally:
+            self._release()
+        if skipped:
+            first = skipped[0]
+            raise IntegrityError(
+                f"None of the {len(skipped)} committed checkpoints below {self._url} can be "
+                f"loaded. {first.name}: {first.reason}",
+                path=self._url,
+                phase="load",
+                next_step="Run verify on them, and restore one from a copy; an empty root begins "
+                "anew.",
+            )
+        return None
+
+    def load_step(self, load: Load, step: int) -> Restored:
+        """Load the checkpoint of one step, from the first root that has it.
+
+        Raises `CheckpointNotFoundError` if none has, and what `load` raises.
+        """
+        with self._operation({"step": str(step)}) as operation:
+            name = self._roots[0].names.name_of(step)
+            packed = b""
+            if operation.is_coordinator:
+                packed = pickle.dumps(self._holder_of(name, operation.deadline))
+            choice: _Choice = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our ranks
+        try:
+            if choice.info is None:
+                raise CheckpointNotFoundError(
+                    f"There is no checkpoint of step {step} below {self._url}.",
+                    path=self._roots[0].location.child(name).url,
+                    next_step="all() lists what is there.",
+                )
+            if self._check == "deep":
+                self._read_all(self._roots[choice.place], choice.info)
+            load(self._roots[choice.place], choice.info)
+        finally:
+            self._release()
+        return Restored(info=choice.info, step=step)
+
+    def first(self) -> CheckpointInfo | None:
+        """Return on all ranks what a restore would try first."""
+        with self._operation() as operation:
+            packed = b""
+            if operation.is_coordinator:
+                packed = pickle.dumps(newest_of(self._roots, operation.deadline))
+            found: CheckpointInfo | None = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our ranks
+        return found
+
+    @property
+    def _url(self) -> str:
+        return " and ".join(root.location.url for root in self._roots)
+
+    @contextmanager
+    def _operation(self, terms: Mapping[str, str] | None = None) -> Iterator[Operation]:
+        """Meet all ranks, with equal arguments; the load phase begins."""
+        what = f"the choice of a checkpoint below {self._url}"
+        with (
+            self._ranks.operation(what, timeouts=self._timeouts) as operation,
+            as_checkpoint_errors(what, operation.rank),
+        ):
+            if self._check not in get_args(Check):
+                raise InvalidInputError(
+                    f"check is {self._check!r}.", next_step="Give 'read' or 'deep'."
+                )
+            operation.meet(
+                {
+                    "the root's URL": self._url,
+                    "the names of steps": self._roots[0].names.template,
+                    "check": self._check,
+                    **(terms or {}),
+                }
+            )
+            operation.phase("load")
+            yield operation
+
+    def _restored(self, info: CheckpointInfo, skipped: list[SkippedCheckpoint]) -> Restored:
+        if skipped and self._ranks.is_coordinator:
+            log.warning(
+                "Resumed from %s, which is not the newest: %s",
+                info.url,
+                "; ".join(f"{one.name} could not be loaded ({one.reason})" for one in skipped),
+            )
+        return Restored(info=info, step=info.step or 0, skipped=tuple(skipped))
+
+    def _again(self, place: int, info: CheckpointInfo) -> None:
+        """Let a checkpoint be chosen once more: which save of it was loaded is not known."""
+        self._again_count += 1
+        if self._again_count > _MOST_AGAIN:
+            raise CheckpointInProgressError(
+                f"{info.url} was saved anew {self._again_count} times while it was loaded.",
+                path=info.url,
+                phase="load",
+                next_step="Find out which job overwrites it, and restore when it has ended.",
+            )
+        log.info("%s was saved anew while it was loaded; it is loaded again", info.url)
+        self._tried.discard((place, info.name))
+
+    def _choose(self) -> _Choice:
+        """Let the coordinator choose the next one; its word reaches all ranks."""
+        self._release()
+        self._release = lambda: None
+        with self._operation() as operation:
+            packed = b""
+            if operation.is_coordinator:
+                packed = pickle.dumps(self._next(operation.deadline))
+            choice: _Choice = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our ranks
+        return choice
+
+    def _next(self, deadline: Deadline) -> _Choice:
+        """Return the newest that was not tried yet and seems to be of use, and keep it in use."""
+        skipped: list[SkippedCheckpoint] = []
+        for place, found in newest_first(self._roots, deadline):
+            if (place, found.name) in self._tried:
+                continue
+            self._tried.add((place, found.name))
+            damage = damage_of(found)
+            if damage is not None:
+                url = self._roots[place].location.child(found.name).url
+                skipped.append(SkippedCheckpoint(name=found.name, url=url, reason=str(damage)))
+            elif found.info is not None:
+                info = self._taken(place, found.name, deadline)
+                if info is not None:
+                    is_checked = self._roots[place].is_sound(info)
+                    return _Choice(
+                        info=info, place=place, skipped=tuple(skipped), is_checked=is_checked
+                    )
+        return _Choice(info=None, skipped=tuple(skipped))
+
+    def _holder_of(self, name: str, deadline: Deadline) -> _Choice:
+        for place in range(len(self._roots)):
+            info = self._taken(place, name, deadline)
+            if info is not None:
+                return _Choice(info=info, place=place)
+        return _Choice(info=None)
+
+    def _taken(self, place: int, name: str, deadline: Deadline) -> CheckpointInfo | None:
+        """Keep a checkpoint from our own pruner, and return what is there then."""
+        root = self._roots[place]
+        release = root.uses.take(name, "it is being loaded", timeout_s=deadline.remaining_s())
+        found = root.look_at(name, deadline)
+        if found.info is None:
+            release()
+        else:
+            self._release = release
+        return found.info
+
+    def _read_all(self, root: Root, info: CheckpointInfo) -> None:
+        """Read every byte of a checkpoint, each rank its part; raises on all what one rank finds.
+
+        However large it is, the time that each rank has is bounded, and known to the others.
+        """
+        what = f"the check of {info.url}"
+        part = Part(self._ranks.rank, self._ranks.world_size)
+        with (
+            self._ranks.operation(what, timeouts=self._timeouts) as operation,
+            as_checkpoint_errors(what, operation.rank),
+        ):
+            operation.meet({"the checkpoint": str(info.save_id or info.name)})
+            deadline = operation.phase("load")
+            byte_count = part_bytes(root.open(deadline, info.name), part, deadline)
+            limit_s = max(self._timeouts.load, byte_count / _SLOWEST_BYTES_PER_S)
+            deadline = operation.phase("load", limit_s, total_bytes=byte_count)
+            check_part(root.open(deadline, info.name), part, deep=True, deadline=deadline)
+            operation.all_gather(b"")
+
+    def _try(
+        self, load: Load, choice: _Choice, info: CheckpointInfo
+    ) -> tuple[CheckpointError | None, _Now]:
+        """Load; return on all ranks why the checkpoint is of no use to them, None if it is.
+
+        Also what is there afterwards: one loads by name, and a save id never comes back, so what
+        was there before and is there then was loaded. Raises what is no fault of the checkpoint.
+        """
+        root, error = self._roots[choice.place], None
+        try:
+            if self._check == "deep" and not choice.is_checked:
+                self._read_all(root, info)
+            load(root, info)
+        except CheckpointError as failure:
+            error = failure
+        # One rank may have failed in what others ended well: all say how it went.
+        what = f"the outcome of loading {info.url}"
+        with self._ranks.operation(what, timeouts=self._timeouts) as operation:
+            operation.meet({"the checkpoint": str(info.save_id or info.name)})
+            packed = pickle.dumps(None if error is None else travelling(error))
+            told = operation.all_gather(packed)
+            errors = [pickle.loads(one) for one in told]  # noqa: S301  # our own ranks
+            found: list[CheckpointError] = [one for one in errors if one is not None]
+            # A rank that was told of another's failure while it read says only that.
+            causes = [one for one in found if not _is_echo(one)] or found
+            grave = next((one for one in causes if not isinstance(one, _USELESS)), None)
+            packed = pickle.dumps("the same")
+            if operation.is_coordinator and grave is None:
+                packed = pickle.dumps(_now(root, info, operation.phase("load")))
+            now: _Now = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our own ranks
+        if grave is not None:
+            is_own = error is not None and not isinstance(error, _USELESS) and not _is_echo(error)
+            raise error if error is not None and is_own else grave
+        return (causes[0] if causes else None), now
+
+    def _skip(self, place: int, info: CheckpointInfo, error: CheckpointError) -> SkippedCheckpoint:
+        if isinstance(error, IntegrityError):
+            self._roots[place].found_damaged(info, str(error))
+        return SkippedCheckpoint(
+            name=info.name, url=info.url, reason=str(error), save_id=info.save_id
+        )
+
+
+def newest_first(roots: Sequence[Root], deadline: Deadline) -> Iterator[tuple[int, Found]]:
+    """Yield what is found of each step below all roots, newest first, with its root's number.
+
+    Of one step the save that began last comes first; of one save that of the first root.
+    """
+
+    def keyed(place: int, root: Root) -> Iterator[tuple[tuple[int, int, int], int, Found]]:
+        for found in root.newest_first(deadline):
+            yield (-(found.step or 0), -begun_of(found.info), place), place, found
+
+    streams = [keyed(place, root) for place, root in enumerate(roots)]
+    merged = heapq.merge(*streams, key=lambda one: one[0])
+    return ((place, found) for _, place, found in merged)
+
+
+def newest_of(roots: Sequence[Root], deadline: Deadline) -> CheckpointInfo | None:
+    """Return the newest committed one that is not known to be damaged.
+
+    One that cannot be read is passed over or raised by the rule of `damage_of`.
+    """
+    for place, found in newest_first(roots, deadline):
+        damage = damage_of(found)
+        if damage is not None:
+            url = roots[place].location.child(found.name).url
+            log.warning("%s is passed over, and an older one is taken: %s", url, damage)
+        if found.info is not None and not found.is_damaged:
+            return found.info
+    return None
+
+
+def all_of(roots: Sequence[Root], deadline: Deadline) -> list[CheckpointInfo]:
+    """Return what is committed below all roots, by step; of each name the save that began last."""
+    by_name: dict[str, CheckpointInfo] = {}
+    for root in roots:
+        for info in root.all(deadline):
+            if info.name not in by_name or begun_of(info) > begun_of(by_name[info.name]):
+                by_name[info.name] = info
+    return sorted(by_name.values(), key=lambda i: (-1 if i.step is None else i.step, i.name))
+
+
+def best_of(infos: Iterable[CheckpointInfo], policy: KeepBest) -> CheckpointInfo | None:
+    """Return the best of the checkpoints that have a step, None if none has the metric."""
+    by_name = {info.name: info for info in infos if info.step is not None}
+    candidates = [
+        Candidate(name=name, step=info.step or 0, metrics=info.metrics, age_s=None, info=info)
+        for name, info in by_name.items()
+    ]
+    return next((by_name[name] for name in policy.kept(candidates)), None)
+
+
+def begun_of(info: CheckpointInfo | None) -> int:
+    """Return when a save began, as a number that only grows; 0 for those of other tools."""
+    digits = "".join(filter(str.isdigit, ((info.save_id if info else None) or "")[:16]))
+    return int(digits or 0)
+
+
+def _now(root: Root, info: CheckpointInfo, deadline: Deadline) -> _Now:
+    """Return what lies now where `info` was."""
+    found = root.look_at(info.name, deadline).info
+    if found is None:
+        return "gone"
+    return "the same" if found.save_id == info.save_id else "another save"
+
+
+def _is_echo(error: CheckpointError) -> bool:
+    """Return whether this is the news of another rank's failure, which that rank tells itself."""
+    return isinstance(error, RankFailedError) and not error.is_silent

@@ -1,0 +1,152 @@
+"""A mirror: each checkpoint is copied, kept until it is, and restored from either root."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manager_cases import blank, damage, restore, state_of, step_in
+from prune_cases import name_of
+
+import ckpt_storage
+from ckpt_storage.errors import CheckpointNotFoundError
+from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.retention import KeepEvery, KeepLatest
+
+
+def manager_of(tmp_path: Path, **options: Any) -> CheckpointManager:
+    """Return a manager of a root and its mirror."""
+    chosen: dict[str, Any] = {"mode": "thread", "timeout": 60, "mirror": tmp_path / "slow"}
+    return CheckpointManager(tmp_path / "fast", **{**chosen, **options})
+
+
+def saved(manager: CheckpointManager, *steps: int, **options: Any) -> None:
+    """Save some steps."""
+    for step in steps:
+        manager.save(step, state_of(step), sync_files=False, **options)
+
+
+def steps_in(root: Path) -> list[int | None]:
+    """Return the committed steps."""
+    return [info.step for info in ckpt_storage.list_checkpoints(root)]
+
+
+def test_each_checkpoint_is_copied_and_both_roots_keep_their_own(tmp_path: Path) -> None:
+    """The copies are the same saves, with their metrics; each root is pruned by its policies."""
+    with manager_of(tmp_path, keep=KeepLatest(1), mirror_keep=KeepLatest(2)) as manager:
+        for step in (1, 2, 3):
+            saved(manager, step, metrics={"loss": step})
+            assert manager.wait_mirrored(60)
+        assert manager.wait_pruned(60)
+        best = manager.best("loss", "min")
+        assert best is not None
+        assert (best.step, best.metrics) == (2, {"loss": 2.0})
+        assert best.url.startswith(f"file://{tmp_path}/slow")
+        assert [info.step for info in manager.all()] == [2, 3]
+    assert steps_in(tmp_path / "fast") == [3]
+    assert steps_in(tmp_path / "slow") == [2, 3]
+    (fast,), (*_, slow) = map(ckpt_storage.list_checkpoints, (tmp_path / "fast", tmp_path / "slow"))
+    assert (fast.save_id, fast.metrics) == (slow.save_id, slow.metrics)
+    assert ckpt_storage.verify(tmp_path / "slow" / name_of(3)).ok
+
+
+def test_what_the_mirror_would_not_keep_is_not_copied(tmp_path: Path) -> None:
+    """Only multiples of 2 and the newest are sent; the rest does not wait at the first root."""
+    with manager_of(tmp_path) as manager:
+        saved(manager, 1, 2, 3, 4, 5)
+    shutil.rmtree(tmp_path / "slow")
+    keeps: dict[str, Any] = {"keep": KeepLatest(1), "mirror_keep": KeepEvery(2)}
+    with manager_of(tmp_path, pruning="manual", **keeps) as manager:
+        assert manager.wait_mirrored(60)
+        assert steps_in(tmp_path / "slow") == [2, 4, 5]
+        report = manager.prune()
+        assert report is not None
+        assert report.deleted == tuple(map(name_of, (1, 2, 3, 4)))
+
+
+def test_nothing_goes_before_the_mirror_has_it(tmp_path: Path) -> None:
+    """While the mirror cannot be written, what waits for it stays, with that reason."""
+    (tmp_path / "slow").write_text("a file is in the way")
+    with manager_of(tmp_path, keep=KeepLatest(1), pruning="manual") as manager:
+        saved(manager, 1, 2)
+        assert not manager.wait_mirrored(60)
+        with pytest.raises(ckpt_storage.CheckpointError):
+            manager.prune()
+    assert steps_in(tmp_path / "fast") == [1, 2]
+    (tmp_path / "slow").unlink()
+    with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
+        assert manager.wait_mirrored(60), "the next process goes on"
+        assert manager.wait_pruned(60)
+    assert steps_in(tmp_path / "fast") == [2]
+    assert steps_in(tmp_path / "slow") == [1, 2]
+
+
+def test_restore_takes_the_newest_sound_one_of_both(tmp_path: Path) -> None:
+    """The first root where it has it; else the mirror: lost, damaged or older at the first."""
+    with manager_of(tmp_path) as manager:
+        saved(manager, 1, 2)
+        assert manager.wait_mirrored(60)
+        assert restore(manager).info.url.startswith(f"file://{tmp_path}/fast")
+    damage(tmp_path / "fast" / name_of(2))
+    with manager_of(tmp_path) as manager:
+        found = restore(manager, check="deep")
+        assert (found.step, [one.name for one in found.skipped]) == (2, [name_of(2)])
+        assert found.info.url.startswith(f"file://{tmp_path}/slow")
+    shutil.rmtree(tmp_path / "fast")
+    with manager_of(tmp_path) as manager:
+        latest, first = manager.latest(), manager.resume_info()
+        assert latest == first
+        assert latest is not None
+        assert latest.step == restore(manager).step == 2
+        saved(manager, 3)
+        assert restore(manager).step == 3
+
+
+def test_a_disk_that_comes_back_with_an_older_save_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two saves of one step the later one is restored, and is never replaced in the mirror."""
+    old_id = "20200101T000000Z-0123456789abcdef"
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpt_storage.commit.attempt.new_save_id", lambda: old_id)
+        ckpt_storage.save(state_of(2), tmp_path / "old" / name_of(2), sync_files=False)
+    with manager_of(tmp_path) as manager:
+        saved(manager, 2)
+        assert manager.wait_mirrored(60)
+    shutil.rmtree(tmp_path / "fast")
+    (tmp_path / "old").rename(tmp_path / "fast")
+    with manager_of(tmp_path) as manager:
+        assert manager.wait_mirrored(60)
+        assert restore(manager).info.save_id != old_id
+        assert [info.save_id == old_id for info in manager.all()] == [False]
+
+
+def test_one_step_is_restored_from_either_root(tmp_path: Path) -> None:
+    """`step=` loads that one alone; what is nowhere is an error."""
+    with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
+        saved(manager, 1, 2)
+        assert manager.wait_mirrored(60)
+        assert manager.wait_pruned(60)
+        assert steps_in(tmp_path / "fast") == [2]
+        for step in (1, 2):
+            state = blank()
+            found = manager.restore(state, step=step, check="deep")
+            assert found is not None
+            assert found.step == step_in(state) == step
+        with pytest.raises(CheckpointNotFoundError, match="step 7"):
+            manager.restore(blank(), step=7)
+
+
+def test_a_deletion_is_of_both_roots(tmp_path: Path) -> None:
+    """What is deleted by the manager does not come back from the mirror, nor is it copied again."""
+    with manager_of(tmp_path) as manager:
+        saved(manager, 1, 2)
+        assert manager.wait_mirrored(60)
+        assert manager.delete(2)
+        assert not manager.delete(2)
+        assert restore(manager).step == 1
+        saved(manager, 3)
+        assert manager.wait_mirrored(60)
+    assert steps_in(tmp_path / "fast") == steps_in(tmp_path / "slow") == [1, 3]
