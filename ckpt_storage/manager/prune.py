@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_storage.commit import cleaning
+from ckpt_storage.commit.delete import TOMBSTONE_AGE_S, remove_tombstone
 from ckpt_storage.commit.delete import delete as delete_checkpoint
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.commit.slotlog import read_log
@@ -36,7 +37,7 @@ from ckpt_storage.errors import (
     StorageError,
 )
 from ckpt_storage.export.removal import remove_exports
-from ckpt_storage.format.names import SAVES, probe_path
+from ckpt_storage.format.names import COMMITS, SAVES, probe_path
 from ckpt_storage.inspect.verify import Part, check_part
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import Location, open_store
@@ -246,6 +247,9 @@ class Pruner:
         self._min_age_s = min_age_s
         self._others = others
         self._turn = threading.RLock()
+        # By name, when the last slot of a deleted checkpoint was written, as far as is known.
+        self._deleted_s: dict[str, float] = {}
+        self._tombstones: Sequence[str] = ()
         self.last_saved: str | None = None
         self.last: PruneReport | None = None
 
@@ -262,6 +266,7 @@ class Pruner:
             report = self._plan(deadline, is_dry_run=dry_run)
             if not dry_run:
                 report = self.last = self.execute(report, deadline, on_step=on_step)
+                self._end_tombstones(deadline)
             return report
 
     def execute(
@@ -331,6 +336,7 @@ class Pruner:
         now_s = time.time()
         if is_by_age and not is_dry_run:
             now_s = root.open(deadline).server_time(probe_path())
+        self._tombstones = [name for name, one in found.items() if one.status == "empty"]
         while True:
             dated = root.dated(found.values(), deadline, now_s)
             protected = {**pinned(links), **root.uses.now(), **self._others(dated, deadline)}
@@ -354,6 +360,23 @@ class Pruner:
             leftovers=plan.leftovers,
             is_dry_run=is_dry_run,
         )
+
+    def _end_tombstones(self, deadline: Deadline) -> None:
+        """Remove the slots of what was deleted a week ago; one listing each, once in a process.
+
+        This machine's clock says only when to try. The storage's decides.
+        """
+        for name in self._tombstones:
+            store = self._root.open(deadline, name)
+            if name not in self._deleted_s:
+                times_s = [entry.modified_s or 0.0 for entry in store.list(COMMITS)]
+                self._deleted_s[name] = max(times_s, default=time.time())
+            if time.time() - self._deleted_s[name] < TOMBSTONE_AGE_S:
+                continue
+            self._deleted_s[name] = time.time()
+            with self._root.uses.deleting(name) as may:
+                if may and remove_tombstone(store):
+                    self._root.forget(name)
 
     def _kept_by_step(self, step: int) -> str | None:
         found = (policy.kept_by_step(step) for policy in self._policies)

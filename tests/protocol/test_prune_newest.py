@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commit_tools import CAS, DictStore, Disk, body_of, sealed
+from commit_tools import CAS, DAY_S, DictStore, Disk, body_of, sealed
 from manager_cases import damage, restore, state_of
 from prune_cases import DiskRoot, heads, name_of, prune, pruner, save
 
@@ -213,3 +213,19 @@ def test_a_dry_run_writes_nothing_and_judges_ages_by_this_machines_clock() -> No
         # The disk's clock is years behind this machine's: by this one all are old.
         assert [decision.step for decision in plan.planned] == [1, 2, 3]
         assert (disk.files, disk.changes) == (files, changes)
+
+
+def test_of_a_deleted_checkpoint_nothing_is_left_after_a_week() -> None:
+    """Its slots stay for 7 days by the storage's clock; then a prune removes them."""
+    disk = Disk()
+    at_times(disk, 1, 2, 3)
+    store = DictStore(disk, CAS)
+    assert prune(store, KeepLatest(1), disk).deleted == (name_of(1), name_of(2))
+    disk.clock_s += 6.9 * DAY_S
+    prune(store, KeepLatest(1), disk)
+    assert {path.partition("/")[0] for path in disk.files} == {name_of(1), name_of(2), name_of(3)}
+    disk.clock_s += 0.2 * DAY_S
+    prune(store, KeepLatest(1), disk)
+    assert {path.partition("/")[0] for path in disk.files} == {name_of(3)}
+    at_times(disk, 2)
+    assert set(heads(disk.files)) == {2, 3}
