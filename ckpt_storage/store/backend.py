@@ -314,8 +314,9 @@ class Backend(abc.ABC):
     def delete_version(self, path: str, version: str) -> None:
         """Delete an object if it is of that version, in one step of the storage.
 
-        One that is not there is no error. Raise `StorageError(kind="precondition")` for another
-        version, and `UnsupportedByStoreError` where the storage does not decide it.
+        Raise `StorageError(kind="precondition")` for another version, and
+        `UnsupportedByStoreError` where the storage does not decide it. One that is not there is no
+        error, unless the storage answers as for another version.
         """
         del version
         raise UnsupportedByStoreError(

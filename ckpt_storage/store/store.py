@@ -317,10 +317,10 @@ class Store:
         )
 
     def delete_version(self, path: str, version: str) -> None:
-        """Delete an object if it is of the version that `get` told; none that is not there.
+        """Delete an object if it is of the version that `get` told.
 
-        Raises `StorageError` of kind "precondition" if it is another, and
-        `UnsupportedByStoreError` where the storage cannot decide that.
+        Raises `StorageError` of kind "precondition" if it is another (on some storages also if it
+        is gone), and `UnsupportedByStoreError` where the storage cannot decide that.
         """
         self.run("deletion", path, lambda backend: backend.delete_version(path, version))
 
