@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from integration_tools import EXAMPLES, ROOT
@@ -15,22 +13,6 @@ from warm import run_script
 
 import ckpt_storage
 
-ROUND_TRIP = """
-import json, sys
-import torch
-import ckpt_storage
-url, options = json.loads(sys.argv[1])
-state = {"x": torch.arange(8.0), "step": 3}
-try:
-    ckpt_storage.save(state, url, storage_options=options or None, timeout=30)
-    target = {"x": torch.zeros(8), "step": 0}
-    ckpt_storage.load(target, url, storage_options=options or None, timeout=30)
-except ckpt_storage.StorageError as error:
-    print("kind", error.kind, "text", error)
-    sys.exit(3)
-assert torch.equal(target["x"], state["x"])
-assert target["step"] == 3
-"""
 PLAIN = {
     "AWS_EC2_METADATA_DISABLED": "true",
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
@@ -42,85 +24,7 @@ PLAIN = {
 }
 
 
-def round_trip(
-    url: str, options: Mapping[str, Any], environment: Mapping[str, str], home: Path
-) -> tuple[int, str]:
-    """Save and load once in a process with `environment` and nothing of ours."""
-    script = home / "round_trip.py"
-    script.write_text(ROUND_TRIP, encoding="utf-8")
-    job = json.dumps([url, options])
-    return run_script(
-        script, job, folder=home, environment={**PLAIN, "HOME": str(home), **environment}
-    )
-
-
 S3_KEY = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test-secret-of-moto"}
-
-
-@pytest.mark.parametrize("way", ["options", "environment", "profile-option", "profile-environment"])
-def test_s3(moto_server: Running, moto_root: Running, tmp_path: Path, way: str) -> None:
-    """A key in options or environment, and a profile named by either, reach an S3 server."""
-    url = f"{moto_root.url}/step-1"
-    (tmp_path / "config").write_text(
-        f"[profile training]\nregion = us-east-1\nendpoint_url = {moto_server.url}\n"
-    )
-    (tmp_path / "credentials").write_text(
-        "[training]\naws_access_key_id = test\naws_secret_access_key = test-secret-of-moto\n"
-    )
-    files = {
-        "AWS_CONFIG_FILE": str(tmp_path / "config"),
-        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
-    }
-    options: dict[str, Any] = {}
-    environment: dict[str, str] = {}
-    if way == "options":
-        options = {"key": "test", "secret": "test-secret-of-moto", "endpoint_url": moto_server.url}
-        options["client_kwargs"] = {"region_name": "us-east-1"}
-    elif way == "environment":
-        environment = {
-            **S3_KEY,
-            "AWS_ENDPOINT_URL": moto_server.url,
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
-    elif way == "profile-option":
-        options, environment = {"profile": "training"}, files
-    else:
-        environment = {**files, "AWS_PROFILE": "training"}
-    assert round_trip(url, options, environment, tmp_path) == (0, "")
-
-
-def test_s3_without_credentials(moto_server: Running, moto_root: Running, tmp_path: Path) -> None:
-    """Without any, the error says that credentials are what is missing."""
-    url = f"{moto_root.url}/step-1"
-    environment = {"AWS_ENDPOINT_URL": moto_server.url, "AWS_DEFAULT_REGION": "us-east-1"}
-    code, output = round_trip(url, {}, environment, tmp_path)
-    assert (code, output[:16]) == (3, "kind credentials"), output
-
-
-@pytest.mark.parametrize("way", ["options", "environment"])
-def test_gcs(gcs_server: Running, gcs_root: Running, tmp_path: Path, way: str) -> None:
-    """An emulator is named by options or by the environment."""
-    url = f"{gcs_root.url}/step-1"
-    options: dict[str, Any] = {"token": "anon", "project": "test"}
-    environment = {}
-    if way == "options":
-        options["endpoint_url"] = gcs_server.url
-    else:
-        environment["STORAGE_EMULATOR_HOST"] = gcs_server.url
-    assert round_trip(url, options, environment, tmp_path) == (0, "")
-
-
-@pytest.mark.parametrize("way", ["options", "environment"])
-def test_azure(azure_root: Running, tmp_path: Path, way: str) -> None:
-    """A connection string in options or environment reaches Azure."""
-    connection = azure_root.storage_options["connection_string"]
-    options: dict[str, Any] = {}
-    environment = {}
-    if way == "options":
-        options = {"connection_string": connection}
-    else:
-        environment = {"AZURE_STORAGE_CONNECTION_STRING": connection}
-    assert round_trip(f"{azure_root.url}/step-1", options, environment, tmp_path) == (0, "")
 
 
 def example(

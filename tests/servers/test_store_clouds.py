@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 from servers import Running
@@ -18,6 +19,38 @@ from ckpt_storage.testing.s3_server import S3Server
 from ckpt_storage.testing.store_suite import StoreSuite
 
 
+class CloudSuite(StoreSuite):
+    """The suite on the root of the fixture that `at` names, by a backend of one kind.
+
+    Another timeout makes another client.
+    """
+
+    kind: ClassVar[type[S3Backend | GcsBackend | AzureBackend]] = S3Backend
+    at: ClassVar[str]
+
+    @pytest.fixture
+    def location(self, request: pytest.FixtureRequest) -> Location:
+        """A bucket or container of its own."""
+        root: Running = request.getfixturevalue(self.at)
+        return Location.of(root.url, root.storage_options)
+
+    @pytest.fixture
+    def backend(self, location: Location) -> Backend:
+        """A client."""
+        return self.kind(location, Settings(request_timeout_s=30.0))
+
+    @pytest.fixture
+    def other(self, location: Location) -> Backend:
+        """A second one."""
+        return self.kind(location, Settings(request_timeout_s=31.0))
+
+
+class TestMoto(CloudSuite):
+    """S3 as moto has it."""
+
+    at = "moto_root"
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
     """One server for all tests, so that all share two clients."""
@@ -25,61 +58,30 @@ def server() -> Iterator[S3Server]:
         yield running
 
 
-def opened(
-    kind: type[S3Backend | GcsBackend | AzureBackend], root: Running, timeout_s: float
-) -> Backend:
-    """Return a backend with a client of its own for each timeout."""
-    location = Location.of(root.url, root.storage_options)
-    return kind(location, Settings(request_timeout_s=timeout_s))
+@pytest.fixture
+def strict_root(server: S3Server) -> Running:
+    """A bucket on our own server."""
+    bucket = f"test-{uuid.uuid4().hex}"
+    server.create_bucket(bucket)
+    return Running(url=f"s3://{bucket}/run", storage_options=server.storage_options)
 
 
-class TestMoto(StoreSuite):
-    """S3 as moto has it."""
-
-    @pytest.fixture
-    def backend(self, moto_root: Running) -> Backend:
-        """A bucket of its own."""
-        return opened(S3Backend, moto_root, 30.0)
-
-    @pytest.fixture
-    def other(self, moto_root: Running) -> Backend:
-        """A second client."""
-        return opened(S3Backend, moto_root, 31.0)
-
-
-class TestS3Server(StoreSuite):
+class TestS3Server(CloudSuite):
     """S3 as our own strict server has it."""
 
-    @pytest.fixture
-    def root(self, server: S3Server) -> Running:
-        """A bucket of its own."""
-        bucket = f"test-{uuid.uuid4().hex}"
-        server.create_bucket(bucket)
-        return Running(url=f"s3://{bucket}/run", storage_options=server.storage_options)
-
-    @pytest.fixture
-    def backend(self, root: Running) -> Backend:
-        """A client of the bucket."""
-        return opened(S3Backend, root, 30.0)
-
-    @pytest.fixture
-    def other(self, root: Running) -> Backend:
-        """A second client."""
-        return opened(S3Backend, root, 31.0)
+    at = "strict_root"
 
 
-class TestGcs(StoreSuite):
+class TestAzure(CloudSuite):
+    """Azure Blob Storage as Azurite has it."""
+
+    kind, at = AzureBackend, "azure_root"
+
+
+class TestGcs(CloudSuite):
     """Google Cloud Storage as fake-gcs-server has it."""
 
-    @pytest.fixture
-    def backend(self, gcs_root: Running) -> Backend:
-        """A bucket of its own."""
-        return opened(GcsBackend, gcs_root, 30.0)
-
-    @pytest.fixture
-    def other(self, gcs_root: Running) -> Backend:
-        """A second client."""
-        return opened(GcsBackend, gcs_root, 31.0)
+    kind, at = GcsBackend, "gcs_root"
 
     # The server ignores the condition of an upload in parts; `test_store_gcs_faults` has one.
     @pytest.mark.parametrize("is_one_part", [True])
@@ -90,17 +92,3 @@ class TestGcs(StoreSuite):
         super().test_what_exists_is_refused_or_replaced_as_asked(
             store, second, size, is_one_part=is_one_part
         )
-
-
-class TestAzure(StoreSuite):
-    """Azure Blob Storage as Azurite has it."""
-
-    @pytest.fixture
-    def backend(self, azure_root: Running) -> Backend:
-        """A container of its own."""
-        return opened(AzureBackend, azure_root, 30.0)
-
-    @pytest.fixture
-    def other(self, azure_root: Running) -> Backend:
-        """A second client."""
-        return opened(AzureBackend, azure_root, 31.0)

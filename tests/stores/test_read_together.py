@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from commit_tools import CAS, DictStore, Disk, saved
 
@@ -25,20 +23,6 @@ def test_slots_that_are_read_together_tell_what_they_tell_in_turn(count: int) ->
     assert (found.head.save_id if found.head else None) == (save_ids[-1] if save_ids else None)
     assert found.last_slot == count
     assert len(paths) == len(set(paths))
-
-
-def test_the_second_slot_is_asked_for_before_the_first_has_answered() -> None:
-    """Neither read ends before both have begun."""
-    disk = Disk()
-    saved(DictStore(disk, CAS))
-    both = threading.Barrier(2, timeout=30)
-
-    def gate(_: str, path: str) -> None:
-        if path in {SLOT_1, SLOT_2}:
-            both.wait()
-
-    found = slotlog.read_log_together(DictStore(disk, CAS, gate))
-    assert found.last_slot == 1
 
 
 @pytest.mark.parametrize("broken", [SLOT_1, SLOT_2])

@@ -227,6 +227,7 @@ CALLS: dict[str, Callable[[Store], object]] = {
     "make_folders": lambda store: store.make_folders(["x"]),
     "server_time": lambda store: store.server_time("x"),
     "copy_source": lambda store: store.copy_source("x"),
+    "can_copy_from": lambda store: store.can_copy_from(store),
 }
 
 

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,29 +46,6 @@ class TestLocalBackend(StoreSuite):
     def other(self, root: str) -> LocalBackend:
         """A second client of the same folder."""
         return LocalBackend(root)
-
-
-class TestLocalBackendInMemory(StoreSuite):
-    """The suite on tmpfs, without syncs."""
-
-    @pytest.fixture
-    def root(self) -> Iterator[str]:
-        """A folder in shared memory."""
-        memory = Path("/dev/shm")  # noqa: S108  # TemporaryDirectory chooses a name of its own there
-        if not memory.is_dir():
-            pytest.skip("this system has no /dev/shm")
-        with tempfile.TemporaryDirectory(dir=memory) as folder:
-            yield folder
-
-    @pytest.fixture
-    def backend(self, root: str) -> LocalBackend:
-        """A client without syncs."""
-        return LocalBackend(root, settings=Settings(sync_files=False))
-
-    @pytest.fixture
-    def other(self, root: str) -> LocalBackend:
-        """A second client of the same folder."""
-        return LocalBackend(root, settings=Settings(sync_files=False))
 
 
 class LocalMachine(StoreMachine):
@@ -220,17 +197,6 @@ def test_only_files_are_objects(store: Store, root: str) -> None:
     assert store.list("saves") == []
     assert error_of(lambda: store.stat("saves/a/pipe")).kind == "not-found"
     assert error_of(lambda: store.stat("saves/a/broken")).kind == "not-found"
-
-
-def test_a_part_that_was_never_sent_is_noticed(store: Store, root: str) -> None:
-    """A hole in the file has the right length, and is found all the same."""
-    upload = store.upload("saves/a/x")
-    upload.write_part(0, 0, [memoryview(b"a" * 10)], last=False)
-    upload.write_part(2, 20, [memoryview(b"c" * 10)], last=True)
-    with pytest.raises(StorageError, match="up to byte 10 instead of 30"):
-        upload.complete(30)
-    upload.abort()
-    assert names_in(Path(root, "saves/a")) == []
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from ckpt_storage.store.backend import (
     Backend,
     Buffers,
     Content,
-    CopySource,
     ObjectInfo,
     OpenUpload,
     Part,
@@ -411,13 +410,6 @@ def test_a_hanging_read_is_repeated_in_another_thread(bench: Bench) -> None:
     assert abandoned_thread_count() == 1
 
 
-def test_the_deadline_of_a_view_gives_up_a_hanging_operation(bench: Bench) -> None:
-    """The nearer of request deadline and phase deadline counts."""
-    store = bench.store(fault("get", action="hang"))
-    store = store.bounded(Deadline("load", SHORT_S, bench.time.clock))
-    assert isinstance(error_of(lambda: store.get("x").data), AbandonedError)
-
-
 @pytest.mark.parametrize("operation", ["read", "put", "put_absent"])
 def test_what_may_take_effect_late_is_not_repeated(bench: Bench, operation: str) -> None:
     """A late read fills memory, a late replace overtakes, a late create wins: none is repeated."""
@@ -467,33 +459,6 @@ def test_what_the_reader_raises_comes_back_as_it_is(bench: Bench) -> None:
     with pytest.raises(TimeoutError, match="mine"):
         store.read("x", ranges())
     assert bench.calls == ["read"]
-
-
-def test_a_hanging_storage_is_not_waited_for_by_what_is_asked_of_a_store(bench: Bench) -> None:
-    """Making the backend, and where it can be copied from, end by the deadline like all else."""
-    ended = threading.Event()
-
-    class Hanging(Remote):
-        """Lies on a mount whose server is gone."""
-
-        def copy_source(self, path: str) -> CopySource | None:
-            ended.wait(60)
-            return super().copy_source(path)
-
-    def late() -> Backend:
-        ended.wait(60)
-        return bench.inner
-
-    once = RetryPolicy(attempt_count=1)
-    hung = Store(Hanging(bench.location), url="a", request_timeout_s=SHORT_S, policy=once)
-    unmade = Store(late, url="b", request_timeout_s=SHORT_S, policy=once)
-    try:
-        for call in (lambda: hung.can_copy_from(hung), lambda: unmade.capabilities):
-            assert isinstance(error_of(call), AbandonedError)
-    finally:
-        ended.set()
-    for store in (hung, unmade):
-        store.close()
 
 
 def test_a_call_that_comes_further_has_its_time_anew(bench: Bench) -> None:
@@ -598,12 +563,6 @@ def test_an_abort_takes_back_a_completion_that_may_have_worked(
     upload.abort()
     left = [entry.path for entry in bench.plain.list("saves")]
     assert left == ([] if is_ours else ["saves/u"])
-
-
-def test_aborts_are_repeated(bench: Bench) -> None:
-    """An abort that fails for a moment still leaves nothing."""
-    upload_of(bench.store(fault("abort_upload", hit_count=2)), complete=False)
-    assert bench.inner.open == {}
 
 
 def test_an_upload_with_a_part_under_way_cannot_complete(bench: Bench) -> None:

@@ -118,42 +118,24 @@ def test_what_is_no_receipt_is_refused(values: list[Any]) -> None:
         Part.from_json(values)
 
 
-# On POSIX.
-
-
 def local(tmp_path: Path, posix: Posix | None = None, policy: RetryPolicy = ONCE) -> Store:
     """Return a store with the folder for weight files."""
     local_store(tmp_path / "run").make_folders(["hf"])
     return local_store(tmp_path / "run", posix=posix, policy=policy)
 
 
-def test_a_failed_sync_of_a_member_is_final(tmp_path: Path) -> None:
-    """After fsync failed once, the member never gives receipts, so nothing can be completed."""
+@pytest.mark.parametrize("is_member", [True, False])
+def test_a_failed_sync_is_final(tmp_path: Path, *, is_member: bool) -> None:
+    """After fsync failed once, neither member nor owner goes on: the kernel may have lost pages."""
     posix = FaultPosix([Rule(action="error", operation="fsync", errno=errno.EIO)])
-    store = local(tmp_path)
-    owner = store.upload(PATH, if_absent=True, copies=True)
-    member = local(tmp_path, posix, POLICY).join(PATH, owner.token())
-    member.write_part(0, 0, view(b"data"), last=True)
-    for _ in range(2):
-        with pytest.raises(StorageError):
-            member.receipts()
-    assert sum(call.operation == "fsync" for call in posix.script.calls) == 1
-    assert posix.open_count == 0
-    with pytest.raises(StorageError):
-        owner.complete(4)
-    owner.abort()
-    assert list((tmp_path / "run" / "hf").iterdir()) == []
-
-
-def test_a_failed_sync_of_the_owner_is_final(tmp_path: Path) -> None:
-    """After the owner's own fsync failed, it cannot complete: the kernel may have lost pages."""
-    posix = FaultPosix([Rule(action="error", operation="fsync", errno=errno.EIO)])
-    local(tmp_path)
-    owner = local(tmp_path, posix, POLICY).upload(PATH, if_absent=True, copies=True)
-    owner.write_part(0, 0, view(b"data"), last=True)
-    for step in (owner.receipts, owner.receipts, lambda: owner.complete(4)):
+    faulty = local(tmp_path, posix, POLICY)
+    owner = (local(tmp_path) if is_member else faulty).upload(PATH, if_absent=True, copies=True)
+    writer = faulty.join(PATH, owner.token()) if is_member else owner
+    writer.write_part(0, 0, view(b"data"), last=True)
+    for step in (writer.receipts, writer.receipts, lambda: owner.complete(4)):
         with pytest.raises(StorageError):
             step()
+    assert sum(call.operation == "fsync" for call in posix.script.calls) == 1
     owner.abort()
     assert posix.open_count == 0
     assert list((tmp_path / "run" / "hf").iterdir()) == []
@@ -275,22 +257,6 @@ def faulty(tmp_path: Path, rule: Rule, **bounds: Any) -> tuple[FaultBackend, Sto
     local(tmp_path)
     backend = FaultBackend(LocalBackend(str(tmp_path / "run")), [rule])
     return backend, store_on(backend, policy=POLICY, **bounds)
-
-
-def test_an_upload_with_a_part_under_way_gives_no_receipts(tmp_path: Path) -> None:
-    """A part that was given up may still be changing: its member can only be left."""
-    rule = Rule(action="hang", operation="put_part")
-    backend, store = faulty(tmp_path, rule, request_timeout_s=1.0)
-    owner = local(tmp_path).upload(PATH, if_absent=True, copies=True)
-    member = store.join(PATH, owner.token())
-    with pytest.raises(StorageError) as caught:
-        member.write_part(0, 0, view(b"data"), last=True)
-    assert caught.value.kind == "timeout"
-    with pytest.raises(StorageError, match="did not end in time"):
-        member.receipts()
-    backend.script.release()
-    member.abort()
-    owner.abort()
 
 
 @pytest.mark.parametrize(
