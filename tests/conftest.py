@@ -22,7 +22,7 @@ from servers import Running, ServerMissingError
 
 from ckpt_storage.testing.ranks import RankPool
 
-pytest_plugins = ["commit_fixtures"]
+pytest_plugins = ["commit_fixtures", "remote_tools"]
 
 servers.isolate_credentials()
 

@@ -207,50 +207,39 @@ def test_metadata_that_no_reader_would_take_is_not_committed(
     assert listed(tmp_path) == ["a"]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    """One server for all tests."""
-    with S3Server() as running:
-        running.create_bucket("bkt")
-        yield running
-
-
 def test_a_stranger_on_s3_does_not_hide_the_others(
     server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A record beyond the ceiling is a damaged one, as on a disk, and is not read."""
     options = server.storage_options
-    ckpt_storage.save(STATE, "s3://bkt/root/good", storage_options=options)
-    store = open_store("s3://bkt/root/odd", storage_options=options)
+    ckpt_storage.save(STATE, "s3://bkt/run/root/good", storage_options=options)
+    store = open_store("s3://bkt/run/root/odd", storage_options=options)
     store.put(slot_path(1), bytes(2 * LITTLE_BYTES))
     server.reset_counters()
-    told = f"s3://bkt/root/odd/{slot_path(1)} has"
+    told = f"s3://bkt/run/root/odd/{slot_path(1)} has"
     with little_memory(), pytest.raises(IntegrityError, match=told):
         slotlog.read_slot(store, 1)
     assert [request.op for request in server.requests] == ["get"]
-    found = ckpt_storage.list_checkpoints("s3://bkt/root", storage_options=options)
+    found = ckpt_storage.list_checkpoints("s3://bkt/run/root", storage_options=options)
     assert [info.name for info in found] == ["good"]
-    assert "s3://bkt/root/odd is left out of the list" in caplog.text
+    assert "s3://bkt/run/root/odd is left out of the list" in caplog.text
     assert f"{MOST_SLOT_BYTES} at most were to be expected" in caplog.text
 
 
 def test_a_folder_that_may_not_be_read_is_not_hidden(server: S3Server) -> None:
     """A list calls it unreadable, and who resumes does not take an older one in its place."""
-    root, options = "s3://bkt/mine", server.storage_options
+    root, options = "s3://bkt/run/mine", server.storage_options
     for step in (1, 2):
         ckpt_storage.save(STATE, f"{root}/step-{step:08d}", storage_options=options)
     rule = FaultRule(
         key="step-00000002/", times=0, action="status", status=403, code="AccessDenied"
     )
     server.faults([rule])
-    try:
-        old, new = ckpt_storage.list_checkpoints(root, storage_options=options)
-        with ckpt_storage.CheckpointManager(root, storage_options=options) as manager:
-            for call in (manager.latest, lambda: manager.restore({})):
-                with pytest.raises(ckpt_storage.StorageError, match=r"step-00000002.*AccessDenied"):
-                    call()
-    finally:
-        server.faults([])
+    old, new = ckpt_storage.list_checkpoints(root, storage_options=options)
+    with ckpt_storage.CheckpointManager(root, storage_options=options) as manager:
+        for call in (manager.latest, lambda: manager.restore({})):
+            with pytest.raises(ckpt_storage.StorageError, match=r"step-00000002.*AccessDenied"):
+                call()
     assert (old.name, old.format, old.problem) == ("step-00000001", "ckpt_storage", None)
     assert (new.name, new.format) == ("step-00000002", "unreadable")
     assert "AccessDenied" in str(new.problem)

@@ -186,43 +186,33 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def managed(state: dict[str, Any], path: Path, **options: Any) -> None:
-    """Save with a manager."""
-    with ckpt_storage.CheckpointManager(path, mode="thread") as manager:
-        manager.save(1, state, **options)
+def inside(made: Any, call: Callable[[Any], object]) -> None:
+    """Call with a manager or saver, and close it."""
+    with made:
+        call(made)
 
 
-def managed_async(state: dict[str, Any], path: Path, **options: Any) -> None:
-    """Save with a manager, in the background."""
-    with ckpt_storage.CheckpointManager(path, mode="thread") as manager:
-        manager.save_async(1, state, **options).result()
-
-
-def with_saver(state: dict[str, Any], path: Path, **options: Any) -> None:
-    """Save with a saver, in the background."""
-    with ckpt_storage.AsyncSaver(mode="thread") as saver:
-        saver.save(state, path, **options).result()
-
-
-def with_dcp(state: dict[str, Any], path: Path, **options: Any) -> None:
-    """Save with DCP."""
-    writer = ckpt_storage.CheckpointStorageWriter(path, **options)
-    torch.distributed.checkpoint.save(state, storage_writer=writer)
+manager = functools.partial(ckpt_storage.CheckpointManager, mode="thread")
+WAYS: dict[str, Callable[..., object]] = {
+    "save": ckpt_storage.save,
+    "save_async": lambda *given, **more: ckpt_storage.save_async(*given, **more).result(),
+    "saver": lambda *given, **more: inside(
+        ckpt_storage.AsyncSaver(mode="thread"), lambda saver: saver.save(*given, **more).result()
+    ),
+    "manager": lambda state, path, **more: inside(
+        manager(path), lambda made: made.save(1, state, **more)
+    ),
+    "manager-async": lambda state, path, **more: inside(
+        manager(path), lambda made: made.save_async(1, state, **more).result()
+    ),
+    "dcp": lambda state, path, **more: torch.distributed.checkpoint.save(
+        state, storage_writer=ckpt_storage.CheckpointStorageWriter(path, **more)
+    ),
+}
 
 
 @pytest.mark.parametrize("page_cache", ["keep", "drop"])
-@pytest.mark.parametrize(
-    "way",
-    [
-        ckpt_storage.save,
-        lambda *given, **options: ckpt_storage.save_async(*given, **options).result(),
-        with_saver,
-        managed,
-        managed_async,
-        with_dcp,
-    ],
-    ids=["save", "save_async", "saver", "manager", "manager-async", "dcp"],
-)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_every_way_of_saving_has_the_option(
     tmp_path: Path, seen: list[str], way: Callable[..., object], page_cache: str
 ) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from remote_tools import KEY, ONCE, PARTS, SECRET, emptied, plain, retrying, send
+from remote_tools import KEY, ONCE, PARTS, SECRET, plain, retrying, send
 from servers import free_port
 
 from ckpt_storage.errors import StorageError, UnsupportedByStoreError
@@ -21,21 +21,6 @@ EXPIRED = FaultRule(action="status", status=403, code="ExpiredToken")
 
 # A promised deadline, with what a machine under load may add to it.
 SLACK_S = 5.0
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[S3Server]:
-    """One server for all tests, so that they share clients."""
-    with S3Server() as running:
-        running.create_bucket("bkt")
-        yield running
-
-
-@pytest.fixture
-def server(shared: S3Server) -> S3Server:
-    """The server with an empty bucket, no faults and no memory of requests."""
-    emptied(shared)
-    return shared
 
 
 def test_expired_credentials_are_looked_up_again(server: S3Server) -> None:

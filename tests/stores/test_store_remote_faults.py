@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from remote_tools import PARTS, emptied, ops, plain, retrying, send
+from remote_tools import PARTS, ops, plain, retrying, send
 
 from ckpt_storage.errors import IntegrityError, StorageError, UnsupportedByStoreError
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[S3Server]:
-    """One server for all tests, so that they share clients."""
-    with S3Server() as running:
-        running.create_bucket("bkt")
-        yield running
-
-
-@pytest.fixture
-def server(shared: S3Server) -> S3Server:
-    """The server with an empty bucket, no faults and no memory of requests."""
-    emptied(shared)
-    return shared
 
 
 @pytest.mark.parametrize(

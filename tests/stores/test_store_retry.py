@@ -215,20 +215,13 @@ def test_idempotent_operations_are_repeated(bench: Bench, name: str) -> None:
 
 @EACH_OPERATION
 def test_what_cannot_succeed_is_not_repeated(bench: Bench, name: str) -> None:
-    """Errors that are not retryable come back after one attempt."""
+    """What is not retryable comes back after one attempt, as do answers that are said to be."""
     operation, call = REPEATED[name]
-    for kind in ("permission", "no-space", "not-found", "exists", "precondition"):
-        store = bench.store(fault(operation, kind=kind, retryable=False))
+    for kind in ("permission", "no-space", "not-found", "exists", "precondition", "unsupported"):
+        is_answer = kind not in {"permission", "no-space"}
+        store = bench.store(fault(operation, kind=kind, retryable=is_answer))
         assert error_of(lambda: call(store)).kind == kind  # noqa: B023
         assert bench.calls.count(operation) == 1
-
-
-@pytest.mark.parametrize("kind", ["exists", "precondition", "not-found", "unsupported"])
-def test_answers_are_never_repeated(bench: Bench, kind: str) -> None:
-    """An answer of the storage is one, even if it is wrongly marked as retryable."""
-    store = bench.store(fault("get", kind=kind, retryable=True))
-    assert error_of(lambda: store.get("x").data).kind == kind
-    assert bench.calls == ["get"]
 
 
 def test_damage_is_never_repeated(bench: Bench) -> None:

@@ -8,8 +8,7 @@ import itertools
 import multiprocessing
 import os
 import threading
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -17,6 +16,7 @@ from urllib.request import Request, urlopen
 import pytest
 from crc32c import crc32c
 from local_stores import ONCE, local_store, store_on
+from remote_tools import options_of, plain
 
 from ckpt_storage.errors import CheckpointError, InvalidInputError, StorageError
 from ckpt_storage.options import RetryPolicy
@@ -48,26 +48,6 @@ def view(data: bytes) -> list[memoryview]:
     return [memoryview(data)]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    """One server for all tests of this file."""
-    with S3Server() as running:
-        yield running
-
-
-def s3_root(server: S3Server) -> tuple[str, Mapping[str, Any]]:
-    """Return URL and options of a bucket of its own."""
-    server.faults([])
-    bucket = f"test-{uuid.uuid4().hex}"
-    server.create_bucket(bucket)
-    return f"s3://{bucket}/run", server.storage_options
-
-
-def s3_plain(root: tuple[str, Mapping[str, Any]]) -> Store:
-    """Return a store without retries."""
-    return open_store(root[0], storage_options=root[1], retry=RetryPolicy(attempt_count=1))
-
-
 def member_process(
     url: str, options: Mapping[str, Any], ticket: str, number: int, pipe: Any
 ) -> None:
@@ -84,7 +64,7 @@ def test_processes_write_one_object(kind: str, tmp_path: Path, server: S3Server)
     """Two other processes write a part each; the owner the rest, and completes."""
     root: tuple[str, Mapping[str, Any]] = (str(tmp_path / "run"), {})
     if kind == "s3":
-        root = s3_root(server)
+        root = ("s3://bkt/run", options_of(server))
     store = open_store(root[0], storage_options=root[1] or None)
     store.make_folders(["hf"])
     owner = store.upload(PATH, if_absent=True, copies=True)
@@ -293,13 +273,12 @@ def test_every_step_is_repeated_after_a_passing_fault(
 
 def test_parts_carry_checksums_from_end_to_end(server: S3Server) -> None:
     """The finished object has the CRC-32C that those of its parts combine to."""
-    root = s3_root(server)
-    store = s3_plain(root)
+    store = plain(server)
     upload = store.upload(PATH, if_absent=True, copies=True)
     upload.write_part(0, 0, view(part(0)), last=False)
     upload.write_part(1, PART_BYTES, view(b"end"), last=True)
     upload.complete(PART_BYTES + 3)
-    address = f"{server.endpoint_url}/{root[0].removeprefix('s3://')}/{PATH}"
+    address = f"{server.endpoint_url}/bkt/run/{PATH}"
     asked = {"x-amz-checksum-mode": "ENABLED"}
     request = Request(address, headers=asked)  # noqa: S310  # our own http server
     with urlopen(request, timeout=WAIT_S) as answer:  # noqa: S310  # as above
@@ -313,8 +292,7 @@ def test_a_server_without_checksums_is_sent_none(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a server does not say that it computes checksums, none are sent and none expected."""
-    root = s3_root(server)
-    store = s3_plain(root)
+    store = plain(server)
     store.put("source", part(3))
     source = store.copy_source("source")
     assert source is not None
@@ -336,8 +314,7 @@ def test_a_server_without_checksums_is_sent_none(
 
 def test_a_source_that_changes_between_copies_is_noticed(server: S3Server) -> None:
     """All copies of one source come from the version that the first one saw."""
-    root = s3_root(server)
-    store = s3_plain(root)
+    store = plain(server)
     store.put("source", part(0) + part(1))
     source = store.copy_source("source")
     assert source is not None
@@ -354,8 +331,7 @@ def test_a_source_that_changes_between_copies_is_noticed(server: S3Server) -> No
 
 def test_a_part_that_arrives_while_its_upload_is_aborted_leaves_nothing(server: S3Server) -> None:
     """The owner's late part finds that the upload was aborted, and nothing stays open."""
-    root = s3_root(server)
-    store = s3_plain(root)
+    store = plain(server)
     upload = store.upload(PATH, if_absent=True, copies=True)
     upload.token()
     server.faults([FaultRule(op="part", action="delay", delay_s=2.0)])

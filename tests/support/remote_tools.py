@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import pytest
 
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import open_store
@@ -71,3 +73,18 @@ def emptied(server: S3Server) -> None:
     whole.delete_folder("run")
     assert server.dump("bkt") == {}
     server.reset_counters()
+
+
+@pytest.fixture(scope="session")
+def running_s3() -> Iterator[S3Server]:
+    """One server for all tests of a process, so that they share clients."""
+    with S3Server() as running:
+        running.create_bucket("bkt")
+        yield running
+
+
+@pytest.fixture
+def server(running_s3: S3Server) -> S3Server:
+    """The server with an empty bucket, no faults and no memory of requests."""
+    emptied(running_s3)
+    return running_s3

@@ -32,6 +32,7 @@ _WRITE_ID = "ckptwriteid"
 _FOLDER_MARK = "hdi_isfolder"
 _NOT_FOUND = 404
 _GONE = 404
+_CHANGED = 412
 _NO_RANGE = 416
 
 
@@ -163,8 +164,19 @@ class AzureBackend(RemoteBackend):
         try:
             self._send("delete_blob", path, **_condition(if_match=version))
         except Exception as error:
+            status = getattr(error, "status_code", None)
+            # Azurite says of a blob that is gone that the condition is not met.
+            if status != _GONE and (status != _CHANGED or self._is_there(path)):
+                raise
+
+    def _is_there(self, path: str) -> bool:
+        try:
+            self._send("get_blob_properties", path)
+        except Exception as error:
             if getattr(error, "status_code", None) != _GONE:
                 raise
+            return False
+        return True
 
     def delete_folder(self, path: str) -> bool:
         """Delete all blobs below, page by page, then the folders of a hierarchical namespace."""
