@@ -1,10 +1,12 @@
-"""Backends as users write them: the examples of docs/extending.md pass the suite of backends."""
+"""What users write, as docs/extending.md shows: backends, a policy and an export format."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from servers import Running
@@ -16,6 +18,7 @@ from ckpt_storage.testing.store_suite import StoreSuite
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+from npy_export import export_npy  # from the folder above
 from obstore_reads import ObstoreBackend  # from the folder above
 from sqlite_backend import SqliteBackend  # from the folder above
 
@@ -74,3 +77,33 @@ class TestObstore(StoreSuite):
         with pytest.raises(ckpt_storage.StorageError, match="NoSuchKey") as caught:
             store.read("saves/a/y", [(0, memoryview(target))])
         assert caught.value.kind == "not-found"
+
+
+class KeepOdd(ckpt_storage.RetentionPolicy):
+    """Keeps what has an odd step."""
+
+    def kept(self, candidates: Sequence[ckpt_storage.Candidate]) -> Mapping[str, str]:
+        """Return the odd ones."""
+        return {one.name: "it is odd" for one in candidates if one.step % 2}
+
+
+def test_a_policy_of_ones_own_decides(tmp_path: Path) -> None:
+    """`prune` deletes what it does not keep, but for the newest."""
+    for step in (1, 2, 3, 4):
+        ckpt_storage.save({"step": step}, tmp_path / f"step-{step:08d}")
+    report = ckpt_storage.prune(tmp_path, KeepOdd(), dry_run=False)
+    assert report.deleted == ("step-00000002",)
+
+
+def test_an_export_format_of_ones_own(tmp_path: Path) -> None:
+    """The files of the example are what NumPy reads, and nothing else lies beside them."""
+    model = {"w": torch.rand(300, 7), "b": torch.arange(5)}
+    ckpt_storage.save({"model": model, "step": 3}, tmp_path / "checkpoint")
+    source, target = str(tmp_path / "checkpoint"), str(tmp_path / "out")
+    assert sorted(export_npy(source, target)) == ["model.b.npy", "model.w.npy"]
+    assert np.array_equal(np.load(tmp_path / "out" / "model.w.npy"), model["w"].numpy())
+    assert np.array_equal(np.load(tmp_path / "out" / "model.b.npy"), model["b"].numpy())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "model.b.npy",
+        "model.w.npy",
+    ]
