@@ -242,6 +242,7 @@ class Worker:
         if not outcome.is_clean:
             # A thread of it may still read the state that is given up now.
             self.close()
+        operation.is_void = outcome.is_void
         if outcome.error is not None:
             raise run.own(outcome.error)
         assert outcome.info is not None  # noqa: S101  # there is one or the other

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 from collections import deque
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError, RankMismatchError
 from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.saves.planning import LocalPlan
-from ckpt_storage.saves.running import run_save
+from ckpt_storage.saves.running import run_save, save_operation
 from ckpt_storage.store.timed import abandoned_thread_count
 
 from .arena import Arenas
@@ -155,7 +154,7 @@ class SaveQueue:
             status.succeed(info)
 
     def _carry_out(self, job: SaveJob) -> CheckpointInfo:
-        status, what = job.status, f"the save to {job.status.url}"
+        status = job.status
         try:
             if job.staging is not None and job.refusal is None:
                 try:
@@ -163,20 +162,14 @@ class SaveQueue:
                     status.mark_staged()
                 except CheckpointError as error:
                     job.refuse(error)
-            timeouts = job.options.timeouts
-            with (
-                ExitStack() as leaving,
-                self._ranks.operation(what, timeouts=timeouts) as operation,
-            ):
+            with save_operation(self._ranks, job.url, job.options) as operation:
                 if job.refusal is not None:
                     raise job.refusal
                 status.follow(lambda: (operation.signs, operation.save_id))
                 status.on_cancel(operation.give_up)
                 if self._worker is not None:
                     return self._worker.run(operation, job)
-                return run_save(
-                    operation, job.url, job.options, job.part, leaving, in_background=True
-                )
+                return run_save(operation, job.url, job.options, job.part, in_background=True)
         finally:
             # Before anybody who waits for the save goes on, perhaps to `close`.
             self._is_busy = False

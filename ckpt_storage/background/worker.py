@@ -14,7 +14,6 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -116,12 +115,17 @@ class Beat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a save ended; `is_clean`: no thread was left behind that may still read the state."""
+    """How a save ended.
+
+    `is_clean`: no thread was left behind that may still read the state. `is_void`: what all ranks
+    wrote is to be deleted.
+    """
 
     number: int
     info: CheckpointInfo | None = None
     error: CheckpointError | None = None
     is_clean: bool = True
+    is_void: bool = False
 
 
 class PipedOperation:
@@ -139,6 +143,7 @@ class PipedOperation:
         self.save_id: str | None = None
         self.committed: CheckpointInfo | None = None
         self.verdict: CheckpointError | None = None
+        self.is_void = False
         self.replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self.signs: Mapping[int, Sign] = {}
         self.deadline = Deadline("plan", timeouts.plan, watch=self)
@@ -270,12 +275,11 @@ class _Worker:
             self._number = job.number
             # Before any other rank can hear of this save: without it, another worker may begin it.
             self._send(Beat(number=job.number))
-            with ExitStack() as leaving:
-                outcome = self._outcome(job, leaving)
-                self._number, self._operation = 0, None
-                self._send(outcome)
+            outcome = self._outcome(job)
+            self._number, self._operation = 0, None
+            self._send(outcome)
 
-    def _outcome(self, job: Job, leaving: ExitStack) -> Outcome:
+    def _outcome(self, job: Job) -> Outcome:
         info: CheckpointInfo | None = None
         failure: CheckpointError | None = None
         memory = self._arenas[job.arena_id]
@@ -290,13 +294,18 @@ class _Worker:
                     job.url,
                     options,
                     lambda: staged_part(plan, job.places, memory, options.planner),
-                    leaving,
                     in_background=True,
                 )
         except CheckpointError as error:
             failure = travelling(error)
-        is_clean = abandoned_thread_count() == 0
-        return Outcome(number=job.number, info=info, error=failure, is_clean=is_clean)
+        begun = self._operation
+        return Outcome(
+            number=job.number,
+            info=info,
+            error=failure,
+            is_clean=abandoned_thread_count() == 0,
+            is_void=begun is not None and begun.is_void,
+        )
 
     def _plan(self, job: Job) -> RankPlan:
         if job.plan is not None:

@@ -77,6 +77,7 @@ class BoardOperation:
         self.save_id: str | None = None
         self.committed: CheckpointInfo | None = None
         self.verdict: CheckpointError | None = None
+        self.is_void = False
         self._group = group
         self._waits = Waits(
             group.board,

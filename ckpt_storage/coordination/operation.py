@@ -23,7 +23,8 @@ class Operation(Watch, Protocol):
     `what` names it in messages ("the save to s3://..."). `save_id` is that of the save, once it is
     known, and `committed` what was committed, while the operation goes on after that. `verdict` is
     the error that was reported first, the same on all ranks; it is set when the operation has ended
-    with an error, None where the ranks had not met or cannot reach one another.
+    with an error, None where the ranks had not met or cannot reach one another. `is_void`: what the
+    save wrote on all ranks is to be deleted once they have left.
     """
 
     what: str
@@ -34,6 +35,7 @@ class Operation(Watch, Protocol):
     save_id: str | None
     committed: CheckpointInfo | None
     verdict: CheckpointError | None
+    is_void: bool
 
     def meet(self, terms: Mapping[str, str]) -> None:
         """Wait for all ranks and check that they mean the same; the first of all steps.

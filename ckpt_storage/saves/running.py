@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from ckpt_storage.commit.info import CheckpointInfo
+from ckpt_storage.coordination.boardoperation import BoardOperation
 from ckpt_storage.coordination.failures import (
     COORDINATOR,
     Report,
@@ -162,11 +163,40 @@ def save_on(
     except CheckpointError as error:
         # The other ranks are waiting to be told.
         chosen, refusal = SaveOptions(), error
-    what = f"the save to {place_of(url)}"
-    with ExitStack() as leaving, ranks.operation(what, timeouts=chosen.timeouts) as operation:
+    with save_operation(ranks, url, chosen) as operation:
         if refusal is not None:
             raise refusal
-        return run_save(operation, url, chosen, state, leaving)
+        return run_save(operation, url, chosen, state)
+
+
+@contextmanager
+def save_operation(
+    ranks: Ranks, url: str | os.PathLike[str], options: SaveOptions
+) -> Iterator[BoardOperation]:
+    """Run a save as one operation of all ranks.
+
+    What a void one wrote is deleted at the end, when nobody writes any more.
+    """
+    operation: BoardOperation | None = None
+    what = f"the save to {place_of(url)}"
+    try:
+        with ranks.operation(what, timeouts=options.timeouts) as operation:
+            yield operation
+    finally:
+        if operation is not None and operation.save_id is not None and operation.is_void:
+            _session(operation, url, options).discard(operation.save_id, is_whole=True)
+
+
+def _session(
+    operation: Operation, url: str | os.PathLike[str], options: SaveOptions
+) -> SaveSession:
+    return SaveSession(
+        url,
+        options,
+        rank=operation.rank,
+        is_coordinator=operation.is_coordinator,
+        phase=operation.phase,
+    )
 
 
 def run_save(
@@ -174,26 +204,17 @@ def run_save(
     url: str | os.PathLike[str],
     options: SaveOptions,
     state: Callable[[], dict[str, Any] | LocalPlan],
-    leaving: ExitStack,
     *,
     in_background: bool = False,
 ) -> CheckpointInfo:
     """Run one save as the whole of `operation`.
 
-    `state` may return this rank's part of planning, made before. `leaving` is to be closed after
-    the operation: what a failed save wrote is deleted once nobody writes any more. Raises as
-    `save`; with
+    `state` may return this rank's part of planning, made before. Raises as `save`; with
     `in_background` an exit that a planner asks for is an error like any other.
     """
     what = f"the save to {place_of(url)}"
     with as_checkpoint_errors(what, operation.rank, in_background=in_background):
-        session = SaveSession(
-            url,
-            options,
-            rank=operation.rank,
-            is_coordinator=operation.is_coordinator,
-            phase=operation.phase,
-        )
+        session = _session(operation, url, options)
         operation.what = f"the save to {session.url}"
         job = chained_job(
             options.consolidate,
@@ -206,7 +227,7 @@ def run_save(
             progress=options.progress,
         )
         terms = {**session.terms(), **(job.terms() if job else {"consolidate": "no"})}
-        save = _Save(operation, session, options, leaving, in_background=in_background)
+        save = _Save(operation, session, options, in_background=in_background)
         info = save.run(state(), terms)
         if job is None:
             return info
@@ -224,14 +245,12 @@ class _Save:
         operation: Operation,
         session: SaveSession,
         options: SaveOptions,
-        leaving: ExitStack,
         *,
         in_background: bool,
     ) -> None:
         self._operation = operation
         self._session = session
         self._options = options
-        self._leaving = leaving
         self._granted: Granted | None = None
         self._metadata: Metadata | None = None
         self._in_background = in_background
@@ -274,11 +293,8 @@ class _Save:
         except CheckpointError as error:
             is_silence = isinstance(error, RankFailedError) and error.is_silent
             # A storage or a rank that hangs would keep this one waiting once more.
-            if self._granted is not None and not (
-                is_silence or isinstance(error, PhaseTimeoutError)
-            ):
-                save_id = self._granted.grant.save_id
-                self._leaving.callback(self._session.discard, save_id, is_whole=True)
+            hangs = is_silence or isinstance(error, PhaseTimeoutError)
+            self._operation.is_void = self._granted is not None and not hangs
             raise
 
     def _in_doubt(self, error: BaseException) -> CommitUnknownError:

@@ -231,12 +231,12 @@ class SaveSession:
 
         Takes two seconds at most, and raises nothing: what stays is freed as that of a dead save.
         """
-        store = self._store.bounded(Deadline("write", _DISCARD_S))
         try:
+            store = self._store.bounded(Deadline("write", _DISCARD_S))
             if is_whole:
                 delete_attempt(store, save_id)
             else:
                 own = shard_path(save_id, self.rank, 0)
                 store.delete([own, rank_manifest_path(save_id, self.rank)])
         except CheckpointError as error:
-            log.warning("%s: files of failed save %s stay for now: %s", store.url, save_id, error)
+            log.warning("%s: files of failed save %s stay for now: %s", self.url, save_id, error)
