@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,7 +30,7 @@ from ckpt_storage.source.model import Source
 from ckpt_storage.source.sourcekeys import value_keys
 from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace
-from ckpt_storage.transfer.ranges import RangeRead, RangeReader
+from ckpt_storage.transfer.ranges import RangeRead, RangeReader, ignore
 
 log = logging.getLogger("ckpt_storage")
 
@@ -214,13 +214,29 @@ class ExportCheck:
         self, ranges: RangeReader, findings: Findings, *, deep: bool, head: str | None
     ) -> None:
         self._ranges = ranges
+        self._on_bytes: Callable[[int], None] = ignore
         self._store = ranges.store
         self._findings = findings
         self._deep = deep
         self._head = head
 
-    def run(self) -> list[ExportStatus]:
+    def size_bytes(self) -> int:
+        """Return the bytes of all weight files; of an export that cannot be read, none."""
+        total = 0
+        for folder in self._folders():
+            prefix = f"{folder}/" if folder else ""
+            with suppress(CheckpointError):
+                tag = IndexTag.of(self._index(prefix) or b"")
+                path = f"{prefix}{export_path(tag.fingerprint)}" if tag else ""
+                record = slotlog.read_if_there(self._store, path) if path else None
+                if record is not None:
+                    files = ExportRecord.decode(record.data, path=path).files
+                    total += sum(file.size_bytes for file in files)
+        return total
+
+    def run(self, on_bytes: Callable[[int], None] = ignore) -> list[ExportStatus]:
         """Check all exports. Raises `StorageError` for a storage that does not answer."""
+        self._on_bytes = on_bytes
         found = [status for folder in self._folders() if (status := self._check(folder))]
         # The weight files, the index and the record.
         self._findings.file_count += sum(status.file_count + 2 for status in found)
@@ -309,7 +325,7 @@ class ExportCheck:
             what = f"has {size_bytes} bytes; {file.size_bytes} were written"
             raise _damage(path, what, min(size_bytes, file.size_bytes))
         at = FileRef(path=path, size_bytes=file.size_bytes, crc32c=file.crc32c)
-        if self._deep and not has_checksum(self._ranges, at):
+        if self._deep and not has_checksum(self._ranges, at, self._on_bytes):
             what = f"is damaged: it does not have the checksum {file.crc32c:08x} of its writer"
             raise _damage(path, what)
 
@@ -328,7 +344,9 @@ def _damage(path: str, what: str, offset: int = 0) -> IntegrityError:
     return IntegrityError(f"{path} {what}.", path=path, offset=offset, next_step=_MAKE_ANEW)
 
 
-def has_checksum(ranges: RangeReader, file: FileRef) -> bool:
+def has_checksum(
+    ranges: RangeReader, file: FileRef, on_bytes: Callable[[int], None] = ignore
+) -> bool:
     """Return whether a file of the length that `file` says has its CRC-32C; reads all of it."""
     step, size_bytes = ranges.options.part_bytes, file.size_bytes
     found: dict[int, tuple[int, int]] = {}
@@ -346,6 +364,6 @@ def has_checksum(ranges: RangeReader, file: FileRef) -> bool:
         )
         for start in range(0, size_bytes, step)
     ]
-    ranges.run(reads)
+    ranges.run(reads, on_bytes=on_bytes)
     pieces = [found[read.start] for read in reads]
     return combine_many([crc for crc, _ in pieces], [size for _, size in pieces]) == file.crc32c

@@ -235,6 +235,7 @@ class _Verification:
         self.findings = Findings(is_strict=part is not None)
         self.format: str | None = None
         self.save_id: str | None = None
+        self._statuses: Sequence[ExportStatus] | None = None
 
     def run(self) -> Sequence[ExportStatus]:
         """Check whatever is there. Raises what opening raises if there is nothing to check."""
@@ -254,7 +255,13 @@ class _Verification:
                 raise
         if findings.is_strict:
             return ()
-        return ExportCheck(self._ranges, findings, deep=self._deep, head=self.save_id).run()
+        if self._statuses is None:
+            self._statuses = self._exports.run()
+        return self._statuses
+
+    @property
+    def _exports(self) -> ExportCheck:
+        return ExportCheck(self._ranges, self.findings, deep=self._deep, head=self.save_id)
 
     def _run(self) -> None:
         head = slotlog.read_log(self._store).head
@@ -276,11 +283,14 @@ class _Verification:
             check_markers(self._store, manifest.save_id, findings)
         files = [(ref.path, ref.size_bytes) for ref, _ in manifest.files]
         stretches = self._part.stretches(files)
+        total_bytes = sum(map(len, stretches.values()))
+        if self._progress and not findings.is_strict:
+            total_bytes += self._exports.size_bytes()
         with reporting(
             self._progress,
             phase="load",
             rank=0,
-            total_bytes=sum(map(len, stretches.values())),
+            total_bytes=total_bytes,
             save_id=self.save_id,
             with_bar=True,
         ) as on_bytes:
@@ -302,9 +312,10 @@ class _Verification:
                     findings.problems[first:],
                     key=lambda one: (one.rank or 0, one.file or "", one.offset or 0),
                 )
-        if not findings.is_strict:
-            # Last, because a saver that committed a moment ago is about to publish.
-            check_stock(self._store, head, manifest, findings)
+            if not findings.is_strict:
+                # Late, because a saver that committed a moment ago is about to publish.
+                check_stock(self._store, head, manifest, findings)
+                self._statuses = self._exports.run(on_bytes)
 
     def _ranks(self, manifest: Manifest, stretches: Mapping[str, range]) -> Iterator[_Rank]:
         """Yield the ranks that have something in this part; the first has those without files."""
