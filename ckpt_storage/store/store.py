@@ -38,9 +38,6 @@ log = logging.getLogger("ckpt_storage")
 
 T = TypeVar("T")
 
-PathFilter = Callable[[str], bool]
-"""Says of a path, relative to the root, whether it is meant."""
-
 
 class Store:
     """One root on one storage: every call ends in time, and was repeated where that is right.
@@ -342,7 +339,7 @@ class Store:
 
         self.run("deletion", folder, clear)
 
-    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
+    def abort_uploads(self, prefix: str, *, only: Callable[[str], bool] | None = None) -> int:
         """Abort open uploads and remove temporary files below a folder; return how many.
 
         With `only`, those for whose path it returns True: an upload is abandoned property of

@@ -24,8 +24,6 @@ from xml.sax.saxutils import escape
 
 from crc32c import crc32c
 
-__all__ = ["Answer", "Request", "S3Error", "S3Objects", "operation_of"]
-
 _SOURCE, _CHECKSUM, _PAGE = "x-amz-copy-source", "x-amz-checksum-", "encoding-type prefix"
 _CONDITIONS = "if-match if-none-match"
 # What is asked for: the name of the operation, and the parameters and conditions it knows.
