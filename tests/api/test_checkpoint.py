@@ -10,7 +10,6 @@ from typing import Any
 
 import checkpoint_cases as cases
 import dcp_cases
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -447,10 +446,3 @@ def test_nothing_there_is_told(tmp_path: Path) -> None:
     """A folder without a checkpoint raises what a load of it would."""
     with pytest.raises(CheckpointNotFoundError):
         open_checkpoint(tmp_path / "none")
-
-
-def test_numpy_types_of_ml_dtypes_are_used(saved: Path) -> None:
-    """bfloat16 and float8 arrays are of the types that JAX and others know."""
-    opened = open_checkpoint(saved / "ckpt_storage" / "step-1000")
-    assert opened["model.columns"][:1].dtype == ml_dtypes.bfloat16
-    assert opened["eighth"][:1].dtype == ml_dtypes.float8_e4m3fn

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 import ckpt_storage
-from ckpt_storage import CheckpointGoneError, IntegrityError
+from ckpt_storage import CheckpointGoneError
 from ckpt_storage.inspect.checkpoint import open_checkpoint
 from ckpt_storage.store.backends import clients
 from ckpt_storage.testing.s3_server import S3Server
@@ -187,24 +187,6 @@ def test_a_superseded_save_is_gone(server: S3Server) -> None:
     with pytest.raises(CheckpointGoneError, match=r"overwritten by save .* since it was opened"):
         opened["a"][:5]
     assert open_checkpoint(url, storage_options=server.storage_options)["a"][0] == 2
-
-
-def test_a_flipped_bit_is_found(server: S3Server) -> None:
-    """Over the network as on a disk, with tensor and offset."""
-    url = "s3://bucket/damaged/step-9"
-    save(server, url, {"a": torch.arange(100_000)})
-    (key,) = (key for key in server.dump("bucket") if "damaged" in key and "distcp" in key)
-
-    def flip(data: bytes) -> bytes:
-        at = data.index(np.int64(50_000).tobytes())
-        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-    server.put("bucket", key, flip(server.dump("bucket")[key]))
-    lazy = open_checkpoint(url, storage_options=server.storage_options)["a"]
-    assert lazy[:5].tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(IntegrityError) as caught:
-        lazy[49_999:50_001]
-    assert caught.value.fqn == "a"
 
 
 def test_secrets_are_never_shown(server: S3Server) -> None:

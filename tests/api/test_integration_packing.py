@@ -156,17 +156,6 @@ def test_a_checkpoint_of_another_kind_is_refused(outline: object) -> None:
         unpack({}, outline)
 
 
-def test_removing_is_final_and_idempotent(tmp_path: Path) -> None:
-    """A removed checkpoint is not listed, and removing it again changes nothing."""
-    for name in ("one", "two"):
-        ckpt_storage.save({"x": torch.rand(2)}, tmp_path / name)
-    for _ in range(2):
-        delete(tmp_path / "one", missing_ok=True)
-        assert [info.name for info in ckpt_storage.list_checkpoints(tmp_path)] == ["two"]
-    delete(tmp_path / "never", missing_ok=True)
-    assert not list(tmp_path.glob("one/saves/*"))
-
-
 @pytest.mark.parametrize("where", ["never", "never/here", "file", "file/below", "folder"])
 def test_removing_what_is_not_ours_is_no_error_and_changes_nothing(
     tmp_path: Path, where: str

@@ -15,15 +15,12 @@ from report_tools import SAVE_ID, Written, reports_of
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    Metadata,
     MetadataIndex,
-    TensorStorageMetadata,
 )
 
 import ckpt_storage
 from ckpt_storage import (
     CheckpointInfo,
-    CheckpointStorageReader,
     CheckpointStorageWriter,
     InvalidInputError,
 )
@@ -50,18 +47,6 @@ def test_a_chunk_with_elements_wins_over_an_empty_one_at_its_place() -> None:
         f"saves/{SAVE_ID}/__1_0.distcp", 0, 128
     )
     assert found[MetadataIndex("e", [0])].relative_path.endswith("__0_0.distcp")
-
-
-def test_equal_sizes_are_pickled_once(tmp_path: Path) -> None:
-    """Those of chunks that look alike, and those that say where they lie; all are torch's."""
-    save(tmp_path, {f"t{n}": torch.zeros(5, 7) for n in range(300)})
-    found = FileSystemReader(tmp_path).read_metadata()
-    entries = found.state_dict_metadata.values()
-    chunks = [e.chunks[0] for e in entries if type(e) is TensorStorageMetadata]
-    assert len(chunks) == 300
-    assert len({id(chunk.sizes) for chunk in chunks}) == 1
-    assert len({id(index.offset) for index in found.storage_data}) == 1
-    assert all(type(index.offset) is torch.Size for index in found.storage_data)
 
 
 def save(path: Path, state: dict[str, Any] = STATE, **options: Any) -> None:
@@ -149,17 +134,14 @@ def test_an_opener_puts_the_note_in_place(tmp_path: Path) -> None:
     assert (path / ".metadata").read_bytes() == note
 
 
-def test_the_front_door_passes_it_on(tmp_path: Path) -> None:
-    """And says in what it returns whether torch can load it."""
-    info = ckpt_storage.save(STATE, tmp_path / "run", stock_metadata="never")
-    assert info.stock_metadata is False
-    check_note(tmp_path / "run")
-    assert ckpt_storage.save(STATE, tmp_path / "other").stock_metadata is True
-
-
 def later(path: Path, **options: Any) -> CheckpointInfo:
     """Save by the function for the background."""
     return ckpt_storage.save_async(STATE, path, **options).result()
+
+
+def at_once(path: Path, **options: Any) -> CheckpointInfo:
+    """Save by the function."""
+    return ckpt_storage.save(STATE, path, **options)
 
 
 def by_thread(path: Path, **options: Any) -> CheckpointInfo:
@@ -186,8 +168,10 @@ def by_manager_later(path: Path, **options: Any) -> CheckpointInfo:
         return manager.save_async(1, STATE, **options).result()
 
 
-@pytest.mark.parametrize("saved", [later, by_thread, by_process, by_manager, by_manager_later])
-def test_every_other_front_door_passes_it_on(
+@pytest.mark.parametrize(
+    "saved", [at_once, later, by_thread, by_process, by_manager, by_manager_later]
+)
+def test_every_front_door_passes_it_on(
     tmp_path: Path, saved: Callable[..., CheckpointInfo]
 ) -> None:
     """The background's and the manager's too."""
@@ -195,18 +179,3 @@ def test_every_other_front_door_passes_it_on(
     assert info.stock_metadata is False
     check_note(tmp_path / "never" / info.name)
     assert saved(tmp_path / "auto" / "run").stock_metadata is True
-
-
-def test_plans_that_a_planner_keeps_do_not_hide_items(tmp_path: Path) -> None:
-    """With torch's plan caching the second save writes it as the first did."""
-    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-    # Torch keeps them for the whole process.
-    planner._cached_plans_key = f"stock {tmp_path}"  # noqa: SLF001
-    for name in ("first", "second"):
-        writer = CheckpointStorageWriter(tmp_path / name)
-        dcp.save(STATE, storage_writer=writer, planner=planner)
-        state = zeros_like(STATE)
-        dcp_cases.load_stock(state, tmp_path / name)
-        assert same(state, STATE)
-    reader = CheckpointStorageReader(tmp_path / "second")
-    assert isinstance(reader.read_metadata(), Metadata)

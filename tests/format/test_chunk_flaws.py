@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import ckpt_storage
 from ckpt_storage import FormatError
-from ckpt_storage.format.boxes import Box, Grid, GridBoxes
+from ckpt_storage.format.boxes import Box
 from ckpt_storage.format.coverage import find_flaw
 
 
@@ -159,11 +159,3 @@ def test_chunks_that_meet_are_loaded_and_those_that_overlap_are_not(tmp_path: Pa
     assert loaded(with_gap(tmp_path / "a", second=4)).tolist() == [0.0, 1.0, 2.0, 3.0] * 3
     with pytest.raises(FormatError, match=r"2 different ones hold the element \[6\]|none holds"):
         loaded(with_gap(tmp_path / "b", second=6))
-
-
-def test_cells_of_a_grid_have_no_hash() -> None:
-    """They equal lists of the same boxes, which have none."""
-    cells = GridBoxes(Grid(((0, 1),), (0, 0)), (2,))
-    assert cells == [Box((0,), (1,)), Box((1,), (1,))]
-    with pytest.raises(TypeError, match="unhashable"):
-        hash(cells)

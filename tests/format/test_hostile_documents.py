@@ -10,39 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from damage_cases import Checkpoint, body_of
 
 import ckpt_storage
 from ckpt_storage import FormatError, InvalidInputError
 from ckpt_storage.export.torchzip import lists_are_plausible
 from ckpt_storage.format.crc import crc32c_of
-from ckpt_storage.format.documents import seal, unseal
+from ckpt_storage.format.documents import seal
 
-Change = Callable[[dict[str, Any]], object]
-
-
-def manifest_of(root: Path) -> Path:
-    """Return the file of the only manifest."""
-    (found,) = root.glob("saves/*/manifest.json")
-    return found
-
-
-def body_of(path: Path) -> dict[str, Any]:
-    """Return the body of a sealed document."""
-    return dict(unseal(path.read_bytes(), path=path.name))
+Change = Callable[[Any], object]
 
 
 def change(root: Path, to_manifest: Change, to_slot: Change = lambda _: None) -> None:
     """Change a checkpoint's manifest and commit record, as who made them could."""
-    path = manifest_of(root)
-    body = body_of(path)
-    to_manifest(body)
-    path.write_bytes(seal(body))
-    slot = root / "commits" / "00000001.json"
-    record = body_of(slot)
-    data = path.read_bytes()
-    record["manifest"] |= {"bytes": len(data), "crc32c": f"{crc32c_of(data):08x}"}
-    to_slot(record)
-    slot.write_bytes(seal(record))
+    checkpoint = Checkpoint(root)
+    checkpoint.change(checkpoint.manifest, to_manifest)
+    checkpoint.change(checkpoint.slot, to_slot)
 
 
 def forge(path: Path, body: dict[str, Any]) -> None:
@@ -87,7 +70,7 @@ def test_a_copy_of_a_manifest_elsewhere_is_not_taken_for_it(tmp_path: Path) -> N
     good, evil = tmp_path / "good", tmp_path / "evil"
     ckpt_storage.save({"aa": torch.full((4,), 1.0), "bb": torch.full((4,), 2.0)}, good)
     shutil.copytree(good, evil)
-    path = manifest_of(evil)
+    path = Checkpoint(evil).manifest
     body = body_of(path)
     body["tensors"]["fqns"] = ["cc", "dd"]
     body["planner_data"] = ['["cc",["cc"]]', '["dd",["dd"]]']
@@ -127,9 +110,10 @@ def test_a_copy_writes_nowhere_but_in_its_own_attempt(
 def test_a_record_that_names_another_manifest_is_refused(tmp_path: Path, place: str) -> None:
     """The manifest of a save lies in one place."""
     ckpt_storage.save({"a": torch.ones(2)}, tmp_path)
-    place = place.format(manifest_of(tmp_path).parent.name)
-    shutil.copy(manifest_of(tmp_path), tmp_path / place)
-    change(tmp_path, lambda _: None, lambda record: record["manifest"].update(path=place))
+    checkpoint = Checkpoint(tmp_path)
+    place = place.format(checkpoint.manifest.parent.name)
+    shutil.copy(checkpoint.manifest, tmp_path / place)
+    checkpoint.change(checkpoint.slot, lambda body: body["manifest"].update(path=place))
     with pytest.raises(FormatError, match="no document of this save"):
         ckpt_storage.open_checkpoint(tmp_path)
 

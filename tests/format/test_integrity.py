@@ -24,7 +24,7 @@ from ckpt_storage.format.crc import (
     combine_each,
     crc32c_of,
 )
-from ckpt_storage.format.documents import Fields, format_of, pack_crcs, seal, unseal
+from ckpt_storage.format.documents import Fields, pack_crcs, seal, unseal
 
 QUICK = settings(max_examples=150, deadline=None)
 PIECES = st.lists(st.binary(max_size=40), max_size=8)
@@ -268,43 +268,3 @@ def test_a_sound_body_must_be_a_strict_json_object(body: bytes) -> None:
     with pytest.raises(FormatError, match="was written with a body") as caught:
         unseal(sealed, path="manifest.json")
     assert caught.value.path == "manifest.json"
-
-
-def test_a_document_of_this_version_is_accepted() -> None:
-    """Its fields can be asked for."""
-    assert format_of("rank") == "ckpt_storage.rank/1"
-    assert Fields.of({"format": "ckpt_storage.rank/1", "rank": 3}, "rank", "x").count("rank") == 3
-
-
-def test_a_newer_version_is_refused_with_both_numbers() -> None:
-    """The message says which version was found, which is the highest read, and to upgrade."""
-    with pytest.raises(FormatError) as caught:
-        Fields.of({"format": "ckpt_storage.rank/12"}, "rank", "a/b.json")
-    message = str(caught.value)
-    assert "ckpt_storage.rank/12" in message
-    assert "reads is 1" in message
-    assert message.endswith("Install a newer ckpt_storage.")
-    assert caught.value.path == "a/b.json"
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        "ckpt_storage.manifest/1",
-        "ckpt_storage.rank/0",
-        "ckpt_storage.rank/01",
-        "ckpt_storage.rank/1.5",
-        "ckpt_storage.rank/1\n",
-        "ckpt_storage.rank",
-        "rank/1",
-        "",
-        1,
-        None,
-    ],
-)
-def test_a_document_of_another_kind_is_refused(found: object) -> None:
-    """A manifest is not taken for a rank manifest, nor is anything that names no version."""
-    with pytest.raises(FormatError, match=r"'ckpt_storage\.rank/1' belongs there"):
-        Fields.of({"format": found}, "rank", "x")
-    with pytest.raises(FormatError):
-        Fields.of({}, "rank", "x")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 import struct
 from pathlib import Path
 
 import pytest
 import torch
+from dcp_cases import raw_bytes, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
@@ -27,22 +27,6 @@ from ckpt_storage.format.safetensors import (
 )
 
 STORED_DTYPES = [name for name, kind in DTYPES.items() if kind.safetensors]
-
-
-def made_tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of that dtype whose bytes are random, the same ones every time."""
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-    if tensor.numel():
-        rng = random.Random(f"{dtype} {shape}")
-        top = 2 if dtype == "bool" else 256
-        raw = [rng.randrange(top) for _ in range(tensor.numel() * tensor.itemsize)]
-        tensor.view(-1).view(torch.uint8).copy_(torch.tensor(raw))
-    return tensor
-
-
-def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a contiguous tensor, as numpy sees them."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def laid_out(tensors: dict[str, torch.Tensor]) -> tuple[list[SafetensorsEntry], bytes]:
@@ -77,7 +61,7 @@ class TestSafetensors:
         self, dtype: str, shape: tuple[int, ...], tmp_path: Path
     ) -> None:
         """Behind our header, raw bytes load as the same tensor."""
-        tensor = made_tensor(dtype, shape)
+        tensor = seeded(1, *shape, dtype=getattr(torch, dtype))
         entries, data = laid_out({"a.b": tensor, "ü": torch.arange(3)})
         path = tmp_path / "x.safetensors"
         path.write_bytes(encode_safetensors_header(entries, {"format": "pt"}) + data)
@@ -90,7 +74,7 @@ class TestSafetensors:
     @pytest.mark.parametrize("dtype", STORED_DTYPES)
     def test_what_the_library_writes_is_parsed(self, dtype: str) -> None:
         """Names, shapes, byte runs and metadata of a file of the library are found."""
-        tensors = {"w": made_tensor(dtype, (2, 6)), "b": torch.arange(3.0)}
+        tensors = {"w": seeded(1, 2, 6, dtype=getattr(torch, dtype)), "b": torch.arange(3.0)}
         blob = safetensors_save(tensors, {"format": "pt", "note": "ü"})
         header = parse_safetensors_header(blob, file_bytes=len(blob))
         assert isinstance(header, SafetensorsHeader)

@@ -7,13 +7,12 @@ import io
 import pathlib
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from stock_samples import made_metadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -25,8 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.format.stock_metadata import StockMetadata, decode_stock_metadata
@@ -95,27 +92,6 @@ class TestStockFiles:
         assert found.checkpoint_id == str(tmp_path / "ckpt")
         assert found.save_id == expected.storage_meta.save_id
         assert found.pickle_bytes == len(data)
-
-    @pytest.fixture
-    def process_group(self, tmp_path: Path) -> Iterator[None]:
-        """Give the test a group of one rank."""
-        meeting = (tmp_path / "meeting").as_uri()
-        dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
-
-    @pytest.mark.usefixtures("process_group")
-    def test_sharded_tensors(self, tmp_path: Path) -> None:
-        """A DTensor is described by its chunks, a parameter like a tensor."""
-        mesh = init_device_mesh("cpu", (1,))
-        state = {
-            "sharded": distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, [Shard(0)]),
-            "parameter": torch.nn.Parameter(torch.ones(2)),
-        }
-        data = saved_by_torch(state, tmp_path / "ckpt")
-        found = decode_stock_metadata(data)
-        assert_tells_all(found, pickle.loads(data))
-        assert found.tensors["sharded"].shape == (4, 3)
 
     @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
     def test_every_binary_protocol(self, protocol: int) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import io
-import math
 import os
-import random
 import re
 import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from dcp_cases import raw_bytes, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_save
@@ -32,25 +31,6 @@ pytestmark = [
 ]
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (2, 0, 3), (5,), (2, 3, 4), (1, 2, 1, 3, 1))
-
-
-def made_tensor(dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor of that dtype whose bytes are random, the same ones every time."""
-    kind = getattr(torch, dtype)
-    count = math.prod(shape)
-    if not count:
-        return torch.empty(tuple(shape), dtype=kind)
-    rng = random.Random(f"{dtype} {shape}")
-    top = 2 if dtype == "bool" else 256
-    raw = torch.tensor([rng.randrange(top) for _ in range(count * kind.itemsize)])
-    return raw.to(torch.uint8).view(kind).reshape(tuple(shape))
-
-
-def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a contiguous tensor, as numpy sees them."""
-    if not tensor.numel():
-        return b""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def torch_saved(value: object) -> bytes:
@@ -125,7 +105,7 @@ class TestEnvelope:
         self, dtype: str, shape: tuple[int, ...], tmp_path: Path
     ) -> None:
         """Every dtype and shape loads as the same plain tensor in all three ways of torch.load."""
-        tensor = made_tensor(dtype, shape)
+        tensor = seeded(1, *shape, dtype=getattr(torch, dtype))
         item = enveloped(tensor)
         path = tmp_path / "item.pt"
         path.write_bytes(item)
@@ -139,7 +119,7 @@ class TestEnvelope:
     def test_the_payload_is_aligned_in_the_zip(self, shape: tuple[int, ...]) -> None:
         """The raw bytes lie at the end of the head, at a multiple of 64."""
         for dtype in DTYPES:
-            tensor = made_tensor(dtype, shape)
+            tensor = seeded(1, *shape, dtype=getattr(torch, dtype))
             envelope = tensor_envelope(dtype, shape)
             assert len(envelope.head) % 64 == 0
             assert envelope.payload_bytes == len(raw_bytes(tensor))
@@ -198,7 +178,7 @@ class TestTensorItem:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_plain_tensors_are_found(self, dtype: str, shape: tuple[int, ...]) -> None:
         """Dtype, shape and raw bytes of torch's items and of ours are found in the first 4 KiB."""
-        tensor = made_tensor(dtype, shape)
+        tensor = seeded(1, *shape, dtype=getattr(torch, dtype))
         for item in (torch_saved(tensor), enveloped(tensor)):
             header = parse_tensor_item(item[:4096], item_bytes=len(item))
             assert isinstance(header, ItemHeader)

@@ -6,7 +6,6 @@ With `CKPT_STORAGE_STOCK=1` every case runs twice, also with torch's own `FileSy
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import warnings
@@ -21,8 +20,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,7 +28,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -330,23 +326,6 @@ def test_parts_of_models(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
     ranks.run(fine_tuned, kind, tmp_path)
 
 
-def stages(rank: int, kind: Kind, path: Path) -> None:
-    """Save one pipeline stage a rank, under names of its own, and load them again."""
-    torch.manual_seed(rank)
-    stage = nn.Linear(4, 2 + rank)
-    state = {f"stages.{rank}.{name}": value for name, value in stage.state_dict().items()}
-    save(kind, {"model": state}, path)
-    found = {name: torch.zeros_like(value) for name, value in state.items()}
-    load(kind, {"model": found}, path)
-    assert_same(found, state)
-
-
-@each_kind
-def test_ranks_with_other_names(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
-    """Pipeline stages, of which each rank has one, are one checkpoint."""
-    ranks.run(stages, kind, tmp_path)
-
-
 class Counter:
     """A stateful object: a loader or a schedule that counts."""
 
@@ -385,76 +364,6 @@ def test_stateful_objects(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
     ranks.run(stateful, kind, tmp_path, world_size=2)
 
 
-def odd_values(_rank: int, kind: Kind, path: Path) -> None:
-    """Save scalars, empty tensors, buffers and numbers, and load them."""
-    state = {
-        "scalar": torch.tensor(3.5),
-        "empty": torch.empty(0, 4),
-        "integers": torch.arange(5),
-        "half": torch.ones(3, dtype=torch.bfloat16),
-        "number": 4,
-        "none": None,
-        "buffer": io.BytesIO(b"a loader's state"),
-        "nested": {"list": [torch.ones(2), torch.zeros(1)], "text": "x"},
-    }
-    save(kind, state, path)
-    found = {
-        "scalar": torch.tensor(0.0),
-        "empty": torch.empty(0, 4),
-        "integers": torch.zeros(5, dtype=torch.int64),
-        "half": torch.zeros(3, dtype=torch.bfloat16),
-        "number": 0,
-        "none": 1,
-        "buffer": None,
-        "nested": {"list": [torch.zeros(2), torch.ones(1)], "text": ""},
-    }
-    load(kind, found, path)
-    assert found["buffer"].getvalue() == b"a loader's state"  # type: ignore[attr-defined]  # loaded
-    del found["buffer"], state["buffer"]
-    assert_same(found, state)
-
-
-@each_kind
-def test_values_of_all_kinds(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
-    """Scalars, empty tensors, buffers of bytes and nests come back as they were."""
-    ranks.run(odd_values, kind, tmp_path, world_size=2)
-
-
-def by_keys(_rank: int, kind: Kind, path: Path) -> None:
-    """Load a part of a checkpoint by names, without a state to load into."""
-    data = distributed(numbers(8, 3), ONE_D[0])
-    save(kind, {"model": {"a": data, "b": numbers(4)}, "step": 3}, path)
-    found = _load_state_dict_from_keys({"model.b", "step"}, storage_reader=reader(kind, path))
-    assert found["step"] == 3
-    assert_same(found["model"]["b"], numbers(4))
-    assert set(found["model"]) == {"b"}
-    everything = _load_state_dict_from_keys(storage_reader=reader(kind, path))
-    assert_same(everything["model"]["a"], numbers(8, 3))
-
-
-@each_kind
-def test_loads_by_name(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
-    """Names alone load values, with all below them, on every rank."""
-    ranks.run(by_keys, kind, tmp_path)
-
-
-def refused(_rank: int, kind: Kind, path: Path) -> None:
-    """Load what the checkpoint lacks, and what has another shape there."""
-    save(kind, {"a": torch.ones(3), "b": torch.ones(2)}, path)
-    for wrong in ({"c": torch.zeros(3)}, {"a": torch.zeros(4)}):
-        with pytest.raises((CheckpointException, RuntimeError, ValueError)):
-            load(kind, dict(wrong), path)
-    partial = {"a": torch.zeros(3), "c": torch.zeros(1)}
-    load(kind, partial, path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-    assert_same(partial, {"a": torch.ones(3), "c": torch.zeros(1)})
-
-
-@each_kind
-def test_what_does_not_fit_is_refused(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
-    """A missing name or another shape is an error, unless a partial load is allowed."""
-    ranks.run(refused, kind, tmp_path, world_size=2)
-
-
 def in_the_background(_rank: int, kind: Kind, path: Path, how: str) -> None:
     """Save twice in the background, the state changed in between, and load both."""
     rows, columns = (((2,), (Shard(dimension),)) for dimension in range(2))
@@ -478,54 +387,6 @@ def in_the_background(_rank: int, kind: Kind, path: Path, how: str) -> None:
 def test_background_saves(ranks: RankPool, tmp_path: Path, how: str, kind: Kind) -> None:
     """`dcp.async_save` in a thread or a process saves what the state was at the call."""
     ranks.run(in_the_background, kind, tmp_path, how, world_size=2)
-
-
-def on_a_part(rank: int, kind: Kind, path: Path) -> None:
-    """Save and load on two of the ranks."""
-    group = dist.new_group([1, 3])
-    if rank in {1, 3}:
-        state = {"data": torch.full((2,), 5.0), "step": 2}
-        save(kind, state, path, process_group=group)
-        found = {"data": torch.zeros(2), "step": 0}
-        load(kind, found, path, process_group=group)
-        assert_same(found, state)
-
-
-@each_kind
-def test_a_group_of_some_ranks(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
-    """A process group that rank 0 is not in saves and loads alone."""
-    ranks.run(on_a_part, kind, tmp_path)
-
-
-@each_kind
-def test_one_process_without_a_group(tmp_path: Path, kind: Kind) -> None:
-    """`no_dist` needs no process group, and a second save to one place replaces the first."""
-    for value in (1.0, 2.0):
-        save(kind, {"a": torch.full((3,), value)}, tmp_path, no_dist=True)
-    found = {"a": torch.zeros(3)}
-    load(kind, found, tmp_path, no_dist=True)
-    assert_same(found["a"], torch.full((3,), 2.0))
-
-
-def fsdp_save(_rank: int, kind: Kind, path: Path) -> None:
-    """Save a trained model and its optimizer."""
-    model, optimizer = trained(by_fsdp)
-    states = get_state_dict(model, optimizer)
-    save(kind, {"model": states[0], "optimizer": states[1]}, path)
-
-
-@each_kind
-def test_to_a_torch_file_and_back(ranks: RankPool, tmp_path: Path, kind: Kind) -> None:
-    """Torch's converters make one file of a sharded save, and a checkpoint of such a file."""
-    ranks.run(fsdp_save, kind, tmp_path / "saved")
-    dcp_to_torch_save(tmp_path / "saved", tmp_path / "one.pt")
-    found = torch.load(tmp_path / "one.pt", weights_only=False)
-    model, _ = trained(by_ddp)
-    assert set(found["model"]) == set(model.state_dict())
-    torch_save_to_dcp(tmp_path / "one.pt", tmp_path / "back")
-    again = {"model": {name: torch.zeros_like(each) for name, each in found["model"].items()}}
-    load(kind, again, tmp_path / "back", no_dist=True)
-    assert_same(again["model"], found["model"])
 
 
 def hf_round_trip(_rank: int, kind: Kind, path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_cases import failures_of, raw_bytes, same, seeded, zeros_like
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     ReadItem,
@@ -381,3 +381,34 @@ def test_progress_never_tells_more_than_all(tmp_path: Path) -> None:
         assert done == sorted(done)
         assert done[-1] >= 4_000_000
         assert all(event.done_bytes <= event.total_bytes for event in events)
+
+
+class Halving(dcp.DefaultSavePlanner):
+    """Gives other data than the state's by the one step that it overrides."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # torch's name
+        """Return half of it."""
+        return super().transform_object(write_item, object) / 2
+
+
+class Elsewhere(dcp.DefaultLoadPlanner):
+    """Loads into other memory than the state's."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return a tensor of its own."""
+        return super().lookup_tensor(index).clone()
+
+
+def test_planners_that_change_one_step_are_asked(tmp_path: Path) -> None:
+    """Whether a class overrides it or an object does, for a save and for a load."""
+    target = {"w": torch.zeros(2)}
+    dcp_cases.save({"w": torch.full((2,), 4.0)}, tmp_path / "half", planner=Halving())
+    dcp_cases.load(target, tmp_path / "half", planner=Elsewhere())
+    assert target["w"].tolist() == [0, 0]
+    dcp_cases.load(target, tmp_path / "half")
+    assert target["w"].tolist() == [2, 2]
+    patched = dcp.DefaultSavePlanner()
+    patched.lookup_object = lambda _: torch.full((2,), 7.0)  # type: ignore[method-assign,assignment]
+    dcp_cases.save({"w": torch.ones(2)}, tmp_path / "patched", planner=patched)
+    dcp_cases.load(target, tmp_path / "patched")
+    assert target["w"].tolist() == [7, 7]

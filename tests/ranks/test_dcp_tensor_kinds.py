@@ -76,6 +76,7 @@ def test_views_of_every_kind_are_saved_by_value(tmp_path: Path) -> None:
         "columns": base[:, 3:40:2],
         "rows": base[5:17],
         "flipped storage": base.t()[7:],
+        "flipped, in several windows": seeded(7, 3000, 1500).t(),
         "expanded": seeded(4, 1, 9).expand(500, 9),
         "expanded scalar": seeded(5).expand(3, 4),
         "tied": base,

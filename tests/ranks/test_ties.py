@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from consolidate_cases import files_in, tensors_of
-from dcp_cases import raw_bytes, same, seeded, zeros_like
+from dcp_cases import same, seeded, zeros_like
 from saver_cases import END_S, quick_saver
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -332,27 +331,6 @@ def test_ranks_agree_on_ties_in_the_background(ranks: RankPool, tmp_path: Path) 
     assert recorded(tmp_path / "tied") == TIE
     ranks.run(save_in_background, tmp_path / "apart", 1, world_size=2)
     assert recorded(tmp_path / "apart") == {}
-
-
-def save_and_consolidate(rank: int, path: Path) -> None:
-    """Save a tied model in shards and export it twice."""
-    del rank
-    ckpt_storage.save(sharded_model([Shard(0)], 8, None), path, sync_files=False)
-    ckpt_storage.consolidate(path, path / "drop")
-    ckpt_storage.consolidate(path, path / "keep", tied="keep")
-
-
-def test_consolidation_drops_recorded_aliases_or_keeps_them(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    """`tied` decides, and nobody has to name the tie."""
-    ranks.run(save_and_consolidate, tmp_path, world_size=2)
-    dropped = tensors_of(files_in(tmp_path / "drop"))
-    kept = tensors_of(files_in(tmp_path / "keep"))
-    assert dropped.keys() == {"embed", "body"}
-    assert kept.keys() == {"embed", "body", "head"}
-    assert kept["head"] == kept["embed"] == dropped["embed"]
-    assert kept["head"][2] == raw_bytes(seeded(1, 8, 6))
 
 
 @pytest.mark.parametrize(

@@ -144,23 +144,3 @@ def test_what_fails_gives_its_memory_back(server: S3Server, op: str) -> None:
     with pytest.raises(CheckpointError):
         copy(server)
     assert BUDGET.held_bytes == 0
-
-
-class Together:
-    """Jobs that wait until as many as `wanted` are under way, and a moment for one more."""
-
-    def __init__(self, wanted: int) -> None:
-        self._wanted = wanted
-        self._now = 0
-        self.most = 0
-        self._changed = threading.Condition()
-
-    def __call__(self) -> None:
-        """Count."""
-        with self._changed:
-            self._now += 1
-            self.most = max(self.most, self._now)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self.most >= self._wanted, timeout=20)
-            self._changed.wait_for(lambda: self.most > self._wanted, timeout=0.2)
-            self._now -= 1

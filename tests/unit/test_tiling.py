@@ -9,31 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from test_regions import QUICK, SHAPES, SOLID_SHAPES, boxes_in, mask
+from test_assemble import Chunk, tilings
+from test_regions import QUICK, SHAPES, boxes_in, mask
 
 from ckpt_storage.format.boxes import Box, find_grid
-
-
-@st.composite
-def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """Draw a shape and boxes that tile it, made by cutting boxes in two, in any order."""
-    shape = draw(SOLID_SHAPES)
-    boxes = [Box((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 8))):
-        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        wide = [dim for dim, size in enumerate(box.sizes) if size > 1]
-        if not wide:
-            boxes.append(box)
-            continue
-        dim = draw(st.sampled_from(wide))
-        at = draw(st.integers(1, box.sizes[dim] - 1))
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        sizes[dim] = at
-        boxes.append(Box(tuple(offsets), tuple(sizes)))
-        offsets[dim] += at
-        sizes[dim] = box.sizes[dim] - at
-        boxes.append(Box(tuple(offsets), tuple(sizes)))
-    return shape, draw(st.permutations(boxes))
 
 
 @st.composite
@@ -89,9 +68,9 @@ def test_a_grid_is_found_in_any_order(
 
 @QUICK
 @given(tiling=tilings())
-def test_what_is_no_grid_is_not_called_one(tiling: tuple[tuple[int, ...], list[Box]]) -> None:
+def test_what_is_no_grid_is_not_called_one(tiling: tuple[tuple[int, ...], list[Chunk]]) -> None:
     """A tiling is a grid if and only if it has as many boxes as combinations of offsets."""
-    shape, boxes = tiling
+    shape, boxes = tiling[0], [Box(*chunk) for chunk in tiling[1]]
     starts = [sorted({box.offsets[dim] for box in boxes}) for dim in range(len(shape))]
     is_grid = math.prod(map(len, starts)) == len(boxes)
     assert (find_grid(shape, boxes) is not None) == is_grid
