@@ -36,7 +36,7 @@ def rm(
     """
     from ckpt_storage.errors import InvalidInputError  # noqa: PLC0415  # called, not imported
     from ckpt_storage.inspect.checkpoint import open_checkpoint  # noqa: PLC0415  # as above
-    from ckpt_storage.manager.prune import delete  # noqa: PLC0415  # as above
+    from ckpt_storage.manager.delete import delete  # noqa: PLC0415  # as above
 
     with open_checkpoint(url, storage_options=storage_options, timeout=timeout) as checkpoint:
         found = checkpoint.info

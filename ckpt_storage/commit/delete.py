@@ -8,7 +8,7 @@ saver began anew at slot 1. Who finds no slot 1 lists the folder.
 
 from __future__ import annotations
 
-from ckpt_storage.errors import StorageError, UnsupportedByStoreError
+from ckpt_storage.errors import InvalidInputError, StorageError, UnsupportedByStoreError
 from ckpt_storage.format.commit_record import SlotRecord
 from ckpt_storage.format.documents import MOST_SLOT_BYTES
 from ckpt_storage.format.names import (
@@ -62,8 +62,15 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
     that begins later aims behind it. Idempotent; cut at any point it leaves the old checkpoint
     or none. With `expected_save_id` it is deleted only while that save is its head, or to end what
     was begun; returns whether it is deleted. A `.metadata` that is not ours stays: another tool
-    saved under the name of a deleted one. Exports below it: see `export.removal`.
+    saved under the name of a deleted one. Exports below it: see `export.removal`. Raises
+    `InvalidInputError` for an empty id.
     """
+    if expected_save_id == "":
+        raise InvalidInputError(
+            "The save id to delete is empty.",
+            path=store.url,
+            next_step="Give the id of the save that is meant, or None for whatever is there.",
+        )
     while True:
         listed = {entry.path.split("/")[1] for entry in store.list(SAVES)}
         # What others keep in a folder of that name is no save of ours.
@@ -74,7 +81,8 @@ def delete(store: Store, *, expected_save_id: str | None = None) -> bool:
         record = _tombstone(store, found)
         if record is not None:
             break
-        if expected_save_id not in {None, found.head.save_id if found.head else ""}:
+        head_id = found.head.save_id if found.head else None
+        if expected_save_id is not None and expected_save_id != head_id:
             return False
         found = log_to_extend(store)
         for known in (found.head, *history(store, found.head)) if found.head else ():

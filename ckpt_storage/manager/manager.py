@@ -33,10 +33,11 @@ from ckpt_storage.saves.options import SaveOptions
 from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 
+from .delete import delete_step
 from .mirror import Mirror
 from .names import DEFAULT_TEMPLATE, StepNames
 from .notices import Notices
-from .prune import Pruner, PruneReport, delete_step, no_others
+from .prune import Pruner, PruneReport, no_others
 from .resume import Check, Restored, Resumer, all_of, best_of, newest_of
 from .retention import Keep, KeepBest, seconds_of
 from .root import Root

@@ -17,7 +17,7 @@ import ckpt_storage
 from ckpt_storage import FormatError
 from ckpt_storage.integrations.packing import OUTLINE, pack, unpack
 from ckpt_storage.integrations.whole import WholePlanner
-from ckpt_storage.manager.prune import delete
+from ckpt_storage.manager.delete import delete
 
 _LEAVES = st.one_of(
     st.none(),

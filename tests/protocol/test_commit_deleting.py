@@ -25,7 +25,8 @@ from commit_tools import (
     written,
 )
 
-from ckpt_storage.errors import CommitConflictError
+from ckpt_storage.commit.delete import delete
+from ckpt_storage.errors import CommitConflictError, InvalidInputError
 from ckpt_storage.store.backend import Capabilities
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
@@ -42,6 +43,17 @@ def test_deleting_leaves_only_the_slots(store: DictStore) -> None:
     assert seen(files).head is None
     deleted(store)
     assert store.disk.files == files
+
+
+@BOTH
+def test_no_save_id_to_expect_is_refused(store: DictStore) -> None:
+    """An empty id where nothing is committed would mean whatever is being saved."""
+    live = attempted(store)
+    with pytest.raises(InvalidInputError, match="save id"):
+        delete(store, expected_save_id="")
+    assert is_whole(store.disk.files, live.save_id)
+    assert delete(store, expected_save_id="none") is False
+    assert is_whole(store.disk.files, live.save_id)
 
 
 @BOTH

@@ -17,8 +17,8 @@ from ckpt_storage.commit.stockfooter import is_foreign
 from ckpt_storage.errors import StorageError
 from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.format.exports import Holder, Series
+from ckpt_storage.manager.delete import delete
 from ckpt_storage.manager.manager import CheckpointManager
-from ckpt_storage.manager.prune import delete
 from ckpt_storage.manager.retention import KeepLatest
 from ckpt_storage.store import Location, open_store, probe
 from ckpt_storage.store.backend import Capabilities

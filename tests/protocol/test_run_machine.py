@@ -39,7 +39,7 @@ STEPS = st.integers(0, 5)
 CUTS = st.one_of(st.none(), st.integers(0, 90))
 """After how many storage operations the process dies; None: it lives."""
 
-OPENERS = ("export.output", "manager.prune", "manager.root", "saves.options")
+OPENERS = ("export.output", "manager.delete", "manager.root", "saves.options")
 
 
 class Run(RuleBasedStateMachine):
