@@ -136,7 +136,7 @@ def copy(  # the public surface, all keyword-only
         destination_storage_options: passed to that of `dst`; default: `storage_options` where
             both are of one kind.
         overwrite: replace a checkpoint at `dst`. One of ours stays readable until the instant at
-            which the copy takes its place; those of others cannot, see the guide.
+            which the copy takes its place; those of others cannot.
         copies: "auto" lets the storage itself copy where source and target share one that can;
             "always" also where that does not pay; "never" reads and sends every byte.
         thread_count: requests in flight; default 2 between local disks, 8 elsewhere.
