@@ -12,7 +12,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
@@ -58,55 +58,31 @@ def _small_heap() -> None:
     gc.freeze()
 
 
-@contextmanager
 def _session_server(
-    start: Callable[[Path], AbstractContextManager[Running]], folder: Path
-) -> Iterator[Running]:
-    with ExitStack() as stack:
-        try:
-            running = stack.enter_context(start(folder))
-        except ServerMissingError as error:
-            reason = f"{start.__name__} is not installed: {error}"
-            if os.environ.get("CI"):
-                pytest.fail(reason)
-            pytest.skip(reason)
-        yield running
+    name: str, start: Callable[[Path], AbstractContextManager[Running]]
+) -> Callable[[pytest.TempPathFactory], Iterator[Running]]:
+    """Return a fixture: a server that starts with the first test that wants it, or its lack."""
+
+    @pytest.fixture(scope="session", name=f"{name}_server")
+    def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+        with ExitStack() as stack:
+            try:
+                made = stack.enter_context(start(tmp_path_factory.mktemp(name)))
+            except ServerMissingError as error:
+                reason = f"{start.__name__} is not installed: {error}"
+                if os.environ.get("CI"):
+                    pytest.fail(reason)
+                pytest.skip(reason)
+            yield made
+
+    return running
 
 
-@pytest.fixture(scope="session")
-def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """S3 by moto."""
-    with _session_server(servers.moto, tmp_path_factory.mktemp("moto")) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Google Cloud Storage by fake-gcs-server."""
-    with _session_server(servers.fake_gcs, tmp_path_factory.mktemp("gcs")) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Azure Blob Storage by Azurite."""
-    with _session_server(servers.azurite, tmp_path_factory.mktemp("azure")) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def webdav_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """WebDAV by WsgiDAV."""
-    with _session_server(servers.webdav, tmp_path_factory.mktemp("webdav")) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def sftp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """SFTP by asyncssh."""
-    folder = tmp_path_factory.mktemp("sftp")
-    with _session_server(servers.sftp, folder) as running:
-        yield running
+moto_server = _session_server("moto", servers.moto)
+gcs_server = _session_server("gcs", servers.fake_gcs)
+azure_server = _session_server("azure", servers.azurite)
+webdav_server = _session_server("webdav", servers.webdav)
+sftp_server = _session_server("sftp", servers.sftp)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,12 @@ from servers import Running
 import ckpt_storage
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidate import consolidate
+from ckpt_storage.store import open_store
 from ckpt_storage.testing.ranks import RankPool
 from ckpt_storage.testing.s3_server import FaultRule, S3Server
 
 DTYPES = ["bfloat16", "float8_e4m3fn", "bool", "int64"]
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    """Our S3 server."""
-    with S3Server() as server:
-        yield server
-
-
-@pytest.fixture
-def s3_root(s3: S3Server) -> Running:
-    """A new bucket on it."""
-    bucket = f"test-{uuid.uuid4().hex[:20]}"
-    s3.create_bucket(bucket)
-    return Running(url=f"s3://{bucket}/run", storage_options=s3.storage_options)
 
 
 @pytest.fixture(params=["s3_root", "moto_root", "gcs_root", "azure_root"])
@@ -97,24 +82,6 @@ def test_memory_to_memory() -> None:
     assert ckpt_storage.verify(url).ok
 
 
-def test_memory_of_one_process_is_no_place_for_two_ranks(ranks: RankPool) -> None:
-    """Ranks that do not see each other's memory are told so."""
-    outcomes = ranks.outcomes(export_from_memory, uuid.uuid4().hex, world_size=2)
-    for outcome in outcomes:
-        assert isinstance(outcome.error, CheckpointError)
-        assert "not the same on all nodes" in str(outcome.error)
-
-
-def export_from_memory(rank: int, name: str) -> None:
-    """Save to this process's memory on rank 0, and consolidate with both."""
-    url = f"memory://{name}/run"
-    if rank == 0:
-        alone = torch.distributed.new_group([0], use_local_synchronization=True)
-        ckpt_storage.save({"x": torch.ones(3)}, url, process_group=alone)
-    torch.distributed.barrier()
-    consolidate(url)
-
-
 def big_model() -> dict[str, torch.Tensor]:
     """Return two tensors of 24 MiB and some small ones."""
     count = 12 * MIB
@@ -131,25 +98,25 @@ def export_and_count(_rank: int, url: str, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_s3_copies_within_itself(ranks: RankPool, s3: S3Server, world_size: int) -> None:
+def test_s3_copies_within_itself(ranks: RankPool, s3_root: Running, world_size: int) -> None:
     """Whole tensors on S3 are copied by it: few bytes pass through the ranks, all are checked."""
-    bucket = f"test-{uuid.uuid4().hex[:20]}"
-    s3.create_bucket(bucket)
-    url = f"s3://{bucket}/run"
-    ckpt_storage.save(big_model(), url, storage_options=s3.storage_options)
-    report = ranks.run(export_and_count, url, s3.storage_options, world_size=world_size)[0]
-    check(files_at(f"{url}/hf", s3.storage_options), big_model())
+    url, options = s3_root.url, dict(s3_root.storage_options)
+    ckpt_storage.save(big_model(), url, storage_options=options)
+    report = ranks.run(export_and_count, url, options, world_size=world_size)[0]
+    check(files_at(f"{url}/hf", options), big_model())
     assert report.copied_bytes > 0.6 * report.total_bytes
     assert report.sent_bytes + report.copied_bytes == report.total_bytes
-    assert s3.open_upload_count == 0
+    assert open_store(url, storage_options=options).abort_uploads("") == 0
 
 
-def test_uploads_that_a_dead_run_left_open_are_aborted(s3: S3Server, s3_root: Running) -> None:
+def test_uploads_that_a_dead_run_left_open_are_aborted(
+    s3_buckets: S3Server, s3_root: Running
+) -> None:
     """A run that dies with uploads open is cleared away by the next; nobody else's are touched."""
     given: dict[str, Any] = {"storage_options": s3_root.storage_options}
     ckpt_storage.save(big_model(), s3_root.url, **given)
-    before = s3.open_upload_count
-    s3.faults(
+    before = s3_buckets.open_upload_count
+    s3_buckets.faults(
         [
             FaultRule(op=op, action="status", status=403, code="AccessDenied", times=0)
             for op in ("complete", "abort")
@@ -157,8 +124,8 @@ def test_uploads_that_a_dead_run_left_open_are_aborted(s3: S3Server, s3_root: Ru
     )
     with pytest.raises(CheckpointError):
         consolidate(s3_root.url, **given)
-    s3.faults([])
-    assert s3.open_upload_count == before + 1
+    s3_buckets.faults([])
+    assert s3_buckets.open_upload_count == before + 1
     consolidate(s3_root.url, **given)
-    assert s3.open_upload_count == before
+    assert s3_buckets.open_upload_count == before
     check(files_at(f"{s3_root.url}/hf", dict(s3_root.storage_options)), big_model())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,6 @@ SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
 def outcomes(found: Diagnosis) -> dict[str, str]:
     """Return what was found out, by probe."""
     return {probe.name: probe.outcome for probe in found.probes}
-
-
-@pytest.fixture
-def server() -> Iterator[S3Server]:
-    """An S3 server with a bucket."""
-    with S3Server() as running:
-        running.create_bucket("bkt")
-        yield running
 
 
 def test_a_disk_can_do_all_but_conditions_and_stays_as_it_was(tmp_path: Path) -> None:

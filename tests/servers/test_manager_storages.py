@@ -22,14 +22,6 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.testing.s3_server import S3Server
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3Server]:
-    """The S3 server of this package, with a bucket."""
-    with S3Server() as server:
-        server.create_bucket("bkt")
-        yield server
-
-
 @pytest.fixture(params=["local", "memory", "s3", "moto", "gcs", "azure"])
 def root(request: pytest.FixtureRequest) -> Running:
     """A new root on each kind of storage."""
@@ -37,10 +29,6 @@ def root(request: pytest.FixtureRequest) -> Running:
         return Running(url=str(request.getfixturevalue("tmp_path")), storage_options={})
     if request.param == "memory":
         return Running(url=f"memory://{uuid.uuid4().hex}", storage_options={})
-    if request.param == "s3":
-        server: S3Server = request.getfixturevalue("s3")
-        url = f"s3://bkt/{uuid.uuid4().hex}"
-        return Running(url=url, storage_options=server.storage_options)
     found: Running = request.getfixturevalue(f"{request.param}_root")
     return found
 

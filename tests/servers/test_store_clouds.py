@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from typing import ClassVar
 
 import pytest
@@ -15,7 +13,6 @@ from ckpt_storage.store.backends.azure import AzureBackend
 from ckpt_storage.store.backends.gcs import GcsBackend
 from ckpt_storage.store.backends.s3 import S3Backend
 from ckpt_storage.store.store import Store
-from ckpt_storage.testing.s3_server import S3Server
 from ckpt_storage.testing.store_suite import StoreSuite
 
 
@@ -51,25 +48,10 @@ class TestMoto(CloudSuite):
     at = "moto_root"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    """One server for all tests, so that all share two clients."""
-    with S3Server() as running:
-        yield running
-
-
-@pytest.fixture
-def strict_root(server: S3Server) -> Running:
-    """A bucket on our own server."""
-    bucket = f"test-{uuid.uuid4().hex}"
-    server.create_bucket(bucket)
-    return Running(url=f"s3://{bucket}/run", storage_options=server.storage_options)
-
-
 class TestS3Server(CloudSuite):
     """S3 as our own strict server has it."""
 
-    at = "strict_root"
+    at = "s3_root"
 
 
 class TestAzure(CloudSuite):

@@ -132,8 +132,13 @@ CASES: list[tuple[BaseException, str, bool]] = [
     (PermissionError("x"), "permission", False),
     (ConnectionResetError("x"), "connection", True),
     (socket.gaierror(-2, "Name or service not known"), "connection", True),
-    (OSError(errno.ENOSPC, "No space left on device"), "no-space", False),
-    (OSError(errno.EIO, "Input/output error"), "other", True),
+    *((OSError(number, "x"), "permission", False) for number in (errno.EPERM, errno.EROFS)),
+    *((OSError(number, "x"), "no-space", False) for number in (errno.ENOSPC, errno.EDQUOT)),
+    *((OSError(number, "x"), "unsupported", False) for number in (errno.EXDEV, errno.ENOTSUP)),
+    (OSError(errno.ETIMEDOUT, "x"), "timeout", True),
+    (OSError(errno.ENOTCONN, "x"), "connection", True),
+    *((OSError(number, "x"), "other", True) for number in (errno.ESTALE, errno.EIO)),
+    *((OSError(number, "x"), "other", False) for number in (errno.ENOTDIR, 12345)),
     (OSError("no number"), "other", True),
     (ssl.SSLCertVerificationError("self-signed"), "connection", False),
     (caused(OSError("x"), s3_error("SlowDown", 503)), "throttled", True),
@@ -158,6 +163,8 @@ def test_an_exception_has_its_kind(error: BaseException, kind: str, retryable: b
     assert (failure.kind, failure.retryable) == (kind, retryable)
     assert failure.path == "s3://bkt/run/x"
     assert "s3://bkt/run/x" in str(failure)
+    if isinstance(error, OSError):
+        assert errno.errorcode.get(error.errno or 0, "") in str(failure)
     assert failure.next_step
     assert str(failure).endswith(failure.next_step)
     assert "\n" not in str(failure)

@@ -243,6 +243,7 @@ def test_every_call_of_every_backend_ends_by_its_deadline(name: str) -> None:
     with pytest.raises(StorageError) as caught:
         CALLS[name](store)
     assert caught.value.kind == "timeout"
+    assert "Timeouts(request=" in str(caught.value)
     assert time.monotonic() - begin_s < 0.2 + SLACK_S
     hang.set()
 

@@ -24,15 +24,9 @@ from ckpt_storage.testing.s3_server import FaultRule, S3Server, crash_rules
 
 
 @pytest.fixture
-def options() -> dict[str, Any]:
-    """How to start the server; tests override it."""
-    return {}
-
-
-@pytest.fixture
-def pair(options: dict[str, Any]) -> Iterator[tuple[S3Server, Any]]:
+def pair() -> Iterator[tuple[S3Server, Any]]:
     """A server and a botocore client of it."""
-    with running(**options) as found:
+    with running() as found:
         yield found
 
 

@@ -18,7 +18,6 @@ from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store.backend import Settings
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
-from ckpt_storage.store.problems import Call, explain
 from ckpt_storage.store.store import Store
 from ckpt_storage.testing.faults import Rule
 from ckpt_storage.testing.posix_faults import FaultPosix
@@ -197,37 +196,6 @@ def test_only_files_are_objects(store: Store, root: str) -> None:
     assert store.list("saves") == []
     assert error_of(lambda: store.stat("saves/a/pipe")).kind == "not-found"
     assert error_of(lambda: store.stat("saves/a/broken")).kind == "not-found"
-
-
-@pytest.mark.parametrize(
-    ("number", "kind", "retryable"),
-    [
-        (errno.ENOENT, "not-found", False),
-        (errno.EEXIST, "exists", False),
-        (errno.EACCES, "permission", False),
-        (errno.EPERM, "permission", False),
-        (errno.EROFS, "permission", False),
-        (errno.ENOSPC, "no-space", False),
-        (errno.EDQUOT, "no-space", False),
-        (errno.EXDEV, "unsupported", False),
-        (errno.ENOTSUP, "unsupported", False),
-        (errno.ETIMEDOUT, "timeout", True),
-        (errno.ENOTCONN, "connection", True),
-        (errno.ESTALE, "other", True),
-        (errno.EIO, "other", True),
-        (errno.ENOTDIR, "other", False),
-        (errno.ENAMETOOLONG, "other", False),
-        (12345, "other", False),
-    ],
-)
-def test_every_error_number_has_a_kind(number: int, kind: str, *, retryable: bool) -> None:
-    """An error names operation, path, symbol and next step, and says whether to retry."""
-    error = explain(OSError(number, os.strerror(number)), Call(name="read", path="file:///x"))
-    assert (error.kind, error.retryable) == (kind, retryable)
-    assert isinstance(error, UnsupportedByStoreError) == (kind == "unsupported")
-    for part in ("read", "file:///x", errno.errorcode.get(number, "12345"), error.next_step):
-        assert part is not None
-        assert part in str(error)
 
 
 def test_a_really_full_disk_is_reported(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from servers import Running
 
 from ckpt_storage.options import RetryPolicy, Timeouts
 from ckpt_storage.store import open_store
@@ -88,3 +90,18 @@ def server(running_s3: S3Server) -> S3Server:
     """The server with an empty bucket, no faults and no memory of requests."""
     emptied(running_s3)
     return running_s3
+
+
+@pytest.fixture(scope="session")
+def s3_buckets() -> Iterator[S3Server]:
+    """Another server, for tests with buckets of their own."""
+    with S3Server() as running:
+        yield running
+
+
+@pytest.fixture
+def s3_root(s3_buckets: S3Server) -> Running:
+    """A root in a bucket of its own."""
+    bucket = f"test-{uuid.uuid4().hex}"
+    s3_buckets.create_bucket(bucket)
+    return Running(url=f"s3://{bucket}/run", storage_options=s3_buckets.storage_options)
