@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from ckpt_storage.coordination.frontdoor import plain_state
+from ckpt_storage.coordination.plans import plain_state
 from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
 from ckpt_storage.saves.hostcopy import is_as_stored
 from ckpt_storage.saves.items import LiveItems

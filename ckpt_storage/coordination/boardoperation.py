@@ -29,8 +29,7 @@ from ckpt_storage.store.deadline import Deadline
 from .board import BoardError, Waits
 from .failures import COORDINATOR, Report, late_error, lost_board, name_ranks, told_by, travelling
 from .meeting import Meeting
-from .signs import Siblings, Sign, Signs
-from .watch import Watch
+from .signs import Siblings, Sign, Signs, Watch
 
 if TYPE_CHECKING:
     from .ranks import Ranks
@@ -64,7 +63,8 @@ class BoardOperation:
     """An `Operation` over a board; a context manager.
 
     An exception that leaves the block is reported to all ranks, which raise within seconds wherever
-    they are. `id` is empty until the ranks have met; all keys begin with it.
+    they are. `id` is empty until the ranks have met; all keys begin with it. `life`: the signs of
+    life that this rank gives and hears.
     """
 
     def __init__(self, group: Ranks, what: str, timeouts: Timeouts) -> None:
@@ -87,7 +87,7 @@ class BoardOperation:
             grace_s=_COORDINATOR_GRACE_S if group.is_coordinator else _MEMBER_GRACE_S,
         )
         self._meeting = Meeting(group, self._waits, lambda: self.what)
-        self._signs = Signs(group.rank)
+        self.life = Signs(group.rank)
         self._watch: Watch | None = None
         self._looks: list[Callable[[], CheckpointError | None]] = []
         self._step = 0
@@ -144,7 +144,7 @@ class BoardOperation:
 
     def advanced(self, byte_count: int) -> None:
         """Note bytes done in this phase, for the signs of life."""
-        self._signs.advanced(byte_count)
+        self.life.advanced(byte_count)
 
     def failed(self, error: CheckpointError) -> None:
         """Tell all ranks of a failure before it leaves the block: something of it still hangs."""
@@ -156,16 +156,16 @@ class BoardOperation:
 
     def expect(self, total_bytes: int) -> None:
         """Note how many bytes this rank has to do in this phase."""
-        self._signs.expect(total_bytes)
+        self.life.expect(total_bytes)
 
     def ended_file(self) -> None:
         """Note a complete file of this phase, for the signs of life."""
-        self._signs.ended_file()
+        self.life.ended_file()
 
     @property
     def signs(self) -> Mapping[int, Sign]:
         """The last sign of life of each rank that this rank has heard of."""
-        return self._signs.known()
+        return self.life.known()
 
     # Phases.
 
@@ -175,7 +175,7 @@ class BoardOperation:
         """Begin a phase on this rank and return its deadline."""
         seconds: float = getattr(self.timeouts, phase) if timeout_s is None else timeout_s
         self._waits.deadline = Deadline(phase, seconds, watch=self)
-        self._signs.begin(phase, total_bytes)
+        self.life.begin(phase, total_bytes)
         if self._watch is not None:
             self._watch.nudge()
         return self._waits.deadline
@@ -210,17 +210,10 @@ class BoardOperation:
         group = self._group
         twin, group.spare_board = group.spare_board, None
         self._watch = Watch(
-            board=twin or group.board.twin(),
-            prefix=self._key(),
-            what=self.what,
-            rank=self.rank,
-            world_size=self.world_size,
-            signs=self._signs,
-            phase=lambda: self._waits.deadline,
-            on_report=self._take_report,
-            silence_s=self.timeouts.silence,
+            self,
+            twin or group.board.twin(),
+            Siblings(group.process, verdict.siblings),
             look_s=group.look_s,
-            siblings=Siblings(group.process, verdict.siblings),
             debris=group.debris,
         )
         self._keys += self._watch.keys
@@ -344,7 +337,7 @@ class BoardOperation:
         )
 
     def _late(self, ranks: Sequence[int]) -> PhaseTimeoutError:
-        what = f"{self.what}: {'; '.join(self._signs.describe(rank) for rank in ranks[:8])}"
+        what = f"{self.what}: {'; '.join(self.life.describe(rank) for rank in ranks[:8])}"
         return late_error(
             ranks,
             "not ended it",
@@ -448,6 +441,7 @@ class BoardOperation:
                 self._reporter = reporter
                 self._waits.fail(error)
 
-    def _take_report(self, report: Report) -> None:
+    def take_report(self, report: Report) -> None:
+        """End the operation on this rank: another one, or this rank's watch, tells why."""
         is_own = report.rank == self.rank
         self._set_failure(report.error if is_own else told_by(report, self.what), report.rank)

@@ -8,14 +8,14 @@ collective. So it arrives even when the planner drops the plan that carried it, 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ckpt_storage.coordination.agreement import Hello, check_agreement, clear_inbox, inbox
+from ckpt_storage.coordination.failures import check_terms
+from ckpt_storage.coordination.plans import Hello, inbox
 from ckpt_storage.errors import CheckpointError, InvalidInputError
 from ckpt_storage.saves.planning import unlike
 from ckpt_storage.saves.session import Granted, SaveSession
@@ -43,14 +43,8 @@ def _receive(nonce: str, leave: Granted | CheckpointError) -> Answer:
 
 def hello_of(rank: int, terms: Mapping[str, str], plan: SavePlan) -> Hello:
     """Return what a rank says with its plan; forgets what arrived of earlier saves."""
-    clear_inbox()
-    return Hello(
-        nonce=os.urandom(16).hex(),
-        rank=rank,
-        host=socket.gethostname(),
-        terms=terms,
-        items=plan.items,
-    )
+    inbox(anew=True)
+    return Hello(nonce=os.urandom(16).hex(), rank=rank, terms=terms, items=plan.items)
 
 
 def answers_to(
@@ -73,7 +67,7 @@ def answers_to(
                 phase="plan",
                 next_step="Pass the same process_group to dcp.save and to the writer.",
             )
-        check_agreement(hellos, phase="plan")
+        check_terms({hello.rank: hello.terms for hello in hellos}, phase="plan")
         refusal = unlike([hello.items for hello in hellos])
         # Plans that a planner dropped count as 0.
         item_count = sum(len(plan.items) for plan in plans)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from ckpt_storage._version import __version__
 from ckpt_storage.commit import publishing
-from ckpt_storage.coordination import agreement
-from ckpt_storage.coordination.agreement import Hello
+from ckpt_storage.coordination.failures import check_terms
+from ckpt_storage.coordination.plans import Hello, inbox
 from ckpt_storage.errors import (
     CheckpointError,
     FormatError,
@@ -218,7 +217,7 @@ class Loader:
 
     def propose(self, plan: LoadPlan) -> LoadPlan:
         """Attach what this rank is about to read; all ranks."""
-        agreement.clear_inbox()
+        inbox(anew=True)
         return dataclasses.replace(plan, storage_data=self._hello())
 
     def check(self) -> None:
@@ -227,8 +226,8 @@ class Loader:
         What they proposed has arrived.
         """
         # Taken from the inbox: a planner need not keep what the plans carry.
-        hellos = {**agreement.inbox().hellos, self._rank: self._hello()}
-        agreement.check_agreement([hellos[rank] for rank in sorted(hellos)], phase="load")
+        hellos = {**inbox().hellos, self._rank: self._hello()}
+        check_terms({rank: hellos[rank].terms for rank in sorted(hellos)}, phase="load")
 
     def _hello(self) -> Hello:
         source = self.open()
@@ -236,7 +235,7 @@ class Loader:
             "the checkpoint's URL": self._location.url,
             "the save to read": f"{source.format} {source.save_id}",
         }
-        return Hello(nonce="", rank=self._rank, host=socket.gethostname(), terms=terms)
+        return Hello(nonce="", rank=self._rank, terms=terms)
 
     def share_policy(self, world_size: int) -> SharePolicy | None:
         """Return when sharing pays among so many ranks; None: never, and plans need not travel."""

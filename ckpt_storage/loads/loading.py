@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from ckpt_storage.coordination.failures import as_checkpoint_errors, place_of
-from ckpt_storage.coordination.frontdoor import exchange_plans, is_stateful, plain_state
 from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.peers import Peers, peers_of
+from ckpt_storage.coordination.plans import exchange_plans, is_stateful, plain_state
 from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError, CheckpointGoneError, RankMismatchError
 from ckpt_storage.options import Progress, RetryPolicy, Timeouts

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ckpt_storage.background.handle import SaveHandle, SaveState
 from ckpt_storage.background.saver import AsyncSaver
 from ckpt_storage.commit.info import CheckpointInfo, user_record
-from ckpt_storage.coordination.frontdoor import plain_state
+from ckpt_storage.coordination.plans import plain_state
 from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.options import Timeouts

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.tensor import DTensor
 
 from ckpt_storage.coordination.failures import spell_ranks
-from ckpt_storage.coordination.frontdoor import exchange_plans, takes
 from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.plans import exchange_plans, takes
 from ckpt_storage.errors import CheckpointError, RankMismatchError
 from ckpt_storage.loads.resolving import Placements, parts_of, placements_key
 from ckpt_storage.options import STOCK_ENTRY_LIMIT

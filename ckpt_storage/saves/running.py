@@ -28,8 +28,8 @@ from ckpt_storage.coordination.failures import (
     place_of,
     told_by,
 )
-from ckpt_storage.coordination.frontdoor import plain_state
 from ckpt_storage.coordination.operation import Operation
+from ckpt_storage.coordination.plans import plain_state
 from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import (
     CheckpointError,

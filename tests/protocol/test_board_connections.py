@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from unittest.mock import patch
+from typing import Any
+from unittest.mock import MagicMock, patch
 
 import torch.distributed as dist
 
@@ -239,55 +240,40 @@ def test_a_child_of_fork_connects_anew() -> None:
     board.close()
 
 
-class Twins(LocalBoard):
-    """A board that counts its twins, of which the first does `first` at each look."""
+class FirstTwinHangs:
+    """A board whose first twin answers no `get` until `is_over`."""
 
-    def __init__(self, first: Callable[[], None]) -> None:
-        super().__init__()
-        self.made: list[Twin] = []
-        self._first = first
+    def __init__(self, inner: LocalBoard) -> None:
+        self.twin_count = 0
+        self.hangs, self.is_over = threading.Event(), threading.Event()
+        self._inner = inner
 
-    def twin(self) -> LocalBoard:
-        """Return one of its own each time."""
-        self.made.append(Twin(self, self._first if not self.made else lambda: None))
-        return self.made[-1]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
+    def twin(self) -> Any:
+        """Return one that hangs, later the board itself."""
+        self.twin_count += 1
+        if self.twin_count > 1:
+            return self._inner
+        twin = MagicMock(wraps=self._inner)
+        twin.get.side_effect = self._hang
+        return twin
 
-class Twin(LocalBoard):
-    """What is on a board, after what is done at each look."""
-
-    def __init__(self, board: LocalBoard, look: Callable[[], None]) -> None:
-        self._values, self._lock = board._values, board._lock  # noqa: SLF001  # the same memory
-        self._look = look
-        self.look_count = 0
-        self.is_closed = False
-
-    def get(self, key: str, timeout_s: float) -> bytes | None:
-        """Look, once what is to be done is done."""
-        self.look_count += 1
-        self._look()
-        return super().get(key, timeout_s)
-
-    def close(self) -> None:
-        """Note it."""
-        self.is_closed = True
+    def _hang(self, key: str, timeout_s: float) -> bytes | None:
+        self.hangs.set()
+        self.is_over.wait(END_S)
+        return self._inner.get(key, timeout_s)
 
 
 def test_one_that_hangs_is_left_behind() -> None:
     """A look that does not come back keeps neither its operation nor the next one."""
-    is_over = threading.Event()
-
-    def hang() -> None:
-        is_over.wait(END_S)
-
-    first, other = Twins(hang), LocalBoard()
-    other._values, other._lock = first._values, first._lock  # noqa: SLF001  # one memory
-    boards = iter([first, other])
+    memory = LocalBoard()
+    first: Any = FirstTwinHangs(memory)
+    boards = iter([first, memory])
     ranks = group(lambda: next(boards))
     try:
-        assert operate(ranks, lambda: first.made[0].look_count > 0) == [None, None]
-        assert ranks[0].spare_board is None
-        assert operate(ranks, lambda: len(first.made) > 1) == [None, None]
-        assert ranks[0].spare_board is first.made[1]
+        assert operate(ranks, first.hangs.is_set) == [None, None]
+        assert operate(ranks, lambda: first.twin_count > 1) == [None, None]
     finally:
-        is_over.set()
+        first.is_over.set()

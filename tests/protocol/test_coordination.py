@@ -502,44 +502,29 @@ def test_a_dead_ranks_word_at_second_hand_is_no_sign_of_life() -> None:
     assert max(signs[1].known().values(), key=lambda sign: sign.left_bytes).rank == 2
 
 
-class Broken(LocalBoard):
+class Broken:
     """A board whose server goes away: every call fails, or none ends in its time."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.how = "works"
+        self._inner = LocalBoard()
 
-    def _gone(self, timeout_s: float) -> None:
-        if self.how == "works":
-            return
-        if self.how == "hangs":
-            time.sleep(timeout_s)
-        raise BoardError("The store did not answer.")
+    def twin(self) -> Board:
+        """Return this board."""
+        return self
 
-    def set(self, key: str, value: bytes, timeout_s: float) -> None:
-        """Put a value."""
-        self._gone(timeout_s)
-        super().set(key, value, timeout_s)
+    def close(self) -> None:
+        """Do nothing."""
 
-    def get(self, key: str, timeout_s: float) -> bytes | None:
-        """Return a value."""
-        self._gone(timeout_s)
-        return super().get(key, timeout_s)
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            if self.how == "hangs":
+                time.sleep(args[-1])  # the timeout
+            if self.how != "works":
+                raise BoardError("The store did not answer.")
+            return getattr(self._inner, name)(*args)
 
-    def has_all(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Return whether all are there."""
-        self._gone(timeout_s)
-        return super().has_all(keys, timeout_s)
-
-    def set_first(self, key: str, value: bytes, timeout_s: float) -> None:
-        """Put a value where there is none."""
-        self._gone(timeout_s)
-        super().set_first(key, value, timeout_s)
-
-    def delete(self, key: str, timeout_s: float) -> None:
-        """Remove a value."""
-        self._gone(timeout_s)
-        super().delete(key, timeout_s)
+        return call
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs"])
@@ -623,32 +608,6 @@ def test_ranks_stay_together_whatever_fails_before(plans: list[Plan]) -> None:
                 assert not isinstance(error, RankMismatchError)
     values(run(ranks, together))
     assert len(operations_on(board)) == 1, board.keys
-
-
-def test_word_of_an_earlier_operation_is_not_taken_for_the_next() -> None:
-    """A rank that comes after the others gave up is told, and the next operation succeeds."""
-    board = LocalBoard()
-    gave_up = threading.Barrier(3)
-    short = Timeouts(plan=0.3)
-
-    def body(coordinator: Ranks) -> list[bytes]:
-        late = coordinator.rank == 1
-        if late:
-            gave_up.wait(END_S)
-        terms = {"the URL": "s3://b/step-1"}
-        try:
-            with coordinator.operation("step 1", timeouts=short) as operation:
-                operation.meet(terms)
-        except PhaseTimeoutError as error:
-            assert "step 1" in str(error)  # noqa: PT017  # in a thread
-        else:
-            pytest.fail("step 1 cannot have met")
-        if not late:
-            gave_up.wait(END_S)
-            time.sleep(1.5)  # the late one gives up as well
-        return together(coordinator)
-
-    assert values(run(group(board, 3), body)) == [[b"0", b"1", b"2"]] * 3
 
 
 class _SlowAnswers:

@@ -31,6 +31,7 @@ from ckpt_storage import (
     RankMismatchError,
     list_checkpoints,
 )
+from ckpt_storage.store import Location
 from ckpt_storage.store.backends.local import LocalBackend
 from ckpt_storage.store.backends.posix import Posix
 from ckpt_storage.testing.ranks import RankPool
@@ -311,8 +312,9 @@ def save_to_own_disk(rank: int, path: Path, *, is_made: bool) -> None:
     """Save where the same path is another folder for rank 1, as on a disk of its own."""
     original = LocalBackend.__init__
 
-    def init(backend: LocalBackend, root: str, **options: Any) -> None:
-        original(backend, f"{root}-of-{rank}" if rank else root, **options)
+    def init(backend: LocalBackend, place: str | Location, settings: Any = None) -> None:
+        root = place if isinstance(place, str) else place.target
+        original(backend, f"{root}-of-{rank}" if rank else root, settings)
 
     planner = FolderMakingPlanner(Path(f"{path}-of-1"), path) if is_made and rank == 1 else None
     state = state_of(0) | {f"own {rank}": seeded(rank, 5)}

@@ -22,7 +22,7 @@ from ckpt_storage import (
     Timeouts,
     list_checkpoints,
 )
-from ckpt_storage.coordination.agreement import Hello, check_agreement
+from ckpt_storage.coordination.failures import check_terms
 from ckpt_storage.errors import RankMismatchError
 from ckpt_storage.options import MIB, TransferOptions, default_memory_limit_bytes
 from ckpt_storage.store import Location, endpoint_of
@@ -122,12 +122,9 @@ def test_ranks_that_reach_different_servers_are_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("host", "laptop")
     assert endpoint_of(Location.of("sftp://server/x")) == "server"
     assert endpoint_of(Location.of("/tmp/x")) == ""  # noqa: S108  # nothing is written there
-    hellos = [
-        Hello(nonce=str(rank), rank=rank, host="h", terms={"the endpoint": endpoint_of(where)})
-        for rank, where in enumerate((one, two))
-    ]
+    terms = {rank: {"the endpoint": endpoint_of(at)} for rank, at in enumerate((one, two))}
     with pytest.raises(RankMismatchError, match=r"host-a:9000.*ranks 0.*host-b:9000.*ranks 1"):
-        check_agreement(hellos, phase="plan")
+        check_terms(terms, phase="plan")
 
 
 def test_an_id_whose_save_failed_in_the_planner_is_not_used_again(tmp_path: Path) -> None:

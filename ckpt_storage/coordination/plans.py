@@ -1,10 +1,17 @@
-"""What the front doors share: DCP's steps over an `Operation`."""
+"""DCP's plans between ranks: carried by an operation, or themselves carrying our messages.
+
+Under bare `dcp.save` and `dcp.load` a message rides in a plan (decision 3). It takes effect when it
+is unpickled: it enters the inbox of the thread that runs the collective. So it arrives even when
+the planner drops the plan, as `DefaultSavePlanner` does with `enable_plan_caching=True`.
+"""
 
 from __future__ import annotations
 
 import inspect
 import pickle
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -56,3 +63,48 @@ def exchange_plans(
         ]
     plan: _Plan = pickle.loads(operation.scatter(answers))  # noqa: S301  # as above
     return plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """What one rank tells the coordinator about the save or load it is in.
+
+    `terms` maps the name of everything ranks must share to its value, as text. `nonce` is new for
+    every save on every rank. `items` are those of the plan that it rides in; pickled together, they
+    travel once.
+    """
+
+    nonce: str
+    rank: int
+    terms: Mapping[str, str]
+    items: Sequence[Any] = ()  # WriteItem
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_receive_hello, (self.nonce, self.rank, dict(self.terms), self.items))
+
+
+@dataclass(slots=True)
+class Inbox:
+    """Messages that arrived in one thread: hellos by rank, answers by the nonce they answer.
+
+    Copies of old messages may arrive too, when a planner copies its plans; their nonces differ.
+    """
+
+    hellos: dict[int, Hello] = field(default_factory=dict)
+    answers: dict[str, object] = field(default_factory=dict)
+
+
+_local = threading.local()
+
+
+def inbox(*, anew: bool = False) -> Inbox:
+    """Return the inbox of the calling thread; an empty one, for a new save or load, if `anew`."""
+    if anew or not hasattr(_local, "inbox"):
+        _local.inbox = Inbox()
+    found: Inbox = _local.inbox
+    return found
+
+
+def _receive_hello(nonce: str, rank: int, terms: dict[str, str], items: Sequence[Any]) -> Hello:
+    hello = inbox().hellos[rank] = Hello(nonce=nonce, rank=rank, terms=terms, items=items)
+    return hello
