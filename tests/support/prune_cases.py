@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from commit_tools import (
@@ -32,7 +32,7 @@ from ckpt_storage.manager.root import Root
 from ckpt_storage.store import Location
 from ckpt_storage.store.backend import Capabilities, Content, ObjectInfo, Range
 from ckpt_storage.store.deadline import Deadline
-from ckpt_storage.store.store import PathFilter, Store
+from ckpt_storage.store.store import Store
 
 OTHERS = {
     "tokenizer/vocab.json": b"{}",
@@ -124,7 +124,7 @@ class Below:
         """Delete a folder."""
         self._inner.delete_folder(self._prefix + path)
 
-    def abort_uploads(self, prefix: str, *, only: PathFilter | None = None) -> int:
+    def abort_uploads(self, prefix: str, *, only: Callable[[str], bool] | None = None) -> int:
         """Abort open uploads."""
         cut = len(self._prefix)
         is_meant = None if only is None else lambda path: only(path[cut:])
