@@ -214,20 +214,16 @@ class _Chunks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilePart:
-    """Bytes [start, stop) of the file that are written as one part.
+class Run:
+    """Bytes [start, stop) of the file, which are streamed, or one place holds them as they are.
 
-    With `place` the storage copies them, as they are, from there: from byte `source_start` of the
-    payload on. `crc32c` is that of the bytes, None if no document tells it.
+    With `place` the storage copies them from there: from byte `source_start` of the payload on.
     """
 
-    number: int
     start: int
     stop: int
-    is_last: bool
     place: ChunkPlace | None = None
     source_start: int = 0
-    crc32c: int | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -236,18 +232,12 @@ class FilePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyRun:
-    """Bytes [start, stop) of the file that one place holds from `source_start` on."""
+class FilePart(Run):
+    """A run that is written as one part; `crc32c` is None if no document tells it."""
 
-    start: int
-    stop: int
-    place: ChunkPlace
-    source_start: int
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes to copy."""
-        return self.stop - self.start
+    number: int
+    is_last: bool
+    crc32c: int | None = None
 
 
 def number_unit_bytes(capabilities: Capabilities, file_bytes: int) -> int:
@@ -264,40 +254,34 @@ def number_unit_bytes(capabilities: Capabilities, file_bytes: int) -> int:
 
 def copy_runs(
     pieces: Iterable[Piece], place_of: Callable[[Piece], ChunkPlace], capabilities: Capabilities
-) -> list[CopyRun]:
+) -> list[Run]:
     """Return the runs of a region that the storage can copy, ascending."""
-    least = capabilities.copy_min_bytes
-    if least is None:
+    if capabilities.copy_min_bytes is None:
         return []
+    least = max(capabilities.copy_min_bytes, _MIN_COPY_BYTES)
     runs = []
     for piece in pieces:
         source, dest = piece.source_run, piece.dest_run
-        if not piece.is_plain_copy or source is None or dest is None:
-            continue
-        if source.stop - source.start < max(least, _MIN_COPY_BYTES):
+        if piece.segment.is_cast or source is None or dest is None or len(source) < least:
             continue
         place = place_of(piece)
-        start, stop = source.start, source.stop
         if place.kind != "raw":
             continue
+        start, stop = source.start, source.stop
         if place.crcs is not None:
             start += -start % place.block_bytes
             stop -= 0 if stop == place.size_bytes else stop % place.block_bytes
         if start < stop:
             begin = dest.start + start - source.start
-            run = CopyRun(start=begin, stop=begin + stop - start, place=place, source_start=start)
+            run = Run(start=begin, stop=begin + stop - start, place=place, source_start=start)
             runs.append(run)
     return runs
 
 
 def cut_region(
-    region: Region, runs: Iterable[CopyRun], capabilities: Capabilities, *, stream_bytes: int
+    region: Region, runs: Iterable[Run], capabilities: Capabilities, *, stream_bytes: int
 ) -> list[FilePart]:
-    """Return the parts of a region of a shared upload, ascending.
-
-    `runs` ascend; streamed parts have about `stream_bytes`, at least the storage's least and at
-    most twice the larger of both.
-    """
+    """Return the parts of a region of a shared upload, ascending; `runs` ascend, too."""
     unit = number_unit_bytes(capabilities, region.file_bytes)
     least = max(unit, capabilities.copy_min_bytes or 0, _MIN_COPY_BYTES)
     parts: list[FilePart] = []
@@ -312,50 +296,35 @@ def cut_region(
             end = region.stop - unit
             end -= (end - shift) % edge
         if end - begin >= least:
-            parts += streamed(region, at, begin, capabilities, stream_bytes=stream_bytes)
             fitted = replace(run, start=begin, stop=end, source_start=begin - shift)
-            parts += _copied(region, fitted, unit=unit, capabilities=capabilities)
+            for one in (Run(start=at, stop=begin), fitted):
+                parts += cut_run(region, one, capabilities, stream_bytes=stream_bytes)
             at = end
-    parts += streamed(region, at, region.stop, capabilities, stream_bytes=stream_bytes)
-    return parts
+    rest = Run(start=at, stop=region.stop)
+    return parts + cut_run(region, rest, capabilities, stream_bytes=stream_bytes)
 
 
-def streamed(
-    region: Region, start: int, stop: int, capabilities: Capabilities, *, stream_bytes: int
+def cut_run(
+    region: Region, run: Run, capabilities: Capabilities, *, stream_bytes: int
 ) -> list[FilePart]:
-    """Return parts of about equal length for bytes [start, stop) of a shared upload.
+    """Return parts of about equal length for a run of a shared upload.
 
-    They have at most `stream_bytes`, unless the storage's least is more than half of that.
+    Streamed ones have about `stream_bytes`: not more, unless the storage's least is more than half
+    of that, and then at most twice that least.
     """
     unit = number_unit_bytes(capabilities, region.file_bytes)
-    length = stop - start
-    if not length:
-        return []
-    count = max(1, min(-(-length // stream_bytes), length // (unit + ELEMENTS_BYTES)))
-    cuts = [start + length * i // count for i in range(count + 1)]
-    # A cut that moves down by less than this leaves both its parts long enough.
-    edges = [start, *(cut - cut % ELEMENTS_BYTES for cut in cuts[1:-1]), stop]
-    return [
-        FilePart(number=begin // unit, start=begin, stop=end, is_last=end == region.file_bytes)
-        for begin, end in itertools.pairwise(edges)
-        if begin < end
-    ]
-
-
-def _copied(
-    region: Region, run: CopyRun, *, unit: int, capabilities: Capabilities
-) -> list[FilePart]:
-    """Return parts of about equal length for a run, each with its checksum if it is known."""
-    place = run.place
-    block = _edge_bytes(place)
-    most = max(_COPY_BYTES, 2 * unit)
-    most = min(most, capabilities.copy_max_bytes or most)
-    count = -(-run.size_bytes // most)
-    cuts = [run.size_bytes * i // count for i in range(1, count)]
-    source_stop = run.source_start + run.size_bytes
-    inner = [run.source_start + cut for cut in cuts]
-    edges = [run.source_start, *(cut - cut % block for cut in inner), source_stop]
-    shift = run.start - run.source_start
+    place, length = run.place, run.size_bytes
+    if place is None:
+        # A cut that moves down to an edge leaves both its parts long enough.
+        count = max(1, min(-(-length // stream_bytes), length // (unit + ELEMENTS_BYTES)))
+        first = run.start
+    else:
+        most = max(_COPY_BYTES, 2 * unit)
+        count = -(-length // min(most, capabilities.copy_max_bytes or most))
+        first = run.source_start
+    shift, edge = run.start - first, _edge_bytes(place)
+    cuts = [first + length * i // count for i in range(1, count)]
+    edges = [first, *(cut - cut % edge for cut in cuts), first + length]
     return [
         FilePart(
             number=(begin + shift) // unit,
@@ -367,17 +336,18 @@ def _copied(
             crc32c=_crc_of(place, begin, end),
         )
         for begin, end in itertools.pairwise(edges)
+        if begin < end
     ]
 
 
-def _edge_bytes(place: ChunkPlace) -> int:
-    """Return the bytes by which a run of a payload is shortened or cut."""
-    return ELEMENTS_BYTES if place.crcs is None else place.block_bytes
+def _edge_bytes(place: ChunkPlace | None) -> int:
+    """Return the bytes by which a run is shortened or cut."""
+    return ELEMENTS_BYTES if place is None or place.crcs is None else place.block_bytes
 
 
-def _crc_of(place: ChunkPlace, start: int, stop: int) -> int | None:
+def _crc_of(place: ChunkPlace | None, start: int, stop: int) -> int | None:
     """Return the checksum of whole blocks of a payload, from those of the blocks."""
-    if place.crcs is None:
+    if place is None or place.crcs is None:
         return None
     size = place.block_bytes
     crcs: Sequence[int] = place.crcs[start // size : -(-stop // size)]

@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +26,7 @@ from ckpt_storage.store.store import Store
 from ckpt_storage.transfer.chunks import ChunkPlace, ChunkRead, ChunkReader, bytes_read
 from ckpt_storage.transfer.costs import costs_for
 from ckpt_storage.transfer.pacing import Pacer
-from ckpt_storage.transfer.ranges import RangeRead, RangeReader
+from ckpt_storage.transfer.ranges import RangeReader
 
 from .layout import Elements, Layout, OutFile, Segment, Stored, out_file
 from .pieces import Piece, PieceFinder
@@ -124,10 +123,7 @@ class RegionReader:
                 reads.append(self._read(piece, place, window, start))
             else:
                 self._place_loaded(piece, place, window, start)
-        ranges = self._ranges(scratch)
-        costs = costs_for(is_remote=reading.store.capabilities.is_remote)
-        places = [read.place for read in reads]
-        return self._run(ranges, ChunkReader(ranges, costs).plan(reads), scratch, places)
+        return self._read_all(reads, scratch)
 
     def verify(self, place: ChunkPlace, start: int, stop: int, scratch: memoryview) -> int:
         """Read bytes [start, stop) of a payload and check them; return their CRC-32C.
@@ -137,46 +133,34 @@ class RegionReader:
         crc = 0
         step = len(scratch) - len(scratch) % place.block_bytes
         for at in range(start, stop, step):
-            end = min(at + step, stop)
-            read = RangeRead(
-                path=place.path,
-                start=place.start + at,
-                stop=place.start + end,
-                done=partial(_check, place, at),
-                file_bytes=place.file_bytes,
-            )
-            self._run(self._ranges(scratch), [read], scratch, [place])
-            crc = crc32c_of(scratch[: end - at], crc)
+            window = scratch[: min(step, stop - at)]
+            self._read_all([bytes_read(place, window, at)], scratch)
+            crc = crc32c_of(window, crc)
         return crc
 
-    def _ranges(self, scratch: memoryview | None) -> RangeReader:
-        reading = self._reading
-        options = dataclasses.replace(reading.options, part_bytes=reading.read_bytes)
+    def _read_all(self, reads: Sequence[ChunkRead], scratch: memoryview | None) -> int:
+        reading, options = self._reading, self._reading.options
+        # With a scratch, parallelism is the caller's: each of its threads reads for its own part.
+        options = dataclasses.replace(
+            options,
+            part_bytes=reading.read_bytes,
+            thread_count=options.thread_count if scratch is None else 1,
+        )
+        ranges = RangeReader(reading.store, options, reading.deadline, pacer=reading.pacer)
+        costs = costs_for(is_remote=reading.store.capabilities.is_remote)
+        planned = ChunkReader(ranges, costs).plan(reads)
         if scratch is not None:
-            # Parallelism is the caller's: each of its threads reads for a part of its own.
-            options = dataclasses.replace(options, thread_count=1)
-        return RangeReader(reading.store, options, reading.deadline, pacer=reading.pacer)
-
-    def _run(
-        self,
-        ranges: RangeReader,
-        reads: Sequence[RangeRead],
-        scratch: memoryview | None,
-        places: Sequence[ChunkPlace],
-    ) -> int:
-        aimed = reads
-        if scratch is not None:
-            aimed = [
-                read
-                if read.into is not None
-                else dataclasses.replace(read, into=scratch[: read.stop - read.start])
-                for read in reads
+            planned = [
+                one
+                if one.into is not None
+                else dataclasses.replace(one, into=scratch[: one.stop - one.start])
+                for one in planned
             ]
         try:
-            ranges.run(aimed)
+            ranges.run(planned)
         except (StorageError, IntegrityError) as error:
-            raise self.explained(error, places) from error
-        return sum(read.stop - read.start for read in reads)
+            raise self.explained(error, [read.place for read in reads]) from error
+        return sum(one.stop - one.start for one in planned)
 
     def _read(self, piece: Piece, place: ChunkPlace, window: memoryview, start: int) -> ChunkRead:
         memory = None
@@ -217,10 +201,7 @@ class RegionReader:
                 next_step=f"Raise memory_limit_bytes to {needed} or more.",
             )
         buffer = bytearray(place.size_bytes)
-        ranges = self._ranges(None)
-        costs = costs_for(is_remote=self._reading.store.capabilities.is_remote)
-        reads = ChunkReader(ranges, costs).plan([bytes_read(place, memoryview(buffer))])
-        self._run(ranges, reads, None, [place])
+        self._read_all([bytes_read(place, memoryview(buffer))], None)
         flat = load_whole(buffer, place).contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
@@ -314,10 +295,6 @@ def _destination(piece: Piece, window: memoryview, start: int) -> Bits:
     )
     found: Bits = out[_index(piece.dest_offsets, piece.region.sizes)]
     return found
-
-
-def _check(place: ChunkPlace, first_byte: int, view: memoryview) -> None:
-    place.check(view, first_byte)
 
 
 class _Destination:

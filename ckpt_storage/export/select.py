@@ -125,7 +125,9 @@ def select(
     if safetensors:
         lacking = dict.fromkeys(source.blobs & chosen, "an object, no tensor")
         for fqn in chosen & source.tensors.keys():
-            reason = _no_safetensors(source.tensors[fqn])
+            is_reserved = fqn == "__metadata__"
+            reason = "a name that its header needs for itself" if is_reserved else None
+            reason = reason or _no_safetensors(source.tensors[fqn])
             if reason:
                 lacking[fqn] = reason
     if lacking and on_unsupported == "error":
@@ -146,8 +148,6 @@ def select(
 
 def _no_safetensors(info: TensorInfo) -> str | None:
     """Return why safetensors cannot hold a tensor, None if it can."""
-    if info.fqn == "__metadata__":
-        return "a name that its header needs for itself"
     kind = DTYPES.get(info.dtype)
     if kind is None or kind.safetensors is None:
         return f"dtype {info.dtype}"
@@ -414,17 +414,11 @@ def _chosen(
     fqn: str, stored: str, name: str, source: Source, options: ConsolidateOptions
 ) -> Chosen:
     info = source.tensors[stored]
-    kind = DTYPES.get(info.dtype)
-    if kind is None or kind.safetensors is None:
+    lacking = _no_safetensors(info)
+    if lacking:
         raise InvalidInputError(
-            f"{fqn} has dtype {info.dtype}, which safetensors does not hold.",
-            next_step=f"Leave it out with exclude=[{fqn!r}], or save it as another dtype.",
-        )
-    if info.dtype == "float4_e2m1fn_x2" and not info.shape:
-        raise InvalidInputError(
-            f"{fqn} is one pair of 4-bit numbers without a dimension, which safetensors cannot "
-            "spell.",
-            next_step=f"Leave it out with exclude=[{fqn!r}], or save it with one dimension.",
+            f"{fqn} has {lacking}, which safetensors does not hold.",
+            next_step=f"Leave it out with exclude=[{fqn!r}], or save it otherwise.",
         )
     dtype = info.dtype
     if options.cast_to is not None and dtype in CASTABLE:

@@ -33,7 +33,7 @@ from ckpt_storage.transfer.budget import BUDGET
 from ckpt_storage.transfer.pacing import Pacer
 from ckpt_storage.transfer.workers import Workers
 
-from .pieces import FilePart, PieceFinder, copy_runs, cut_region, streamed
+from .pieces import FilePart, PieceFinder, Run, copy_runs, cut_region, cut_run
 from .plan import Plan, Region
 from .reads import Readable, Reading, RegionReader
 
@@ -256,7 +256,8 @@ class RegionWriter:
             runs = [
                 run
                 for run in copy_runs(pieces, reader.place_of, self.capabilities)
-                if not (run.place.start + run.source_start - run.start) % self._align_bytes
+                if run.place
+                and not (run.place.start + run.source_start - run.start) % self._align_bytes
             ]
         return cut_region(region, runs, self.capabilities, stream_bytes=self.window_bytes)
 
@@ -362,13 +363,8 @@ class _Job:
         """Return the parts that a part is streamed as."""
         if part.place is None:
             return [part]
-        return streamed(
-            self._region,
-            part.start,
-            part.stop,
-            self._writer.capabilities,
-            stream_bytes=self._writer.window_bytes,
-        )
+        writer, run = self._writer, Run(start=part.start, stop=part.stop)
+        return cut_run(self._region, run, writer.capabilities, stream_bytes=writer.window_bytes)
 
     def _stream(self, part: FilePart) -> None:
         writer, length = self._writer, part.size_bytes

@@ -711,28 +711,3 @@ def test_what_cannot_be_pickled_costs_no_old_file(
     assert target.read_bytes() == before
     convert(tmp_path / "good", target, to="torch_save", overwrite=True)
     assert load_torch_file(target)["x"].sum() == 2
-
-
-@pytest.mark.parametrize("to", ["ckpt_storage", "dcp"])
-def test_a_failed_conversion_leaves_no_files_that_the_next_one_keeps(
-    tmp_path: Path, to: TargetFormat
-) -> None:
-    """Ours takes its attempt back at once; torch's goes when the next one begins."""
-    state = {f"t{i}": seeded(i, 50_000) for i in range(4)}
-    saved_stock(state, tmp_path / "src")
-    torch.save(state, tmp_path / "a.pt")
-    data = bytearray((tmp_path / "a.pt").read_bytes())
-    data[data.index(raw_bytes(state["t3"])) + 100] ^= 1
-    (tmp_path / "a.pt").write_bytes(data)
-    with pytest.raises(IntegrityError):
-        convert(tmp_path / "a.pt", tmp_path / "dst", to=to, max_file_bytes=200_000)
-    left = set(files_below(tmp_path / "dst"))
-    if to == "ckpt_storage":
-        assert not {path for path in left if path.endswith(".distcp")}
-        convert(tmp_path / "src", tmp_path / "dst", to=to)
-    else:
-        assert not left  # a torch file is checked before anything is written
-        torch.save(state, tmp_path / "a.pt")
-        convert(tmp_path / "a.pt", tmp_path / "dst", to=to)
-    shards = [path for path in files_below(tmp_path / "dst") if path.endswith(".distcp")]
-    assert len(shards) == 1

@@ -104,16 +104,6 @@ def test_another_checkpoint_is_replaced_only_when_asked(source: Path, tmp_path: 
     assert {path: after.get(path) for path in kept} == kept
 
 
-def test_a_newer_save_replaces_an_older_copy(source: Path, tmp_path: Path) -> None:
-    """A source that was saved anew is copied over the copy of its older save."""
-    target = tmp_path / "dst"
-    copy(source, target)
-    save(state_of(3), source, overwrite=True)
-    copy(source, target, overwrite=True)
-    assert head_of(files_below(target)) == head_of(files_below(source))
-    assert same(load_stock(state_of(3), target), state_of(3))
-
-
 @pytest.mark.parametrize("kind", ["deleted", "superseded", "fenced"])
 def test_an_id_that_the_target_gave_up_is_never_used_again(
     source: Path, tmp_path: Path, kind: str

@@ -18,6 +18,7 @@ from fault_tools import Faulty
 
 import ckpt_storage
 import ckpt_storage.export.output
+from ckpt_storage import verify
 from ckpt_storage.errors import CheckpointError
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.export.convert import convert
@@ -29,6 +30,20 @@ Call = Callable[[Path, Path], object]
 STATE = {f"t{number}": seeded(number, 300) for number in range(3)}
 
 
+OTHER = {f"t{number}": seeded(number + 9, 300) for number in range(3)}
+
+
+def make(kind: str, state: dict[str, torch.Tensor], folder: Path) -> None:
+    """Make a checkpoint: of one file, of several files, or of another writer."""
+    if kind == "ours":
+        save(state, folder)
+    elif kind == "shards":
+        torch.save(state, folder.with_suffix(".pt"))
+        convert(folder.with_suffix(".pt"), folder, to="ckpt_storage", max_file_bytes=1300)
+    else:
+        foreign(kind, folder)
+
+
 def converted(to: str, source: Path, target: Path) -> None:
     """Convert to one format, in several files."""
     kwargs = {"to": to, "max_file_bytes": 1300}
@@ -37,6 +52,7 @@ def converted(to: str, source: Path, target: Path) -> None:
 
 CASES: dict[str, tuple[str, Call]] = {
     "consolidate": ("ours", partial(consolidate, max_file_bytes=1300)),
+    "consolidate over another": ("ours", partial(consolidate, max_file_bytes=1300)),
     "convert to dcp": ("ours", partial(converted, "dcp")),
     "convert to dcp_safetensors": ("ours", partial(converted, "dcp_safetensors")),
     "convert to safetensors": ("ours", partial(converted, "safetensors")),
@@ -44,7 +60,8 @@ CASES: dict[str, tuple[str, Call]] = {
     "copy dcp": ("dcp", copy),
     "copy dcp_safetensors": ("dcp_safetensors", copy),
     "copy safetensors": ("safetensors", copy),
-    "copy ckpt_storage": ("ours", copy),
+    "copy ckpt_storage": ("shards", copy),
+    "copy ckpt_storage over another": ("shards", partial(copy, overwrite=True)),
 }
 
 
@@ -79,30 +96,38 @@ def same(left: dict[str, torch.Tensor] | None, right: dict[str, torch.Tensor] | 
 def test_an_output_cut_anywhere_is_none_or_whole_and_goes_on(
     tmp_path: Path, faulty: Faulty, case: str
 ) -> None:
-    """A part of the files is never taken for a checkpoint; the next call ends the work."""
+    """What is found is what was there before or the whole new one; the next call ends the work."""
     kind, call = CASES[case]
-    source = tmp_path / "src"
-    if kind == "ours":
-        save(STATE, source)
-    else:
-        foreign(kind, source)
-    call(source, tmp_path / "dst" / "dry")
+    source, before, dry = tmp_path / "src", tmp_path / "before", tmp_path / "dst" / "dry"
+    make(kind, STATE, source)
+    if case.endswith("another"):
+        make(kind, OTHER, tmp_path / "other")
+        call(tmp_path / "other", before)
+        shutil.copytree(before, dry)
+    call(source, dry)
     calls = faulty.calls()
-    whole, names = values_of(tmp_path / "dst" / "dry"), set(files_below(tmp_path / "dst" / "dry"))
+    old, whole, names = values_of(before), values_of(dry), set(files_below(dry))
     assert same(whole, values_of(source))
+    assert not same(old, whole)
     for action, (number, one) in itertools.product(ACTIONS, enumerate(calls)):
         at = f"{case} {action} at {number} ({one.operation} {one.path})"
         root = tmp_path / "dst" / f"{action}-{number}"
+        if before.exists():
+            shutil.copytree(before, root)
         faulty.rules = [Rule(action=action, skip_count=number, retryable=False)]
         with contextlib.suppress(SimulatedCrash, CheckpointError):
             call(source, root)
         faulty.rules = ()
         found = values_of(root)
-        assert found is None or same(found, whole), at
-        if found is None:
+        assert found is None or same(found, old) or same(found, whole), at
+        if not same(found, whole) or kind == "shards":
+            # A copy that counts already puts what stock readers need.
             call(source, root)
+            # What a save under another id left, only a prune takes away.
+            assert case == "convert to ckpt_storage" or not list(root.rglob("*.tmp-*")), at
+            assert verify(root).ok, at
         assert same(values_of(root), whole), at
-        if kind != "ours" and case.startswith("copy"):
+        if kind not in {"ours", "shards"} and case.startswith("copy"):
             # What is left of a cut at the very end are the notes alone.
             left = {path for path in files_below(root) if not path.startswith(".ckpt-storage")}
             assert left == {path for path in names if not path.startswith(".ckpt-storage")}, at

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from consolidation_sources import plan_export
-from crc32c import crc32c
 from export_tools import (
     BLOCK_BYTES,
     ArraySource,
@@ -29,12 +28,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_stores import store_on
 
-from ckpt_storage.errors import IntegrityError, InvalidInputError, StorageError
+from ckpt_storage.errors import IntegrityError, InvalidInputError
 from ckpt_storage.export.options import ConsolidateOptions
-from ckpt_storage.export.pieces import CopyRun, cut_region, number_unit_bytes
+from ckpt_storage.export.pieces import Run, cut_region, number_unit_bytes
 from ckpt_storage.export.plan import Plan, Region, WriteRules
 from ckpt_storage.export.write import Copies, Portion, RegionWriter
-from ckpt_storage.format.crc import combine_many
 from ckpt_storage.options import MIB, TransferOptions
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Capabilities, Part
@@ -43,7 +41,6 @@ from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.store import Store
 from ckpt_storage.store.upload import Upload
 from ckpt_storage.testing.faults import FaultBackend, Rule
-from ckpt_storage.testing.s3_server import S3Server
 from ckpt_storage.transfer.chunks import ChunkPlace
 
 OPTIONS = TransferOptions(thread_count=3, part_bytes=64 * 1024, memory_limit_bytes=8 * MIB)
@@ -197,87 +194,6 @@ def test_refused_copies_are_streamed(tmp_path: Path) -> None:
     assert sum(portion.copied_bytes for portion in portions) == 0
 
 
-@pytest.fixture(scope="module")
-def s3() -> Any:
-    """Our S3 server, which computes checksums of copied parts."""
-    with S3Server() as server:
-        yield server
-
-
-def s3_store(server: S3Server) -> Store:
-    """Return a store in a bucket of its own."""
-    bucket = f"test-{uuid.uuid4().hex}"
-    server.create_bucket(bucket)
-    return open_store(f"s3://{bucket}/run", storage_options=server.storage_options)
-
-
-S3_OPTIONS = TransferOptions(thread_count=2, part_bytes=8 * MIB, memory_limit_bytes=128 * MIB)
-
-
-def s3_plan(source: ArraySource, world_size: int) -> Plan:
-    """Return a plan with parts that S3 takes."""
-    rules = WriteRules(
-        can_share_file=True, min_part_bytes=5 * MIB, max_part_count=9000, part_bytes=8 * MIB
-    )
-    return plan_export(
-        source, options=ConsolidateOptions(include="*"), world_size=world_size, rules=rules
-    )
-
-
-def s3_state() -> dict[str, Chunked]:
-    """Return row shards of 12 MiB, which S3 can copy, and others that it cannot."""
-    return {
-        "a": split(numbers((4, 3 << 20), "u2", 1), "bfloat16", (2, 1)),
-        "b": split(numbers((1024, 1024), "u2", 2), "bfloat16", (1, 2)),
-        "c": split(numbers((4, 3 << 20), "u2", 3), "bfloat16", (2, 1)),
-    }
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_s3_copies_large_runs_by_itself(s3: S3Server, world_size: int) -> None:
-    """Row shards never reach the client: their checksums come from S3 and from the manifests."""
-    store = s3_store(s3)
-    state = s3_state()
-    source = saved(store, state, block_bytes=65536)
-    plan = s3_plan(source, world_size)
-    files, portions = exported(plan, source, store, copies="auto", options=S3_OPTIONS)
-    check(files, plan, state)
-    copied = sum(portion.copied_bytes for portion in portions)
-    assert copied > plan.layout.total_bytes * (0.7 if world_size == 1 else 0.4)
-    blocks = 2 * 65536 * 10
-    assert sum(p.read_bytes for p in portions) <= plan.layout.total_bytes - copied + blocks
-    (data,) = files.values()
-    lengths = [portion.stop - portion.start for portion in portions]
-    crcs = [portion.crc32c or 0 for portion in portions]
-    assert combine_many(crcs, lengths) == crc32c(data)
-
-
-def test_damage_of_copied_bytes_is_found_without_reading_them(s3: S3Server) -> None:
-    """S3's checksum of a copied part differs from the manifest's: an error with tensor and rank."""
-    store = s3_store(s3)
-    source = saved(store, s3_state(), block_bytes=65536)
-    flip(store, source.known["a", (2, 0)], 5_000_000)
-    with pytest.raises(IntegrityError) as caught:
-        exported(s3_plan(source, 1), source, store, copies="always", options=S3_OPTIONS)
-    assert (caught.value.fqn, caught.value.rank) == ("a", 1)
-    assert caught.value.path == "saves/s/rank-1"
-
-
-def test_a_wrong_copy_is_no_damage_of_the_source(
-    s3: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A part that S3 copied wrongly, from sound bytes, is an error of the storage."""
-    store = s3_store(s3)
-    source = saved(store, s3_state(), block_bytes=65536)
-    upload = store.upload("hf/other", if_absent=True, copies=True)
-    copy_part: Any = type(upload).copy_part
-    upload.abort()
-    wrong: Any = lambda *given, **more: copy_part(*given, **more) ^ 1  # noqa: E731
-    monkeypatch.setattr(type(upload), "copy_part", wrong)
-    with pytest.raises(StorageError, match=r"copied bytes .* wrongly: the source is sound"):
-        exported(s3_plan(source, 1), source, store, copies="always", options=S3_OPTIONS)
-
-
 def flip(store: Store, place: ChunkPlace, byte: int) -> None:
     """Change one byte of a payload."""
     data = bytearray(store.get(place.path).data)
@@ -297,23 +213,6 @@ def test_a_flipped_byte_is_found(store: Store, fqn: str, copies: Copies) -> None
     assert (caught.value.fqn, caught.value.rank) == (fqn, place.rank)
     assert caught.value.path == place.path
     assert place.start <= (caught.value.offset or -1) < place.start + place.size_bytes
-
-
-@pytest.mark.parametrize("copies", ["never", "always"])
-@pytest.mark.parametrize("change", ["missing", "cut", "longer"])
-def test_a_missing_or_cut_file_is_found(store: Store, change: str, copies: Copies) -> None:
-    """A file that is gone or of another length is an error that names it, a tensor and a rank."""
-    source = saved(store, big_rows())
-    path = "saves/s/rank-1"
-    data = store.get(path).data
-    store.delete([path])
-    if change != "missing":
-        store.put(path, data[:-1] if change == "cut" else data + b"x")
-    with pytest.raises(IntegrityError) as caught:
-        exported(plan_of(source), source, store, copies=copies)
-    assert path in (caught.value.path or "")
-    assert caught.value.rank == 1
-    assert caught.value.fqn is not None
 
 
 class InOrder:
@@ -498,7 +397,7 @@ def test_every_cut_of_a_region_is_legal(
             block_bytes=BLOCK_BYTES,
             crcs=range(-(-(offset + size) // BLOCK_BYTES)),
         )
-        runs.append(CopyRun(start=at, stop=at + size, place=place, source_start=offset))
+        runs.append(Run(start=at, stop=at + size, place=place, source_start=offset))
         at += size + gap
     cut = cut_region(region, runs, capabilities, stream_bytes=part)
     assert [p.start for p in cut] == [region.start, *(p.stop for p in cut[:-1])]

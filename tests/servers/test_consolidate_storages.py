@@ -14,7 +14,7 @@ from consolidate_cases import check, check_report
 from servers import Running
 
 import ckpt_storage
-from ckpt_storage.errors import CheckpointError
+from ckpt_storage.errors import CheckpointError, IntegrityError
 from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.store import open_store
 from ckpt_storage.testing.ranks import RankPool
@@ -99,14 +99,24 @@ def export_and_count(_rank: int, url: str, options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_s3_copies_within_itself(ranks: RankPool, s3_root: Running, world_size: int) -> None:
-    """Whole tensors on S3 are copied by it: few bytes pass through the ranks, all are checked."""
+    """Whole tensors are copied by S3, whose checksums tell damage without reading anything."""
     url, options = s3_root.url, dict(s3_root.storage_options)
     ckpt_storage.save(big_model(), url, storage_options=options)
     report = ranks.run(export_and_count, url, options, world_size=world_size)[0]
-    check(files_at(f"{url}/hf", options), big_model())
+    files = files_at(f"{url}/hf", options)
+    check(files, big_model())
+    check_report(report, files)
     assert report.copied_bytes > 0.6 * report.total_bytes
     assert report.sent_bytes + report.copied_bytes == report.total_bytes
-    assert open_store(url, storage_options=options).abort_uploads("") == 0
+    store = open_store(url, storage_options=options)
+    (shard,) = [one.path for one in store.list("saves") if one.path.endswith(".distcp")]
+    data = store.get(shard).data
+    at = data.index(big_model()["b"].numpy().tobytes()[:64]) + 5 * MIB
+    store.put(shard, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    with pytest.raises(IntegrityError) as caught:
+        consolidate(url, f"{url}-2", storage_options=options)
+    assert caught.value.fqn == "b"
+    assert store.abort_uploads("") == 0
 
 
 def test_uploads_that_a_dead_run_left_open_are_aborted(

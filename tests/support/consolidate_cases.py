@@ -8,6 +8,7 @@ The oracle is the safetensors library over plain files; nothing of it is the pac
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -114,6 +115,8 @@ def tensors_of(files: Mapping[str, bytes]) -> Tensors:
         for name, tensor in deserialize(data):  # type: ignore[no-untyped-call]  # from Rust
             assert index["weight_map"][name] == file
             assert name not in found
+            item = len(tensor["data"]) // max(math.prod(tensor["shape"]), 1)
+            assert header[name]["data_offsets"][0] % max(item, 1) == 0
             found[name] = (tensor["dtype"], tuple(tensor["shape"]), bytes(tensor["data"]))
     assert found.keys() == index["weight_map"].keys()
     assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in found.values())

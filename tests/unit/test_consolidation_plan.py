@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -23,7 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.numpy import load as load_numpy
-from safetensors.torch import load_file
 
 from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.export.options import ConsolidateOptions
@@ -131,27 +129,6 @@ def test_the_order_of_dicts_does_not_matter(
 
 
 @pytest.mark.parametrize(
-    "dtype", [name for name, dtype in DTYPES.items() if dtype.safetensors is not None]
-)
-def test_every_dtype_of_safetensors_goes_out(tmp_path: Path, dtype: str) -> None:
-    """Torch's loader finds bytes, shape and dtype of each dtype that safetensors has."""
-    shape = (6, 4)
-    kind = getattr(torch, dtype)
-    item = kind.itemsize
-    raw = np.random.default_rng(1).integers(0, 2, 24 * item, np.uint8)
-    boxes = [Box((0, 0), (6, 3)), Box((0, 3), (6, 1))]
-    source = array_source({"t": (raw.view(f"V{item}").reshape(shape), dtype, boxes)})
-    plan = plan_export(source, options=ConsolidateOptions(), world_size=2, rules=SHARED)
-    (data,) = assemble(plan, source, 64)
-    assert json.loads(plan.files[0].header[8:])["t"]["dtype"] == DTYPES[dtype].safetensors
-    (tmp_path / "model.safetensors").write_bytes(data)
-    loaded = load_file(tmp_path / "model.safetensors")["t"]
-    assert loaded.dtype == kind
-    assert loaded.shape == shape
-    assert bytes(loaded.view(torch.uint8).numpy()) == raw.tobytes()
-
-
-@pytest.mark.parametrize(
     "dtype", [name for name, dtype in DTYPES.items() if dtype.safetensors is None]
 )
 def test_a_dtype_that_safetensors_lacks_is_refused(dtype: str) -> None:
@@ -161,43 +138,6 @@ def test_a_dtype_that_safetensors_lacks_is_refused(dtype: str) -> None:
         plan_export(source, options=ConsolidateOptions(), world_size=1, rules=SHARED)
     options = ConsolidateOptions(exclude="layers.0.bad", dtype=torch.bfloat16)
     assert plan_export(source, options=options, world_size=1, rules=SHARED).files
-
-
-def test_tensors_without_dimension_or_elements_keep_their_shape() -> None:
-    """A scalar is one element, and an empty tensor has a header entry and no bytes."""
-    scalar = np.array(2.5, np.float32)
-    empty = np.zeros((3, 0, 2), np.int64)
-    source = array_source(
-        {
-            "scalar": (scalar, "float32", [Box((), ())]),
-            "empty": (empty, "int64", [Box((0, 0, 0), (3, 0, 2))]),
-        }
-    )
-    plan = plan_export(source, options=ConsolidateOptions(), world_size=4, rules=SHARED)
-    (data,) = assemble(plan, source, 4096)
-    found = load_numpy(data)
-    assert found["scalar"] == scalar
-    assert found["scalar"].shape == ()
-    assert found["empty"].shape == (3, 0, 2)
-
-
-def test_headers_are_aligned_and_name_the_format() -> None:
-    """Data begins at a multiple of 64, each tensor at one of its element; metadata says "pt"."""
-    source = bare_source(
-        *(tensor(f"t{at}", (3,), dtype) for at, dtype in enumerate(reversed(NUMPY_DTYPES)))
-    )
-    plan = plan_export(source, options=ConsolidateOptions(), world_size=1, rules=SHARED)
-    (file,) = plan.files
-    assert file.name == "model.safetensors"
-    assert len(file.header) % 64 == 0
-    assert json.loads(file.header[8:])["__metadata__"] == {"format": "pt"}
-    starts, (first, *rest) = file.starts, file.segments
-    assert first.size_bytes == len(file.header)
-    items = [one.item_bytes for one in file.elements]
-    assert all(start % item == 0 for start, item in zip(starts[1:], items, strict=True))
-    stops = [start + one.size_bytes for start, one in zip(starts, file.segments, strict=True)]
-    assert list(starts) == [0, *stops[:-1]]
-    assert (len(rest), stops[-1]) == (len(items), file.size_bytes)
 
 
 def hugging_face_split(sizes: Sequence[int], limit: int) -> list[list[int]]:

@@ -350,7 +350,7 @@ def test_all_ranks_name_the_same_of_several_problems() -> None:
 
 def test_a_pair_of_small_floats_without_dimension_is_refused() -> None:
     """Safetensors counts the numbers of a pair in the last dimension, which must be there."""
-    with pytest.raises(InvalidInputError, match="t is one pair of 4-bit numbers"):
+    with pytest.raises(InvalidInputError, match="t has a single pair of 4-bit numbers"):
         planned(bare_source(tensor("t", (), "float4_e2m1fn_x2")))
 
 
