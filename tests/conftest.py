@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 from servers import Running, ServerMissingError
 
 from ckpt_storage.testing.ranks import RankPool
+from ckpt_storage.testing.s3_server import S3Server
 
 pytest_plugins = ["commit_fixtures", "remote_tools"]
 
@@ -131,6 +132,15 @@ def sftp_root(sftp_server: Running) -> Running:
 
 def _bucket() -> str:
     return f"test-{uuid.uuid4().hex[:20]}"
+
+
+@pytest.fixture
+def server() -> Iterator[S3Server]:
+    """An S3 server in this process, with two buckets."""
+    with S3Server() as running:
+        running.create_bucket("bkt")
+        running.create_bucket("bucket")
+        yield running
 
 
 @pytest.fixture(scope="session")

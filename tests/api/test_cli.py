@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def last(run: Path) -> Path:
     """The newest checkpoint."""
     return run / "step-00001100"
-
-
-@pytest.fixture
-def server() -> Iterator[S3Server]:
-    """An S3 server with a bucket."""
-    with S3Server() as running:
-        running.create_bucket("bkt")
-        yield running
 
 
 def s3_options(server: S3Server, name: str = "storage") -> list[str]:

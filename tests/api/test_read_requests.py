@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,6 @@ from ckpt_storage.testing.s3_server import S3Server
 URL = "s3://bucket/run"
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture
-def server() -> Iterator[S3Server]:
-    """An S3 server with a bucket."""
-    with S3Server() as running:
-        running.create_bucket("bucket")
-        yield running
 
 
 def payload_requests(server: S3Server) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,38 +140,35 @@ def later(path: Path, **options: Any) -> CheckpointInfo:
     return ckpt_storage.save_async(STATE, path, **options).result()
 
 
-def at_once(path: Path, **options: Any) -> CheckpointInfo:
-    """Save by the function."""
-    return ckpt_storage.save(STATE, path, **options)
+def by_saver(mode: Any) -> Callable[..., CheckpointInfo]:
+    """Return what saves by a saver's thread or process."""
+
+    def saved(path: Path, **options: Any) -> CheckpointInfo:
+        with ckpt_storage.AsyncSaver(mode=mode) as saver:
+            return saver.save(STATE, path, **options).result()
+
+    return saved
 
 
-def by_thread(path: Path, **options: Any) -> CheckpointInfo:
-    """Save by a saver's thread."""
-    with ckpt_storage.AsyncSaver(mode="thread") as saver:
-        return saver.save(STATE, path, **options).result()
-
-
-def by_process(path: Path, **options: Any) -> CheckpointInfo:
-    """Save by a saver's process."""
-    with ckpt_storage.AsyncSaver(mode="process") as saver:
-        return saver.save(STATE, path, **options).result()
-
-
-def by_manager(path: Path, **options: Any) -> CheckpointInfo:
-    """Save a step."""
-    with ckpt_storage.CheckpointManager(path.parent) as manager:
+def by_manager(path: Path, *, later: bool = False, **options: Any) -> CheckpointInfo:
+    """Save a step, or save it in the background."""
+    with ckpt_storage.CheckpointManager(path.parent, mode="thread") as manager:
+        if later:
+            return manager.save_async(1, STATE, **options).result()
         return manager.save(1, STATE, **options)
 
 
-def by_manager_later(path: Path, **options: Any) -> CheckpointInfo:
-    """Save a step in the background."""
-    with ckpt_storage.CheckpointManager(path.parent, mode="thread") as manager:
-        return manager.save_async(1, STATE, **options).result()
+DOORS: dict[str, Callable[..., CheckpointInfo]] = {
+    "save": lambda path, **options: ckpt_storage.save(STATE, path, **options),
+    "save_async": lambda path, **options: ckpt_storage.save_async(STATE, path, **options).result(),
+    "thread": by_saver("thread"),
+    "process": by_saver("process"),
+    "manager": by_manager,
+    "manager later": partial(by_manager, later=True),
+}
 
 
-@pytest.mark.parametrize(
-    "saved", [at_once, later, by_thread, by_process, by_manager, by_manager_later]
-)
+@pytest.mark.parametrize("saved", DOORS.values(), ids=DOORS)
 def test_every_front_door_passes_it_on(
     tmp_path: Path, saved: Callable[..., CheckpointInfo]
 ) -> None:

@@ -101,14 +101,6 @@ def test_a_reader_that_leaves_is_no_error(run: Path) -> None:
     assert errors == ""
 
 
-@pytest.fixture
-def server() -> Iterator[S3Server]:
-    """An S3 server with a bucket."""
-    with S3Server() as running:
-        running.create_bucket("bkt")
-        yield running
-
-
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Start processes that heed SIGINT: jobs that a shell put into the background ignore it."""

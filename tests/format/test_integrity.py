@@ -19,7 +19,6 @@ from ckpt_storage.errors import FormatError, IntegrityError, InvalidInputError
 from ckpt_storage.format.crc import (
     BlockHasher,
     block_crcs,
-    combine,
     combine_blocks,
     combine_each,
     crc32c_of,
@@ -103,14 +102,6 @@ def test_a_hasher_takes_any_contiguous_buffer() -> None:
         slow_crc(data[100:200]),
         slow_crc(data[200:]),
     ]
-
-
-@QUICK
-@given(left=st.binary(max_size=60), right=st.binary(max_size=60))
-def test_two_checksums_combine(left: bytes, right: bytes) -> None:
-    """The checksum of a concatenation follows from those of its halves and a length."""
-    combined = combine(slow_crc(left), slow_crc(right), len(right))
-    assert combined == slow_crc(left + right)
 
 
 @QUICK

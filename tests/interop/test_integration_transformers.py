@@ -110,8 +110,8 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], **more)
 
 
-def begin(callback: CheckpointStorageCallback, args: TrainingArguments) -> None:
-    """Let a Trainer be made with the callback, and begin to train."""
+def begin(callback: CheckpointStorageCallback, args: TrainingArguments) -> dict[str, Any]:
+    """Let a Trainer be made with the callback, and begin to train; return what is trained."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     now = {
@@ -121,22 +121,16 @@ def begin(callback: CheckpointStorageCallback, args: TrainingArguments) -> None:
     }
     callback.on_init_end(args, TrainerState(), TrainerControl())
     callback.on_train_begin(args, TrainerState(), TrainerControl(), **now)
+    return now
 
 
 def test_a_run_that_did_not_resume_replaces_nothing(tmp_path: Path) -> None:
     """Training anew over the checkpoints of another run ends with an error, and they stay."""
     args = arguments(tmp_path / "out")
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    now = {
-        "model": model,
-        "optimizer": optimizer,
-        "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
-    }
 
     def train() -> None:
         callback = CheckpointStorageCallback(tmp_path / "run", timeout=60)
-        callback.on_train_begin(args, TrainerState(), TrainerControl(), **now)
+        now = begin(callback, args)
         control = TrainerControl(should_save=True)
         callback.on_step_end(args, TrainerState(global_step=5), control, **now)
         callback.close()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import dcp_cases
-import pytest
 import torch.distributed.checkpoint as dcp
 from dcp_cases import same, seeded, zeros_like
 from test_dcp_modes import Mode, end_process_mode, save_once
@@ -57,14 +55,6 @@ def load_turned(_rank: int, options: dict[str, Any], count: int) -> None:
         expected = distribute_tensor(whole(step)["w"], mesh, [Shard(1)])
         assert same(target["w"].to_local(), expected.to_local())
         assert target["step"] == step
-
-
-@pytest.fixture
-def server() -> Iterator[S3Server]:
-    """An S3 server with a bucket."""
-    with S3Server() as running:
-        running.create_bucket("bucket")
-        yield running
 
 
 def test_ranks_save_and_load_on_object_storage(ranks: RankPool, server: S3Server) -> None:

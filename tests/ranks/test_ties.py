@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from damage_cases import Checkpoint, body_of
 from dcp_cases import same, seeded, zeros_like
 from saver_cases import END_S, quick_saver
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -41,22 +41,9 @@ def save_by(door: Door, state: dict[str, Any], path: str | Path, **options: Any)
         dcp_cases.save(state, path, **options)
 
 
-def body_of(path: Path) -> dict[str, Any]:
-    """Return the body of the only manifest below `path`."""
-    (found,) = path.glob("saves/*/manifest.json")
-    body: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))["body"]
-    return body
-
-
-def ranks_of(path: Path) -> list[dict[str, Any]]:
-    """Return the bodies of the rank manifests below `path`."""
-    found = sorted(path.glob("saves/*/ranks/*.json"))
-    return [json.loads(each.read_text(encoding="utf-8"))["body"] for each in found]
-
-
 def recorded(path: Path) -> dict[str, str]:
     """Return the ties that the manifest below `path` records."""
-    ties: dict[str, str] = body_of(path).get("ties", {})
+    ties: dict[str, str] = body_of(Checkpoint(path).manifest).get("ties", {})
     return ties
 
 
@@ -64,7 +51,7 @@ def writers_of(path: Path, fqn: str) -> set[int]:
     """Return the ranks whose manifests list chunks of a tensor."""
     return {
         rank["rank"]
-        for rank in ranks_of(path)
+        for rank in map(body_of, Checkpoint(path).ranks)
         if any(fqn in map(rank["fqns"].__getitem__, f["items"]["fqn"]) for f in rank["files"])
     }
 
@@ -274,7 +261,7 @@ def test_copies_made_by_a_planner_are_not_tied_by_the_writer(tmp_path: Path) -> 
     dcp_cases.save(dict(state), tmp_path / "buffer", planner=again)
     for path in (tmp_path / "copies", tmp_path / "buffer"):
         assert recorded(path) == {}
-        assert "ties" not in ranks_of(path)[0]
+        assert "ties" not in body_of(Checkpoint(path).ranks[0])
 
 
 class Unpacking(torch.Tensor):
@@ -290,7 +277,7 @@ def test_copies_made_by_a_kind_of_tensor_are_not_tied_by_the_writer(tmp_path: Pa
     state = {f"w{i}": torch.ones(64).as_subclass(Unpacking) for i in range(20)}
     dcp_cases.save(dict(state), tmp_path)
     assert recorded(tmp_path) == {}
-    assert "ties" not in ranks_of(tmp_path)[0]
+    assert "ties" not in body_of(Checkpoint(tmp_path).ranks[0])
 
 
 def test_a_planner_that_changes_both_alike_keeps_the_tie_of_the_state(tmp_path: Path) -> None:
@@ -353,7 +340,7 @@ def test_a_manifest_with_ties_that_cannot_be_is_refused(
     """Unknown names, blobs, chains, circles and unequal tensors are damage, and so it is said."""
     state = tied_model() | {"other": torch.zeros(24, 4).double(), "turned": torch.zeros(4, 24)}
     ckpt_storage.save(state, tmp_path, sync_files=False)
-    body = body_of(tmp_path)
+    body = body_of(Checkpoint(tmp_path).manifest)
     assert Manifest.from_body(body, where="here").ties == TIE
     with pytest.raises(FormatError, match=text):
         Manifest.from_body(body | {"ties": ties}, where="here")
