@@ -143,12 +143,8 @@ class PlanMemory:
             self._kept = []
 
 
-_MEMORY = PlanMemory()
-
-
-def planned_alike() -> PlanMemory:
-    """Return the memory of this process."""
-    return _MEMORY
+PLANS = PlanMemory()
+"""What this process keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +244,7 @@ class PlanExchange:
         Raises on all ranks what the coordinator refused the save for; no byte was written then.
         """
         structure = self._local.structure
-        kept = self._kept = None if structure is None else _MEMORY.find(structure)
+        kept = self._kept = None if structure is None else PLANS.find(structure)
         answer = self._exchange(kept)
         if answer.plan is None:
             kept = self._kept = None
@@ -275,7 +271,7 @@ class PlanExchange:
             metadata=metadata if has_chunks or metadata is None else without_chunks(metadata),
             has_chunks=has_chunks,
         )
-        _MEMORY.keep(structure, kept)
+        PLANS.keep(structure, kept)
 
     def _exchange(self, kept: Kept | None) -> _Answer:
         plan = SavePlan([]) if kept else checked(self._local.plan())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -31,9 +32,9 @@ def dcp_save(url: Path) -> None:
         raise error.failures[0][0] from error
 
 
-def background_save(url: Path) -> None:
+def background_save(url: Path, mode: Literal["thread", "process"]) -> None:
     """Save in the background, and once more after it."""
-    with ckpt_storage.AsyncSaver(mode="thread") as saver:
+    with ckpt_storage.AsyncSaver(mode=mode) as saver:
         handle = saver.save(NEW, url, overwrite=True)
         error = handle.exception(60)
         assert handle.state is ckpt_storage.SaveState.COMMITTED
@@ -45,7 +46,8 @@ def background_save(url: Path) -> None:
 SAVES: dict[str, Callable[[Path], object]] = {
     "save": lambda url: ckpt_storage.save(NEW, url, overwrite=True),
     "dcp.save": dcp_save,
-    "AsyncSaver": background_save,
+    "AsyncSaver in a thread": lambda url: background_save(url, "thread"),
+    "AsyncSaver in a process": lambda url: background_save(url, "process"),
 }
 
 

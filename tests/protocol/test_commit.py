@@ -44,7 +44,6 @@ from ckpt_storage.errors import (
 )
 from ckpt_storage.format.commit_record import HeadRef
 from ckpt_storage.format.names import slot_path
-from ckpt_storage.options import RetryPolicy
 from ckpt_storage.store import open_store
 from ckpt_storage.store.backend import Buffers
 from ckpt_storage.store.store import Store
@@ -258,48 +257,88 @@ def test_of_many_savers_one_wins_and_the_others_are_told(arena: Arena) -> None:
                 assert after[path] == before[path], "the data of a saver were touched"
 
 
-def test_a_lost_answer_is_a_success_exactly_once(store: DictStore) -> None:
-    """The slot was created and the answer lost: the save is committed, in one slot."""
-    faulty = store.failing(Rule(action="lost_answer", operation="put_absent"))
-    attempt = attempted(store)
-    assert committed(faulty, attempt).save_id == attempt.save_id
-    assert seen(store.disk.files).committed == [attempt.save_id]
-    assert [call.operation for call in faulty.script.calls] == ["put_absent", "get"]
+def failed(action: Any, operation: str = "put_absent", **more: Any) -> Rule:
+    """Return how an operation fails, every time if not told otherwise."""
+    return Rule(action=action, operation=operation, **{"hit_count": None, **more})
 
 
-def test_an_error_before_anything_was_done_is_repeated(store: DictStore) -> None:
-    """The create failed and the slot is free: it is tried again, under the same write id."""
-    faulty = store.failing(Rule(action="error", operation="put_absent", hit_count=3))
-    attempt = attempted(store)
-    record = committed(faulty, attempt)
-    assert seen(store.disk.files).committed == [attempt.save_id]
-    assert seen(store.disk.files).slots[0]["write_id"] == record.write_id
+REFUSALS = ("permission", "credentials", "no-space", "unsupported")
+ANSWERS: dict[str, tuple[list[Rule], type[Exception] | None, bool, int]] = {
+    "lost": ([failed("lost_answer", hit_count=1)], None, True, 1),
+    "nothing was done, thrice": ([failed("error", hit_count=3)], None, True, 4),
+    "never any": ([failed("error")], CommitUnknownError, False, 4),
+    "never any, nor a read": (
+        [failed("error"), failed("error", "get")],
+        CommitUnknownError,
+        False,
+        4,
+    ),
+    "lost, and no read": (
+        [failed("lost_answer"), failed("error", "get")],
+        CommitUnknownError,
+        True,
+        4,
+    ),
+    # The first request may still arrive, so the refusal of the second proves nothing.
+    "refused after a timeout": (
+        [failed("error", kind="timeout", hit_count=1), failed("error", kind="permission")],
+        CommitUnknownError,
+        False,
+        2,
+    ),
+} | {
+    f"refused: {kind}": ([failed("error", kind=kind, retryable=False)], StorageError, False, 1)
+    for kind in REFUSALS
+}
+"""What a creation is answered, how the commit ends, if it is in the slot, and how often asked."""
+
+
+@pytest.mark.parametrize(
+    ("rules", "raised", "is_there", "put_count"), ANSWERS.values(), ids=ANSWERS
+)
+def test_a_commit_ends_as_its_answers_say(
+    store: DictStore,
+    rules: list[Rule],
+    raised: type[Exception] | None,
+    is_there: bool,  # noqa: FBT001
+    put_count: int,
+) -> None:
+    """Done, refused for sure, or unknown; asked as often as the policy says, in one slot."""
+    attempt, faulty = attempted(store), store.failing(*rules)
+    if raised is None:
+        write_id = committed(faulty, attempt).write_id
+        assert seen(store.disk.files).slots[0]["write_id"] == write_id
+    else:
+        with pytest.raises(raised) as caught:
+            committed(faulty, attempt)
+        error = caught.value
+        if isinstance(error, CommitUnknownError):
+            assert (error.save_id, error.slot) == (attempt.save_id, 1)
+            assert "its record names this save id" in (error.next_step or "")
+        else:
+            assert isinstance(error, StorageError)
+            assert error.kind == rules[0].kind
+    assert seen(store.disk.files).committed == [attempt.save_id] * is_there
+    calls = [call.operation for call in faulty.script.calls]
+    assert calls.count("put_absent") == put_count
+    assert calls[:2] == ["put_absent", "get"]
 
 
 def test_a_lost_answer_with_another_in_the_slot_is_a_conflict(store: DictStore) -> None:
-    """Whatever error the create ends with, a slot that another holds is lost to it."""
+    """A slot that another holds is lost to it; the error names slot, winner, process and a way."""
     mine, theirs = attempted(store), attempted(store)
     committed(store, theirs)
     faulty = store.failing(Rule(action="error", operation="put_absent"))
     with pytest.raises(CommitConflictError) as caught:
         committed(faulty, mine)
-    assert caught.value.winner["save_id"] == theirs.save_id
+    error = caught.value
+    assert error.winner["save_id"] == theirs.save_id
     assert is_whole(store.disk.files, mine.save_id)
-
-
-@pytest.mark.parametrize("action", ["error", "lost_answer"])
-def test_a_slot_that_cannot_be_read_back_is_unknown(store: DictStore, action: str) -> None:
-    """Neither created for sure nor readable: unknown, whether or not it was created."""
-    faulty = store.failing(
-        Rule(action="error", operation="get", hit_count=None),
-        Rule(action=action, operation="put_absent", hit_count=None),  # type: ignore[arg-type]
-    )
-    attempt = attempted(store)
-    with pytest.raises(CommitUnknownError) as caught:
-        committed(faulty, attempt)
-    assert (caught.value.save_id, caught.value.slot) == (attempt.save_id, 1)
-    assert "its record names this save id" in (caught.value.next_step or "")
-    assert (seen(store.disk.files).head == attempt.save_id) == (action == "lost_answer")
+    assert (error.path, error.phase) == (slot_path(1), "commit")
+    assert mine.save_id in str(error)
+    assert str(os.getpid()) in str(error)
+    assert error.next_step
+    assert "overwrite" not in str(error), "nobody is told to replace the winner"
 
 
 def test_a_torn_slot_is_unknown_not_failed(store: DictStore) -> None:
@@ -311,29 +350,6 @@ def test_a_torn_slot_is_unknown_not_failed(store: DictStore) -> None:
         slotlog.read_log(store)
     with pytest.raises(CommitUnknownError):
         committed(store, attempt)
-
-
-@pytest.mark.parametrize("kind", ["permission", "credentials", "no-space", "unsupported"])
-def test_a_refusal_for_good_is_a_failure(store: DictStore, kind: str) -> None:
-    """The storage said no and the slot is free: not committed, and not tried again."""
-    rule = Rule(action="error", operation="put_absent", kind=kind, retryable=False, hit_count=None)
-    faulty = store.failing(rule)
-    with pytest.raises(StorageError) as caught:
-        committed(faulty, attempted(store))
-    assert caught.value.kind == kind
-    assert [call.operation for call in faulty.script.calls] == ["put_absent", "get"]
-    assert seen(store.disk.files).slots == []
-
-
-def test_a_refusal_after_a_lost_answer_is_unknown(store: DictStore) -> None:
-    """The first request may still arrive, so the refusal of the second proves nothing."""
-    rules = [
-        Rule(action="error", operation="put_absent", kind="timeout"),
-        Rule(action="error", operation="put_absent", kind="permission", hit_count=None),
-    ]
-    attempt = attempted(store)
-    with pytest.raises(CommitUnknownError):
-        committed(store.failing(*rules), attempt)
 
 
 class Late(DictBackend):
@@ -367,16 +383,6 @@ def test_an_expired_deadline_fails_before_anything_is_sent(store: DictStore) -> 
     with pytest.raises(PhaseTimeoutError):
         committed(faulty.bounded(deadline(1e-9)), attempt)
     assert faulty.script.calls == []
-
-
-def test_attempts_to_create_end(store: DictStore) -> None:
-    """A storage that never answers is asked `attempt_count` times; then the outcome is unknown."""
-    rule = Rule(action="error", operation="put_absent", hit_count=None)
-    faulty = store.failing(rule)
-    faulty.policy = RetryPolicy(attempt_count=5, first_delay_s=0.0, max_delay_s=0.0)
-    with pytest.raises(CommitUnknownError):
-        committed(faulty, attempted(store))
-    assert sum(call.operation == "put_absent" for call in faulty.script.calls) == 5
 
 
 @pytest.mark.parametrize("operation", ["link", "fsync_folder"])
@@ -465,18 +471,3 @@ def test_a_single_writer_storage_still_tells_a_later_saver(disk: Disk) -> None:
     with pytest.raises(CommitConflictError) as caught:
         committed(store, second)
     assert caught.value.winner["save_id"] == first.save_id
-
-
-def test_errors_name_the_slot_and_the_next_step(store: DictStore) -> None:
-    """A conflict says which save lost to which process, and what to do."""
-    mine, theirs = attempted(store), attempted(store)
-    committed(store, theirs)
-    with pytest.raises(CommitConflictError) as caught:
-        committed(store, mine)
-    assert "overwrite" not in str(caught.value), "nobody is told to replace the winner"
-    error = caught.value
-    assert error.path == slot_path(1)
-    assert error.phase == "commit"
-    assert mine.save_id in str(error)
-    assert str(os.getpid()) in str(error)
-    assert error.next_step

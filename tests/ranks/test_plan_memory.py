@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt_storage
-from ckpt_storage.saves.planning import Structure, planned_alike, structure_of
+from ckpt_storage.saves.planning import PLANS, Structure, structure_of
 from ckpt_storage.testing.ranks import RankPool
 
 
@@ -58,7 +58,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.fixture(autouse=True)
 def _forgetting() -> None:
     """Nothing is kept from other tests."""
-    planned_alike().clear()
+    PLANS.clear()
 
 
 def test_a_second_save_of_one_structure_plans_nothing(tmp_path: Path) -> None:
@@ -94,11 +94,11 @@ def test_planners_that_are_given_plan_every_time(tmp_path: Path) -> None:
 
 def save_steps(rank: int, folder: str, forgetful: int) -> list[int]:
     """Save three times; one rank forgets what it kept before the last."""
-    planned_alike().clear()
+    PLANS.clear()
     counts = []
     for step in range(3):
         if step == 2 and rank == forgetful:
-            planned_alike().clear()
+            PLANS.clear()
         counts.append(saved(cases.state_of(step), f"{folder}/{step}"))
     return counts
 
@@ -119,7 +119,7 @@ def test_all_ranks_use_what_they_kept_or_none_does(
 
 def save_after_a_failure(_rank: int, folder: str) -> list[int]:
     """Save, fail to save because something is there, and save again."""
-    planned_alike().clear()
+    PLANS.clear()
     counts = [saved(cases.state_of(1), f"{folder}/a")]
     with pytest.raises(ckpt_storage.CheckpointExistsError):
         saved(cases.state_of(2), f"{folder}/a")

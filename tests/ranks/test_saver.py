@@ -10,7 +10,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,7 +39,6 @@ from ckpt_storage import (
     CheckpointInfo,
     CheckpointManager,
     InvalidInputError,
-    NotPublishedError,
     PhaseTimeoutError,
     ProgressEvent,
     SaveCancelledError,
@@ -48,7 +46,6 @@ from ckpt_storage import (
     SaveState,
     list_checkpoints,
     load,
-    save,
     save_async,
 )
 from ckpt_storage.background import saver
@@ -259,6 +256,24 @@ def _stable(rank: int, folder: str, mode: Any) -> list[tuple[int, int, int]]:
     return seen
 
 
+def _one_after_another(rank: int, folder: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Make many savers; return threads and descriptors in use, before and after."""
+    before = (0, 0)
+    for number in range(10):
+        if number == 2:  # the first ones start what all use
+            before = threading.active_count(), _descriptors(os.getpid())
+        with quick_saver("thread") as saver:
+            save_step(saver, folder, rank, number).result(END_S)
+    return before, (threading.active_count(), _descriptors(os.getpid()))
+
+
+def test_savers_leave_nothing_behind(ranks: RankPool, tmp_path: Path) -> None:
+    """Threads and descriptors do not grow with the number of savers that came and went."""
+    for before, after in ranks.run(_one_after_another, str(tmp_path), world_size=2):
+        assert after[0] <= before[0] + 4
+        assert after[1] <= before[1] + 4
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_memory_and_descriptors_are_stable(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """After a few saves, twenty more take no further memory, descriptor or thread."""
@@ -380,9 +395,11 @@ def test_step_guard_waits_for_copies(
 ) -> None:
     """Without waiting in `save`, the guard waits: what a step changes inside is not saved."""
     slow = SlowCopies(monkeypatch)
-    weight = torch.ones(1000)
+    weight, words = torch.ones(1000), [1]
+    state = {"w": weight, "words": words}
     with quick_saver("thread", on_error=on_error) as saver:
-        handle = saver.save({"w": weight}, tmp_path / "a", block_until_staged=False)
+        handle = saver.save(state, tmp_path / "a", block_until_staged=False)
+        words[0] = 2  # objects are taken in the call
         assert handle.state is SaveState.STAGING
         assert not handle.is_staged()
         with pytest.raises(PhaseTimeoutError, match="staged"):
@@ -393,9 +410,9 @@ def test_step_guard_waits_for_copies(
             weight.zero_()
         handle.wait_staged(0)
         handle.result(END_S)
-    target = {"w": torch.zeros(1000)}
+    target: dict[str, Any] = {"w": torch.zeros(1000), "words": [0]}
     load(target, tmp_path / "a")
-    assert torch.equal(target["w"], torch.ones(1000))
+    assert same(target, {"w": torch.ones(1000), "words": [1]})
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -432,18 +449,25 @@ def test_copy_that_takes_too_long_harms_no_later_save(
 def test_step_guard_raises_no_failure_of_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: Any
 ) -> None:
-    """A copy that fails does not stop the step: the save's own waits tell of it."""
+    """A copy that fails stops no step and holds no tensor: the save's own waits tell of it."""
 
     def broken(*_args: Any) -> None:
         raise RuntimeError("out of memory, says the test")
 
-    monkeypatch.setattr(StagingJob, "_copy", broken)
+    monkeypatch.setattr(torch, "_foreach_copy_", broken)
+    tensor = torch.ones(100_000)
+    source = weakref.ref(tensor)
     saver = quick_saver("thread", on_error=on_error)
-    handle = saver.save({"w": torch.ones(10)}, tmp_path / "a", block_until_staged=False)
+    handle = saver.save({"w": tensor}, tmp_path / "a", block_until_staged=False)
+    del tensor
     with saver.step_guard():
         assert handle.is_staged()
-    assert "out of memory" in str(handle.exception(END_S))
+    error = handle.exception(END_S)
+    assert "out of memory" in str(error)
+    assert saver_cases.told(error) == ("CheckpointError", 0, "stage")
     assert handle.state is SaveState.FAILED
+    gc.collect()
+    assert source() is None
     saver.close()
 
 
@@ -639,33 +663,27 @@ def test_forgotten_saver_ends_its_saves(tmp_path: Path, mode: Any) -> None:
     assert not hasattr(AsyncSaver, "__del__")
 
 
-@contextlib.contextmanager
-def _quiet(
-    saver: AsyncSaver, folder: str, rank: int, out: io.StringIO, err: io.StringIO
-) -> Iterator[None]:
-    """Take what is printed once all workers have started: the log tells of those that are late."""
-    save_step(saver, folder, rank, 99).result(END_S)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        yield
-
-
-def _watched(rank: int, folder: str, mode: Any) -> tuple[list[ProgressEvent], str, str | None]:
+def _watched(rank: int, folder: str, mode: Any) -> tuple[list[ProgressEvent], str, str, str | None]:
+    """Save with a callback, then with a bar; return the events and what each printed."""
     events: list[ProgressEvent] = []
-    out, err = io.StringIO(), io.StringIO()
-    with quick_saver(mode) as saver, _quiet(saver, folder, rank, out, err):
-        handle = save_step(saver, folder, rank, 0, progress=events.append)
-        info = handle.result(END_S)
-    return events, out.getvalue() + err.getvalue(), info.save_id
+    printed = [io.StringIO(), io.StringIO()]
+    with quick_saver(mode) as saver:
+        # Once all workers have started: the log tells of those that are late.
+        save_step(saver, folder, rank, 99).result(END_S)
+        with contextlib.redirect_stdout(printed[0]), contextlib.redirect_stderr(printed[0]):
+            info = save_step(saver, folder, rank, 0, progress=events.append).result(END_S)
+        with contextlib.redirect_stderr(printed[1]):
+            save_step(saver, folder, rank, 1, progress=True).result(END_S)
+    return events, printed[0].getvalue(), printed[1].getvalue(), info.save_id
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_progress_callback_gets_bytes_phase_and_rank(
+def test_progress_is_told_to_a_callback_or_shown_on_rank_0(
     ranks: RankPool, tmp_path: Path, mode: str
 ) -> None:
-    """The callback hears of all bytes of its rank's part; nothing is printed."""
-    for rank, (events, printed, save_id) in enumerate(
-        ranks.run(_watched, str(tmp_path), mode, world_size=2)
-    ):
+    """A callback hears of all bytes of its rank, unprinted; `progress=True` is rank 0's bar."""
+    outcomes = ranks.run(_watched, str(tmp_path), mode, world_size=2)
+    for rank, (events, printed, _, save_id) in enumerate(outcomes):
         assert printed == ""
         assert events
         assert {(event.phase, event.rank) for event in events} == {("write", rank)}
@@ -673,19 +691,7 @@ def test_progress_callback_gets_bytes_phase_and_rank(
         assert done == sorted(done)
         assert done[-1] == events[-1].total_bytes >= 4000
         assert events[-1].save_id == save_id
-
-
-def _with_bar(rank: int, folder: str, mode: Any) -> str:
-    err = io.StringIO()
-    with quick_saver(mode) as saver, _quiet(saver, folder, rank, io.StringIO(), err):
-        save_step(saver, folder, rank, 0, progress=True).result(END_S)
-    return err.getvalue()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_bar_is_shown_on_rank_0(ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    """With `progress=True` rank 0 shows a bar that gets to its end, and nobody else does."""
-    first, second = ranks.run(_with_bar, str(tmp_path), mode, world_size=2)
+    first, second = (bar for _, _, bar, _ in outcomes)
     assert "write" in first
     assert "100%" in first
     assert second == ""
@@ -737,18 +743,3 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError):
         saver.AsyncSaver(**{"mode": "thread", **wrong})
     assert set(threading.enumerate()) <= before
-
-
-def test_a_save_of_a_worker_that_is_not_published_says_so(tmp_path: Path) -> None:
-    """The handle is COMMITTED, its result raises with what was committed, and saving goes on."""
-    state = {"w": torch.ones(8)}
-    save(state, tmp_path / "step")
-    (tmp_path / "step" / ".metadata").unlink()
-    (tmp_path / "step" / ".metadata").mkdir()
-    with AsyncSaver(mode="process") as saver:
-        handle = saver.save(state, tmp_path / "step", overwrite=True)
-        with pytest.raises(NotPublishedError) as caught:
-            handle.result(60)
-        assert handle.state is SaveState.COMMITTED
-        assert saver.save(state, tmp_path / "other").result(60).slot == 1
-    assert caught.value.info.slot == 2

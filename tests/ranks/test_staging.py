@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ckpt_storage import load
 from ckpt_storage.background.arena import Arenas, Kind
 from ckpt_storage.background.staging import Staged, StagingJob, staged_part
-from ckpt_storage.errors import CheckpointError, InvalidInputError, PhaseTimeoutError
+from ckpt_storage.errors import InvalidInputError
 from ckpt_storage.format.dtypes import DTYPES
 from ckpt_storage.testing.ranks import RankPool
 
@@ -307,54 +305,6 @@ def test_an_item_that_was_not_planned_is_refused_by_name(arenas: Arenas) -> None
     local = staged_part(staged.plan, staged.places, staged.arena.memory, None)
     with pytest.raises(InvalidInputError, match="b is not in the local plan"):
         list(local.source.items(other))
-
-
-def test_a_job_takes_objects_at_once_and_bytes_later(
-    arenas: Arenas, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A job sees objects as they are at the call; wait gives up in time and may be repeated."""
-    may_copy = threading.Event()
-    copy_now = StagingJob._copy  # noqa: SLF001  # the step that takes long on large states
-
-    def held_up(self: StagingJob) -> None:
-        may_copy.wait(30)
-        copy_now(self)
-
-    monkeypatch.setattr(StagingJob, "_copy", held_up)
-    state: dict[str, Any] = {"step": [1], "x": seeded(1, 5)}
-    job = StagingJob(state, arenas)
-    job.start()
-    state["step"][0] = 2
-    assert not job.done()
-    with pytest.raises(PhaseTimeoutError) as caught:
-        job.wait(0.01)
-    assert caught.value.phase == "stage"
-    may_copy.set()
-    for limit_s in (30, 0):
-        staged = job.wait(limit_s)
-        assert value(staged, "step") == [1]
-        assert contents(staged)["x"] == raw_bytes(state["x"])
-    assert job.done()
-
-
-def test_a_job_that_fails_raises_in_wait(arenas: Arenas, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the device becomes ours, each time that somebody waits, and holds no tensor."""
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(torch, "_foreach_copy_", broken)
-    tensor = seeded(1, 100_000)
-    source = weakref.ref(tensor)
-    job = StagingJob({"x": tensor}, arenas)
-    job.start()
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match="illegal memory access") as caught:
-            job.wait(30)
-    del tensor
-    gc.collect()
-    assert source() is None
-    assert caught.value.phase == "stage"
 
 
 def test_a_worker_gets_states_of_many_structures(tmp_path: Path) -> None:

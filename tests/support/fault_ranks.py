@@ -19,14 +19,13 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Client, Connection, wait
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 import ckpt_storage
 from ckpt_storage.coordination.boardoperation import BoardOperation
@@ -145,7 +144,7 @@ def _wrap(line: _Line, name: str) -> None:
     setattr(BoardOperation, name, step)
 
 
-class HeldSavePlanner(DefaultSavePlanner):
+class _Held:
     """A planner that stops where it was told to; pickles, for savers with a worker process."""
 
     def __init__(self, line: _Line, where: Where) -> None:
@@ -153,38 +152,27 @@ class HeldSavePlanner(DefaultSavePlanner):
         self._line = line
         self._where = where
 
-    def create_local_plan(self) -> SavePlan:
-        """Plan, once the driver says so."""
-        if self._where == "local plan":
-            self._line.ask(self._where)
-        return super().create_local_plan()
+    def _inner(self, where: Where) -> Any:
+        """Return the planner itself, once the driver says so."""
+        if self._where == where:
+            self._line.ask(where)
+        return super()
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plan for all, once the driver says so."""
-        if self._where == "global plan":
-            self._line.ask(self._where)
-        return super().create_global_plan(all_plans)
+    def create_local_plan(self) -> Any:
+        """Plan."""
+        return self._inner("local plan").create_local_plan()
+
+    def create_global_plan(self, plans: Any) -> Any:
+        """Plan for all."""
+        return self._inner("global plan").create_global_plan(plans)
 
 
-class HeldLoadPlanner(DefaultLoadPlanner):
-    """A planner that stops where it was told to."""
+class HeldSavePlanner(_Held, DefaultSavePlanner):
+    """A planner of saves."""
 
-    def __init__(self, line: _Line, where: Where) -> None:
-        super().__init__()
-        self._line = line
-        self._where = where
 
-    def create_local_plan(self) -> LoadPlan:
-        """Plan, once the driver says so."""
-        if self._where == "local plan":
-            self._line.ask(self._where)
-        return super().create_local_plan()
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Plan for all, once the driver says so."""
-        if self._where == "global plan":
-            self._line.ask(self._where)
-        return super().create_global_plan(global_plan)
+class HeldLoadPlanner(_Held, DefaultLoadPlanner):
+    """A planner of loads."""
 
 
 class HeldModel:
@@ -206,28 +194,17 @@ class HeldModel:
         self._state = state
 
 
-def save(job: Job, line: _Line) -> str:
-    """Save; return what was committed."""
-    info = ckpt_storage.save(
-        {"model": HeldModel(line, job.hold, state_of(job.version, range(job.rank, job.rank + 1)))},
+def save(job: Job, line: _Line, *, is_async: bool = False) -> str:
+    """Save, or do it in a background thread; return what was committed."""
+    call: Callable[..., Any] = ckpt_storage.save_async if is_async else ckpt_storage.save
+    ended = call(
+        {"model": HeldModel(line, job.hold, _own(job, job.version))},
         job.url,
         overwrite=True,
         planner=HeldSavePlanner(line, job.hold),
         **_common(job),
     )
-    return f"committed in slot {info.slot}"
-
-
-def save_async(job: Job, line: _Line) -> str:
-    """Save in a background thread; return what was committed."""
-    handle = ckpt_storage.save_async(
-        {"model": HeldModel(line, job.hold, state_of(job.version, range(job.rank, job.rank + 1)))},
-        job.url,
-        overwrite=True,
-        planner=HeldSavePlanner(line, job.hold),
-        **_common(job),
-    )
-    return f"committed in slot {handle.result().slot}"
+    return f"committed in slot {(ended.result() if is_async else ended).slot}"
 
 
 def load(job: Job, line: _Line) -> str:
@@ -283,7 +260,7 @@ def consolidate(job: Job, line: _Line) -> str:
 
 OPERATIONS: dict[str, Callable[[Job, _Line], str]] = {
     "save": save,
-    "async save": save_async,
+    "async save": partial(save, is_async=True),
     "load": load,
     "check and save": check_and_save,
     "save weights": save_weights,

@@ -144,7 +144,7 @@ class FailingState(Counter):
         raise failure_of(self.kind)
 
 
-class FailingSave(dcp.DefaultSavePlanner):
+class _Failing:
     """A planner that fails in the method named."""
 
     def __init__(self, method: str, kind: str) -> None:
@@ -156,16 +156,12 @@ class FailingSave(dcp.DefaultSavePlanner):
         raise failure_of(self.kind)
 
 
-class FailingLoad(dcp.DefaultLoadPlanner):
-    """A planner that fails in the method named."""
+class FailingSave(_Failing, dcp.DefaultSavePlanner):
+    """One of saves."""
 
-    def __init__(self, method: str, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        setattr(self, method, self._fail)
 
-    def _fail(self, *_args: Any, **_more: Any) -> Any:
-        raise failure_of(self.kind)
+class FailingLoad(_Failing, dcp.DefaultLoadPlanner):
+    """One of loads."""
 
 
 def caught(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,54 +26,27 @@ class FakeCuda:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.buffers: list[torch.Tensor] = []
-        self.event_count = 0
+        self._numbers = itertools.count(1)
 
-    def stream(self, device: object) -> FakeStream:
+    def stream(self, _device: object) -> Any:
         """Return a side stream."""
-        del device
-        return FakeStream(self)
+        return SimpleNamespace(
+            wait_stream=lambda other: self.log.append(f"wait for {other}"),
+            synchronize=lambda: self.log.append("synchronize"),
+        )
 
-    def event(self) -> FakeEvent:
-        """Return an event with a number."""
-        self.event_count += 1
-        return FakeEvent(self, self.event_count)
+    def event(self) -> Any:
+        """Return an event, which notes what copy was begun and waited for."""
+        number = next(self._numbers)
+        return SimpleNamespace(
+            record=lambda _stream: self.log.append(f"begin {number}"),
+            synchronize=lambda: self.log.append(f"end {number}"),
+        )
 
     def pinned(self, byte_count: int) -> torch.Tensor:
         """Return plain memory."""
         self.buffers.append(torch.zeros(byte_count, dtype=torch.uint8))
         return self.buffers[-1]
-
-
-class FakeStream:
-    """A stream."""
-
-    def __init__(self, cuda: FakeCuda) -> None:
-        self._cuda = cuda
-
-    def wait_stream(self, other: object) -> None:
-        """Note it."""
-        self._cuda.log.append(f"wait for {other}")
-
-    def synchronize(self) -> None:
-        """Note it."""
-        self._cuda.log.append("synchronize")
-
-
-class FakeEvent:
-    """An event."""
-
-    def __init__(self, cuda: FakeCuda, number: int) -> None:
-        self._cuda = cuda
-        self._number = number
-
-    def record(self, stream: object) -> None:
-        """Note which copy was begun."""
-        assert isinstance(stream, FakeStream)
-        self._cuda.log.append(f"begin {self._number}")
-
-    def synchronize(self) -> None:
-        """Note which copy was waited for."""
-        self._cuda.log.append(f"end {self._number}")
 
 
 @pytest.fixture

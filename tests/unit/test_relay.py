@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -88,29 +88,18 @@ def copy(server: S3Server) -> None:
     )
 
 
-@pytest.mark.parametrize("op", ["part", "get"])
-def test_an_export_hears_what_its_storages_ask_for(
-    server: S3Server, pacers: list[Noted], op: str
+@pytest.mark.parametrize(("job", "op"), [(export, "part"), (export, "get"), (copy, "get")])
+def test_an_export_or_copy_hears_what_its_storages_ask_for(
+    server: S3Server, pacers: list[Noted], job: Callable[[S3Server], None], op: str
 ) -> None:
     """A SlowDown of a read is the source's, one of a part the target's; each halves that limit."""
     key = "distcp" if op == "get" else "safetensors"
     server.faults([FaultRule(op=op, key=key, action="status", times=3)])
-    export(server)
+    job(server)
     source, target = pacers
     asked, other = (source, target) if op == "get" else (target, source)
     assert (asked.heard, other.heard) == (3, 0)
     assert asked.lowest < asked.start == other.lowest
-
-
-def test_a_copy_hears_that_its_source_is_asked_too_much(
-    server: S3Server, pacers: list[Noted]
-) -> None:
-    """A SlowDown of its source halves the limit of that storage alone."""
-    server.faults([FaultRule(op="get", key="distcp", action="status", times=3)])
-    copy(server)
-    source, target = pacers
-    assert (source.heard, target.heard) == (3, 0)
-    assert source.lowest < source.start
 
 
 def test_exports_and_copies_at_a_time_keep_to_one_budget(server: S3Server) -> None:
