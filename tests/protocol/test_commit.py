@@ -284,7 +284,7 @@ ANSWERS: dict[str, tuple[list[Rule], type[Exception] | None, bool, int]] = {
         [failed("error", kind="timeout", hit_count=1), failed("error", kind="permission")],
         CommitUnknownError,
         False,
-        2,
+        4,
     ),
 } | {
     f"refused: {kind}": ([failed("error", kind=kind, retryable=False)], StorageError, False, 1)
