@@ -42,6 +42,24 @@ def waiting(budget: Budget) -> int:
     return len(budget._queue)  # noqa: SLF001  # what no caller needs to know
 
 
+def test_the_sum_of_all_claims_stays_below_each_limit() -> None:
+    """Eight transfers at a time never hold more than the limit together."""
+    budget = Budget()
+    seen: list[int] = []
+
+    def transfer() -> None:
+        for _ in range(200):
+            budget.acquire(10, limit_bytes=35, deadline=soon())
+            seen.append(budget.held_bytes)
+            budget.release(10)
+
+    for thread in [begun(transfer) for _ in range(8)]:
+        thread.join(20)
+    assert len(seen) == 1600
+    assert max(seen) <= budget.peak_bytes <= 30
+    assert budget.held_bytes == 0
+
+
 def test_a_large_claim_is_not_overtaken() -> None:
     """What came later and would fit waits behind it."""
     budget = Budget()
@@ -139,3 +157,17 @@ def test_a_slow_down_halves_the_number_once_for_all_that_were_under_way() -> Non
         for _ in range(count):
             pacer.slowed_down()
         assert pacer.limit() == limit
+
+
+def test_after_a_slow_down_the_number_grows_by_one_a_round() -> None:
+    """Not by doubling, and never beyond the ceiling."""
+    now_s = [0.0]
+    pacer = Pacer(8, clock=lambda: now_s[0])
+    pacer.slowed_down()
+    numbers = []
+    for _ in range(6):
+        numbers.append(pacer.limit())
+        now_s[0] += 1.0
+        for _ in range(numbers[-1]):
+            pacer.succeeded(1.0, 1000)
+    assert numbers == [4, 5, 6, 7, 8, 8]
