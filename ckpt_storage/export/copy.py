@@ -384,7 +384,7 @@ class _Copy(Task[CopyReport]):
             total_bytes = sum(file.size_bytes for file, _ in self._manifest.files)
             record, unpublished = self._committed(output)
             was_there, own_id = found.was_there, self._manifest.save_id
-            exports = copy_exports(site, self.source, own_id, as_save_id=found.save_id)
+            exports = copy_exports(site, own_id, as_save_id=found.save_id)
             whole += exports.made
             if unpublished is not None:
                 if record.stock_entries != 0:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ckpt_storage.commit.slotlog import check_document, is_there, read_if_there, stamp
-from ckpt_storage.errors import CheckpointError, StorageError
+from ckpt_storage.commit.slotlog import check_document, read_if_there
+from ckpt_storage.errors import CheckpointError, CheckpointExistsError, StorageError
 from ckpt_storage.format.documents import MOST_DOCUMENT_BYTES, FileRef
 from ckpt_storage.format.exports import (
     DOCUMENTS,
-    HOLDER_PATH,
     INDEX_NAME,
     NAMES_PATH,
     ExportRecord,
-    Holder,
     IndexTag,
     Series,
     export_path,
     is_weight_file,
-    records_folder,
 )
 from ckpt_storage.format.file_checks import FileChecks
 from ckpt_storage.format.names import BLOCKER, COMMITS, PROBE_PREFIX, SAVES, STOCK_METADATA
@@ -28,11 +24,11 @@ from ckpt_storage.store.backend import ObjectInfo
 from ckpt_storage.store.store import Store
 
 from .attempt import damage_of
-from .folder import abort_uploads, claim, files_there
+from .copied import CopiedFiles
+from .folder import ExportFolder, claim, files_there, holder_of, listed
 from .layout import FileToCopy, OutFile, lay_out_copies
-from .output import Made, Output, Site, Taken
+from .output import Made, Sealed, Site, Taken
 from .plan import Plan, WriteRules, plan
-from .reads import Readable
 from .work import UNKNOWN_CRC, Alone, make
 
 log = logging.getLogger("ckpt_storage")
@@ -55,7 +51,7 @@ class CopiedExports:
     made: list[tuple[Plan, Made]] = field(default_factory=list)
 
 
-def copy_exports(site: Site, files: Readable, save_id: str, *, as_save_id: str) -> CopiedExports:
+def copy_exports(site: Site, save_id: str, *, as_save_id: str) -> CopiedExports:
     """Copy the exports of `save_id` directly below the source; return what became of each.
 
     A stale export, one whose place at the target is taken by another content, and one that is
@@ -65,7 +61,7 @@ def copy_exports(site: Site, files: Readable, save_id: str, *, as_save_id: str) 
     """
     found = CopiedExports()
     try:
-        entries = _listed(site.source, "")
+        entries = _listed(site.source)
     except CheckpointError as error:
         _failed(found, ".", error)
         return found
@@ -73,17 +69,17 @@ def copy_exports(site: Site, files: Readable, save_id: str, *, as_save_id: str) 
         if entry.path in _OWN or entry.path.startswith(PROBE_PREFIX):
             continue
         folder = entry.path.rstrip("/")
-        one = _Export(site, files, folder) if entry.path.endswith("/") else None
+        is_copied = False
         try:
-            is_wanted = one is not None and one.tag() and one.save_id == save_id == as_save_id
-            is_copied = one is not None and is_wanted and one.copy()
+            if entry.path.endswith("/") and save_id == as_save_id:
+                is_copied = _copy(site, folder, save_id, found)
+        except CheckpointExistsError as error:
+            log.warning("the export %s is not copied: %s", folder, error)
         except CheckpointError as error:
             _failed(found, folder, error)
             continue
-        if is_copied and one is not None:
+        if is_copied:
             found.copied.append(folder)
-            found.left_out.extend(one.left_out)
-            found.made.extend(one.made)
         else:
             found.left_out.append(entry.path)
     return found
@@ -95,9 +91,9 @@ def _failed(found: CopiedExports, path: str, error: CheckpointError) -> None:
     found.failed[path] = str(error)
 
 
-def _listed(store: Store, prefix: str) -> list[ObjectInfo]:
+def _listed(store: Store) -> list[ObjectInfo]:
     try:
-        return store.list(prefix, recursive=False)
+        return store.list("", recursive=False)
     except StorageError as error:
         # Who may read but not list has the checkpoint; what else lies there stays unknown.
         if error.kind not in {"not-found", "permission"}:
@@ -106,158 +102,142 @@ def _listed(store: Store, prefix: str) -> list[ObjectInfo]:
         return []
 
 
-class _Export:
-    """One folder that may hold an export."""
-
-    def __init__(self, site: Site, files: Readable, folder: str) -> None:
-        self._site = site
-        self._source = site.source
-        self._target = site.target
-        self._files = files
-        self._folder = folder
-        self._index = b""
-        self._tag: IndexTag | None = None
-        self.left_out: list[str] = []
-        self.made: list[tuple[Plan, Made]] = []
-
-    def _at(self, path: str) -> str:
-        return f"{self._folder}/{path}"
-
-    @property
-    def save_id(self) -> str | None:
-        """The save that it is of."""
-        return self._tag.save_id if self._tag else None
-
-    def tag(self) -> IndexTag | None:
-        """Return what the index says, None if there is no export of ours."""
-        found = read_if_there(self._source, self._at(INDEX_NAME))
-        if found is not None:
-            self._index, self._tag = found.data, IndexTag.of(found.data)
-        return self._tag
-
-    def copy(self) -> bool:
-        """Copy it, or what is missing of it; return False if another export has its place."""
-        tag = self._tag
-        assert tag is not None  # noqa: S101  # the caller looked
-        record_path = self._at(export_path(tag.fingerprint))
-        record_bytes = self._source.get(record_path, max_bytes=MOST_DOCUMENT_BYTES).data
-        record = ExportRecord.decode(record_bytes, path=record_path)
-        check_document(self._index, record.index)
-        names = self._source.get(self._at(NAMES_PATH), max_bytes=MOST_DOCUMENT_BYTES).data
-        if not self._take_place(names):
+def _copy(outer: Site, folder: str, save_id: str, found: CopiedExports) -> bool:
+    """Copy a folder, or what is missing of it; return False if it is no export of the save."""
+    setting = outer.setting
+    source, target = setting.source.child(folder), setting.target.child(folder)
+    site = Site(replace(setting, source=source, target=target, commits=None))
+    try:
+        site.begin(outer.deadline)
+        export = _Export.read(site.source)
+        if export is None or export.record.save_id != save_id:
             return False
-        self._target.make_folders([self._at(DOCUMENTS), self._at(records_folder(tag.fingerprint))])
-        self._hold(record)
-        if not is_there(self._target, self._at(INDEX_NAME)):
-            self._target.replace(self._at(INDEX_NAME), BLOCKER)
-        self._copy_files(record)
-        self._target.replace(record_path, record_bytes)
-        # The index publishes it.
-        self._target.replace(self._at(INDEX_NAME), self._index)
-        return True
-
-    def _take_place(self, names: bytes) -> bool:
-        """Make the names of the weight files ours at the target; False if they are another's."""
-        index = read_if_there(self._target, self._at(INDEX_NAME))
-        there = read_if_there(self._target, self._at(NAMES_PATH))
-        if index is not None and index.data not in {self._index, BLOCKER}:
-            return self._refused("it holds another export")
-        if there is None:
-            foreign = [e.path for e in _listed(self._target, self._folder) if self._is_weight(e)]
-            if foreign:
-                return self._refused(f"it holds {foreign[0]}")
-            self._target.make_folders([self._at(DOCUMENTS)])
-            claim(self._target, self._at(NAMES_PATH), names)
-            there = read_if_there(self._target, self._at(NAMES_PATH))
-        if there is None or there.data != names:
-            return self._refused("its names belong to another content")
-        return True
-
-    def _hold(self, record: ExportRecord) -> None:
-        """Leave a note of the names that are written, and end the uploads of a copy that died.
-
-        A consolidation that holds the folder keeps it: what it writes is the same, or lies beside.
-        """
-        path = self._at(HOLDER_PATH)
-        run_id = hashlib.sha256(f"copy of {record.fingerprint}".encode()).hexdigest()[:32]
-        found = read_if_there(self._target, path)
-        if found is None:
-            series = {Series.of(file.path) for file in record.files} - {None}
-            holder = Holder(
-                run_id=run_id,
-                fingerprint=record.fingerprint,
-                series=tuple(sorted(one for one in series if one is not None)),
-                stamp=stamp(),
-            )
-            self._target.replace(path, holder.encode())
-        elif Holder.decode(found.data).run_id == run_id:
-            names = {self._at(file.path) for file in record.files}
-            abort_uploads(self._target, self._folder, names.__contains__)
-
-    def _refused(self, why: str) -> bool:
-        log.warning(
-            "the export %s is not copied: at the target, %s. Consolidate the copy instead.",
-            self._folder,
-            why,
+        names = {file.path for file in export.record.files}
+        entries = _listed(site.source)
+        others = [entry for entry in entries if _is_other(entry.path, names)]
+        known = [(one.path, one.size_bytes, one.crc32c) for one in export.record.files]
+        files = [*known, *((one.path, one.size_bytes, None) for one in others)]
+        layout = lay_out_copies(
+            FileToCopy(path=path, target=path, size_bytes=size, crc32c=crc32c)
+            for path, size, crc32c in files
         )
-        return False
-
-    def _is_weight(self, entry: ObjectInfo) -> bool:
-        return is_weight_file(entry.path.rpartition("/")[2])
-
-    def _copy_files(self, record: ExportRecord) -> None:
-        """Copy what the target has not; what it has must be what it should be."""
-        files = [
-            FileToCopy(
-                path=self._at(one.path),
-                target=self._at(one.path),
-                size_bytes=one.size_bytes,
-                crc32c=one.crc32c,
-            )
-            for one in record.files
-        ]
-        others = self._others({one.path for one in record.files})
-        site = self._site
         rules = WriteRules.of(site.target.capabilities, part_bytes=site.options.part_bytes)
-        first = plan(
-            lay_out_copies([*files, *others]), world_size=1, rules=rules, source=record.fingerprint
+        first = plan(layout, world_size=1, rules=rules, source=None)
+        output = _CopiedFolder(site, replace(first, identity=export.record.fingerprint), export)
+        taken = output.take()
+        output.plan = output.plan.leaving(taken.done)
+        made = make(
+            Alone(site.deadline),
+            site,
+            CopiedFiles(site, None),
+            output,
+            taken,
+            on_bytes=lambda _: None,
         )
-        done = files_there(site, first, Taken())
+        found.made.append((first, made))
+        output.publish(made)
+    finally:
+        site.close()
+    # What people put into folders there stays behind.
+    folders = [e.path for e in entries if e.path.endswith("/") and e.path != f"{DOCUMENTS}/"]
+    found.left_out.extend(f"{folder}/{path}" for path in folders)
+    return True
+
+
+def _is_other(path: str, weight_files: set[str]) -> bool:
+    """Return whether people put a file beside the weights: a configuration, a tokenizer."""
+    is_ours = path.endswith("/") or path in {*weight_files, INDEX_NAME} or is_weight_file(path)
+    return not is_ours and not path.startswith(PROBE_PREFIX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Export:
+    """The documents of a complete export, as they are stored, and what its record says."""
+
+    index: bytes
+    names: bytes
+    record_bytes: bytes
+    record: ExportRecord
+
+    @classmethod
+    def read(cls, store: Store) -> _Export | None:
+        """Return what a folder holds, None for no export of ours."""
+        index = read_if_there(store, INDEX_NAME)
+        tag = IndexTag.of(index.data) if index else None
+        if index is None or tag is None:
+            return None
+        path = export_path(tag.fingerprint)
+        data = store.get(path, max_bytes=MOST_DOCUMENT_BYTES).data
+        record = ExportRecord.decode(data, path=path)
+        check_document(index.data, record.index)
+        names = store.get(NAMES_PATH, max_bytes=MOST_DOCUMENT_BYTES).data
+        return cls(index=index.data, names=names, record_bytes=data, record=record)
+
+
+class _CopiedFolder(ExportFolder):
+    """The folder of an export at the target: documents are those of the source, byte for byte.
+
+    The checksums of its weight files are known, so a file that is there needs no record.
+    """
+
+    is_together = False
+
+    def __init__(self, site: Site, plan: Plan, export: _Export) -> None:
+        record = export.record
+        super().__init__(site, plan, save_id=record.save_id, source_format=record.source_format)
+        self._export = export
+
+    def take(self) -> Taken:
+        """Take the folder over. Raises `CheckpointExistsError` if another content has its place."""
+        store, export = self.store, self._export
+        self._index = read_if_there(store, INDEX_NAME)
+        if self._index is not None and self._index.data not in {export.index, BLOCKER}:
+            raise self._refused("another export")
+        there = read_if_there(store, NAMES_PATH)
+        if there is None:
+            foreign = [entry.path for entry in listed(store, "") if is_weight_file(entry.path)]
+            if foreign:
+                raise self._refused(foreign[0])
+            store.make_folders([DOCUMENTS])
+            claim(store, NAMES_PATH, export.names)
+            there = read_if_there(store, NAMES_PATH)
+        if there is None or there.data != export.names:
+            raise self._refused("names of another content")
+        series = {one for file in self.plan.files if (one := Series.of(file.name)) is not None}
+        self._hold(holder_of(store, ""), sorted(series))
+        if self._index is None:
+            self._put_index(BLOCKER)
+            self._index = read_if_there(store, INDEX_NAME)
         # Nothing tells one content of a file from another that people put there, but the source.
+        done = files_there(self.site, self.plan, Taken())
         same = {
             at: ref
             for at, ref in done.items()
-            if ref.crc32c != UNKNOWN_CRC or self._is_same(ref.path)
+            if ref.crc32c != UNKNOWN_CRC or store.get(ref.path).data == self._stored(ref.path)
         }
-        output = _Files(site, first.leaving(same))
-        taken = Taken(done=same)
-        made = make(Alone(site.deadline), site, self._files, output, taken, on_bytes=lambda _: None)
-        self.made.append((first, made))
+        return Taken(done=same)
 
-    def _is_same(self, path: str) -> bool:
-        return self._target.get(path).data == self._source.get(path).data
+    def _stored(self, path: str) -> bytes:
+        return self.site.source.get(path).data
 
-    def _others(self, weight_files: set[str]) -> list[FileToCopy]:
-        """Return what people put beside the weights: a model's configuration, its tokenizer.
+    def _refused(self, what: str) -> CheckpointExistsError:
+        return CheckpointExistsError(
+            f"{self.store.url} holds {what}.",
+            path=self.store.url,
+            phase=self.site.deadline.phase,
+            next_step="Consolidate the copy instead.",
+        )
 
-        Not what they put into folders there, which is noted.
-        """
-        known = {self._at(name) for name in (*weight_files, INDEX_NAME, NAMES_PATH, HOLDER_PATH)}
-        entries = _listed(self._source, self._folder)
-        own = self._at(f"{DOCUMENTS}/")
-        self.left_out = [e.path for e in entries if e.path.endswith("/") and e.path != own]
-        return [
-            FileToCopy(path=entry.path, target=entry.path, size_bytes=entry.size_bytes)
-            for entry in entries
-            if not entry.path.endswith("/")
-            and entry.path not in known
-            and not self._is_weight(entry)
-            and not entry.path.rpartition("/")[2].startswith(PROBE_PREFIX)
-        ]
+    def seal(self, number: int, sealed: Sealed) -> None:
+        """Write nothing."""
 
-
-class _Files(Output):
-    """The weight files of one export; what is named by its index is told from damage."""
+    def publish(self, made: Made) -> None:
+        """Put the record, then the index."""
+        del made
+        self.check_held()
+        self.store.replace(export_path(self.plan.identity), self._export.record_bytes)
+        if self._index is None or self._index.data != self._export.index:
+            self._put_index(self._export.index)
 
     def damage(self, file: OutFile) -> CheckpointError:
         """Return what is wrong with a weight file."""

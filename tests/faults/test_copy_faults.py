@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,10 @@ from fault_tools import Faulty
 
 import ckpt_storage.export.output
 from ckpt_storage import verify
+from ckpt_storage.export.consolidate import consolidate
 from ckpt_storage.export.convert import convert
 from ckpt_storage.export.copy import CopyReport, copy
+from ckpt_storage.format.names import INDEX_NAME
 from ckpt_storage.testing.faults import Rule, SimulatedCrash
 
 
@@ -92,3 +95,34 @@ def test_a_cut_file_of_a_foreign_copy_is_sent_again(tmp_path: Path, faulty: Faul
     (target / "b.safetensors").write_bytes(b"cut")
     copy(source, target)
     assert files_below(target) == files_below(source)
+
+
+def test_an_export_whose_copy_was_cut_goes_over_with_the_next(
+    source: Path, tmp_path: Path, faulty: Faulty
+) -> None:
+    """Cut anywhere it is no export of the copy, or the whole one, and the next call ends it."""
+    consolidate(source)
+    (source / "hf" / "config.json").write_text("{}")
+    copy(source, tmp_path / "dst" / "dry")
+    calls = faulty.calls()
+    assert INDEX_NAME in {call.path for call in calls}
+    assert len(calls) > 15
+    for number, call in enumerate(calls):
+        root = tmp_path / "dst" / f"{number}"
+        faulty.target = f"file://{root / 'hf'}"
+        copy(source, root)
+        shutil.rmtree(root / "hf")
+        faulty.rules = [Rule(action="crash_before", skip_count=number)]
+        assert isinstance(attempt(source, root), SimulatedCrash), call
+        faulty.rules = ()
+        found = verify(root)
+        assert found.ok or "still being written" in found.problems[0].message, call
+        assert copy(source, root).exports == ("hf",), call
+        assert files_below(root / "hf").items() >= whole_of(source).items(), call
+        assert verify(root).ok, call
+
+
+def whole_of(source: Path) -> dict[str, bytes]:
+    """Return the files of an export that a copy of it has byte for byte."""
+    files = files_below(source / "hf")
+    return {path: data for path, data in files.items() if not path.endswith("job.json")}

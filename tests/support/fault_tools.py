@@ -46,12 +46,12 @@ class Faulty(Opener):
 
     def __init__(self, target: str, *rules: Rule, retry: RetryPolicy = ONCE) -> None:
         super().__init__(self._faulty, retry=retry)
-        self._target = target
+        self.target = target
         self.rules: Sequence[Rule] = rules
         self.made: list[FaultBackend] = []
 
     def _faulty(self, location: Location, backend: Backend) -> Backend:
-        if not location.url.startswith(self._target):
+        if not location.url.startswith(self.target):
             return backend
         self.made.append(FaultBackend(backend, self.rules))
         return self.made[-1]
