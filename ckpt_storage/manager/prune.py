@@ -159,7 +159,7 @@ class Pruner:
         self, plan: PruneReport, deadline: Deadline, *, on_step: OnStep = lambda *_: None
     ) -> PruneReport:
         """Carry out what a dry run planned. As `prune`."""
-        run = _Execution(self._root, plan.newest, deadline)
+        run = _Execution(self._root, plan, deadline)
         jobs = [(one.name, partial(run.delete, one)) for one in plan.planned]
         jobs += [(name, partial(run.free, name)) for name in plan.leftovers]
         with self._in_turn(deadline):
@@ -169,20 +169,14 @@ class Pruner:
             for number, (name, job) in enumerate(jobs, 1):
                 on_step(name, number, len(jobs))
                 run.attempt(name, job)
-        return replace(
-            run.report,
-            kept=plan.kept,
-            planned=plan.planned,
-            newest=plan.newest,
-            leftovers=plan.leftovers,
-        )
+        return run.report
 
     def sweep(self, deadline: Deadline) -> PruneReport:
         """Free what saves that died have left beside later ones, in every step's folder.
 
         Deletes no checkpoint. Costs a few requests a folder: for now and then. As `prune`.
         """
-        run = _Execution(self._root, None, deadline)
+        run = _Execution(self._root, PruneReport(), deadline)
         with self._in_turn(deadline):
             for _, name in self._root.steps(self._root.folders(deadline)):
                 run.attempt(name, partial(run.free, name))
@@ -320,26 +314,14 @@ class Pruner:
 
 
 class _Execution:
-    """One plan being carried out, and what came of it."""
+    """One plan being carried out; `report` is the plan, with what came of it so far."""
 
-    def __init__(self, root: Root, newest: CheckpointInfo | None, deadline: Deadline) -> None:
+    def __init__(self, root: Root, plan: PruneReport, deadline: Deadline) -> None:
         self._root = root
-        self._newest = newest
         self._deadline = deadline
-        self._deleted: list[str] = []
-        self._freed: list[str] = []
         self._skipped: dict[str, str] = {}
         self._failed: dict[str, str] = {}
-
-    @property
-    def report(self) -> PruneReport:
-        """What was done so far."""
-        return PruneReport(
-            deleted=tuple(self._deleted),
-            freed=tuple(self._freed),
-            skipped=self._skipped,
-            failed=self._failed,
-        )
+        self.report = replace(plan, is_dry_run=False, skipped=self._skipped, failed=self._failed)
 
     def attempt(self, name: str, work: Callable[[], str | None]) -> None:
         """Do what the plan has for one checkpoint; a failure is noted, and others go on."""
@@ -361,7 +343,7 @@ class _Execution:
 
     def delete(self, decision: Decision) -> str | None:
         """Delete one checkpoint; return why it was not."""
-        newest, name, info = self._newest, decision.name, decision.info
+        newest, name, info = self.report.newest, decision.name, decision.info
         if info is None or info.save_id is None or newest is None:
             return "it was not looked at"
         if decision.step is None or newest.step is None or decision.step >= newest.step:
@@ -379,7 +361,7 @@ class _Execution:
         store = self._root.open(self._deadline, name)
         if not delete_commit_and_exports(store, expected_save_id=info.save_id):
             return "it was saved anew, or is gone"
-        self._deleted.append(name)
+        self.report = replace(self.report, deleted=(*self.report.deleted, name))
         return None
 
     def free(self, name: str) -> str | None:
@@ -394,7 +376,7 @@ class _Execution:
         freed = cleaning.free_leftovers(store)
         if freed:
             self._root.forget(name)
-        self._freed += freed
+        self.report = replace(self.report, freed=(*self.report.freed, *freed))
         return None
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import heapq
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from ckpt_storage.commit.info import CheckpointInfo
 from ckpt_storage.coordination.failures import as_checkpoint_errors, travelling
-from ckpt_storage.coordination.operation import Operation
 from ckpt_storage.coordination.ranks import Ranks
 from ckpt_storage.errors import (
     CheckpointError,
@@ -35,6 +33,7 @@ log = logging.getLogger("ckpt_storage")
 Check = Literal["read", "deep"]
 """read: what is loaded is checked on its way. deep: before that the ranks read every byte."""
 
+_T = TypeVar("_T")
 _Now = Literal["the same", "another save", "gone"]
 
 _SLOWEST_BYTES_PER_S = 16 << 20
@@ -148,17 +147,12 @@ class Resumer:
 
         Raises `CheckpointNotFoundError` if none has, and what `load` raises.
         """
-        with self._operation({"step": str(step)}) as operation:
-            name = self._roots[0].names.name_of(step)
-            packed = b""
-            if operation.is_coordinator:
-                packed = pickle.dumps(self._holder_of(name, operation.deadline))
-            choice: _Choice = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our ranks
+        choice = self._told(lambda deadline: self._holder_of(step, deadline), step)
         try:
             if choice.info is None:
                 raise CheckpointNotFoundError(
                     f"There is no checkpoint of step {step} below {self._url}.",
-                    path=self._roots[0].location.child(name).url,
+                    path=self._roots[0].location.child(self._roots[0].names.name_of(step)).url,
                     next_step="all() lists what is there.",
                 )
             if self._check == "deep":
@@ -170,20 +164,14 @@ class Resumer:
 
     def first(self) -> CheckpointInfo | None:
         """Return on all ranks what a restore would try first."""
-        with self._operation() as operation:
-            packed = b""
-            if operation.is_coordinator:
-                packed = pickle.dumps(newest_of(self._roots, operation.deadline))
-            found: CheckpointInfo | None = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our ranks
-        return found
+        return self._told(lambda deadline: newest_of(self._roots, deadline))
 
     @property
     def _url(self) -> str:
         return " and ".join(root.location.url for root in self._roots)
 
-    @contextmanager
-    def _operation(self, terms: Mapping[str, str] | None = None) -> Iterator[Operation]:
-        """Meet all ranks, with equal arguments; the load phase begins."""
+    def _told(self, choose: Callable[[Deadline], _T], step: int | None = None) -> _T:
+        """Return on all ranks what the coordinator chooses; all came with equal arguments."""
         what = f"the choice of a checkpoint below {self._url}"
         with (
             self._ranks.operation(what, timeouts=self._timeouts) as operation,
@@ -198,11 +186,15 @@ class Resumer:
                     "the root's URL": self._url,
                     "the names of steps": self._roots[0].names.template,
                     "check": self._check,
-                    **(terms or {}),
+                    "the step": str(step),
                 }
             )
-            operation.phase("load")
-            yield operation
+            if step is not None:
+                self._roots[0].names.name_of(step)  # what is no step is refused on each rank
+            deadline = operation.phase("load")
+            packed = pickle.dumps(choose(deadline)) if operation.is_coordinator else b""
+            found: _T = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our own ranks
+        return found
 
     def _restored(self, info: CheckpointInfo, skipped: list[SkippedCheckpoint]) -> Restored:
         if skipped and self._ranks.is_coordinator:
@@ -230,12 +222,7 @@ class Resumer:
         """Let the coordinator choose the next one; its word reaches all ranks."""
         self._release()
         self._release = lambda: None
-        with self._operation() as operation:
-            packed = b""
-            if operation.is_coordinator:
-                packed = pickle.dumps(self._next(operation.deadline))
-            choice: _Choice = pickle.loads(operation.broadcast(packed))  # noqa: S301  # our ranks
-        return choice
+        return self._told(self._next)
 
     def _next(self, deadline: Deadline) -> _Choice:
         """Return the newest that was not tried yet and seems to be of use, and keep it in use."""
@@ -257,7 +244,8 @@ class Resumer:
                     )
         return _Choice(info=None, skipped=tuple(skipped))
 
-    def _holder_of(self, name: str, deadline: Deadline) -> _Choice:
+    def _holder_of(self, step: int, deadline: Deadline) -> _Choice:
+        name = self._roots[0].names.name_of(step)
         for place in range(len(self._roots)):
             info = self._taken(place, name, deadline)
             if info is not None:

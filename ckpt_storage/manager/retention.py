@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import datetime, timedelta
 from typing import ClassVar, Literal
 
@@ -85,6 +85,11 @@ class RetentionPolicy(ABC):
     def __or__(self, other: RetentionPolicy) -> KeepAny:
         return KeepAny(policies_of([self, other]))
 
+    def __str__(self) -> str:
+        policy: object = self  # a user's own need not be a dataclass
+        values = [getattr(self, one.name) for one in fields(policy)] if is_dataclass(policy) else ()
+        return f"{type(self).__name__}({', '.join(map(repr, values))})"
+
 
 @dataclass(frozen=True, slots=True)
 class KeepLatest(RetentionPolicy):
@@ -99,9 +104,6 @@ class KeepLatest(RetentionPolicy):
     def kept(self, candidates: Sequence[Candidate]) -> dict[str, str]:
         """Return the names that the rule keeps, each with the reason."""
         return {one.name: f"{self}" for one in candidates[-self.n :]}
-
-    def __str__(self) -> str:
-        return f"KeepLatest({self.n})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +123,6 @@ class KeepEvery(RetentionPolicy):
     def kept_by_step(self, step: int) -> str | None:
         """Return why a step is kept whatever else is known of its checkpoint; None: it may not."""
         return None if step % self.n else f"{self}"
-
-    def __str__(self) -> str:
-        return f"KeepEvery({self.n})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +157,6 @@ class KeepBest(RetentionPolicy):
         return {
             name: f"{self}: {self.metric} is {value:g}" for _, _, name, value in ranked[: self.n]
         }
-
-    def __str__(self) -> str:
-        return f"KeepBest({self.metric!r}, {self.mode!r}, {self.n})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +251,6 @@ def policies_of(keep: Keep) -> tuple[RetentionPolicy, ...]:
             next_step="Give at least one, such as KeepLatest(3); or keep=None, which keeps all.",
         )
     return found
-
-
-def newest_count(policies: Iterable[RetentionPolicy]) -> int:
-    """Return how many of the newest sound checkpoints must be known before the rest is judged."""
-    return max([1, *(policy.n for policy in policies if isinstance(policy, KeepLatest))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
