@@ -37,7 +37,7 @@ from ckpt_storage.store import Location
 from ckpt_storage.store.deadline import Deadline
 from ckpt_storage.store.probe import probe_exclusive_create
 
-from .delete import delete_commit_and_exports
+from .delete import delete_commit_and_exports, remove_probes
 from .names import DEFAULT_TEMPLATE, StepNames
 from .retention import (
     Decision,
@@ -180,6 +180,7 @@ class Pruner:
         with self._in_turn(deadline):
             for _, name in self._root.steps(self._root.folders(deadline)):
                 run.attempt(name, partial(run.free, name))
+            remove_probes(self._root.open(deadline))
         return run.report
 
     @contextmanager
@@ -256,6 +257,7 @@ class Pruner:
             self._deleted_s[name] = time.time()
             with self._root.uses.deleting(name) as may:
                 if may and remove_tombstone(store):
+                    remove_probes(store)
                     self._root.forget(name)
 
     def _kept_by_step(self, step: int) -> str | None:
@@ -374,6 +376,7 @@ class _Execution:
         # No save has this id: what is committed stays, what was being deleted goes.
         delete_commit_and_exports(store, expected_save_id="none")
         freed = cleaning.free_leftovers(store)
+        remove_probes(store)
         if freed:
             self._root.forget(name)
         self.report = replace(self.report, freed=(*self.report.freed, *freed))

@@ -15,6 +15,7 @@ from ckpt_storage.commit import attempt as commit
 from ckpt_storage.errors import CheckpointError, CommitConflictError
 from ckpt_storage.export.removal import remove_exports
 from ckpt_storage.format.exports import Holder
+from ckpt_storage.format.names import PROBE_PREFIX
 from ckpt_storage.manager.prune import Pruner
 from ckpt_storage.manager.retention import KeepBest, KeepEvery, KeepLatest, KeepNewerThan
 from ckpt_storage.store import probe
@@ -264,6 +265,20 @@ def test_a_sweep_frees_what_died_beside_what_is_kept() -> None:
     assert (report.deleted, report.failed) == ((), {})
     assert heads(disk.files) == before
     assert any(alive.save_id in path for path in disk.files)
+
+
+def test_probes_that_were_cut_go_a_day_later() -> None:
+    """A sweep removes them at the root and beside checkpoints; younger ones may be in use."""
+    disk = Disk()
+    store = DictStore(disk, CAS)
+    save(store, 1)
+    before = set(disk.files)
+    for folder in ("", f"{name_of(1)}/"):
+        disk.put(f"{folder}{PROBE_PREFIX}0", b"old")
+    disk.clock_s += 2 * DAY_S
+    disk.put(f"{name_of(1)}/{PROBE_PREFIX}1", b"young")
+    assert pruner(store, KeepLatest(1), disk).sweep(Deadline("commit", 600)).failed == {}
+    assert set(disk.files) - before == {f"{name_of(1)}/{PROBE_PREFIX}1"}
 
 
 def test_a_dead_attempt_at_a_step_kept_by_name_is_freed_in_time() -> None:
