@@ -181,13 +181,6 @@ def test_a_young_one_is_protected_by_the_storages_clock() -> None:
     assert plan.kept[2].reasons == ("the storage does not tell its age",)
 
 
-def test_what_is_in_use_is_kept() -> None:
-    """A checkpoint that is read or written here is kept, and the reason says so."""
-    plan = plan_of(RUN, KeepLatest(1), protected={"step-3": "it is being loaded"})
-    assert steps(plan) == [3, 8]
-    assert plan.kept[0].reasons == ("it is being loaded",)
-
-
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
