@@ -211,7 +211,7 @@ class RankFailedError(CheckpointError):
 
 
 class SaveCancelledError(CheckpointError):
-    """The save was given up because `cancel` was called on a rank; it is not committed."""
+    """The save was aborted because `cancel` was called on a rank; it is not committed."""
 
     code = "cancelled"
 

@@ -84,9 +84,9 @@ def check_page_cache(value: object) -> None:
 class Timeouts:
     """Deadlines in seconds, one per phase, one for a single storage request, one for silence.
 
-    A phase that does not end in time raises `PhaseTimeoutError`. A rank that gives no sign of
-    life for `silence` seconds is given up by the others (`RankFailedError`); ranks give them from
-    a thread of their own, however busy they are. Values must be positive and finite.
+    A phase that does not end in time raises `PhaseTimeoutError`. A rank without heartbeats for
+    `silence` seconds counts as dead (`RankFailedError`); a thread of each rank sends them, however
+    busy the rank is. Values must be positive and finite.
     """
 
     plan: float = DEFAULT_PLAN_S
