@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import io
 import math
 import pickle
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from ckpt_storage.errors import CheckpointError, FormatError, IntegrityError, UnsafeContentError
@@ -288,9 +291,20 @@ def _buffered(
     return io.BufferedReader(_StoreFile(store, path, size_bytes, hidden), _READ_AHEAD_BYTES)
 
 
+@functools.cache
+def _telling_places() -> Callable[[], AbstractContextManager[object]]:
+    """Return in what torch tells where storages lie: older releases do for fake tensors only."""
+    file = io.BytesIO()
+    torch.save(torch.zeros(1), file)
+    file.seek(0)
+    storage = torch.load(file, map_location="meta").untyped_storage()
+    return nullcontext if hasattr(storage, "_checkpoint_offset") else FakeTensorMode
+
+
 def _loaded(file: io.BufferedReader, path: str, shown: str, *, unsafe_pickle: bool) -> object:
     try:
-        return torch.load(file, map_location="meta", weights_only=not unsafe_pickle)
+        with _telling_places()():
+            return torch.load(file, map_location="meta", weights_only=not unsafe_pickle)
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
