@@ -19,7 +19,7 @@ from ckpt_storage.source.filemarks import told_from_damage
 from ckpt_storage.store.deadline import Deadline, Stalling, stalling_deadline
 
 from .layout import Layout
-from .output import Made, Output, Setting, Site, Taken
+from .output import Made, Output, Setting, Site, Taken, untracked
 from .places import Marks, Seen, check_seen, look, place_marks, remove_marks
 from .plan import Plan, WriteRules, plan
 from .reads import Readable
@@ -117,9 +117,11 @@ def _run(ranks: Ranks, site: Site, task: Task[R]) -> R:
         task.check_unchanged()
         output.check_held()
 
+    # What is one stream is written at the end, and shown there.
+    track = site.setting.track if own_bytes else untracked
     try:
         with (
-            site.setting.track(own_bytes, task.save_id) as on_bytes,
+            track(own_bytes, task.save_id) as on_bytes,
             told_from_damage(task.check_unchanged),
         ):
             made = make(

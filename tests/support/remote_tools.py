@@ -78,21 +78,6 @@ def emptied(server: S3Server) -> None:
 
 
 @pytest.fixture(scope="session")
-def running_s3() -> Iterator[S3Server]:
-    """One server for all tests of a process, so that they share clients."""
-    with S3Server() as running:
-        running.create_bucket("bkt")
-        yield running
-
-
-@pytest.fixture
-def server(running_s3: S3Server) -> S3Server:
-    """The server with an empty bucket, no faults and no memory of requests."""
-    emptied(running_s3)
-    return running_s3
-
-
-@pytest.fixture(scope="session")
 def s3_buckets() -> Iterator[S3Server]:
     """Another server, for tests with buckets of their own."""
     with S3Server() as running:
