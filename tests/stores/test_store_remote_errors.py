@@ -28,7 +28,7 @@ def test_expired_credentials_are_looked_up_again(server: S3Server) -> None:
         upload = store.upload("saves/b/x")
         upload.complete(send(upload, PARTS))
         assert any(request.fault for request in server.requests)
-    assert len(server.dump()) == 2
+    assert len(server.dump("bkt")) == 2
 
 
 def test_an_unreachable_endpoint_is_named() -> None:

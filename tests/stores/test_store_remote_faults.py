@@ -28,7 +28,7 @@ def test_a_write_survives_passing_faults(server: S3Server, rule: FaultRule) -> N
     """Throttling, server errors, cut connections and lost answers are retried."""
     server.faults([rule])
     retrying(server).put("saves/a/x", b"data" * 1000)
-    assert server.dump() == {"run/saves/a/x": b"data" * 1000}
+    assert server.dump("bkt") == {"run/saves/a/x": b"data" * 1000}
     assert ops(server)["put"] == 3
 
 
@@ -84,7 +84,7 @@ def test_an_upload_survives_passing_faults(server: S3Server, op: str, action: An
     server.faults([FaultRule(op=op, times=1, action=action)])
     upload = retrying(server).upload("saves/a/x")
     upload.complete(send(upload, PARTS))
-    assert server.dump() == {"run/saves/a/x": b"".join(PARTS)}
+    assert server.dump("bkt") == {"run/saves/a/x": b"".join(PARTS)}
     assert server.open_upload_count == retrying(server).abort_uploads("saves/a") == 0
 
 
@@ -93,7 +93,7 @@ def test_a_failure_inside_a_success_is_retried(server: S3Server) -> None:
     server.faults([FaultRule(op="complete", action="status", status=200, code="InternalError")])
     upload = retrying(server).upload("saves/a/x")
     upload.complete(send(upload, PARTS))
-    assert server.dump() == {"run/saves/a/x": b"".join(PARTS)}
+    assert server.dump("bkt") == {"run/saves/a/x": b"".join(PARTS)}
 
 
 @pytest.mark.parametrize("op", ["create_upload", "part", "complete"])
@@ -105,7 +105,7 @@ def test_an_upload_given_up_leaves_nothing(server: S3Server, op: str) -> None:
         upload.complete(send(upload, PARTS))
     server.faults([])
     upload.abort()
-    assert server.dump() == {}
+    assert server.dump("bkt") == {}
     assert server.open_upload_count == 0
 
 
@@ -122,7 +122,7 @@ def test_an_abort_does_not_delete_what_another_put_meanwhile(server: S3Server) -
         server.wait_for(lambda seen: any(one.op == "delete" for one in seen))
         plain(server).put("saves/a/x", b"another's")
         aborting.result()
-    assert server.dump() == {"run/saves/a/x": b"another's"}
+    assert server.dump("bkt") == {"run/saves/a/x": b"another's"}
 
 
 @pytest.mark.parametrize("omit", [False, True])
@@ -171,7 +171,7 @@ def test_bulk_deletion_is_left_where_it_is_refused(server: S3Server) -> None:
     )
     store.delete(names[:10])
     store.delete_folder("saves")
-    assert server.dump() == {}
+    assert server.dump("bkt") == {}
     assert ops(server) == {"bulk_delete": 1, "delete": 20, "list": 1}
 
 
@@ -193,7 +193,7 @@ def test_listings_and_uploads_of_many_pages_are_whole() -> None:
         assert server.open_upload_count == 0
         server.reset_counters()
         store.delete_folder("saves/a")
-        assert server.dump() == {}
+        assert server.dump("bkt") == {}
         # Each page is deleted before the next is asked for.
         steps = [one.op for one in server.requests]
         assert steps[:4] == ["list", "bulk_delete", "list", "bulk_delete"]

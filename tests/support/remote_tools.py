@@ -67,16 +67,6 @@ def ops(server: S3Server) -> Counter[str]:
     return Counter(request.op for request in server.requests)
 
 
-def emptied(server: S3Server) -> None:
-    """End all faults, drop objects and uploads of the bucket, forget all requests."""
-    server.faults([])
-    whole = plain(server, "s3://bkt")
-    whole.abort_uploads("")
-    whole.delete_folder("run")
-    assert server.dump("bkt") == {}
-    server.reset_counters()
-
-
 @pytest.fixture(scope="session")
 def s3_buckets() -> Iterator[S3Server]:
     """Another server, for tests with buckets of their own."""
