@@ -1,1 +1,1 @@
-"""The commit protocol: attempts, slots, publication, cleaning. Only the coordinator writes."""
+"""The commit protocol: attempts, slots, publication, cleaning. One rank of a save calls it."""

@@ -57,8 +57,8 @@ from .session import Granted, SaveSession
 log = logging.getLogger("ckpt_storage")
 
 _LOOK = (
-    "Load, or list the checkpoints, once that rank has ended: the save is committed if and only "
-    "if it shows there."
+    "Open the checkpoint once that rank has ended: the save is committed if and only if the newest "
+    "save there has its save id, or a later one replaced it."
 )
 
 
