@@ -115,8 +115,9 @@ def test_after_each_save_what_no_policy_keeps_goes(tmp_path: Path) -> None:
         assert manager.wait_pruned(60)
         assert manager.last_prune is not None
         assert [decision.step for decision in manager.last_prune.kept] == [3, 4, 7, 8]
-        assert any("ckpt-storage prune" in thread.name for thread in threading.enumerate())
-    assert not any("ckpt-storage prune" in thread.name for thread in threading.enumerate())
+        name = f"ckpt-storage prune {manager.url}"
+        assert any(thread.name == name for thread in threading.enumerate())
+    assert not any(thread.name == name for thread in threading.enumerate())
     assert names_in(tmp_path) == [f"step-{step:08d}" for step in (3, 4, 7, 8)]
     assert not (tmp_path / "step-00000002/hf").exists()
     for step in (3, 4, 7, 8):
