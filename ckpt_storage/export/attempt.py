@@ -83,6 +83,8 @@ class NewCheckpoint(Output):
         self._ties = ties
         self._overwrite = overwrite
         self.grant: Grant | None = None
+        # What proves that it is not committed, but for two that say something else.
+        self._not_committed: tuple[type[BaseException], ...] = (BaseException,)
 
     def take(self) -> Taken:
         """Begin a save; the name is its id."""
@@ -117,6 +119,7 @@ class NewCheckpoint(Output):
         )
         reference = _put(self.store, rank_manifest_path(grant.save_id, 0), seal(manifest.to_body()))
         report = RankReport.of(manifest, reference, with_places=True, ties=self._ties)
+        self._not_committed = (CheckpointError,)
         commit_save(
             self.store.bounded(Deadline("commit", setting.timeouts.commit)),
             grant,
@@ -126,10 +129,13 @@ class NewCheckpoint(Output):
             storage_meta=StorageMeta(checkpoint_id=setting.target.url),
             user={},
         )
+        self._not_committed = ()
 
     def give_up(self, error: BaseException) -> None:
         """Delete the attempt, unless it may be committed: nobody could go on with it."""
-        if self.grant is None or isinstance(error, CommitUnknownError | NotPublishedError):
+        if self.grant is None or not isinstance(error, self._not_committed):
+            return
+        if isinstance(error, CommitUnknownError | NotPublishedError):
             return
         try:
             delete_attempt(self.store, self.grant.save_id)

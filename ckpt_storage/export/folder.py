@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from ckpt_storage.commit.slotlog import is_there, read_if_there, stamp
 from ckpt_storage.errors import (
+    CheckpointError,
     CheckpointExistsError,
     ConsolidationError,
     FormatError,
@@ -57,6 +58,8 @@ from .work import UNKNOWN_CRC, side_by_side
 log = logging.getLogger("ckpt_storage")
 
 _CLAIM_COUNT = 3
+_UNLISTED = frozenset({"permission", "unsupported"})
+"""Kinds of the error of a storage that does not tell which uploads are open."""
 
 
 class FolderOutput(Output):
@@ -139,7 +142,14 @@ class FolderOutput(Output):
         }
         open_uploads: set[tuple[str, str]] = set()
         if any(one.token for one in recorded.values()):
-            open_uploads = self.store.open_uploads("")
+            try:
+                open_uploads = self.store.open_uploads("")
+            except StorageError as error:
+                if error.kind not in _UNLISTED:
+                    raise
+                # What lacks its name is made again.
+                log.info("%s: open uploads cannot be looked for: %s", self.store.url, error)
+                self._end_uploads(recorded.values())
         done: dict[int, FileRef] = {}
         sealed: dict[int, Sealed] = {}
 
@@ -156,8 +166,14 @@ class FolderOutput(Output):
 
     def _recorded(self) -> list[Sealed]:
         """Return the files that records of this content say are sealed."""
-        found: list[Sealed] = []
-        entries = listed(self.store, records_folder(self.plan.identity))
+        identity = self.plan.identity
+        entries = listed(self.store, records_folder(identity))
+        found = self._read_records(entry.path for entry in entries)
+        return [sealed for fingerprint, sealed in found if fingerprint == identity]
+
+    def _read_records(self, paths: Iterable[str]) -> list[tuple[str, Sealed]]:
+        """Return what those of some paths that are records say, with their fingerprints."""
+        found: list[tuple[str, Sealed]] = []
 
         def read(path: str) -> None:
             try:
@@ -167,15 +183,29 @@ class FolderOutput(Output):
             except (IntegrityError, FormatError, ValueError) as error:
                 log.warning("A record of %s is not trusted: %s", self.store.url, error)
                 return
-            if one is not None and one.fingerprint == self.plan.identity:
+            if one is not None:
                 sealed = Sealed(
                     file=one.file, token=one.token, write_id=one.write_id, parts=tuple(parts)
                 )
-                found.append(sealed)
+                found.append((one.fingerprint, sealed))
 
-        jobs = [partial(read, entry.path) for entry in entries if is_file_record(entry.path)]
+        jobs = [partial(read, path) for path in paths if is_file_record(path)]
         side_by_side(jobs, "read records", self.site.deadline)
         return found
+
+    def _end_uploads(self, files: Iterable[Sealed]) -> None:
+        """Abort the uploads of sealed files that nobody goes on with; one that is over is none."""
+
+        def end(one: Sealed) -> None:
+            path, store = one.file.path, self.store
+            try:
+                store.take_over(path, one.token, one.write_id, one.parts).abort()
+            except CheckpointError as error:
+                # It takes room, but no part in this run.
+                log.warning("%s: an upload of an earlier run stays: %s", store.shown(path), error)
+
+        jobs = [partial(end, one) for one in files if one.token]
+        side_by_side(jobs, "end uploads", self.site.deadline)
 
 
 class ExportFolder(FolderOutput):
@@ -403,7 +433,7 @@ def abort_uploads(store: Store, folder: str, only: Callable[[str], bool] | None 
     try:
         count = store.abort_uploads(folder, only=only)
     except StorageError as error:
-        if error.kind not in {"permission", "unsupported"}:
+        if error.kind not in _UNLISTED:
             raise
         # They take room, but no part in this run.
         log.info("%s: uploads of an earlier run cannot be looked for: %s", store.url, error)

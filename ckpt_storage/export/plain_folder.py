@@ -92,6 +92,8 @@ class PlainFolder(FolderOutput):
                 old = sorted({*old, *filter(_is_shard, here)})
             if old:
                 store.delete(old)
+            # Only their records lead to sealed files that lack their names.
+            self._end_uploads(sealed for _, sealed in self._read_records(here))
             if any(path.startswith(f"{DOCUMENTS}/") for path in here):
                 store.delete_folder(DOCUMENTS)
         taken = self._hold(earlier)

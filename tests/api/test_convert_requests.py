@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pkgutil
 import tracemalloc
 import warnings
 import zipfile
@@ -207,6 +208,31 @@ def test_a_commit_of_unknown_outcome_keeps_its_files(
     """The slot may be there, and names them."""
     failure = partial(CommitUnknownError, "unknown", save_id="s", slot=1)
     assert _converting_meets(tmp_path, monkeypatch, failure) != []
+
+
+@pytest.mark.parametrize(
+    "step",
+    ["commit.attempt.take_slot", "commit.publishing.publish", "export.convert.ConvertReport"],
+)
+def test_an_interrupt_once_the_slot_is_taken_leaves_the_checkpoint_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Ctrl-C in or after the commit deletes nothing that is committed."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    quiet(lambda: dcp.save({"w": seeded(1, 3)}, checkpoint_id=source, no_dist=True))
+    name = f"ckpt_storage.{step}"
+    real = pkgutil.resolve_name(name)
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        real(*args, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, target, to="ckpt_storage")
+    monkeypatch.undo()
+    with open_checkpoint(target) as opened:
+        assert torch.equal(opened.load(kind="torch")["w"], seeded(1, 3))
 
 
 def test_a_compressed_record_is_refused_before_it_is_inflated(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,12 @@ def inodes(folder: Path) -> dict[str, int]:
     names = [json.loads(path.read_bytes())["body"]["file"]["path"] for path in records]
     names = names or [path.name for path in (folder / "dst").iterdir() if path.suffix in MARKS]
     return {name: sealed_file(folder, name).stat().st_ino for name in names}
+
+
+def drafts(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return those of the sealed files that lack their names."""
+    found = [sealed_file(folder, name) for name in names]
+    return [path for path in found if ".tmp-" in path.name]
 
 
 def check(folder: Path, to: TargetFormat, state: dict[str, torch.Tensor]) -> None:
@@ -140,10 +146,11 @@ def test_what_is_damaged_is_written_again(
 def test_another_conversion_keeps_nothing(
     tmp_path: Path, cut: Faulty, to: TargetFormat, change: str
 ) -> None:
-    """Files of another save, of other sizes or of other names are none of this conversion's."""
+    """Files of another save, sizes or names are none of this conversion's, and do not stay."""
     state = state_of(1)
     save(state, tmp_path / "src")
-    die(cut, tmp_path, to, completed=3)
+    before = drafts(tmp_path, die(cut, tmp_path, to, completed=3))
+    assert len(before) == (0 if to == "dcp" else 3)
     if change == "source":
         state = state_of(9)
         save(state, tmp_path / "src", overwrite=True)
@@ -155,6 +162,21 @@ def test_another_conversion_keeps_nothing(
         report = call(tmp_path, to, exclude=["t0"])
     assert report.kept_count == 0
     check(tmp_path, to, state)
+    assert not any(path.exists() for path in before)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("kind", ["permission", "unsupported"])
+def test_who_may_not_list_uploads_goes_on_all_the_same(
+    tmp_path: Path, cut: Faulty, to: TargetFormat, kind: str
+) -> None:
+    """Files that have their names are kept; the others are made again, and nothing is left."""
+    save(state_of(1), tmp_path / "src")
+    before = drafts(tmp_path, die(cut, tmp_path, to, completed=2))
+    cut.rules = [Rule(action="error", operation="list_uploads", kind=kind, hit_count=None)]
+    assert call(tmp_path, to).kept_count == (2 if to == "dcp" else 0)
+    check(tmp_path, to, state_of(1))
+    assert not any(path.exists() for path in before)
 
 
 def test_a_torch_file_that_was_written_again_is_another_source(tmp_path: Path, cut: Faulty) -> None:
