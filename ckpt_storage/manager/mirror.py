@@ -11,10 +11,16 @@ import logging
 from collections.abc import Collection, Mapping
 
 from ckpt_storage.commit.info import CheckpointInfo
-from ckpt_storage.errors import CheckpointError, CheckpointGoneError, NotPublishedError
+from ckpt_storage.errors import (
+    CheckpointError,
+    CheckpointGoneError,
+    IntegrityError,
+    NotPublishedError,
+)
 from ckpt_storage.export.copy import copy
+from ckpt_storage.inspect.verify import Part, check_part
 from ckpt_storage.options import Timeouts
-from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.deadline import Deadline, stalling_deadline
 
 from .prune import Pruner
 from .resume import begun_of
@@ -74,8 +80,8 @@ class Mirror:
     def fill(self, job: Deadline) -> bool:
         """Copy what the mirror lacks, newest first, then prune it; return whether it has more.
 
-        One that cannot be copied does not keep the others. Then the first error is raised at the
-        end. Ends between two copies once `job` was told to stop.
+        One that cannot be copied stops neither the others nor the prune; then the first error is
+        raised at the end. Ends between two copies once `job` was told to stop.
         """
         tried: set[str] = set()
         failures: list[CheckpointError] = []
@@ -91,10 +97,14 @@ class Mirror:
             except CheckpointError as error:
                 log.warning("%s has no copy in the mirror yet: %s", info.url, error)
                 failures.append(error)
+        if self._pruner is not None and not job.has_failed():
+            try:
+                self._pruner.prune(Deadline("commit", self._timeouts.commit))
+            except CheckpointError as error:
+                log.warning("%s was not pruned: %s", self._copies.location.url, error)
+                failures.append(error)
         if failures:
             raise failures[0]
-        if self._pruner is not None and not job.has_failed():
-            self._pruner.prune(Deadline("commit", self._timeouts.commit))
         return bool(tried)
 
     def _next(self, tried: Collection[str]) -> CheckpointInfo | None:
@@ -128,7 +138,20 @@ class Mirror:
         except NotPublishedError as error:
             # It is committed, and only torch's own readers do not see it.
             log.warning("%s", error)
+        except IntegrityError:
+            self._check(info)
+            raise
         finally:
             release()
             self._copies.forget(info.name)
         self._copied.add((info.name, info.save_id))
+
+    def _check(self, info: CheckpointInfo) -> None:
+        """Note a checkpoint as damaged if it is, and not its copy; it is waited for no more."""
+        deadline, _ = stalling_deadline("load", self._timeouts.load, f"Checking {info.url}")
+        try:
+            check_part(self._root.open(deadline, info.name), Part(), deep=True, deadline=deadline)
+        except IntegrityError as error:
+            self._root.found_damaged(info, str(error))
+        except CheckpointError as error:
+            log.info("%s was not checked: %s", info.url, error)

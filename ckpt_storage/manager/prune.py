@@ -245,20 +245,23 @@ class Pruner:
     def _end_tombstones(self, deadline: Deadline) -> None:
         """Remove the slots of what was deleted a week ago; one listing each, once in a process.
 
-        This machine's clock says only when to try. The storage's decides.
+        This machine's clock says only when to try. The storage's decides. A failure is logged.
         """
+        run = _Execution(self._root, PruneReport(), deadline)
         for name in self._tombstones:
-            store = self._root.open(deadline, name)
-            if name not in self._deleted_s:
-                times_s = [entry.modified_s or 0.0 for entry in store.list(COMMITS)]
-                self._deleted_s[name] = max(times_s, default=time.time())
-            if time.time() - self._deleted_s[name] < TOMBSTONE_AGE_S:
-                continue
-            self._deleted_s[name] = time.time()
-            with self._root.uses.deleting(name) as may:
-                if may and remove_tombstone(store):
-                    remove_probes(store)
-                    self._root.forget(name)
+            run.attempt(name, partial(self._end_tombstone, name, deadline))
+
+    def _end_tombstone(self, name: str, deadline: Deadline) -> None:
+        store = self._root.open(deadline, name)
+        if name not in self._deleted_s:
+            times_s = [entry.modified_s or 0.0 for entry in store.list(COMMITS)]
+            self._deleted_s[name] = max(times_s, default=time.time())
+        if time.time() - self._deleted_s[name] < TOMBSTONE_AGE_S:
+            return
+        self._deleted_s[name] = time.time()
+        if remove_tombstone(store):
+            remove_probes(store)
+            self._root.forget(name)
 
     def _kept_by_step(self, step: int) -> str | None:
         found = (policy.kept_by_step(step) for policy in self._policies)

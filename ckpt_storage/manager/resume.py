@@ -143,12 +143,13 @@ class Resumer:
         return None
 
     def load_step(self, load: Load, step: int) -> Restored:
-        """Load the checkpoint of one step, from the first root that has it.
+        """Load the checkpoint of one step, from the first root in which it can be read.
 
-        Raises `CheckpointNotFoundError` if none has, and what `load` raises.
+        Raises `CheckpointNotFoundError` if none has it, what is wrong if none can read it, and what
+        `load` raises.
         """
-        choice = self._told(lambda deadline: self._holder_of(step, deadline), step)
         try:
+            choice = self._told(lambda deadline: self._holder_of(step, deadline), step)
             if choice.info is None:
                 raise CheckpointNotFoundError(
                     f"There is no checkpoint of step {step} below {self._url}.",
@@ -160,7 +161,7 @@ class Resumer:
             load(self._roots[choice.place], choice.info)
         finally:
             self._release()
-        return Restored(info=choice.info, step=step)
+        return Restored(info=choice.info, step=step, skipped=choice.skipped)
 
     def first(self) -> CheckpointInfo | None:
         """Return on all ranks what a restore would try first."""
@@ -231,37 +232,45 @@ class Resumer:
             if (place, found.name) in self._tried:
                 continue
             self._tried.add((place, found.name))
-            damage = damage_of(found)
+            now = found if found.info is None else self._taken(place, found.name, deadline)
+            damage = damage_of(now)
             if damage is not None:
-                url = self._roots[place].location.child(found.name).url
-                skipped.append(SkippedCheckpoint(name=found.name, url=url, reason=str(damage)))
-            elif found.info is not None:
-                info = self._taken(place, found.name, deadline)
-                if info is not None:
-                    is_checked = self._roots[place].is_sound(info)
-                    return _Choice(
-                        info=info, place=place, skipped=tuple(skipped), is_checked=is_checked
-                    )
+                skipped.append(self._unreadable(place, now.name, damage))
+            elif now.info is not None:
+                is_checked = self._roots[place].is_sound(now.info)
+                return _Choice(
+                    info=now.info, place=place, skipped=tuple(skipped), is_checked=is_checked
+                )
         return _Choice(info=None, skipped=tuple(skipped))
 
     def _holder_of(self, step: int, deadline: Deadline) -> _Choice:
-        name = self._roots[0].names.name_of(step)
+        name, problems = self._roots[0].names.name_of(step), list[CheckpointError]()
+        skipped: list[SkippedCheckpoint] = []
         for place in range(len(self._roots)):
-            info = self._taken(place, name, deadline)
-            if info is not None:
-                return _Choice(info=info, place=place)
+            found = self._taken(place, name, deadline)
+            if found.problem is not None:
+                problems.append(found.problem)
+                skipped.append(self._unreadable(place, name, found.problem))
+            elif found.info is not None:
+                for one in skipped:
+                    log.warning("%s is loaded, not %s: %s", found.info.url, one.url, one.reason)
+                return _Choice(info=found.info, place=place, skipped=tuple(skipped))
+        if problems:
+            raise problems[0]
         return _Choice(info=None)
 
-    def _taken(self, place: int, name: str, deadline: Deadline) -> CheckpointInfo | None:
+    def _unreadable(self, place: int, name: str, problem: CheckpointError) -> SkippedCheckpoint:
+        url = self._roots[place].location.child(name).url
+        return SkippedCheckpoint(name=name, url=url, reason=str(problem))
+
+    def _taken(self, place: int, name: str, deadline: Deadline) -> Found:
         """Keep a checkpoint from our own pruner, and return what is there then."""
-        root = self._roots[place]
-        release = root.uses.take(name, "it is being loaded", timeout_s=deadline.remaining_s())
-        found = root.look_at(name, deadline)
+        uses = self._roots[place].uses
+        self._release = uses.take(name, "it is being loaded", timeout_s=deadline.remaining_s())
+        found = self._roots[place].look_at(name, deadline)
         if found.info is None:
-            release()
-        else:
-            self._release = release
-        return found.info
+            self._release()
+        return found
 
     def _read_all(self, root: Root, info: CheckpointInfo) -> None:
         """Read every byte of a checkpoint, each rank its part; raises on all what one rank finds.

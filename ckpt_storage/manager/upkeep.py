@@ -217,9 +217,13 @@ class Upkeep:
         self._tidying.close(_CLOSE_S if timeout_s is None else timeout_s)
 
     def _copy(self, deadline: Deadline) -> None:
-        if self._mirror is not None and self._mirror.fill(deadline) and self._is_background:
-            # What waited for its copy may go now.
-            self._tidying.wake()
+        may_go = True
+        try:
+            may_go = self._mirror is not None and self._mirror.fill(deadline)
+        finally:
+            if may_go and self._is_background:
+                # What waited for its copy, or is found to be damaged, may go now.
+                self._tidying.wake()
 
     def _tidy(self, deadline: Deadline) -> None:
         if not self._has_looked_above and self._highest_begun >= 0:

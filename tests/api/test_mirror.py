@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commit_tools import body_of, sealed
 from manager_cases import blank, damage, restore, state_of, step_in
 from prune_cases import name_of
 
 import ckpt_storage
-from ckpt_storage.errors import CheckpointNotFoundError
+from ckpt_storage.errors import CheckpointNotFoundError, FormatError, IntegrityError
 from ckpt_storage.manager.manager import CheckpointManager
 from ckpt_storage.manager.retention import KeepEvery, KeepLatest
 
@@ -150,3 +151,49 @@ def test_a_deletion_is_of_both_roots(tmp_path: Path) -> None:
         saved(manager, 3)
         assert manager.wait_mirrored(60)
     assert steps_in(tmp_path / "fast") == steps_in(tmp_path / "slow") == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("broken", "fast", "slow"), [(3, [4], [2, 4]), (4, [3, 4], [2, 3])], ids=["older", "newest"]
+)
+def test_a_damaged_one_is_not_waited_for(
+    tmp_path: Path, broken: int, fast: list[int], slow: list[int]
+) -> None:
+    """It is told once; both roots are pruned, and keep the newest sound one."""
+    with manager_of(tmp_path) as manager:
+        saved(manager, 1, 2)
+        assert manager.wait_mirrored(60)
+    with manager_of(tmp_path, mirror=None) as manager:
+        saved(manager, 3, 4)
+    damage(tmp_path / "fast" / name_of(broken))
+    with manager_of(tmp_path, keep=KeepLatest(1), mirror_keep=KeepLatest(2)) as manager:
+        assert not manager.wait_mirrored(60)
+        assert steps_in(tmp_path / "slow") == slow
+        assert manager.wait_pruned(60)
+        assert steps_in(tmp_path / "fast") == fast
+        saved(manager, 5)
+        assert manager.wait_mirrored(60)
+        assert manager.wait_pruned(60)
+    assert steps_in(tmp_path / "fast") == [5]
+    assert steps_in(tmp_path / "slow") == [slow[-1], 5]
+
+
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_a_step_that_cannot_be_read_is_no_missing_one(tmp_path: Path, *, is_newer: bool) -> None:
+    """`step=` raises what is wrong with its record; a copy that is loaded instead is told."""
+    with manager_of(tmp_path) as manager:
+        saved(manager, 1)
+        assert manager.wait_mirrored(60)
+    slot = tmp_path / "fast" / name_of(1) / "commits/00000001.json"
+    whole = slot.read_bytes()
+    newer = sealed({**body_of(whole), "format": "ckpt_storage.commit/99"})
+    slot.write_bytes(newer if is_newer else whole[:-5])
+    with (
+        manager_of(tmp_path, mirror=None) as manager,
+        pytest.raises(FormatError if is_newer else IntegrityError, match="00000001"),
+    ):
+        manager.restore(blank(), step=1)
+    with manager_of(tmp_path) as manager:
+        found = restore(manager, step=1)
+    assert found.info.url.startswith(f"file://{tmp_path}/slow")
+    assert [one.url for one in found.skipped] == [f"file://{tmp_path}/fast/{name_of(1)}"]

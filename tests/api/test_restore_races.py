@@ -10,9 +10,11 @@ import pytest
 from manager_cases import blank, state_of, step_in
 
 import ckpt_storage
-from ckpt_storage.errors import CheckpointInProgressError
+from ckpt_storage.errors import CheckpointInProgressError, IntegrityError, StorageError
 from ckpt_storage.inspect import verify
 from ckpt_storage.manager.manager import CheckpointManager
+from ckpt_storage.manager.retention import KeepLatest
+from ckpt_storage.manager.root import Root, Uses
 from ckpt_storage.transfer.ranges import RangeReader
 
 
@@ -92,3 +94,44 @@ def test_what_is_overwritten_again_and_again_is_an_error(
         monkeypatch.setattr("ckpt_storage.manager.manager.load", slow)
         with pytest.raises(CheckpointInProgressError, match="saved anew"):
             manager.restore(blank())
+
+
+def test_damage_between_two_looks_does_not_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record that is damaged after the choice is skipped; without an older one it raises."""
+    take = Uses.take
+
+    def cut(uses: Uses, name: str, *given: Any, **more: Any) -> Any:
+        slot = tmp_path / name / "commits/00000001.json"
+        slot.write_bytes(slot.read_bytes()[:-5])
+        return take(uses, name, *given, **more)
+
+    with CheckpointManager(tmp_path, timeout=60) as manager:
+        manager.save(2, state_of(2), sync_files=False)
+        monkeypatch.setattr(Uses, "take", cut)
+        with pytest.raises(IntegrityError, match="None of the 1 committed"):
+            manager.restore(blank())
+
+
+def test_a_restore_that_fails_leaves_nothing_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be looked at is pruned later by the same manager."""
+
+    def fail(*given: Any, **more: Any) -> Any:
+        del given, more
+        message = "The storage is away."
+        raise StorageError(message, kind="connection")
+
+    options: dict[str, Any] = {"keep": KeepLatest(1), "pruning": "manual", "timeout": 60}
+    with CheckpointManager(tmp_path, **options) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step), sync_files=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(Root, "look_at", fail)
+            with pytest.raises(StorageError, match="away"):
+                manager.restore(blank(), step=1)
+        report = manager.prune()
+    assert report is not None
+    assert report.deleted == ("step-00000001",)

@@ -28,6 +28,7 @@ from ckpt_storage.manager.retention import (
 )
 from ckpt_storage.store import probe
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.testing.faults import Rule
 
 
 @pytest.fixture(autouse=True)
@@ -229,3 +230,25 @@ def test_of_a_deleted_checkpoint_nothing_is_left_after_a_week() -> None:
     assert {path.partition("/")[0] for path in disk.files} == {name_of(3)}
     at_times(disk, 2)
     assert set(heads(disk.files)) == {2, 3}
+
+
+def test_slots_that_cannot_be_removed_do_not_hide_what_was_deleted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The others go, the report is returned, and the next process tries again."""
+    disk = Disk()
+    at_times(disk, 1, 2, 3, 4)
+    store = DictStore(disk, CAS)
+    prune(store, KeepLatest(2), disk)
+    disk.clock_s += 8 * DAY_S
+    at_times(disk, 5)
+    rule = Rule(
+        action="error", operation="delete.*", path=name_of(1), hit_count=None, retryable=False
+    )
+    with caplog.at_level(logging.WARNING, "ckpt_storage"):
+        report = prune(store.failing(rule), KeepLatest(2), disk)
+    assert report.deleted == (name_of(3),)
+    assert f"{name_of(1)} was not pruned" in caplog.text
+    assert {path.partition("/")[0] for path in disk.files} == {name_of(n) for n in (1, 3, 4, 5)}
+    prune(store, KeepLatest(2), disk)
+    assert {path.partition("/")[0] for path in disk.files} == {name_of(n) for n in (3, 4, 5)}
