@@ -106,16 +106,20 @@ class BoardOperation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        have_left = False
         try:
             if error is None:
                 # Beyond this phase's deadline nobody may be kept waiting.
-                self._leave(min(_LEAVE_S, self._waits.deadline.remaining_s() + _MEMBER_GRACE_S))
+                patience_s = self._waits.deadline.remaining_s() + _MEMBER_GRACE_S
+                have_left = self._leave(min(_LEAVE_S, patience_s))
             else:
-                self._report(error)
+                have_left = self._report(error)
         except BoardError as lost:
             log.warning("After %s: %s", self.what, lost)
         finally:
             self._has_ended = True
+            # Who has not left may still write.
+            self.is_void = self.is_void and have_left
             self._waits.end()
             if self._watch is not None:
                 self._group.spare_board = self._watch.stop()
@@ -363,17 +367,17 @@ class BoardOperation:
                 twin.close()
             self._set_failure(error, self.rank)
 
-    def _report(self, error: BaseException) -> None:
-        """Tell all ranks why this one leaves, unless they told it."""
+    def _report(self, error: BaseException) -> bool:
+        """Tell all ranks why this one leaves, unless they told it; return as `_leave`."""
         if isinstance(error, BoardError) or isinstance(error.__cause__, BoardError):
-            return  # there is nowhere to tell it
+            return False  # there is nowhere to tell it
         self.id = self.id or self._meeting.late_id
         if self._waits.failure is None:
             self._fail(error)
         first = self._group.board.get(self._key("failed"), _REPORT_S) if self.id else None
         if first is not None:
             self.verdict = pickle.loads(first).error  # noqa: S301  # our own ranks
-        self._leave(_LEAVE_FAILED_S)
+        return self._leave(_LEAVE_FAILED_S)
 
     def _fail(self, error: BaseException) -> None:
         was_answered = self._meeting.is_over and not self.id
@@ -412,18 +416,21 @@ class BoardOperation:
         except CheckpointError as answered:
             log.debug("The ranks were told: %s", answered)
 
-    def _leave(self, timeout_s: float) -> None:
-        """Say that this rank has read the outcome; the coordinator waits until all have."""
+    def _leave(self, timeout_s: float) -> bool:
+        """Say that this rank has read the outcome; the coordinator waits until all have.
+
+        Returns whether all have; other ranks than the coordinator do not look.
+        """
         if self.world_size == 1 or not self.id:
-            return
-        if self.is_coordinator:
-            self._await_left(
-                {rank: self._key("left", str(rank)) for rank in self._others()}, timeout_s
-            )
+            return True
+        have_left = not self.is_coordinator or self._await_left(
+            {rank: self._key("left", str(rank)) for rank in self._others()}, timeout_s
+        )
         self._keys.append(self._key("left", str(self.rank)))
         self._group.board.set(self._keys[-1], b"left", timeout_s)
+        return have_left
 
-    def _await_left(self, keys: Mapping[int, str], timeout_s: float) -> None:
+    def _await_left(self, keys: Mapping[int, str], timeout_s: float) -> bool:
         self._keys += keys.values()
         end_s = time.monotonic() + timeout_s
         while not self._waits.within(self._group.look_s, list(keys.values())):
@@ -433,7 +440,8 @@ class BoardOperation:
             if time.monotonic() > end_s:
                 missing = name_ranks(self._waits.missing(keys))
                 log.warning("After %s nothing was heard of %s.", self.what, missing)
-                return
+                return False
+        return True
 
     def _set_failure(self, error: CheckpointError, reporter: int) -> None:
         with self._lock:

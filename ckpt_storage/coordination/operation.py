@@ -24,7 +24,7 @@ class Operation(Watch, Protocol):
     known, and `committed` what was committed, while the operation goes on after that. `verdict` is
     the error that was reported first, the same on all ranks; it is set when the operation has ended
     with an error, None where the ranks had not met or cannot reach one another. `is_void`: what the
-    save wrote on all ranks is to be deleted once they have left.
+    save wrote on all ranks is to be deleted; false again once it ended without a word of one.
     """
 
     what: str

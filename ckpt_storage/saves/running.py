@@ -175,7 +175,8 @@ def save_operation(
 ) -> Iterator[BoardOperation]:
     """Run a save as one operation of all ranks.
 
-    What a void one wrote is deleted at the end, when nobody writes any more.
+    What a void one wrote is deleted at the end, if nobody writes any more; else it is freed as that
+    of a dead save.
     """
     operation: BoardOperation | None = None
     what = f"the save to {place_of(url)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import random
 import threading
@@ -692,6 +693,29 @@ def test_the_coordinator_stays_until_all_have_read_the_outcome(
         return word
 
     assert values(run(group(LocalBoard(), 2), body)) == [b"done"] * 2
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_failed_is_void_only_once_all_ranks_have_left(*, is_late: bool) -> None:
+    """While a rank may still write, what a save wrote is not deleted."""
+    may_leave = threading.Event()
+    if not is_late:
+        may_leave.set()
+
+    def body(coordinator: Ranks) -> bool:
+        told = contextlib.suppress(CheckpointError)
+        with told, coordinator.operation("the test", timeouts=LONG) as operation:
+            operation.meet(TERMS)
+            if coordinator.is_coordinator:
+                operation.is_void = True
+                raise CheckpointError("rank 0 failed")
+            may_leave.wait(END_S)
+            operation.broadcast(b"")
+        may_leave.set()
+        return operation.is_void
+
+    ended = values(run(group(LocalBoard(), 2), body))
+    assert ended == [not is_late, False]
 
 
 def test_the_coordinator_leaves_soon_after_its_deadline_when_a_rank_died_at_the_end() -> None:
