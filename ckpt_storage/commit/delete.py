@@ -24,6 +24,7 @@ from ckpt_storage.format.names import (
     slot_path,
 )
 from ckpt_storage.store.deadline import Deadline
+from ckpt_storage.store.probe import probe_conditional_delete
 from ckpt_storage.store.store import Store
 
 from .publishing import publish
@@ -191,6 +192,10 @@ def _remove(store: Store, found: CommitLog) -> bool:
         return False
     if SlotRecord.decode(last.data, slot=found.last_slot).write_id != found.last.write_id:
         return False
+    if not probe_conditional_delete(store):
+        raise UnsupportedByStoreError(
+            f"{store.url} deletes objects whatever their version is.", kind="unsupported"
+        )
     for slot, content in slots.items():
         if content.version is None:
             raise UnsupportedByStoreError(

@@ -1,4 +1,4 @@
-"""Finds out whether a storage keeps its promise of exclusive creation (invariant I4).
+"""Finds out whether a storage keeps its promises: exclusive creation (I4), conditional deletion.
 
 Some servers take the condition and ignore it, so a declared capability is not enough.
 """
@@ -28,6 +28,7 @@ class ProbeResult:
 
 # Keyed by process too: a child of fork asks anew, with clients of its own.
 _RESULTS: dict[tuple[int, Hashable], ProbeResult] = {}
+_DELETIONS: dict[tuple[int, Hashable], bool] = {}
 
 
 def probe_exclusive_create(store: Store) -> ProbeResult:
@@ -41,15 +42,54 @@ def probe_exclusive_create(store: Store) -> ProbeResult:
         return ProbeResult(
             exclusive=False, reason="This storage has no exclusive creation to offer."
         )
-    key: Hashable = store.url
-    scope = store.scope
-    if scope is not None:
-        key = store.run("look at the storage", "", lambda _: scope())
-    place = (os.getpid(), key)
+    place = _place(store)
     known = _RESULTS.get(place)
     if known is None:
         known = _RESULTS[place] = try_exclusive_create(store, probe_path())
     return known
+
+
+def _place(store: Store) -> tuple[int, Hashable]:
+    key: Hashable = store.url
+    scope = store.scope
+    if scope is not None:
+        key = store.run("look at the storage", "", lambda _: scope())
+    return os.getpid(), key
+
+
+def probe_conditional_delete(store: Store) -> bool:
+    """Return whether `delete_version` spares another version, asking the storage once.
+
+    On a disk it is our own code and not asked. Kept, cleaned up and raises as
+    `probe_exclusive_create`.
+    """
+    if store.capabilities.kind == "posix":
+        return True
+    place = _place(store)
+    known = _DELETIONS.get(place)
+    if known is None:
+        known = _DELETIONS[place] = _try_conditional_delete(store, probe_path())
+    return known
+
+
+def _try_conditional_delete(store: Store, path: str) -> bool:
+    """Ask for the deletion of a version that was replaced; return whether it is refused."""
+    try:
+        store.replace(path, b"first\n")
+        version = store.get(path).version
+        store.replace(path, b"second\n")
+        if version is None:
+            return False
+        try:
+            store.delete_version(path, version)
+        except StorageError as error:
+            if error.kind not in {"precondition", "unsupported"}:
+                raise
+            return error.kind == "precondition" and store.get(path).data == b"second\n"
+        return False
+    finally:
+        with contextlib.suppress(CheckpointError):
+            store.delete([path])
 
 
 def try_exclusive_create(store: Store, path: str) -> ProbeResult:

@@ -219,6 +219,22 @@ def test_on_s3_nothing_stays_and_what_was_replaced_does() -> None:
         store.close()
 
 
+def test_a_server_that_ignores_the_condition_keeps_it() -> None:
+    """There a paused remover would delete what a saver began anew; so no slot goes."""
+    with S3Server(ignore_preconditions=True) as server:
+        server.create_bucket("bkt")
+        store = open_store("s3://bkt/run", storage_options=server.storage_options)
+        saved(store)
+        deleted(store)
+        before = server.dump()
+        assert not remove_tombstone(store, min_age_s=0)
+        assert server.dump() == before
+        latest = saved(store)
+        assert read_log(store).last_slot == 3
+        assert latest
+        store.close()
+
+
 def test_on_a_disk_the_folder_goes_with_the_last_slot(tmp_path: Path) -> None:
     """Nothing is left to list; a file that took the place of a slot stays."""
     root = tmp_path / "id"

@@ -258,7 +258,9 @@ class DictStore(Facade):
         self._faults = FaultBackend(self.inner, rules)
         self.script = self._faults.script
         super().__init__(self._faults, url="dict://root", policy=QUICK)
-        probe._RESULTS[os.getpid(), self.url] = _KEPT  # noqa: SLF001  # looked at elsewhere
+        place = os.getpid(), self.url
+        probe._RESULTS[place] = _KEPT  # noqa: SLF001  # looked at elsewhere
+        probe._DELETIONS[place] = True  # noqa: SLF001  # as above
 
     def run(self, operation: str, path: str, call: Callable[[Backend], T], **_: object) -> T:
         """Do what is called, without a thread of its own: there are many thousands of calls."""
